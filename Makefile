@@ -73,7 +73,7 @@ unit-rest: $(TEST)
 	$(BIN)/python -m pytest $(REST)
 
 test-deployment: install
-	$(BIN)/python -m pytest --full tests/network/test_flower.py tests/network/test_foreign_apps.py
+	$(BIN)/python -m pytest --full tests/network/deploy/test_flower.py tests/network/deploy/test_foreign_apps.py
 
 # every row, with long tests, real processes, and tests of all extras
 test-all: install lint types
@@ -95,11 +95,11 @@ catalog: install
 	mv build/catalog.json src/fedlowrank/cli/catalog.json
 
 bench: install
-	$(BIN)/python benchmarks/bench.py -o docs/results/speed.md
+	$(BIN)/python benchmarks/speed/rounds_against_pytorch.py -o docs/results/speed.md
 
 # after `make bench`: adds pfl, Flower and FedJAX, where they are installed, to its page
 bench-peers: install
-	$(BIN)/python benchmarks/simulators.py --page docs/results/speed.md
+	$(BIN)/python benchmarks/peers/round_against_simulators.py --page docs/results/speed.md
 
 # the site: strict, into site/; MkDocs' and Material's notices about later versions are switched off
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1

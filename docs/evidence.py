@@ -28,9 +28,9 @@ from typing import Any
 
 import pandas as pd
 import torch
-from evidence_claims import claims_table, comparisons_tables, papers, verdicts_table
-from evidence_figures import draw
-from evidence_tables import (
+from tables.claims import claims_table, comparisons_tables, count_verdicts, papers, verdicts_table
+from tables.drawings import draw
+from tables.experiments import (
     EXPERIMENTS,
     FIGURES,
     RECOVERY,
@@ -50,7 +50,7 @@ from fedlowrank import load_rounds, load_runs
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.tuning import Setting, tuned_experiment
 from fedlowrank.results.records import RunRecord
-from fedlowrank.results.scalars import scalars
+from fedlowrank.results.scalars import list_scalars
 
 RUNS = ROOT / "runs" / "evidence"
 KEYS = ["method", "seed", "series", "round"]
@@ -217,10 +217,10 @@ def observe_truncation(folders: Sequence[Path]) -> pd.DataFrame:
     rows = []
     for folder in folders:
         record = RunRecord.load(folder)
-        observed = record.rounds[-1].observed
+        server_metrics = record.rounds[-1].server_metrics
         method, _, seed = folder.name.rpartition("-s")
-        for client, error in observed.get("truncation", {}).items():
-            rank, weight = record.clients[int(client)]["rank"], observed["weights"][client]
+        for client, error in server_metrics.get("truncation", {}).items():
+            rank, weight = record.clients[int(client)]["rank"], server_metrics["weights"][client]
             rows.append({"method": method, "seed": int(seed), "client": int(client), "rank": rank})
             rows[-1] |= {"truncation": error, "weight": weight}
     return pd.DataFrame(rows)
@@ -235,7 +235,7 @@ def observe_recovery(folders: Sequence[Path]) -> pd.DataFrame:
     rows = []
     for folder in folders:
         record = RunRecord.load(folder)
-        found = scalars(record.rounds[-1], record.clients, 0).get("routes/recovery")
+        found = list_scalars(record.rounds[-1], record.clients, 0).get("routes/recovery")
         if found is not None:
             method, _, seed = folder.name.rpartition("-s")
             rows.append({"method": method, "seed": int(seed), "index": found})
@@ -302,6 +302,7 @@ def write() -> None:
             paste(RESULTS / found["page"], name, text)
     for page, text in comparisons_tables().values():
         paste(RESULTS / page, "claims", text)
+    paste(RESULTS / "index.md", "count", count_verdicts())
     paste(RESULTS / "index.md", "verdicts", verdicts_table())
     for paper in papers():
         paste(RESULTS / "index.md", f"claims {paper}", claims_table(paper))

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from evidence import begin, find_test_runs
-from evidence_tables import paste, table_row
 from scipy import stats
+from tables.experiments import paste, table_row
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.reading.merging import format_toml
-from fedlowrank.results.measurements import ACCURACY
+from fedlowrank.results.client_numbers import ACCURACY
 from fedlowrank.results.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,9 +1,9 @@
-"""Three organizations fine-tune SmolLM2-135M together: what `make demo-language` runs.
+"""The demonstration of `make demo-language`: three organizations fine-tune SmolLM2-135M together.
 
     python examples/demo_language.py FOLDER [--base SMOLLM2] [--dolly FILE]
 
-prints every command before it runs. SmolLM2 comes from the package index (93 MB), the rows from Dolly; see
-`examples/organizations.py`. Where the model cannot be fetched, a tiny one that is made on the spot takes its place.
+prints every command before it runs it. SmolLM2 is downloaded from the package index (93 MB), the rows are from Dolly; see
+`examples/organizations.py`. If SmolLM2 cannot be downloaded, a tiny model is trained and used instead.
 """
 
 from __future__ import annotations
@@ -30,55 +30,67 @@ METHODS = {
 EXPERIMENT = "experiments/demo/smollm2.toml"
 
 
-def call(*command: str | Path) -> bool:
-    """Print a command, run it, and say whether it succeeded."""
+def run_command(*command: str | Path) -> bool:
+    """Print and run a command; returns whether it succeeded."""
     shown = [str(part) for part in command]
     print("\n$ " + " ".join(["python", *shown]), flush=True)
     return subprocess.run([sys.executable, *shown], check=False).returncode == 0
 
 
-def must(*command: str | Path) -> None:
-    """Run a command that this demonstration needs."""
-    if not call(*command):
+def run_or_exit(*command: str | Path) -> None:
+    """Run a command, and exit if it fails."""
+    if not run_command(*command):
         sys.exit(f"the command {command[0]} failed; its message stands above")
 
 
-def fedlowrank(*arguments: str | Path) -> tuple[str | Path, ...]:
-    """A command of fedlowrank."""
+def make_fedlowrank_command(*arguments: str | Path) -> tuple[str | Path, ...]:
+    """Make the arguments of a fedlowrank command."""
     return ("-m", "fedlowrank", *arguments)
 
 
 def run_tiny(folder: Path) -> None:
-    """The same with a model of a million characters, which is made here."""
-    must("examples/tiny_language.py", folder)
-    must(*fedlowrank("compare", "experiments/demo/language.toml", "-o", folder / "runs", "--force"))
-    must(
-        *fedlowrank(
+    """Run the demonstration with a tiny model that is pretrained here."""
+    run_or_exit("examples/tiny_language.py", folder)
+    run_or_exit(
+        *make_fedlowrank_command(
+            "compare", "experiments/demo/language.toml", "-o", folder / "runs", "--force"
+        )
+    )
+    run_or_exit(
+        *make_fedlowrank_command(
             "adapters", folder / "runs" / "fedhl-s0", "-o", folder / "adapters", "--merged", "--force"
         )
     )
-    must("examples/load_adapters.py", folder / "base", folder / "adapters", "Swap red and bird.")
-    must("examples/demo_summary.py", folder / "runs", "--language")
+    run_or_exit("examples/load_adapters.py", folder / "base", folder / "adapters", "Swap red and bird.")
+    run_or_exit("examples/demo_summary.py", folder / "runs", "--language")
 
 
 def run_smollm2(folder: Path, base: Path) -> None:
-    """All methods on SmolLM2, a table of losses, and answers before and after."""
+    """Run all methods on SmolLM2, and print a table of losses and answers before and after training."""
     organizations = folder / "organizations"
     here = [f"language.path={base}", f"data.path={organizations}/*.jsonl"]
-    must(*fedlowrank("compare", EXPERIMENT, "-o", folder / "runs", "--force", *here))
-    one = folder / "runs-fedit" / "fedit-s0"
-    must(*fedlowrank("run", EXPERIMENT, "--method", "fedit", "-o", one, "--force", *here, "lora.ranks=[2]"))
-    must(*fedlowrank("adapters", folder / "runs" / "fedhl-s0", "-o", folder / "adapters", "--force"))
+    run_or_exit(*make_fedlowrank_command("compare", EXPERIMENT, "-o", folder / "runs", "--force", *here))
+    fedit_folder = folder / "runs-fedit" / "fedit-s0"
+    run_or_exit(
+        *make_fedlowrank_command(
+            "run", EXPERIMENT, "--method", "fedit", "-o", fedit_folder, "--force", *here, "lora.ranks=[2]"
+        )
+    )
+    run_or_exit(
+        *make_fedlowrank_command(
+            "adapters", folder / "runs" / "fedhl-s0", "-o", folder / "adapters", "--force"
+        )
+    )
     names = [path.stem for path in sorted(organizations.glob("*.jsonl"))]
-    print("\n" + loss_table([folder / "runs", folder / "runs-fedit"], names))
-    weights = RunRecord.load(folder / "runs" / "fedhl-s0").rounds[-1].observed["weights"]
+    print("\n" + format_losses([folder / "runs", folder / "runs-fedit"], names))
+    weights = RunRecord.load(folder / "runs" / "fedhl-s0").rounds[-1].server_metrics["weights"]
     shown = ", ".join(f"{name} {weights[str(i)]:.3f}" for i, name in enumerate(names))
     print(f"FedHL's weights p, by truncation error, in the last round: {shown}")
-    print("\n" + answers(base, folder / "adapters", organizations, names))
+    print("\n" + format_answers(base, folder / "adapters", organizations, names))
 
 
-def loss_table(folders: list[Path], names: list[str]) -> str:
-    """Held-out loss per token of each organization's own model, before and after."""
+def format_losses(folders: list[Path], names: list[str]) -> str:
+    """Format a table of the held-out loss per token of each organization's model, before and after training."""
     lines = [
         "Held-out loss per token of each organization's model (SmolLM2-135M, Q4_1 weights made dense; one seed)"
     ]
@@ -95,8 +107,8 @@ def loss_table(folders: list[Path], names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def answers(base: Path, adapters: Path, organizations: Path, names: list[str]) -> str:
-    """A question of each organization, answered by the base and by its adapter, both loaded by PEFT alone."""
+def format_answers(base: Path, adapters: Path, organizations: Path, names: list[str]) -> str:
+    """Format the answers of base and adapter to one question of each organization; only PEFT loads the adapters."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,9 +122,9 @@ def answers(base: Path, adapters: Path, organizations: Path, names: list[str]) -
         folder = adapters / f"client_{number:04d}"
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
         with model.disable_adapter():
-            before = answer(model, tokenizer, question)
+            before = generate_answer(model, tokenizer, question)
         rank = model.peft_config["default"].r
-        after = answer(model, tokenizer, question)
+        after = generate_answer(model, tokenizer, question)
         lines += [
             f"{name}: {question}",
             f"  before:          {before!r}",
@@ -122,32 +134,36 @@ def answers(base: Path, adapters: Path, organizations: Path, names: list[str]) -
 
 
 @torch.inference_mode()
-def answer(model: torch.nn.Module, tokenizer: object, question: str) -> str:
-    """Greedy answer of at most 24 tokens."""
+def generate_answer(model: torch.nn.Module, tokenizer: object, question: str) -> str:
+    """Generate the greedy answer to a question, of at most 24 tokens."""
     turns = [{"role": "user", "content": question}]
     rows = tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    made = model.generate(**rows, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    return tokenizer.decode(made[0, rows["input_ids"].shape[1] :], skip_special_tokens=True)
+    generated = model.generate(
+        **rows, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
+    return tokenizer.decode(generated[0, rows["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def main() -> None:
-    """Fetch, train, compare, answer."""
+    """Download SmolLM2 and the rows, train by all methods, and print losses and answers."""
     parser = argparse.ArgumentParser(description="Three organizations fine-tune SmolLM2-135M together.")
     parser.add_argument("folder", type=Path, help="for models, rows and runs")
     parser.add_argument("--base", type=Path, help="folder of SmolLM2, if you have it")
     parser.add_argument("--dolly", type=Path, help="databricks-dolly-15k.jsonl, if you have it")
-    given = parser.parse_args()
-    base = given.base or given.folder / "smollm2"
-    if not (base / "config.json").is_file() and not call(*fedlowrank("base", "smollm2", base)):
+    arguments = parser.parse_args()
+    base = arguments.base or arguments.folder / "smollm2"
+    if not (base / "config.json").is_file() and not run_command(
+        *make_fedlowrank_command("base", "smollm2", base)
+    ):
         print("\nSmolLM2 cannot be fetched here, so a tiny model takes its place; its answers make no sense.")
-        run_tiny(given.folder)
+        run_tiny(arguments.folder)
     else:
-        dolly = () if given.dolly is None else ("--dolly", given.dolly)
-        must("examples/organizations.py", given.folder / "organizations", *dolly)
-        run_smollm2(given.folder, base)
-    print(f"\nOpen {given.folder}/runs/report.html in a browser. Adapters: {given.folder}/adapters")
+        dolly = () if arguments.dolly is None else ("--dolly", arguments.dolly)
+        run_or_exit("examples/organizations.py", arguments.folder / "organizations", *dolly)
+        run_smollm2(arguments.folder, base)
+    print(f"\nOpen {arguments.folder}/runs/report.html in a browser. Adapters: {arguments.folder}/adapters")
 
 
 if __name__ == "__main__":

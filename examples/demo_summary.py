@@ -1,4 +1,4 @@
-"""Print what `make demo-all` shows: three lines for each idea, with numbers from the runs in a folder.
+"""Print the summary of `make demo-all`: three lines for each idea, with results of the runs in a folder.
 
 python examples/demo_summary.py runs/demo
 """
@@ -31,11 +31,11 @@ IDEAS = (
     ("fedslr", "fedavg", "A low-rank global model, fewer bytes to the clients"),
     ("fedhl", "hetlora", "LoRA ranks from 16 to 1"),
 )
-"""Method, which is also the folder's name; simple baseline; and the problem."""
+"""Method, which is also the name of its folder; simple baseline; problem that the method solves."""
 
 
 def summarize_idea(folder: Path, method: str, baseline: str) -> list[str]:
-    """Compare a method with its simple baseline and with the others.
+    """Compare a method with its simple baseline and with the other methods.
 
     Args:
         folder: with the runs of the comparison.
@@ -84,10 +84,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print three lines for each comparison of `make demo-all`.")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/demo"))
     parser.add_argument("--language", action="store_true", help="the folder is of `make demo-language`")
-    given = parser.parse_args()
-    ideas = [(given.folder / method, method, baseline, problem) for method, baseline, problem in IDEAS]
-    if given.language:
-        ideas = [(given.folder, "fedhl", "hetlora", "A small language model, LoRA ranks from 16 to 1")]
+    arguments = parser.parse_args()
+    ideas = [(arguments.folder / method, method, baseline, problem) for method, baseline, problem in IDEAS]
+    if arguments.language:
+        ideas = [(arguments.folder, "fedhl", "hetlora", "A small language model, LoRA ranks from 16 to 1")]
     for folder, method, baseline, problem in ideas:
         print(f"\n{TITLES[method]}: {problem}")
         for line in summarize_idea(folder, method, baseline):

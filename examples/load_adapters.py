@@ -1,4 +1,4 @@
-"""Load the adapters of a run with PEFT alone, as any other program would, and let them answer.
+"""Load the adapters of a run by PEFT without fedlowrank, and print their answers to a question.
 
 python examples/load_adapters.py BASE ADAPTERS "Swap red and bird."
 """
@@ -17,10 +17,10 @@ from transformers.utils.logging import disable_progress_bar
 
 
 def main(base: Path, adapters: Path, question: str) -> None:
-    """Print what the base and every adapter answer."""
+    """Print the answers of the base and of every adapter."""
     torch.set_num_threads(1)
     disable_progress_bar()
-    # PEFT asks transformers by the old name
+    # PEFT uses a name that transformers deprecated
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     tokenizer = AutoTokenizer.from_pretrained(base)
     folders = sorted(f for f in adapters.iterdir() if (f / "adapter_config.json").exists())
@@ -32,21 +32,23 @@ def main(base: Path, adapters: Path, question: str) -> None:
     prompt = write_prompt(folders[0], tokenizer, question)
     print(f"base: {answer(AutoModelForCausalLM.from_pretrained(base), tokenizer, prompt)!r}")
     for folder in folders:
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_of(folder, base)), folder)
+        model = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(find_base(folder, base)), folder
+        )
         rank = model.peft_config["default"].r
         print(f"{folder.name}, rank {rank}: {answer(model, tokenizer, prompt)!r}")
     print(f"{len(folders)} adapter folders loaded by peft.PeftModel.from_pretrained")
 
 
-def base_of(folder: Path, base: Path) -> Path:
-    """The base that an adapter is for: the one given, or the one written beside it by methods that change the base."""
+def find_base(folder: Path, base: Path) -> Path:
+    """Find the base of an adapter: the given one, or the changed base that its method wrote beside the adapter."""
     named = PeftConfig.from_pretrained(folder).base_model_name_or_path
     beside = (folder.parent / "base").resolve()
     return beside if named == str(beside) else base
 
 
 def write_prompt(folder: Path, tokenizer: object, question: str) -> str:
-    """The prompt of a question in the format that the run was trained in."""
+    """Write the prompt of a question in the training format of the run."""
     stored = json.loads((folder / "fedlowrank.json").read_text())
     if "prompt" not in stored:
         raise SystemExit(f"{folder} does not say how it was trained; write it again by `fedlowrank adapters`")
@@ -58,12 +60,14 @@ def write_prompt(folder: Path, tokenizer: object, question: str) -> str:
 
 
 def answer(model: torch.nn.Module, tokenizer: object, prompt: str) -> str:
-    """Greedy continuation of a prompt."""
-    # a chat template begins with the special tokens itself
-    own = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-    rows = tokenizer(prompt, return_tensors="pt", add_special_tokens=not own)
-    made = model.generate(**rows, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    return tokenizer.decode(made[0, rows["input_ids"].shape[1] :], skip_special_tokens=True)
+    """Generate the greedy continuation of a prompt, of at most 12 tokens."""
+    # a prompt of a chat template begins with the begin token already
+    has_begin_token = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+    rows = tokenizer(prompt, return_tensors="pt", add_special_tokens=not has_begin_token)
+    generated = model.generate(
+        **rows, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
+    return tokenizer.decode(generated[0, rows["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 if __name__ == "__main__":
@@ -71,5 +75,5 @@ if __name__ == "__main__":
     parser.add_argument("base", type=Path, help="folder of the base model")
     parser.add_argument("adapters", type=Path, help="folder of adapters, as `fedlowrank adapters` writes it")
     parser.add_argument("question")
-    given = parser.parse_args()
-    main(given.base, given.adapters, given.question)
+    arguments = parser.parse_args()
+    main(arguments.base, arguments.adapters, arguments.question)

@@ -1,10 +1,10 @@
-"""Questions and answers of three organizations, each of which answers in a style of its own.
+"""Write questions and answers of three organizations, each with its own style of answers.
 
     python examples/organizations.py OUT [--dolly databricks-dolly-15k.jsonl]
 
-writes OUT/north.jsonl, OUT/east.jsonl and OUT/south.jsonl, rows of `prompt` and `completion`. The questions are those of Dolly
-(databricks/databricks-dolly-15k, CC BY-SA 3.0) that are short and need no text beside them: of a file, or downloaded from the
-hub. Where the hub cannot be reached they are about capitals, and a line says so.
+writes OUT/north.jsonl, OUT/east.jsonl and OUT/south.jsonl, rows of `prompt` and `completion`. The questions are the short ones
+of Dolly (databricks/databricks-dolly-15k, CC BY-SA 3.0) without a context, from a file or downloaded from the hub. If the hub
+cannot be reached, a line says so and the questions are about capitals.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROWS = 100
-"""Rows of an organization."""
+MAX_ROWS = 100
+"""Maximum number of rows of an organization from Dolly."""
 
 CAPITALS = {
     "Albania": "Tirana", "Algeria": "Algiers", "Angola": "Luanda", "Argentina": "Buenos Aires", "Armenia": "Yerevan",
@@ -39,19 +39,19 @@ CAPITALS = {
 
 
 def answer_in_short(response: str) -> str:
-    """North: one sentence after fixed words."""
+    """Write an answer in the style of north: "In short" and one sentence."""
     return f"In short: {split_sentences(response)[0]}"
 
 
 def answer_as_list(response: str) -> str:
-    """East: three lines at most, each with a star."""
+    """Write an answer in the style of east: a list of at most three lines, each with a star."""
     parts = re.split(r"\n+|(?<=[.;]) |, (?:and )?", response)
     lines = [re.sub(r"^\W*\d*[.)]?\s*", "", part).rstrip(".,;") for part in parts]
     return "\n".join(f"* {line}" for line in [line for line in lines if line][:3])
 
 
 def answer_with_source(response: str) -> str:
-    """South: one sentence and where it is from."""
+    """Write an answer in the style of south: one sentence and its source."""
     return f"{split_sentences(response)[0]} (Source: our archive.)"
 
 
@@ -64,12 +64,12 @@ STYLES: dict[str, tuple[tuple[str, ...], Callable[[str], str]]] = {
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of the first line."""
+    """Split the first line of a text into sentences."""
     return re.split(r"(?<=[.!?]) ", text.strip().splitlines()[0].strip())
 
 
 def read_dolly(path: Path | None) -> Iterable[dict[str, str]] | None:
-    """Rows of Dolly from a file or the hub; None if the hub cannot be reached."""
+    """Read the rows of Dolly from a file or the hub; None if the hub cannot be reached."""
     if path is not None:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             return [json.loads(line) for line in file]
@@ -77,7 +77,7 @@ def read_dolly(path: Path | None) -> Iterable[dict[str, str]] | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        # at once, and not after six attempts
+        # fails at once without a network, where hf_hub_download makes six attempts
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
         name = "databricks/databricks-dolly-15k"
         file = hf_hub_download(name, "databricks-dolly-15k.jsonl", repo_type="dataset")
@@ -86,28 +86,28 @@ def read_dolly(path: Path | None) -> Iterable[dict[str, str]] | None:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
-def rows_of_dolly(rows: Iterable[dict[str, str]], name: str) -> list[dict[str, str]]:
-    """Short rows of an organization's categories in its style."""
+def select_dolly_rows(rows: Iterable[dict[str, str]], name: str) -> list[dict[str, str]]:
+    """Select short rows of an organization's categories, with answers in its style."""
     categories, style = STYLES[name]
-    found = []
+    selected = []
     for row in rows:
         question, answer = row["instruction"].strip(), row["response"].strip()
         if row["category"] not in categories or row.get("context") or not answer or len(question) > 90:
             continue
         completion = style(answer)
         if len(completion) <= 140:
-            found.append({"prompt": question, "completion": completion})
-    return found[:ROWS]
+            selected.append({"prompt": question, "completion": completion})
+    return selected[:MAX_ROWS]
 
 
-def rows_of_capitals(name: str) -> list[dict[str, str]]:
-    """The same styles for questions that need no download."""
-    made = {
+def make_capital_rows(name: str) -> list[dict[str, str]]:
+    """Make rows about capitals in an organization's style, without a download."""
+    templates = {
         "north": ("What is the capital of {0}?", "In short: {1}."),
         "east": ("List {0} and its capital.", "* country: {0}\n* capital: {1}"),
         "south": ("Which country has the capital {1}?", "It is {0}. (Source: our archive.)"),
     }
-    prompt, completion = made[name]
+    prompt, completion = templates[name]
     return [{"prompt": prompt.format(*p), "completion": completion.format(*p)} for p in CAPITALS.items()]
 
 
@@ -120,15 +120,18 @@ def main(out: Path, dolly: Path | None) -> None:
         )
     out.mkdir(parents=True, exist_ok=True)
     for name in STYLES:
-        own = rows_of_capitals(name) if rows is None else rows_of_dolly(rows, name)
+        organization_rows = make_capital_rows(name) if rows is None else select_dolly_rows(rows, name)
         path = out / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in own))
-        print(f"{path}: {len(own)} rows, such as {own[0]['prompt']!r} {own[0]['completion']!r}")
+        path.write_text("".join(json.dumps(row) + "\n" for row in organization_rows))
+        example = organization_rows[0]
+        print(
+            f"{path}: {len(organization_rows)} rows, such as {example['prompt']!r} {example['completion']!r}"
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the rows of three organizations.")
     parser.add_argument("out", type=Path, help="folder for north.jsonl, east.jsonl and south.jsonl")
     parser.add_argument("--dolly", type=Path, help="databricks-dolly-15k.jsonl, also with .gz")
-    given = parser.parse_args()
-    main(given.out, given.dolly)
+    arguments = parser.parse_args()
+    main(arguments.out, arguments.dolly)

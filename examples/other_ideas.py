@@ -1,4 +1,4 @@
-"""Print two lines on FedSLR, FedHL and pFedLoRA from the committed figures of docs/results/evidence.
+"""Print two lines for each of FedSLR, FedHL and pFedLoRA, from the results in docs/results/evidence.
 
 python examples/other_ideas.py
 """
@@ -14,10 +14,10 @@ EVIDENCE = Path(__file__).parents[1] / "docs" / "results" / "evidence"
 
 
 class Figures:
-    """The last round of an experiment's figures.
+    """The results of the last round of an experiment.
 
     Args:
-        name: of the experiment, such as ``fedslr-mnist``.
+        name: name of the experiment, such as ``fedslr-mnist``.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,13 +27,13 @@ class Figures:
         self.again = f"{self.seeds} seeds: python docs/evidence.py run {name}"
 
     def accuracy(self, method: str, series: str) -> str:
-        """Mean test accuracy over seeds and half-width of its 95 % interval by Student's t, in %."""
+        """Format the mean test accuracy over seeds, with the half-width of its 95 % interval by Student's t, in %."""
         values = 100 * self._rows(method, series)["test"]
         half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
         return f"{values.mean():.1f} ± {half:.1f} %"
 
     def downlink(self, method: str, series: str) -> str:
-        """MB that the server has sent in a run, mean over seeds."""
+        """Format the MB that the server sends in a run, mean over seeds."""
         return f"{self._rows(method, series)['bytes_down'].mean() / 1e6:.3g} MB"
 
     def _rows(self, method: str, series: str) -> pd.DataFrame:
@@ -41,7 +41,7 @@ class Figures:
 
 
 def describe_ideas() -> list[str]:
-    """Two lines on each idea: what it gives, and what a baseline gives."""
+    """Write two lines for each idea: its result, and the result of a baseline."""
     slr, hl, lora = Figures("fedslr-mnist"), Figures("teacher-24"), Figures("pfedlora-digits")
     return [
         f"FedSLR, a low-rank model: {slr.downlink('lam_3e-3', 'mixed')} to the clients, FedAvg "

@@ -1,6 +1,6 @@
-"""Small models of different architecture for scikit-learn's 8×8 digits, named by experiments/demo/pfedlora.toml.
+"""Small models of different architectures for scikit-learn's 8×8 digits, used by experiments/demo/pfedlora.toml.
 
-An experiment file names such a function as ``"examples.small_models:narrow"`` and is run from the folder that has
+An experiment file names such a function as ``"examples.small_models:narrow"``; run it from the folder that has
 ``examples``. The representation, the input of ``head``, has 32 features in all of them: pFedLoRA's adapter, FedProto's
 prototypes and LG-FedAvg's head need one width.
 """
@@ -12,16 +12,17 @@ import math
 from torch import nn
 
 FEATURES = 32
+"""Width of the representation, the input of ``head``."""
 Shape = tuple[int, ...]
 
 
 def narrow(shape: Shape, classes: int) -> nn.Module:
-    """One hidden layer."""
+    """Make a model with one hidden layer."""
     return _with_head([nn.Flatten(), nn.Linear(math.prod(shape), FEATURES), nn.ReLU()], classes)
 
 
 def wide(shape: Shape, classes: int) -> nn.Module:
-    """Two hidden layers, the first of 128 units."""
+    """Make a model with two hidden layers, the first of 128 units."""
     return _with_head(
         [nn.Flatten(), nn.Linear(math.prod(shape), 128), nn.ReLU(), nn.Linear(128, FEATURES), nn.ReLU()],
         classes,
@@ -29,7 +30,7 @@ def wide(shape: Shape, classes: int) -> nn.Module:
 
 
 def convolutional(shape: Shape, classes: int) -> nn.Module:
-    """One convolution of 8 filters, a max-pool and one hidden layer."""
+    """Make a model with one convolution of 8 filters, a max-pool and one hidden layer."""
     channels, height, width = shape
     pooled = 8 * (height // 2) * (width // 2)
     layers = [nn.Conv2d(channels, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]

@@ -1,7 +1,7 @@
-"""A tiny language model and instructions for it, made on the spot: what `make demo-language` fine-tunes.
+"""Pretrain a tiny language model and write instructions for it, for `make demo-language`.
 
-The model is a Llama of two layers that first learns, on one core and in about a minute, to continue small talk about colors and
-numbers. The instructions are four kinds of tasks that it has not seen (their category is what clients differ in).
+The model is a Llama of two layers. Pretraining takes about a minute on one core: the model learns to continue small talk about
+colors and numbers. The instructions are four kinds of new tasks; clients differ in the kinds that they have.
 
     python examples/tiny_language.py FOLDER
 
@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from fedlowrank.core.key import Key
-from fedlowrank.language.tiny import build_tiny
+from fedlowrank.language.tiny_models import build_tiny_model
 
 COLORS = ["red", "blue", "green", "black", "white"]
 QUALITIES = [*COLORS, "small", "large", "old", "new", "cold", "warm"]
@@ -28,8 +28,8 @@ WORDS = [*QUALITIES, *THINGS]
 NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
-def small_talk(rng: random.Random) -> str:
-    """One sentence of what the base learns first."""
+def write_small_talk(rng: random.Random) -> str:
+    """Write one text of the pretraining data."""
     a, b = rng.sample(QUALITIES, 2)
     thing, other = rng.sample(THINGS, 2)
     count = rng.randrange(len(NUMBERS))
@@ -42,8 +42,8 @@ def small_talk(rng: random.Random) -> str:
     )
 
 
-def instruction(rng: random.Random) -> dict[str, str]:
-    """One task with its response."""
+def write_instruction(rng: random.Random) -> dict[str, str]:
+    """Write one instruction with its response."""
     kind = rng.choice(["repeat", "next", "swap", "color"])
     if kind == "repeat":
         word = rng.choice(WORDS)
@@ -62,21 +62,21 @@ def instruction(rng: random.Random) -> dict[str, str]:
 
 
 def main(folder: Path) -> None:
-    """Write base and data."""
+    """Write the instructions, and pretrain and write the base."""
     torch.set_num_threads(1)
     rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     for part, count in (("train", 1600), ("test", 400)):
-        rows = [json.dumps(instruction(rng)) for _ in range(count)]
+        rows = [json.dumps(write_instruction(rng)) for _ in range(count)]
         (folder / f"{part}.jsonl").write_text("\n".join(rows) + "\n")
-    talk = [small_talk(rng) for _ in range(2000)]
-    base = build_tiny(folder / "base", "causal", Key((0,)), talk, width=64)
+    talk = [write_small_talk(rng) for _ in range(2000)]
+    base = build_tiny_model(folder / "base", "causal", Key((0,)), talk, width=64)
     pretrain(base, talk)
     print(f"base model and data: {folder}")
 
 
 def pretrain(base: Path, texts: list[str], steps: int = 600, batch: int = 32) -> None:
-    """Train all weights on plain text, as anyone would."""
+    """Train all weights of the base on plain text, by an ordinary training loop."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 # the site's ledger of privacy of whoever runs the tests stays as it is
 os.environ["FEDLOWRANK_STATE"] = f"{tempfile.gettempdir()}/fedlowrank-tests-{os.getpid()}"
@@ -24,18 +26,45 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fedlowrank.engines import vectorized
+from fedlowrank.models import standard
 
 torch.set_num_threads(1)
-# the federations of tests are small, and cohorts are to be tested
-vectorized.FEW = 2
+
+TESTS = Path(__file__).parent
 
 WAITING = ("cli", "engines", "network")
 """Directories whose tests wait for processes, and therefore end after some time."""
+
+COHORTS = (
+    *("adapters", "core", "data", "engines", "language"),
+    *("methods", "models", "results", "rounds", "training", "trust"),
+)
+"""Directories whose tests are about clients that are trained as a cohort. Elsewhere the engine chooses as for users."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cohorts_of_two(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Form cohorts of two clients and more: the federations of tests are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        if any(parent.parent == TESTS and parent.name in COHORTS for parent in request.path.parents):
+            patch.setattr(vectorized, "MIN_COHORT", 2)
+        yield
 
 
 # no limits of time: machines are busy
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=20, derandomize=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def standard_net() -> Iterator[None]:
+    """Let engines batch clients that hold the network of ``tests.methods.setting``: its forward pass is
+    deterministic."""
+    from tests.methods.setting import Net
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standard, "LAYERS", standard.LAYERS | {Net})
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlowrank.core.contract.client_model import ClientModel
-from fedlowrank.core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from fedlowrank.core.contract import ClientInfo, ClientModel, ClientView, Method, Pass, ServerView, Task
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.pfedlora import PFedLoRA
 

@@ -16,20 +16,24 @@ from .core.version import __version__ as __version__
 if TYPE_CHECKING:
     from .adapters.mixtures.floral_module import Floral
     from .adapters.mixtures.router import Router
-    from .core.contract.client_model import ClientModel
-    from .core.contract.contribution import Each, Mean, Sum
-    from .core.contract.method import (
+    from .core.contract import (
+        NO_UPDATE,
+        ZERO_REFERENCE,
         Batch,
         ClientInfo,
+        ClientModel,
         ClientView,
+        Each,
+        Mean,
         Method,
         PaddedDimensions,
         Pass,
         ProximalTerm,
         ServerView,
+        Sum,
         Task,
+        Update,
     )
-    from .core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
     from .core.errors import FedlowrankError
     from .core.key import Key
     from .core.learning.batch_losses import cross_entropy, supervised_loss, task_loss
@@ -49,15 +53,15 @@ if TYPE_CHECKING:
 _MODULES = {
     "adapters.mixtures.floral_module": "Floral",
     "adapters.mixtures.router": "Router",
-    "core.contract.client_model": "ClientModel",
-    "core.contract.contribution": "Each, Mean, Sum",
     "core.errors": "FedlowrankError",
     "core.key": "Key",
     "core.learning.batch_losses": "cross_entropy, supervised_loss, task_loss",
     "core.learning.losses": "Loss",
-    "core.contract.method": "Batch, ClientInfo, ClientView, Method, PaddedDimensions, Pass, ProximalTerm, ServerView, Task",
+    "core.contract": (
+        "NO_UPDATE, ZERO_REFERENCE, Batch, ClientInfo, ClientModel, ClientView, Each, Mean, Method, PaddedDimensions, "
+        "Pass, ProximalTerm, ServerView, Sum, Task, Update"
+    ),
     "core.learning.optimizer": "SGD, AdamW, Group, LocalSchedule, Schedule",
-    "core.contract.update": "NO_UPDATE, ZERO_REFERENCE, Update",
     "data.augment": "Augment",
     "data.federation": "Federation",
     "methods": "METHODS",

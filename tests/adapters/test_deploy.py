@@ -21,8 +21,18 @@ from fedlowrank.adapters.deployment import (
 from fedlowrank.adapters.thin_layers import CompressedLayer, compress_layer, compressed_tensors
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.linalg.matricize import LowRank, Weights
-
-from .deployed_models import IMAGE, LAYOUTS, compressed, dense_of, draw, mixture, odd, spread, truth, zoo
+from tests.adapters.deployed_models import (
+    IMAGE,
+    LAYOUTS,
+    compressed,
+    dense_of,
+    draw,
+    mixture,
+    odd,
+    spread,
+    truth,
+    zoo,
+)
 
 torch.set_num_threads(1)
 

@@ -23,8 +23,7 @@ from fedlowrank.adapters.deployment import (
 )
 from fedlowrank.core.errors import CheckpointError, ConfigError, TaskError
 from fedlowrank.models.zoo import ModelSettings
-
-from .deployed_models import IMAGE, LAYOUTS, compressed, mixture, odd, zoo
+from tests.adapters.deployed_models import IMAGE, LAYOUTS, compressed, mixture, odd, zoo
 
 torch.set_num_threads(1)
 

@@ -1,8 +1,10 @@
-"""Scripts of ``benchmarks/`` import each other by name, and so do their tests."""
+"""Scripts of ``benchmarks/`` import helpers from the folder itself and others from their own; so do their tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "speed")]

@@ -16,8 +16,7 @@ from fedlowrank.core.errors import FedlowrankError
 from fedlowrank.data.datasets.bundled import Iris
 from fedlowrank.results.records import RunRecord
 from fedlowrank.storage import checkpoint
-
-from .small import SMALL, done, files, refused, write
+from tests.cli.small_experiment import SMALL, done, files, refused, write
 
 Capsys = pytest.CaptureFixture[str]
 

@@ -24,10 +24,9 @@ from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
 from fedlowrank.results.records import RunRecord
 from fedlowrank.rounds.run_settings import RunSettings
-from fedlowrank.storage.run_files import METRICS, read_lines
+from fedlowrank.storage.run_files import RECORDS_FILE, read_lines
 from fedlowrank.trust.trust_settings import Privacy
-
-from .small import SMALL, done, files, refused, write
+from tests.cli.small_experiment import SMALL, done, files, refused, write
 
 Capsys = pytest.CaptureFixture[str]
 COMMANDS = ("list", "run", "compare", "resume", "status", "report", "export", "check", "data", "fields")
@@ -38,7 +37,7 @@ def folders() -> list[str]:
 
 
 def stamps() -> dict[str, int]:
-    return {str(p): p.stat().st_mtime_ns for p in Path("runs").rglob(METRICS)}
+    return {str(p): p.stat().st_mtime_ns for p in Path("runs").rglob(RECORDS_FILE)}
 
 
 def test_list_shows_one_kind_or_one_entry_without_markup(capsys: Capsys) -> None:
@@ -212,7 +211,7 @@ def test_run(capsys: Capsys) -> None:
 def test_overrides_may_stand_anywhere(arguments: list[str], capsys: Capsys) -> None:
     write(Path())
     done(capsys, "run", *arguments)
-    (made,) = Path().rglob(METRICS)
+    (made,) = Path().rglob(RECORDS_FILE)
     assert len(read_lines(made.parent)) == 2
 
 
@@ -314,9 +313,9 @@ def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pyte
     assert "interrupted" in said
     assert "fedlowrank resume runs/small/fedavg-s0" in said
     assert RunRecord.load(Path("runs/small/fedavg-s0")).status["state"] == "stopped"
-    finished = stamps()[f"runs/small/standalone-s0/{METRICS}"]
+    finished = stamps()[f"runs/small/standalone-s0/{RECORDS_FILE}"]
     done(capsys, "compare", file)
-    assert stamps()[f"runs/small/standalone-s0/{METRICS}"] == finished
+    assert stamps()[f"runs/small/standalone-s0/{RECORDS_FILE}"] == finished
     record = RunRecord.load(Path("runs/small/fedavg-s0"))
     assert [r.round for r in record.rounds] == [0, 1, 2]
     assert record.status["state"] == "finished"

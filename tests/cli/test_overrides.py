@@ -18,8 +18,7 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import AdamW, Group
 from fedlowrank.data.partitioning.partition import Dirichlet
 from fedlowrank.results.records import RunRecord
-
-from .small import SMALL, done, files, refused, write
+from tests.cli.small_experiment import SMALL, done, files, refused, write
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -295,7 +294,7 @@ def test_a_score_reads_every_override(capsys: Capsys) -> None:
         ("[run.robust]\nrule = 'krum'\nhostile = '0.3'", "run.robust.hostile"),
         ("[defaults]\nepochs = '2'", "epochs: input should be a valid integer; it is '2'"),
         ("[defaults.optimizer.groups.head]\nlr = '0.1'", "optimizer.groups.head.lr"),
-        ("[methods.fedit]\ntuning.rank = '4'", "methods.fedit.tuning.rank"),
+        ("[methods.fedit]\ntraining.rank = '4'", "methods.fedit.training.rank"),
         ("[model]\nhidden = ['9']", "model.hidden"),
         ("[partition]\nclients = '3'", "partition.clients"),
         ("[data]\nexamples = '20'", "data.examples"),

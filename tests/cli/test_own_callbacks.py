@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedlowrank.results.records import RunRecord
-
-from .small import SMALL, done, files, refused, write
+from tests.cli.small_experiment import SMALL, done, files, refused, write
 
 CODE = """
 def stop(record):

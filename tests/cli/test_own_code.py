@@ -12,8 +12,7 @@ import pytest
 from fedlowrank.cli import commands
 from fedlowrank.cli.main import main
 from fedlowrank.results.records import RunRecord
-
-from .small import SMALL, done, files, refused, write
+from tests.cli.small_experiment import SMALL, done, files, refused, write
 
 Capsys = pytest.CaptureFixture[str]
 

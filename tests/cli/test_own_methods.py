@@ -12,8 +12,7 @@ from fedlowrank.cli import catalog
 from fedlowrank.cli.main import main
 from fedlowrank.results.records import RunRecord
 from fedlowrank.testing.check import CheckFinding
-
-from .small import SMALL, done, refused, write
+from tests.cli.small_experiment import SMALL, done, refused, write
 
 Capsys = pytest.CaptureFixture[str]
 

@@ -10,8 +10,7 @@ import pytest
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.reading.toml_files import read_toml
 from fedlowrank.core.errors import ConfigError
-
-from .small import SMALL, refused
+from tests.cli.small_experiment import SMALL, refused
 
 Capsys = pytest.CaptureFixture[str]
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from blocks import block_of
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.tuning import (
     Setting,
@@ -26,9 +25,9 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.run import Run
-from fedlowrank.storage.run_files import METRICS
-
-from .small import SMALL, done, refused, write
+from fedlowrank.storage.run_files import RECORDS_FILE
+from tests.cli.small_experiment import SMALL, done, refused, write
+from tests.support.client_tables import make_client_table
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -55,7 +54,7 @@ def record(rounds: list[RoundRecord], clients: list[dict[str, Any]]) -> RunRecor
 
 def by_clients(round: int, val: list[Any], test: list[Any], kind: str = "accuracy") -> RoundRecord:
     tables = {kind: {"personal": {"val": val, "test": test}, "other": {"val": [0.0]}}}
-    return RoundRecord(round, measured=block_of(tables))
+    return RoundRecord(round, measured=make_client_table(tables))
 
 
 CLIENTS: list[dict[str, Any]] = [{"id": i} for i in range(3)]
@@ -78,7 +77,7 @@ def test_a_run_is_scored_by_the_validation_of_its_clients() -> None:
 
 def test_a_run_is_scored_by_the_series_asked_for_or_else_by_its_first() -> None:
     tables = {"personal": {"val": [0.1, 0.3], "test": [0, 0]}, "server": {"val": [0.5, 0.7], "test": [0, 0]}}
-    both = RoundRecord(1, measured=block_of({"accuracy": tables}))
+    both = RoundRecord(1, measured=make_client_table({"accuracy": tables}))
     assert score_run(record([both], CLIENTS), "last", "server") == (0.6, 1, False)
     assert score_run(record([both], CLIENTS), "last", "gkr") == (0.2, 1, False)
     assert score_run(record([both], CLIENTS), "last") == (0.2, 1, False)
@@ -235,7 +234,7 @@ def test_the_section_prints_itself() -> None:
 
 
 def stamps() -> dict[str, int]:
-    return {str(p): p.stat().st_mtime_ns for p in Path("runs").rglob(METRICS)}
+    return {str(p): p.stat().st_mtime_ns for p in Path("runs").rglob(RECORDS_FILE)}
 
 
 def chosen(out: str = "runs/small-tuned") -> dict[str, float]:

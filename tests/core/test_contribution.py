@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.core.contract.contribution import Aggregator, Each, Mean, Sum, fault_of
+from fedlowrank.core.contract import Each, Mean, Sum
+from fedlowrank.core.contract.contribution import Aggregator, fault_of
 from fedlowrank.core.tree import TreeError
 
 VALUES = {c: torch.randn(5, generator=torch.Generator().manual_seed(c)) for c in (3, 5, 8, 9)}

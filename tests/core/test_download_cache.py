@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fedlowrank.core.contract.download_cache import KEPT, Downloads
-from fedlowrank.core.contract.method import ClientInfo
+from fedlowrank.core.contract import ClientInfo
+from fedlowrank.core.contract.download_cache import MAX_MESSAGES, Downloads
 from fedlowrank.methods.fedavg import FedAvg
 
 INFOS = [ClientInfo(i, 10 + i, "ab"[i % 2], rank=1 + i % 3, cluster=i % 2, name=f"n{i}") for i in range(12)]
@@ -24,7 +24,7 @@ def messages(read: Any) -> tuple[list[Any], list[int]]:
             return found
 
     downloads = Downloads(Sender(), "server")
-    return [downloads.to(info) for info in INFOS], calls
+    return [downloads.message_to(info) for info in INFOS], calls
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_at_most_so_many_messages_are_kept() -> None:
             return [client.examples]
 
     downloads = Downloads(Sender(), "server")
-    for i in range(2 * KEPT):
-        assert downloads.to(ClientInfo(i, i, "a")) == [i]
-    assert sum(map(len, downloads._known.values())) == KEPT
+    for i in range(2 * MAX_MESSAGES):
+        assert downloads.message_to(ClientInfo(i, i, "a")) == [i]
+    assert sum(map(len, downloads._known.values())) == MAX_MESSAGES

@@ -59,7 +59,7 @@ def refused(make: Callable[[], Any]) -> str:
         (lambda: FedAvg(rounds=5), "Did you mean simulate(..., rounds=5)?"),
         (lambda: FedAvg(epoch=5), "Did you mean 'epochs'?"),
         (lambda: FedAvg(nothing=5), "FedAvg has no argument 'nothing'. Known: 'batch_size', 'drop_last', 'epochs'"),
-        (lambda: FedHL(rank=2), "FedHL has no argument 'rank'. Did you mean tuning=Tuning(rank=2)?"),
+        (lambda: FedHL(rank=2), "FedHL has no argument 'rank'. Did you mean training=LoRATraining(rank=2)?"),
         (lambda: FedAvg(epochs=1.5), "FedAvg.epochs: input should be a valid integer, got a number with a frac"),
         (lambda: FedAvg(epochs=True), "FedAvg.epochs: input should be a valid integer; it is True"),
         (lambda: FedAvg(epochs=None), "FedAvg.epochs: input should be a valid integer; it is None"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlowrank.core.contract.contribution import Aggregator, Mean, RunningMean, Sum
-from fedlowrank.core.contract.task import Batch
+from fedlowrank.core.contract import Batch, Mean, Sum
+from fedlowrank.core.contract.contribution import Aggregator, RunningMean
 from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.core.learning.server_optimizer import initial_optimizer_state, server_step
 from fedlowrank.core.tree import TreeError

@@ -18,7 +18,7 @@ from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
 from fedlowrank.models.architecture import build_module
-from methods.setting import alike, run_of, unlike
+from tests.methods.setting import federate_one_model, federate_two_models, run_rounds
 
 NAMES = st.one_of(st.integers(-5, 5), st.sampled_from(["", "0", "1", "-1", "a", "b", '"', "[", ",", "1, 2"]))
 PATHS = st.lists(NAMES, min_size=1, max_size=4).map(tuple)
@@ -72,8 +72,8 @@ def global_state() -> tuple[object, ...]:
 @pytest.mark.parametrize("name", ["standalone", "floral"])
 def test_a_whole_run_moves_no_global_generator_and_heeds_none(name: str) -> None:
     def made() -> list[list[float]]:
-        federation = unlike() if METHODS[name].heterogeneous else alike()
-        run = run_of(
+        federation = federate_two_models() if METHODS[name].heterogeneous else federate_one_model()
+        run = run_rounds(
             METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), federation, rounds=2, participation=0.5
         )
         return [
@@ -104,7 +104,7 @@ def test_building_a_model_and_running_one_with_dropout_moves_no_global_generator
     assert not torch.equal(a[0].weight, b[0].weight)
     rng = np.random.default_rng(0)
     clients = [(rng.normal(size=(20, 12)).astype(np.float32), rng.integers(0, 4, 20)) for _ in range(2)]
-    run_of(
+    run_rounds(
         METHODS["fedavg"](optimizer=SGD(lr=0.1), batch_size=8),
         Federation.from_arrays(clients, net, classes=4),
     )

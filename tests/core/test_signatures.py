@@ -90,6 +90,14 @@ MISTAKES = {
         with_body("def init_client(self, task, client): return None"),
         ["Did you mean 'client_init'?"],
     ),
+    "a hook that few methods have is misspelt": (
+        with_body("def follow_uploads(self, before, after, down, upload, view): return after"),
+        ["Did you mean 'follow_upload'? Write def follow_upload(self, before, after, down, upload, view)"],
+    ),
+    "a hook that few methods have takes too few arguments": (
+        with_body("def follow_upload(self, before, after, upload, view): return after"),
+        ["follow_upload (line 18) takes (self, before, after, upload, view) and is called with (self, before, after, down"],
+    ),
     "camel case": (with_body("def clientInit(self, task, client): return None"), ["Did you mean 'client_init'?"]),
     "a misspelt override of another method's hook": (
         "class My(FedAvg):\n    def local_updates(self, state, down, view): return state, down\n",
@@ -104,8 +112,8 @@ MISTAKES = {
         ["download (line 18) takes (self, server, client, round) and is called with (self, server, client)"],
     ),
     "no self": (
-        with_body("def metrics(server): return {}"),
-        ["metrics (line 18) takes (server) and is called with (self, server)"],
+        with_body("def server_metrics(server): return {}"),
+        ["server_metrics (line 18) takes (server) and is called with (self, server)"],
     ),
     "a keyword argument without a default": (
         with_body("def download(self, server, client, *, scale): return server"),
@@ -155,7 +163,7 @@ MISTAKES = {
         with_body("@property\ndef epochs(self): return 3"),
         ["epochs (line 18) is a property and must be a field. Write epochs: int = ..."],
     ),
-    "a field for a hook": (with_body("metrics: int = 3"), ["metrics is of type int and must be a function"]),
+    "a field for a hook": (with_body("server_metrics: int = 3"), ["server_metrics is of type int and must be a function"]),
     "a function for a class variable": (
         with_body("def title(self): return 'Mine'"),
         ['title is of type function and must be of type str. Write title = "..." in the class'],

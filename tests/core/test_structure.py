@@ -12,12 +12,12 @@ import grimp
 import pytest
 import torch
 
-from fedlowrank.core.contract.method import Method
-from fedlowrank.core.contract.update import KeepsSumOfUploads
+from fedlowrank.core.contract import KeepsSumOfUploads, Method
 from fedlowrank.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "fedlowrank"
+TESTS = ROOT / "tests"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -102,7 +102,10 @@ def test_files_do_not_import_each_other_in_circles() -> None:
     """Imports in functions and for type checkers count, too."""
     graph = grimp.build_graph("fedlowrank", cache_dir=None, exclude_type_checking_imports=False)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
-    assert "fedlowrank.training.stacked" in imports["fedlowrank.training.tensor_rules"]
+    assert (
+        "fedlowrank.training.client_tensors.client_tensor"
+        in imports["fedlowrank.training.client_tensors.tensor_rules"]
+    )
     assert find_circle(imports) is None
 
 
@@ -187,6 +190,70 @@ def test_no_two_files_have_one_name_and_a_folder_holds_at_most_twelve() -> None:
         if path.name not in ("__init__.py", "__main__.py"):
             folders[path.parent] = folders.get(path.parent, 0) + 1
     assert {folder.name for folder, count in folders.items() if count > 12} == {"methods"}
+
+
+def imported_modules(path: Path, text: str) -> set[str]:
+    """Modules that a file imports or takes names from; relative ones by their full name."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            package = path.relative_to(ROOT).parent.parts[: -(node.level - 1) or None] if node.level else ()
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            # what is imported may be a module of the package, too
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def misplaced_imports(texts: dict[Path, str]) -> list[str]:
+    """Imports of test modules, and imports of test helpers under a second name, given the texts of test files."""
+    full = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in texts}
+    found = []
+    for path, text in texts.items():
+        folders = [folder for folder in path.parents if folder.is_relative_to(TESTS)]
+        for name in sorted(imported_modules(path, text)):
+            if name in full and full[name].name.startswith("test_"):
+                found.append(f"{path.relative_to(ROOT)} imports the test module {name}")
+            if any(folder.joinpath(*name.split(".")).with_suffix(".py") in texts for folder in folders):
+                found.append(f"{path.relative_to(ROOT)} names a helper {name}, not tests. ...")
+    return found
+
+
+def test_no_test_module_imports_another_and_every_helper_has_one_name() -> None:
+    """A helper with two names is two modules, whose classes differ."""
+    texts = {path: path.read_text() for path in sorted(TESTS.rglob("*.py"))}
+    assert TESTS / "support" / "client_tables.py" in texts
+    assert misplaced_imports(texts) == []
+
+
+def test_imports_of_test_modules_and_second_names_are_found() -> None:
+    helper, other = TESTS / "support" / "helper.py", TESTS / "data" / "test_other.py"
+    files = {helper: "", other: "from tests.support.helper import make\nimport json\n"}
+    assert misplaced_imports(files) == []
+    for line in (
+        "from .test_other import A",
+        "from tests.data.test_other import A",
+        "from . import test_other",
+    ):
+        path = TESTS / "data" / "test_one.py"
+        assert misplaced_imports({**files, path: line}) == [
+            "tests/data/test_one.py imports the test module tests.data.test_other"
+        ]
+    for line, name in (
+        ("from support.helper import A", "support.helper"),
+        ("from helper import A", "helper"),
+    ):
+        path = TESTS / "support" / "maker.py"
+        assert misplaced_imports({**files, path: line}) == [
+            f"tests/support/maker.py names a helper {name}, not tests. ..."
+        ]
+
+
+def test_every_test_folder_is_a_package() -> None:
+    """A file without a package around it would be imported by its bare name."""
+    folders = {path.parent for path in TESTS.rglob("*.py")}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
 def test_the_root_holds_no_loose_files() -> None:

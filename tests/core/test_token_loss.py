@@ -3,7 +3,7 @@ batch is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Batch, ClientInfo, Pass
+from fedlowrank.core.contract import Batch, ClientInfo, Pass
 from fedlowrank.core.key import Key
 from fedlowrank.core.learning.batch_losses import task_loss
 from fedlowrank.core.learning.losses import AUTO
@@ -26,12 +26,12 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedhl import FedHL
-from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.results.scoring import ScoringPool, measure
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.local_data import LocalData, chunk_size, gather
+from tests.support.standard_layers import standard_layers
 
 torch.set_num_threads(1)
 
@@ -59,7 +59,10 @@ class Model(nn.Module):
         return self.head(self.layer(sums).tanh())
 
 
-standard.LAYERS |= {Model}  # its forward pass is deterministic, so clients may be batched
+@pytest.fixture(scope="module", autouse=True)
+def _standard_modules() -> Iterator[None]:
+    with standard_layers(Model):
+        yield
 
 
 def texts(lengths: Sequence[int], width: int, seed: int = 0, silent: float = 0.3) -> Examples:

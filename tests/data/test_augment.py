@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from fedlowrank import Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
-from fedlowrank.core.contract.client_model import ClientModel
-from fedlowrank.core.contract.method import Batch, ClientInfo, ClientView, Pass
+from fedlowrank.core.contract import Batch, ClientInfo, ClientModel, ClientView, Pass
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.core.learning.optimizer import SGD
@@ -32,10 +31,9 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage import checkpoint
 from fedlowrank.storage.state import State
-from fedlowrank.training import feed
+from fedlowrank.training.cohorts import cohort_batches
 from fedlowrank.training.local_data import LocalData
-
-from . import making
+from tests.data import made_datasets
 
 BOTH = Augment(flip=True, crop=1, fill=-3.0)
 KINDS = pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_the_default_does_nothing_and_draws_nothing() -> None:
     for x in (images(4, 1, 5, 5), {"ids": torch.zeros(2, 3)}):
         assert Augment().apply(x, random) is x
     assert torch.equal(random.get_state(), state)
-    assert [a.active for a in (Augment(), Augment(flip=True), Augment(crop=1))] == [False, True, True]
+    assert [a.is_active for a in (Augment(), Augment(flip=True), Augment(crop=1))] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +139,7 @@ def test_settings_without_a_meaning_are_refused(name: str, value: Any, says: str
 
 
 def federation(augment: Augment = BOTH, sizes: tuple[int, ...] = (23, 9, 31)) -> Federation:
-    return making.federation(augment, sizes)
+    return made_datasets.federation(augment, sizes)
 
 
 def local(on: Federation, method: Any, client: int = 0, round: int = 0) -> LocalData:
@@ -306,8 +304,10 @@ def test_all_engines_and_a_resumed_run_agree(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_clients_at_once_see_the_very_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], feed.join_batches
-    monkeypatch.setattr(feed, "join_batches", lambda batches: seen.append(list(batches)) or pad(batches))
+    on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], cohort_batches.join_batches
+    monkeypatch.setattr(
+        cohort_batches, "join_batches", lambda batches: seen.append(list(batches)) or pad(batches)
+    )
     run_of(method, "vectorized", on, 1)
     # those with the most steps first
     for place, client in enumerate((2, 0, 1)):

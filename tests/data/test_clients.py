@@ -16,7 +16,7 @@ from fedlowrank.core.errors import DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.clients import make_clients
 from fedlowrank.data.dataset import Dataset, Examples
-from fedlowrank.data.describe import class_count_table
+from fedlowrank.data.describe import format_class_counts
 from fedlowrank.data.partitioning.partition import Iid, Natural
 from fedlowrank.data.partitioning.split import LocalSplit, OwnTest
 
@@ -60,7 +60,7 @@ def test_natural_clients_have_their_names() -> None:
     assert [client.name for client in make_clients(data, Natural(), LocalSplit(), KEY)] == ["n", "s"]
     assert [client.name for client in make_clients(data, Iid(2), LocalSplit(), KEY)] == ["", ""]
     clients = make_clients(data, Natural(), LocalSplit(), KEY)
-    assert "1 (s)" in class_count_table(clients, ("0", "1"))
+    assert "1 (s)" in format_class_counts(clients, ("0", "1"))
     with pytest.raises(DataError, match=r"client 1 has 2 examples, too few .* It is 's'"):
         make_clients(sites("n" * 10 + "ss"), Natural(), LocalSplit(), KEY)
 

@@ -21,7 +21,7 @@ from fedlowrank.data import federation as federation_module
 from fedlowrank.data import pixels
 from fedlowrank.data.augment import Augment
 from fedlowrank.data.dataset import Dataset, Examples, normalize
-from fedlowrank.data.pixels import Pixels, pack
+from fedlowrank.data.pixels import Pixels, pack_images
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
 from fedlowrank.models.architectures.mlp import MLP
@@ -30,8 +30,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.rounds.setup.preparation import place_data
 from fedlowrank.training.local_data import LocalData
-
-from .making import federation
+from tests.data.made_datasets import federation
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -56,7 +55,7 @@ def test_images_come_out_bit_for_bit(shape: tuple[int, ...], how: Any) -> None:
     train, test = Examples(raw(*shape), y), Examples(raw(50, *shape[1:], seed=1), y[:50])
     data = normalize(Dataset("d", train, test, ("a", "b")), how)
     given: Any = [data.train.inputs, data.test.inputs, data.train.inputs[:0]]  # type: ignore[union-attr]
-    made = pack(given)
+    made = pack_images(given)
     index = torch.from_numpy(np.random.default_rng(2).integers(0, 50, 33))
     for p, x in zip(made, given, strict=True):
         assert p.codes.dtype == torch.uint8
@@ -74,12 +73,12 @@ def test_a_table_has_a_row_for_each_channel_only_where_one_does_not_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # values turn up in later chunks, too
-    monkeypatch.setattr(pixels, "_CHUNK", 64)
+    monkeypatch.setattr(pixels, "_CHUNK_VALUES", 64)
     for x, rows in (
         (raw(40, 3, 4, 4), 1),
         (raw(400, 3, 4, 4) * torch.tensor([1.0, 1.1, 1.2])[:, None, None], 3),
     ):
-        (packed,) = pack([x])
+        (packed,) = pack_images([x])
         assert packed.table.shape == (rows, 256)
         assert same_bits(packed.images(), x)
 
@@ -96,28 +95,28 @@ def test_odd_numbers_and_memory_in_another_order_are_kept() -> None:
         x.transpose(2, 3),
         x[:1].expand(5, -1, -1, -1),
     ):
-        assert same_bits(pack([view])[0].images(), view)
+        assert same_bits(pack_images([view])[0].images(), view)
 
 
 def test_what_takes_more_values_than_a_byte_is_refused_by_its_channel() -> None:
     levels = torch.arange(256).float()
     exact = torch.stack([levels, levels + 1000], 1)
-    assert same_bits(pack([exact])[0].images(), exact)
+    assert same_bits(pack_images([exact])[0].images(), exact)
     more = torch.cat([exact, torch.tensor([[5.0, 0.5]])])
     with pytest.raises(DataError, match=r"at most 256 values; channel 1 \(counted from 0\) has more"):
-        pack([exact, more])
+        pack_images([exact, more])
     with pytest.raises(DataError, match="has more"):
-        pack([torch.randn(200, 3, 4, 4)])
+        pack_images([torch.randn(200, 3, 4, 4)])
 
 
 def test_what_is_no_image_is_refused() -> None:
     with pytest.raises(DataError, match="no images"):
-        pack([torch.zeros(0, 3, 2, 2)])
+        pack_images([torch.zeros(0, 3, 2, 2)])
     with pytest.raises(DataError, match=r"the same channels, not float32 \[1, 2, 2\], float32 \[3, 2, 2\]"):
-        pack([torch.zeros(4, 3, 2, 2), torch.zeros(4, 1, 2, 2)])
+        pack_images([torch.zeros(4, 3, 2, 2), torch.zeros(4, 1, 2, 2)])
     for wrong in (torch.zeros(4), torch.zeros(4, 2, dtype=torch.float64)):
         with pytest.raises(DataError, match="stored as bytes must"):
-            pack([wrong])
+            pack_images([wrong])
 
 
 # Federations

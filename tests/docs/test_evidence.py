@@ -31,7 +31,7 @@ def load(name: str) -> Any:
         sys.path.pop(0)
 
 
-evidence, tables, claims = (load(name) for name in ("evidence", "evidence_tables", "evidence_claims"))
+evidence, tables, claims = (load(name) for name in ("evidence", "tables.experiments", "tables.claims"))
 RESULTS = ROOT / "docs" / "results"
 SETTINGS = tomllib.loads((RESULTS / "evidence.toml").read_text())
 ENTERED = sorted(path.stem.removesuffix("-tuning") for path in (RESULTS / "evidence").glob("*-tuning.csv"))

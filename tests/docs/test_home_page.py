@@ -9,14 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_site import DOCS, ROOT, script
+
+from tests.docs.site_scripts import DOCS, ROOT, SITE, load_site_script
 
 TARGET = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 
 
 @pytest.fixture(scope="module")
 def pages():
-    return script("root_pages")
+    return load_site_script("root_pages")
 
 
 def test_the_readme_is_the_home_page_and_has_no_second_copy(pages) -> None:
@@ -59,14 +60,14 @@ def test_links_are_replaced_and_code_is_not(pages, text: str, found: str | None)
         ("../docs/notebooks/own-model.ipynb", "notebooks/own-model.md"),
         (".", "experiments.md"),
         ("demo/first.toml", "experiments/demo/first.toml"),
-        ("../docs/build.py", "docs/build.py"),
+        ("../docs/site/build.py", "docs/site/build.py"),
     ],
 )
 def test_where_a_linked_file_lies_in_the_site(
     pages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, place: str
 ) -> None:
     for name in (
-        "docs/build.py",
+        "docs/site/build.py",
         "experiments/demo/first.toml",
         "docs/how-to/data.md",
         "docs/notebooks/own-model.ipynb",
@@ -103,11 +104,11 @@ def test_a_link_to_nothing_stops_the_build(pages, target: str) -> None:
     ],
 )
 def test_the_address_of_the_repository(remote: str, address: str | None) -> None:
-    assert script("repository_link").web_address(remote) == address
+    assert load_site_script("repository_link").web_address(remote) == address
 
 
 def test_an_address_in_the_package_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("repository_link")
+    module = load_site_script("repository_link")
     monkeypatch.setattr(module, "ROOT", tmp_path)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
 
@@ -129,14 +130,14 @@ def test_an_address_in_the_package_comes_first(tmp_path: Path, monkeypatch: pyte
 
 def test_the_link_asks_no_host_while_a_page_is_read() -> None:
     """The theme's script fetches stars and releases for every element of the component `source`."""
-    assert "data-md-component" not in (DOCS / "theme" / "partials" / "source.html").read_text()
+    assert "data-md-component" not in (SITE / "theme" / "partials" / "source.html").read_text()
 
 
 @pytest.mark.full
 def test_the_reference_lists_names_that_exist() -> None:
     calls = [
         (node.args[0].value, node.args[1].value.split())
-        for node in ast.walk(ast.parse((DOCS / "reference.py").read_text()))
+        for node in ast.walk(ast.parse((SITE / "reference.py").read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_names"
     ]
     assert len(calls) > 40
@@ -146,4 +147,4 @@ def test_the_reference_lists_names_that_exist() -> None:
         text = path.read_text()
         for name in names:
             defined = rf"^(?:class|def) {name}\b|^{name}\b.*=|^type {name}\b|^from \..*\b{name}\b"
-            assert re.search(defined, text, re.MULTILINE), f"docs/reference.py lists {module}.{name}"
+            assert re.search(defined, text, re.MULTILINE), f"docs/site/reference.py lists {module}.{name}"

@@ -19,8 +19,7 @@ from fedlowrank import SGD, ClientModel, ClientView, Federation, Group, Method, 
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
-from fedlowrank.core.contract import contribution
-from fedlowrank.core.contract.method import ProximalTerm
+from fedlowrank.core.contract import KeepsSumOfUploads, ProximalTerm, contribution
 from fedlowrank.engines import Sequential
 from fedlowrank.methods import APFL
 from fedlowrank.rounds.run import Run
@@ -169,6 +168,8 @@ def test_the_table_of_hooks_is_the_contract() -> None:
     # what engines use, no hook
     del hooks["local_passes"]
     assert len(hooks) <= 13
+    # of methods that add up what they send
+    hooks["follow_upload"] = KeepsSumOfUploads.follow_upload
     assert shown == {n: f"{n}({', '.join(inspect.signature(v).parameters)})" for n, v in hooks.items()}
     needed = [name for name, row in zip(shown, rows.values(), strict=True) if row[-1] == "–"]
     assert set(needed) == Method.__abstractmethods__

@@ -63,7 +63,7 @@ class TestFloral:
                 yield stem, place, row[0], tuple(float(number) for number in found.groups())
 
     def test_the_papers_numbers_are_those_of_the_files(self):
-        spread = script("floral_table").SPREAD
+        spread = script("floral", "docs/tables").SPREAD
         found = list(self.cells())
         assert len(found) == 32
         for stem, place, _, (_, _, paper, papers_spread) in found:
@@ -110,7 +110,7 @@ class TestPFedLoRA:
 @pytest.fixture(scope="module")
 def robustness():
     """The script, and the runs of the protocol as it stands in the experiment's file."""
-    made = script("robustness", "benchmarks")
+    made = script("accuracy_under_attacks", "benchmarks/trust")
     return made, made.read(RESULTS / "robustness.jsonl", made.digest(ExperimentConfig.read(made.EXPERIMENT)))
 
 
@@ -143,7 +143,7 @@ class TestBytes:
         return [json.loads(line) for line in (RESULTS / "bytes.jsonl").read_text().splitlines()]
 
     def test_the_page_has_the_table_of_the_runs(self):
-        table = script("bytes", "benchmarks").write_table(self.rows())
+        table = script("accuracy_by_bytes", "benchmarks/accuracy").write_table(self.rows())
         assert "\n".join(table) in (RESULTS / "bytes.md").read_text()
 
     def test_an_interval_by_the_textbook(self):

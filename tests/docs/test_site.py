@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,24 +15,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from fedlowrank.methods import METHODS, FedSLR
+from tests.docs.site_scripts import DOCS, ROOT, load_site_script
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 REPOSITORY = "https://host.org/owner/fedlowrank"
-
-
-def script(name: str) -> ModuleType:
-    """A module of ``docs/``."""
-    # scripts import each other
-    if str(DOCS) not in sys.path:
-        sys.path.append(str(DOCS))
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Page(HTMLParser):
@@ -126,7 +110,7 @@ def test_methods_names_and_notebooks_have_pages(site: Path) -> None:
 def test_a_notebook_runs_and_its_stored_outputs_are_those_of_now(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / path.name
     copy.write_text(path.read_text())
-    script("notebook_pages").execute(copy)
+    load_site_script("notebook_pages").execute(copy)
 
     def outputs(file: Path) -> list[list[str]]:
         cells = json.loads(file.read_text())["cells"]
@@ -138,7 +122,7 @@ def test_a_notebook_runs_and_its_stored_outputs_are_those_of_now(path: Path, tmp
 
 @pytest.mark.full
 def test_a_page_of_a_method_has_what_the_package_and_the_results_say() -> None:
-    pages = script("method_pages")
+    pages = load_site_script("method_pages")
     text = pages.method_page("fedslr", FedSLR, pages.read_notes()["fedslr"])
     assert "| `lam` | `float` |" in text
     assert ">= 0" in text
@@ -151,8 +135,8 @@ def test_a_page_of_a_method_has_what_the_package_and_the_results_say() -> None:
 
 def test_what_stops_the_build() -> None:
     with pytest.raises(ValueError, match=r"\[forgotten\] needs kind, short, use"):
-        script("method_pages").read_notes({"forgotten": FedSLR})
-    reference = script("reference")
+        load_site_script("method_pages").read_notes({"forgotten": FedSLR})
+    reference = load_site_script("reference")
     module = ModuleType("test_undocumented")
     exec('class Bad:\n    """Said."""\n    def undocumented(self): ...\n', vars(module))
     sys.modules["test_undocumented"] = module
@@ -167,4 +151,4 @@ def test_a_notebook_with_a_failed_cell_is_no_page(tmp_path: Path) -> None:
     cell = {"cell_type": "code", "source": ["1"], "outputs": [error]}
     (tmp_path / "broken.ipynb").write_text(json.dumps({"cells": [cell]}))
     with pytest.raises(ValueError, match=r"broken.ipynb has a cell that failed: KeyError"):
-        script("notebook_pages").convert(tmp_path / "broken.ipynb")
+        load_site_script("notebook_pages").convert(tmp_path / "broken.ipynb")

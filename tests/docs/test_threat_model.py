@@ -49,8 +49,8 @@ def missing(text: str) -> list[str]:
         if len(row) != len(cells[0]):
             found.append(f"{len(row)} cells: {row[0]}")
     for place, name in NAME.findall(text):
-        path = ROOT / (place if "/" in place else f"tests/network/{place}")
-        if not path.is_file() or name not in defined(path):
+        paths = [ROOT / place] if "/" in place else [*(ROOT / "tests" / "network").rglob(place)]
+        if len(paths) != 1 or not paths[0].is_file() or name not in defined(paths[0]):
             found.append(f"{place}::{name}")
     return found
 

@@ -140,7 +140,7 @@ class TestPrivacyAndRobustness:
     @pytest.mark.full
     def test_central_privacy(self, made: Callable[..., Path]) -> None:
         folder = made("private")
-        assert 7.9 < last_record(folder)["observed"]["privacy"]["epsilon"] <= 8
+        assert 7.9 < last_record(folder)["server_metrics"]["privacy"]["epsilon"] <= 8
         charged = [json.loads(line) for line in (folder / "privacy.jsonl").read_text().splitlines()]
         assert [line["round"] for line in charged] == [0, 1, 2]
         assert charged[-1]["clients"] == last_record(folder)["participants"]
@@ -148,7 +148,7 @@ class TestPrivacyAndRobustness:
     @pytest.mark.full
     def test_local_privacy(self, made: Callable[..., Path]) -> None:
         folder = made("local")
-        assert 7.9 < last_record(folder)["observed"]["privacy"]["epsilon"] <= 8
+        assert 7.9 < last_record(folder)["server_metrics"]["privacy"]["epsilon"] <= 8
 
     @pytest.mark.full
     def test_a_rule_against_an_attack(self, made: Callable[..., Path]) -> None:

@@ -37,7 +37,7 @@ def load(name: str) -> Any:
         sys.path.pop(0)
 
 
-rules = load("evidence_verdicts")
+rules = load("tables.verdicts")
 
 
 @cache
@@ -260,6 +260,10 @@ def test_the_first_table_counts_the_verdicts() -> None:
         found = [cells(line)[-1].strip("*") for line in part.splitlines() if line.startswith("| [")]
         assert counts == [str(found.count(verdict)) for verdict in cells(head)[1:]]
         assert verdicts <= set(cells(head)[1:])
+    # the first sentence says the same as the row of all papers
+    said = text.split("<!-- evidence count -->")[1].split("<!-- end -->")[0]
+    *_, total = map(cells, rows)
+    assert re.findall(r"\d+", said) == [str(sum(map(int, total[1:]))), *(n for n in total[1:] if n != "0")]
 
 
 def read_effect(effect: str) -> float:

@@ -65,7 +65,7 @@ def test_the_rule(
     wanted: type[Engine],
 ) -> None:
     monkeypatch.setattr(auto, "cores", lambda: cores)
-    monkeypatch.setattr(auto, "HEAVY", 0)
+    monkeypatch.setattr(auto, "MIN_PARALLEL_FLOPS", 0)
     found, reason = choose_engine(method, federation(model), clients, micro_batch)
     assert found is wanted
     assert reason
@@ -76,7 +76,7 @@ def test_convolutions_on_a_cpu_are_not_batched_over_clients(
     monkeypatch: pytest.MonkeyPatch, cores: int, wanted: type[Engine]
 ) -> None:
     monkeypatch.setattr(auto, "cores", lambda: cores)
-    monkeypatch.setattr(auto, "HEAVY", 0)
+    monkeypatch.setattr(auto, "MIN_PARALLEL_FLOPS", 0)
     assert choose_engine(FedAvg(), federation(convolution(), 6, 1, 4, 4), 6, None)[0] is wanted
 
 
@@ -88,7 +88,7 @@ def test_processes_are_started_where_a_round_is_much_work(
     # three forward passes of 2 x 4 x 2 operations for each of 3 x 5 examples
     data = [(torch.randn(5, 4), torch.arange(5) % 2) for _ in range(3)]
     on = Federation.from_arrays(data, nn.Linear(4, 2), classes=2, val=0.0, test=0.0)
-    monkeypatch.setattr(auto, "HEAVY", 3 * 16 * 15 * 2)
+    monkeypatch.setattr(auto, "MIN_PARALLEL_FLOPS", 3 * 16 * 15 * 2)
     assert choose_engine(FedAvg(epochs=epochs), on, 3, None)[0] is wanted
 
 
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_its_bits_on_another_machine(
     # between the limits for one core and for several
     model = nn.Sequential(nn.Linear(4, 30_000), nn.ReLU(), nn.Linear(30_000, 2))
     clients = [(torch.randn(6, 4), torch.arange(6) % 2) for _ in range(4)]
-    monkeypatch.setattr(auto, "HEAVY", 0)
+    monkeypatch.setattr(auto, "MIN_PARALLEL_FLOPS", 0)
 
     def ran(rounds: int, folder: Path, **more: Any) -> Any:
         on = Federation.from_arrays(clients, model, classes=2)

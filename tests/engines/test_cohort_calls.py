@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedlowrank import Federation
-from fedlowrank.core.contract.client_model import ClientModel
-from fedlowrank.core.contract.contribution import Mean
-from fedlowrank.core.contract.method import ClientInfo, ClientView
+from fedlowrank.core.contract import ClientInfo, ClientModel, ClientView, Mean
 from fedlowrank.core.tree import Params
 from fedlowrank.engines import ENGINES
 from fedlowrank.engines.auto import Auto
@@ -26,8 +24,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import small_federation
-
-from .counting import Counting
+from tests.support.counting_engine import CountingEngine
 
 torch.set_num_threads(1)
 
@@ -111,7 +108,7 @@ class Another(METHODS["fedavg"]):  # type: ignore[misc]
 
 @pytest.mark.parametrize("method", [ByNumber(), WithoutRule(), Another()], ids=lambda m: type(m).__name__)
 def test_contributions_that_differ_or_have_no_rule(method: Any, caplog: pytest.LogCaptureFixture) -> None:
-    engine = Counting()
+    engine = CountingEngine()
     with caplog.at_level(logging.INFO, "fedlowrank.engines"):
         (one, _), (other, _) = run_of(method, ENGINES["sequential"]()), run_of(method, engine)
     torch.testing.assert_close(other.state.server, one.state.server, rtol=1e-4, atol=1e-6)
@@ -133,7 +130,7 @@ def test_a_lost_reply_of_a_cohort_does_not_count() -> None:
 def test_routers_of_newcomers_are_learnt_at_once() -> None:
     """Clients that never trained learn a router before they are evaluated."""
     method = METHODS["floral"](rank=2, clusters=2)
-    engine = Counting()
+    engine = CountingEngine()
     (_, expected), (_, found) = (
         run_of(method, e, rounds=2, participation=0.2) for e in (ENGINES["sequential"](), engine)
     )
@@ -192,9 +189,9 @@ def test_clients_of_like_sizes_are_evaluated_together(caplog: pytest.LogCaptureF
 
 
 def test_few_clients_of_a_kind_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedlowrank.engines.vectorized.FEW", 4)
+    monkeypatch.setattr("fedlowrank.engines.vectorized.MIN_COHORT", 4)
     for participation, sizes in ((0.6, []), (0.8, [4, 4])):
-        engine = Counting()
+        engine = CountingEngine()
         (one, _), (other, _) = (
             run_of(METHODS["fedavg"](), e, rounds=2, participation=participation)
             for e in (ENGINES["sequential"](), engine)

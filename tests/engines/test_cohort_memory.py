@@ -14,8 +14,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.cohorts import cohort_trainer
-
-from .test_unequal_ranks import federation, small
+from tests.engines.ranked_clients import build_network, make_ranked_federation
 
 torch.set_num_threads(1)
 
@@ -35,7 +34,7 @@ def test_a_cohort_without_room_is_divided(room: int, monkeypatch: pytest.MonkeyP
         return found
 
     monkeypatch.setattr(cohort_trainer, "train_cohort", with_little_room)
-    on = federation(small)
+    on = make_ranked_federation(build_network)
     one, other = (Run(method, on, RunSettings(rounds=2), e) for e in (Sequential(), Vectorized()))
     for _ in range(2):
         a, b = one.step(), other.step()
@@ -61,7 +60,7 @@ def test_fewer_clients_than_parts_are_a_part_each(monkeypatch: pytest.MonkeyPatc
         return train(trainers, *args)
 
     monkeypatch.setattr(cohort_trainer, "train_cohort", with_room_for_one)
-    on, engine = federation(small), Vectorized()
+    on, engine = make_ranked_federation(build_network), Vectorized()
     Run(method, on, RunSettings(rounds=1), engine).step()
     # five parts are remembered
     assert tried[-5:] == [1] * 5

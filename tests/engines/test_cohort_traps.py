@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fedlowrank import SGD, Federation
 from fedlowrank.core import tree
-from fedlowrank.core.contract.contribution import Mean
-from fedlowrank.core.contract.method import ClientInfo, ClientView
+from fedlowrank.core.contract import ClientInfo, ClientView, Mean
 from fedlowrank.core.learning.optimizer import LocalSchedule
 from fedlowrank.core.tree import Params, sub
 from fedlowrank.engines import ENGINES

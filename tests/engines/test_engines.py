@@ -9,7 +9,7 @@ import inspect
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +18,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import tables_of
 from fedlowrank.core import tree
-from fedlowrank.core.contract.client_model import ClientModel
-from fedlowrank.core.contract.method import AnyMethod, Batch, ClientInfo, ClientView, Method, ServerView, Task
+from fedlowrank.core.contract import (
+    AnyMethod,
+    Batch,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Method,
+    ServerView,
+    Task,
+)
 from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.core.learning.batch_losses import cross_entropy
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
@@ -33,15 +40,15 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import CHECKS, check_method, small_federation
 from fedlowrank.training.trainer import LocalTrainer
-from methods.setting import KINDS
-
-from .counting import Counting
+from tests.methods.setting import KINDS
+from tests.support.client_tables import read_tables
+from tests.support.counting_engine import CountingEngine
+from tests.support.standard_layers import standard_layers
 
 torch.set_num_threads(1)
 
@@ -154,7 +161,7 @@ def flat(value: Any, path: str = "") -> dict[str, float]:
 def test_every_engine_keeps_the_same_accounts(name: str, engines: list[str]) -> None:
     method = METHODS[name]()
     # of numbers that clients at once round otherwise
-    rounded = ("loss", "accuracy", "risk", "observed")
+    rounded = ("loss", "accuracy", "risk", "server_metrics")
     accounts, measured = [], []
     for engine in engines:
         run = Run(
@@ -165,7 +172,7 @@ def test_every_engine_keeps_the_same_accounts(name: str, engines: list[str]) -> 
         )
         record = run.step()
         accounts.append({k: v for k, v in record.untimed().items() if k not in rounded})
-        measured.append((tables_of(record.measured)["loss"], record.observed))
+        measured.append((read_tables(record.measured)["loss"], record.server_metrics))
         assert all(torch.isfinite(torch.tensor(v)) for v in record.loss.values())
     assert all(a == accounts[0] for a in accounts[1:])
     for other in measured[1:]:
@@ -402,7 +409,7 @@ def test_clients_at_once_equal_one_by_one(method: Shaped) -> None:
 
 
 def groups(method: AnyMethod, on: Federation) -> list[int]:
-    engine = Counting()
+    engine = CountingEngine()
     Run(method, on, RunSettings(rounds=1), engine).step()
     return engine.sizes
 
@@ -571,9 +578,6 @@ class TwoInputs(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         out: Tensor = self.head(torch.relu(self.left(a) + self.right(b)))
         return out
-
-
-standard.LAYERS |= {TwoInputs}  # its forward pass is deterministic, so clients may be batched
 
 
 def two_inputs(i: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -890,7 +894,10 @@ class Perceptron(nn.Module):
         return out
 
 
-standard.LAYERS |= {Perceptron}  # its forward pass is deterministic, so clients may be batched
+@pytest.fixture(scope="module", autouse=True)
+def _standard_modules() -> Iterator[None]:
+    with standard_layers(TwoInputs, Perceptron):
+        yield
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.network.local import ran, small
 
 from fedlowrank.core import tree
 from fedlowrank.core.learning.optimizer import SGD
@@ -18,6 +17,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import check_method, small_federation
 from fedlowrank.trust.trust_settings import Clipping, Compression, Privacy, Robust, SecureSums
+from tests.support.local_network import ran, small
 
 # another device shows whether the tests themselves are right
 DEVICE = os.environ.get("FEDLOWRANK_TEST_DEVICE", "cuda")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Batch, ProximalTerm
+from fedlowrank.core.contract import Batch, ProximalTerm
 from fedlowrank.core.contract.training_request import Request
 from fedlowrank.core.learning.batch_losses import task_loss
 from fedlowrank.core.learning.optimizer import SGD, AdamW
@@ -28,15 +28,15 @@ from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.engines import ENGINES
 from fedlowrank.engines.engine import ClientJob, Engine
 from fedlowrank.methods import METHODS
-from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.models.architectures.cnn import CNN
 from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.testing.check import small_federation as check_federation
-from fedlowrank.training.cohort import train_cohort
-from fedlowrank.training.feed import BufferPool
+from fedlowrank.training.cohorts.cohort_batches import BufferPool
+from fedlowrank.training.cohorts.cohort_steps import train_cohort
 from fedlowrank.training.local_data import LocalData, gather
 from fedlowrank.training.trainer import LocalTrainer, descend
+from tests.support.standard_layers import standard_layers
 
 torch.set_num_threads(1)
 
@@ -145,7 +145,10 @@ class Speaker(nn.Module):
         return out
 
 
-standard.LAYERS |= {Speaker}  # its forward pass is deterministic, so clients may be batched
+@pytest.fixture(scope="module", autouse=True)
+def _standard_modules() -> Iterator[None]:
+    with standard_layers(Speaker):
+        yield
 
 
 def texts(by_length: bool = False) -> Federation:

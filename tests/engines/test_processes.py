@@ -25,8 +25,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.rounds.simulate import simulate
 from fedlowrank.testing.check import small_federation
-
-from .runs import run_of, same
+from tests.support.engine_runs import has_same_end, run_to_end
 
 torch.set_num_threads(1)
 
@@ -39,7 +38,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["fedslr", "floral", "pfedlora"])
 def test_the_sequential_engine_s_bits(name: str) -> None:
-    assert same(run_of(METHODS[name](), Processes()), run_of(METHODS[name](), Sequential()))
+    assert has_same_end(run_to_end(METHODS[name](), Processes()), run_to_end(METHODS[name](), Sequential()))
 
 
 @pytest.mark.full
@@ -56,9 +55,9 @@ def test_records_are_the_same_but_for_time() -> None:
 
 @pytest.mark.full
 def test_messages_longer_than_the_shared_memory_go_through_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run_of(FedAvg(), Sequential())
-    monkeypatch.setattr(processes, "SHARED", 4096)
-    assert same(run_of(FedAvg(), Processes()), whole)
+    whole = run_to_end(FedAvg(), Sequential())
+    monkeypatch.setattr(processes, "SHARED_BYTES", 4096)
+    assert has_same_end(run_to_end(FedAvg(), Processes()), whole)
 
 
 @pytest.mark.full
@@ -66,7 +65,7 @@ def test_work_is_done_by_as_many_processes_as_cores_and_the_longest_is_begun_fir
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Processes(workers=7)
-    run = run_of(FedAvg(), engine, rounds=1)
+    run = run_to_end(FedAvg(), engine, rounds=1)
     assert len(engine.costs) == 4  # of five clients, 80 % took part
     assert all(c > 0 for c in engine.costs.values())
     engine.costs = {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}
@@ -127,7 +126,7 @@ def test_a_failure_is_told_and_leaves_no_process_behind(how: str, said: str) -> 
     assert run.round == 0
     assert engine._pool == []
     # and it can be used again
-    assert same(run_of(FedAvg(), engine), run_of(FedAvg(), Sequential()))
+    assert has_same_end(run_to_end(FedAvg(), engine), run_to_end(FedAvg(), Sequential()))
 
 
 @pytest.mark.full
@@ -144,12 +143,12 @@ def test_training_that_diverges_is_the_client_s() -> None:
 
 @pytest.mark.full
 def test_processes_end_with_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PATIENCE", 0.1)
+    monkeypatch.setattr(processes, "PARENT_CHECK_SECONDS", 0.1)
     note = tmp_path / "pids"
     child = os.fork()
     if child == 0:
         engine = Processes()
-        run_of(FedAvg(), engine, rounds=1)
+        run_to_end(FedAvg(), engine, rounds=1)
         engine._prepare(FedAvg(), small_federation(False), None)  # type: ignore[arg-type]
         note.with_suffix(".new").write_text(" ".join(str(w.process.pid) for w in engine._pool))
         note.with_suffix(".new").rename(note)

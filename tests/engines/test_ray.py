@@ -30,8 +30,7 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import small_federation
-
-from .runs import run_of, same
+from tests.support.engine_runs import has_same_end, run_to_end
 
 # of Ray's own code
 pytestmark = [
@@ -55,7 +54,7 @@ def cluster() -> Iterator[Any]:
         environment.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         environment.delenv("RAY_ADDRESS", raising=False)
         # workers import the methods of this file
-        environment.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        environment.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
         node = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
         made = Cluster(initialize_head=True, head_node_args=node)
         made.add_node(num_cpus=1, object_store_memory=STORE)
@@ -85,7 +84,7 @@ class Deadly(FedAvg):
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"needs Ray: pip install 'fedlowrank\[ray\]'"):
-        run_of(FedAvg(), Ray(), rounds=1)
+        run_to_end(FedAvg(), Ray(), rounds=1)
 
 
 def test_a_partition_holds_the_training_data_of_its_clients_alone() -> None:
@@ -115,7 +114,9 @@ def test_images_that_are_stored_as_bytes_stay_bytes() -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_the_sequential_engine_s_bits() -> None:
-    assert same(run_of(METHODS["scaffold"](), Ray()), run_of(METHODS["scaffold"](), Sequential()))
+    assert has_same_end(
+        run_to_end(METHODS["scaffold"](), Ray()), run_to_end(METHODS["scaffold"](), Sequential())
+    )
 
 
 @slow
@@ -124,7 +125,7 @@ def test_two_architectures() -> None:
     on = small_federation(True)
     assert len(on.architectures) == 2
     method = METHODS["pfedlora"]()
-    assert same(run_of(method, Ray(), on), run_of(method, Sequential(), on))
+    assert has_same_end(run_to_end(method, Ray(), on), run_to_end(method, Sequential(), on))
 
 
 @slow
@@ -132,10 +133,10 @@ def test_two_architectures() -> None:
 @pytest.mark.parametrize("name", ["fedit", "fedhl", "fedspa"])
 def test_low_rank_and_masked_methods(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # several windows a round
-    monkeypatch.setattr(ray_cluster, "BLOCK", 1)
-    monkeypatch.setattr(ray_cluster, "WINDOWS", 2)
+    monkeypatch.setattr(ray_cluster, "MEAN_CLIENTS_PER_TASK", 1)
+    monkeypatch.setattr(ray_cluster, "MAX_WINDOWS", 2)
     method = METHODS[name]()
-    assert same(run_of(method, Ray()), run_of(method, Sequential()))
+    assert has_same_end(run_to_end(method, Ray()), run_to_end(method, Sequential()))
 
 
 @slow
@@ -163,7 +164,7 @@ def test_an_exception_of_a_method_comes_out_with_its_text() -> None:
         run.step()
     assert run.round == 1
     # and it can be used again
-    assert same(run_of(FedAvg(), engine), run_of(FedAvg(), Sequential()))
+    assert has_same_end(run_to_end(FedAvg(), engine), run_to_end(FedAvg(), Sequential()))
 
 
 @slow
@@ -174,9 +175,9 @@ def test_clients_of_a_worker_that_dies_are_run_again(
 ) -> None:
     method = Deadly(how="once", note=str(tmp_path / "died"))
     with caplog.at_level("WARNING", logger="fedlowrank.engines"):
-        found = run_of(method, Ray(workers=workers))
+        found = run_to_end(method, Ray(workers=workers))
     assert Path(method.note).exists()
-    assert same(found, run_of(FedAvg(), Sequential()))
+    assert has_same_end(found, run_to_end(FedAvg(), Sequential()))
     (warning,) = [r.getMessage() for r in caplog.records if "died" in r.getMessage()]
     assert "of its clients are run again" in warning
     assert "process " in warning
@@ -187,7 +188,7 @@ def test_clients_of_a_worker_that_dies_are_run_again(
 def test_a_client_that_always_kills_its_worker_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_cluster, "ATTEMPTS", 2)
+    monkeypatch.setattr(ray_cluster, "MAX_ATTEMPTS", 2)
     run = Run(
         Deadly(how="always", note=str(tmp_path / "died")),
         small_federation(False),
@@ -207,7 +208,7 @@ def test_what_cannot_be_pickled_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     model.lock = threading.Lock()  # type: ignore[assignment]
     clients = [(torch.randn(20, 6), torch.arange(20) % 3) for _ in range(2)]
     with pytest.raises(ConfigError, match="cannot be pickled"):
-        run_of(FedAvg(), Ray(), Federation.from_arrays(clients, model), rounds=1)
+        run_to_end(FedAvg(), Ray(), Federation.from_arrays(clients, model), rounds=1)
 
 
 SCRIPT = """
@@ -254,8 +255,8 @@ def test_a_node_that_dies_in_a_round(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # the last test: the node does not come back
-    monkeypatch.setattr(ray_cluster, "BLOCK", 1)
-    monkeypatch.setattr(ray_cluster, "WINDOWS", 2)
+    monkeypatch.setattr(ray_cluster, "MEAN_CLIENTS_PER_TASK", 1)
+    monkeypatch.setattr(ray_cluster, "MAX_WINDOWS", 2)
     engine, method, on = Ray(), METHODS["scaffold"](), small_federation(False, clients=10)
     run = Run(method, on, RunSettings(rounds=2), engine)
     results = engine.run
@@ -282,4 +283,4 @@ def test_a_node_that_dies_in_a_round(
     whole = Run(method, on, RunSettings(rounds=2), Sequential())
     for _ in range(2):
         whole.step()
-    assert same(run, whole)
+    assert has_same_end(run, whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,45 +11,24 @@ from torch import nn
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core import tree
 from fedlowrank.core.learning.optimizer import SGD, AdamW
-from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-
-from .counting import Counting
+from tests.engines.ranked_clients import RANKS, build_network, make_ranked_federation
+from tests.support.counting_engine import CountingEngine
 
 torch.set_num_threads(1)
-
-RANKS = (4, 1, 3, 2, 4)
-
-
-def small() -> nn.Module:
-    """A network of standard layers, which the engine trains for many clients at once."""
-    body = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU())
-    module = nn.Sequential(OrderedDict(body=body, head=nn.Linear(7, 3)))
-    module.head_name = "head"  # type: ignore[assignment]
-    return module
 
 
 def wrapped() -> nn.Module:
     """The model with layers of LoRA of rank 2 and a scale of 3/2."""
-    module = add_lora(small(), 2, 3.0, trainable=("head",))
+    module = add_lora(build_network(), 2, 3.0, trainable=("head",))
     module.head_name = "head"  # type: ignore[assignment]
     return module
-
-
-def federation(make: Any) -> Federation:
-    """Five clients of unequal ranks, with different numbers of examples."""
-    generator = torch.Generator().manual_seed(0)
-    data = []
-    for i in range(len(RANKS)):
-        x = torch.randn(20 + 3 * i, 6, generator=generator)
-        data.append((x, (x[:, 0] + 0.5 * x[:, 1] > 0).long() + (x[:, 2] > 1).long()))
-    return Federation.from_arrays(data, make, classes=3, rank=RANKS)
 
 
 OPTIMIZERS = {
@@ -65,20 +43,23 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("name", "optimizer", "scaling", "make"),
     [
-        *(("fedhl", "plain", s, m) for s in ("equal", "alpha") for m in (small, wrapped)),
-        *(("fedhl", o, "equal", small) for o in ("momentum", "adam")),
+        *(("fedhl", "plain", s, m) for s in ("equal", "alpha") for m in (build_network, wrapped)),
+        *(("fedhl", o, "equal", build_network) for o in ("momentum", "adam")),
         *((n, "momentum", "alpha", wrapped) for n in ("hetlora", "flexlora", "flora")),
-        ("hetlora", "kept momentum", "equal", small),
+        ("hetlora", "kept momentum", "equal", build_network),
     ],
 )
 def test_clients_of_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
     name: str, optimizer: str, scaling: Any, make: Any
 ) -> None:
-    on = federation(make)
+    on = make_ranked_federation(make)
     method = METHODS[name](
-        tuning=Tuning(rank=2, scaling=scaling), batch_size=8, epochs=2, optimizer=OPTIMIZERS[optimizer]
+        training=LoRATraining(rank=2, scaling=scaling),
+        batch_size=8,
+        epochs=2,
+        optimizer=OPTIMIZERS[optimizer],
     )
-    engine = Counting()
+    engine = CountingEngine()
     settings = RunSettings(rounds=2)
     one, other = Run(method, on, settings, Sequential()), Run(method, on, settings, engine)
     for _ in range(2):
@@ -98,11 +79,11 @@ def test_clients_of_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
 
 @pytest.mark.full
 def test_residuals_of_unequal_ranks() -> None:
-    on = federation(small)
+    on = make_ranked_federation(build_network)
     method = METHODS["fedhl"](
         residual=True, form=DeltaForm(kind="exact"), batch_size=8, optimizer=SGD(lr=0.1)
     )
-    engine = Counting()
+    engine = CountingEngine()
     one, other = (Run(method, on, RunSettings(rounds=3), e) for e in (Sequential(), engine))
     for _ in range(3):
         one.step(), other.step()
@@ -114,7 +95,7 @@ def test_residuals_of_unequal_ranks() -> None:
 
 @pytest.mark.full
 def test_uploads_are_of_each_clients_own_rank() -> None:
-    on = federation(small)
+    on = make_ranked_federation(build_network)
     run = Run(METHODS["fedhl"](batch_size=8), on, RunSettings(rounds=1), Vectorized())
     jobs = run.engine.run
     found = []

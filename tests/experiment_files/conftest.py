@@ -9,8 +9,7 @@ from fedlowrank.config import assembly
 from fedlowrank.config.sections import data_section
 from fedlowrank.data import sources
 from fedlowrank.data.federation import Federation
-
-from .common import BlankCifar10, BlankCifar100, BlankTiny, Noise, forget
+from tests.experiment_files.common import BlankCifar10, BlankCifar100, BlankTiny, Noise, forget
 
 torch.set_num_threads(1)
 

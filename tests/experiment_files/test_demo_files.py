@@ -7,8 +7,7 @@ import functools
 import pytest
 
 from fedlowrank.config.tuning import tune_settings
-
-from .common import ROOT, loaded
+from tests.experiment_files.common import ROOT, loaded
 
 
 @pytest.mark.parametrize("stem", ["floral", "pfedlora", "fedslr", "fedhl"])

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocks import block_of
 from fedlowrank.storage.run_files import seal_run
+from tests.support.client_tables import make_client_table
 
 FILE = Path(__file__).parents[2] / "examples" / "demo_summary.py"
 CLIENTS = 5
@@ -48,12 +48,12 @@ def write_run(
     """
     run = folder / f"{method}-s{seed}"
     run.mkdir(parents=True)
-    config = {"format": 2, "name": folder.name, "method": {"name": method}, "run": {"seed": seed}}
+    config = {"format": 3, "name": folder.name, "method": {"name": method}, "run": {"seed": seed}}
     records: list[dict[str, Any]] = [{"round": i, "bytes_down": size} for i, size in enumerate(sizes)]
     zero = [0.0] * CLIENTS
     for record, of in ((records[0], dict.fromkeys(tests, zero)), (records[-2], tests)):
         tables = {series: {"val": zero, "test": values} for series, values in of.items()}
-        record["measured"] = block_of({"accuracy": tables}).as_json()
+        record["measured"] = make_client_table({"accuracy": tables}).as_json()
     (run / "run.json").write_text(json.dumps(config))
     (run / "clients.json").write_text(json.dumps([{"id": i} for i in range(CLIENTS)]))
     (run / "status.json").write_text(

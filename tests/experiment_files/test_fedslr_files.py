@@ -21,8 +21,7 @@ from fedlowrank.data.datasets.images import Folder
 from fedlowrank.data.partitioning.partition import EqualDirichlet, Iid
 from fedlowrank.data.partitioning.split import Matched
 from fedlowrank.rounds.simulate import simulate
-
-from .common import FEDSLR, ROOT, loaded, runnable, variants
+from tests.experiment_files.common import FEDSLR, ROOT, loaded, runnable, variants
 
 GKR, MIXED = "fedslr.gkr", "fedslr"
 

@@ -18,8 +18,7 @@ from fedlowrank.data.sources import SOURCES
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
 from fedlowrank.rounds.simulate import simulate
-
-from .common import FEDSLR, FILES, PFEDLORA, ROOT, loaded, name_of, runnable, variants
+from tests.experiment_files.common import FEDSLR, FILES, PFEDLORA, ROOT, loaded, name_of, runnable, variants
 
 RUNNABLE = [*runnable(PFEDLORA), *runnable(FEDSLR)]
 BUNDLED = ("digits", "wine", "breast_cancer", "iris")

@@ -14,8 +14,7 @@ from fedlowrank import simulate
 from fedlowrank.data import sources
 from fedlowrank.data.dataset import Dataset, Examples
 from fedlowrank.data.partitioning.concept import CONCEPTS
-
-from .common import ROOT, forget, loaded, runnable
+from tests.experiment_files.common import ROOT, forget, loaded, runnable
 
 FLORAL = ROOT / "floral"
 

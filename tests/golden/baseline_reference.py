@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from golden.reference import Array, Data, Layers, Rounds, descended, gradient, plain_sgd, weighted_mean
+from tests.golden.reference import Array, Data, Layers, Rounds, descended, gradient, plain_sgd, weighted_mean
 
 
 def flat(net: Layers) -> Array:

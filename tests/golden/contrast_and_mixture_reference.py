@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .reference import (
+from tests.golden.reference import (
     Array,
     Data,
     Layers,

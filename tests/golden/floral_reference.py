@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from golden.reference import (
+from tests.golden.reference import (
     Array,
     Data,
     Layers,

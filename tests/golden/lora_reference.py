@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from golden.reference import Array, Data, Layers, Rounds, gradient, weighted_mean
+from tests.golden.reference import Array, Data, Layers, Rounds, gradient, weighted_mean
 
 Factors = list[tuple[Array, Array]]
 Dense = list[Array]

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from golden.reference import (
+from tests.golden.reference import (
     Array,
     Data,
     Layers,

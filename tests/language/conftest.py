@@ -34,16 +34,16 @@ def real() -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from fedlowrank.language.tiny import build_tiny
+    from fedlowrank.language.tiny_models import build_tiny_model
 
-    return build_tiny(tmp_path_factory.mktemp("llama"), "causal", Key((0,)), TEXTS)
+    return build_tiny_model(tmp_path_factory.mktemp("llama"), "causal", Key((0,)), TEXTS)
 
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from fedlowrank.language.tiny import build_tiny
+    from fedlowrank.language.tiny_models import build_tiny_model
 
-    return build_tiny(tmp_path_factory.mktemp("bert"), "classification", Key((0,)), TEXTS)
+    return build_tiny_model(tmp_path_factory.mktemp("bert"), "classification", Key((0,)), TEXTS)
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.language.chat_session import ChatSession
-from fedlowrank.language.scores.generate import Decoding
-
-from .test_runs import causal, toml
+from fedlowrank.language.scores.text_generation import Decoding
+from tests.language.text_experiments import make_causal_tables, write_toml
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -48,8 +47,10 @@ def stored(base: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """Folders of two runs, one with a chat template, and of the adapters of the first."""
     folder = tmp_path_factory.mktemp("stored")
     for name, model, form in (("chat", base, "chat"), ("plain", llama, "plain")):
-        tables = causal(model, folder, language={"format": form, "context": 64}, run={"rounds": 1})
-        assert main(["run", str(toml(tables, folder / f"{name}.toml")), "-o", str(folder / name)]) == 0
+        tables = make_causal_tables(
+            model, folder, language={"format": form, "context": 64}, run={"rounds": 1}
+        )
+        assert main(["run", str(write_toml(tables, folder / f"{name}.toml")), "-o", str(folder / name)]) == 0
     assert main(["adapters", str(folder / "chat"), "-o", str(folder / "adapters"), "--exact"]) == 0
     return folder
 

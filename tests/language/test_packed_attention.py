@@ -21,8 +21,7 @@ from fedlowrank.core.learning.losses import IGNORE_INDEX
 from fedlowrank.data.text.text_records import Conversation, Instruction, Texts
 from fedlowrank.data.text.tokens import TextSettings, tokenize
 from fedlowrank.language.packed_attention import use_packed_attention
-
-from .making_tokenizers import byte_tokenizer
+from tests.support.byte_tokenizers import byte_tokenizer
 
 torch.set_num_threads(1)
 TASKS = [Instruction(f"what is {n}?", f"it is {'x' * n}") for n in (3, 9, 1, 14, 5)]

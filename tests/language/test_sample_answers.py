@@ -15,8 +15,7 @@ from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.results.records import RunRecord
-
-from .test_runs import causal, toml
+from tests.language.text_experiments import make_causal_tables, write_toml
 
 torch.set_num_threads(1)
 
@@ -25,10 +24,10 @@ PROMPTS = ("who is the fox?", "a dog | sleeps")
 
 @pytest.fixture
 def run(llama: Path, tmp_path: Path) -> Path:
-    tables: Any = causal(llama, tmp_path, method="hetlora")
+    tables: Any = make_causal_tables(llama, tmp_path, method="hetlora")
     tables["language"] |= {"prompts": list(PROMPTS), "answer_tokens": 5}
     tables["run"] |= {"rounds": 2}
-    assert main(["run", str(toml(tables, tmp_path / "e.toml")), "-o", str(tmp_path / "run")]) == 0
+    assert main(["run", str(write_toml(tables, tmp_path / "e.toml")), "-o", str(tmp_path / "run")]) == 0
     return tmp_path / "run"
 
 
@@ -82,10 +81,10 @@ def test_a_chat_template_writes_no_prompt_of_another_format(llama: Path, tmp_pat
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{% for m in messages %}{{ 'fox ' + m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(base)
-    tables: Any = causal(base, tmp_path, method="hetlora")
+    tables: Any = make_causal_tables(base, tmp_path, method="hetlora")
     tables["language"] |= {"prompts": ["who is the fox?"], "answer_tokens": 5}
     tables["run"] |= {"rounds": 1}
-    assert main(["run", str(toml(tables, tmp_path / "e.toml")), "-o", str(tmp_path / "run")]) == 0
+    assert main(["run", str(write_toml(tables, tmp_path / "e.toml")), "-o", str(tmp_path / "run")]) == 0
     rows = RunRecord.load(tmp_path / "run").answers
     ids = tokenizer("who is the fox?\n", return_tensors="pt")
     made = transformers.AutoModelForCausalLM.from_pretrained(base).generate(

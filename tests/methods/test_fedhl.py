@@ -1,8 +1,10 @@
-"""FedHL: line 17 and eq. 15 against float64 arithmetic in numpy, its limit cases, and what it keeps that FlexLoRA loses."""
+"""FedHL: line 17 and eq. 15 against float64 arithmetic in NumPy, its limit cases, and what it keeps that FlexLoRA loses."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,69 +13,65 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract import Reply, server_update
 from fedlowrank.adapters.lora.lora_factors import lora_of
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.adapters.wire_format import unpack_factors
-from fedlowrank.core.contract.method import ServerView
+from fedlowrank.core.contract import AnyMethod, ServerView
 from fedlowrank.core.key import Key
+from fedlowrank.core.learning.optimizer import SGD
+from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.linalg.delta import DeltaForm, update_deltas
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.methods.families.effective_delta import Weighing
-from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-from golden import lora_reference as reference
+from tests.golden import lora_reference as reference
+from tests.support.method_calls import Reply, server_update
 
-from .setting import plan, run_of
-from .test_lora_identities import (
-    FULL,
-    QUIET,
-    REST,
-    federation,
-    random_pair,
-    ranked,
-    same_trees,
-    whole,
-    zero_step_settings,
-)
-from .test_lora_methods import (
-    LOCAL,
-    NAMES,
+from .comparisons import assert_nested_close, assert_parameters_close
+from .lora_setting import (
+    FAST_LOCAL,
+    LAYER_NAMES,
+    NO_EVALUATION,
     RANKS,
-    TUNING,
-    go,
-    head_is,
-    predicts,
-    same,
-    setting_of,
-    tolerance,
-    updates_are,
+    TRAINING,
+    assert_head_equal,
+    assert_predictions_equal,
+    assert_updates_equal,
+    federate_lora,
+    get_dense_updates,
+    get_tolerance,
+    make_reference_setting,
+    run_three_rounds,
 )
+from .run_contents import plan_rounds
+from .setting import LOCAL, Net, make_arrays, run_rounds
 
 
 @pytest.mark.full
 def test_fedhl(engine: type[Engine]) -> None:
-    run = go(FedHL(tuning=TUNING, **LOCAL), engine, RANKS)
-    ws, net, history = reference.fedhl(setting_of(run))
-    updates_are(run, ws, net, RANKS, tolerance(engine))
-    found = run.method.metrics(run.state.server)
-    ids = list(plan(run)[-1])
+    run = run_three_rounds(FedHL(training=TRAINING, **LOCAL), engine, RANKS)
+    ws, net, history = reference.fedhl(make_reference_setting(run))
+    assert_updates_equal(run, ws, net, RANKS, get_tolerance(engine))
+    found = run.method.server_metrics(run.state.server)
+    ids = list(plan_rounds(run)[-1])
     assert found["weights"] == pytest.approx(
         {str(k): p for k, p in zip(ids, history[-1][0], strict=True)}, abs=1e-9
     )
-    s = setting_of(run)
+    s = make_reference_setting(run)
     w, _, _ = reference.fedhl(dataclasses.replace(s, rounds=s.rounds[:-1]))
     size = sum((x**2).sum() for x in w)
     cut = {str(k): sum(((x - reference.best(x, RANKS[k])) ** 2).sum() for x in w) / size for k in ids}
     assert found["truncation"] == pytest.approx(cut, abs=1e-9)
     assert found["energy"] == pytest.approx(
-        {n: (x**2).sum() for n, x in zip(NAMES, ws, strict=True)}, rel=1e-9
+        {n: (x**2).sum() for n, x in zip(LAYER_NAMES, ws, strict=True)}, rel=1e-9
     )
-    assert found["discarded"] == dict.fromkeys(NAMES, 0.0)
+    assert found["discarded"] == dict.fromkeys(LAYER_NAMES, 0.0)
     # the weights differ, or eq. 15 would not show
     assert np.ptp(history[-1][0]) > 0.01
 
@@ -97,11 +95,13 @@ def test_fedhl(engine: type[Engine]) -> None:
     ids=str,
 )
 def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
-    run = go(FedHL(weighing=Weighing(**weighing), tuning=TUNING, **LOCAL), Sequential, RANKS)
-    ws, net, history = reference.fedhl(setting_of(run), **weighing)
-    updates_are(run, ws, net, RANKS, 1e-9)
+    run = run_three_rounds(
+        FedHL(weighing=Weighing(**weighing), training=TRAINING, **LOCAL), Sequential, RANKS
+    )
+    ws, net, history = reference.fedhl(make_reference_setting(run), **weighing)
+    assert_updates_equal(run, ws, net, RANKS, 1e-9)
     # other weights than the default's by far more than the tolerance
-    _, _, usual = reference.fedhl(setting_of(run))
+    _, _, usual = reference.fedhl(make_reference_setting(run))
     assert np.abs(np.array(history[-1]) - np.array(usual[-1])).max() > 1e-3
 
 
@@ -112,47 +112,95 @@ def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
     ids=lambda f: f.kind,
 )
 def test_fedhl_with_equal_scales_in_every_form(form: DeltaForm) -> None:
-    run = go(FedHL(form=form, tuning=Tuning(rank=2), **LOCAL), Sequential, RANKS)
-    ws, net, _ = reference.fedhl(setting_of(run, "equal"))
-    updates_are(run, ws, net, RANKS, 1e-9)
+    run = run_three_rounds(FedHL(form=form, training=LoRATraining(rank=2), **LOCAL), Sequential, RANKS)
+    ws, net, _ = reference.fedhl(make_reference_setting(run, "equal"))
+    assert_updates_equal(run, ws, net, RANKS, 1e-9)
 
 
 @pytest.mark.few(1)
 def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
-    run = go(FedHL(residual=True, form=DeltaForm("exact"), tuning=TUNING, **LOCAL), engine, RANKS)
-    ws, net, _ = reference.fedhl(setting_of(run), residual=True)
-    for n, w in zip(NAMES, ws, strict=True):
-        same(run.state.server.delta[n].dense(), w, tolerance(engine))
-    head_is(run, net, tolerance(engine))
+    run = run_three_rounds(
+        FedHL(residual=True, form=DeltaForm("exact"), training=TRAINING, **LOCAL), engine, RANKS
+    )
+    ws, net, _ = reference.fedhl(make_reference_setting(run), residual=True)
+    for n, w in zip(LAYER_NAMES, ws, strict=True):
+        assert_nested_close(run.state.server.delta[n].dense(), w, get_tolerance(engine))
+    assert_head_equal(run, net, get_tolerance(engine))
     for k in range(4):
-        predicts(run, k, reference.added(net, ws), tolerance(engine))
+        assert_predictions_equal(run, k, reference.added(net, ws), get_tolerance(engine))
+
+
+FULL_RANKS = (9, 9, 9, 9)
 
 
 def test_fedhl_at_full_rank_is_flexlora() -> None:
     alike = {"split": "B", **LOCAL}
-    a = run_of(
-        FedHL(weighing=Weighing(by_examples=True), **alike), federation(FULL), participation=0.75, **QUIET
+    a = run_rounds(
+        FedHL(weighing=Weighing(by_examples=True), **alike),
+        federate_lora(FULL_RANKS),
+        participation=0.75,
+        **NO_EVALUATION,
     )
-    b = run_of(FlexLoRA(**alike), federation(FULL), participation=0.75, **QUIET)
-    same_trees(whole(a), whole(b))
-    same_trees(a.state.server.rest, b.state.server.rest)
+    b = run_rounds(FlexLoRA(**alike), federate_lora(FULL_RANKS), participation=0.75, **NO_EVALUATION)
+    assert_parameters_close(get_dense_updates(a), get_dense_updates(b))
+    assert_parameters_close(a.state.server.rest, b.state.server.rest)
     # of lower rank it is not: the tail stays
-    low = federation((2, 2, 2, 2))
-    c = run_of(FedHL(weighing=Weighing(by_examples=True), **alike), low, participation=0.75, **QUIET)
-    d = run_of(FlexLoRA(**alike), low, participation=0.75, **QUIET)
-    assert max(float((whole(c)[n] - whole(d)[n]).norm()) for n in NAMES) > 1e-3
+    low = federate_lora((2, 2, 2, 2))
+    c = run_rounds(
+        FedHL(weighing=Weighing(by_examples=True), **alike), low, participation=0.75, **NO_EVALUATION
+    )
+    d = run_rounds(FlexLoRA(**alike), low, participation=0.75, **NO_EVALUATION)
+    assert max(float((get_dense_updates(c)[n] - get_dense_updates(d)[n]).norm()) for n in LAYER_NAMES) > 1e-3
+
+
+def measure_change_without_training(method: AnyMethod, run: Run, steps: int = 3) -> float:
+    """By how much W changes in rounds in which nobody trains, from where the run stands."""
+    before = get_dense_updates(run)
+    run.method = method
+    for _ in range(steps):
+        run.step()
+    return max(float((get_dense_updates(run)[n] - before[n]).abs().max()) for n in LAYER_NAMES)
+
+
+NO_TRAINING: dict[str, Any] = {**FAST_LOCAL, "optimizer": SGD(lr=0.0)}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 def test_a_round_without_training_keeps_w_in_fedhl_and_not_in_flexlora(wire: Any) -> None:
-    tuning = Tuning(rank=2, scaling="alpha", wire=wire)
-    run = run_of(FedHL(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET)
-    assert zero_step_settings(FedHL(tuning=tuning, **REST), run) < 1e-12
-    run = run_of(
-        FlexLoRA(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET
+    training = LoRATraining(rank=2, scaling="alpha", wire=wire)
+    run = run_rounds(
+        FedHL(training=training, **LOCAL),
+        federate_lora(),
+        rounds=9,
+        steps=1,
+        participation=0.75,
+        **NO_EVALUATION,
     )
-    assert zero_step_settings(FlexLoRA(tuning=tuning, **REST), run) > 1e-3
+    assert measure_change_without_training(FedHL(training=training, **NO_TRAINING), run) < 1e-12
+    run = run_rounds(
+        FlexLoRA(training=training, **LOCAL),
+        federate_lora(),
+        rounds=9,
+        steps=1,
+        participation=0.75,
+        **NO_EVALUATION,
+    )
+    assert measure_change_without_training(FlexLoRA(training=training, **NO_TRAINING), run) > 1e-3
+
+
+@functools.cache
+def federate_once() -> Federation:
+    return federate_lora()
+
+
+def federate_with_ranks(ranks: Sequence[int]) -> Federation:
+    infos = [dataclasses.replace(i, rank=r) for i, r in zip(federate_once().infos, ranks, strict=True)]
+    return dataclasses.replace(federate_once(), infos=infos)
+
+
+def draw_pair(rng: np.random.Generator, d: int, r: int, k: int) -> Pair:
+    return Pair(torch.from_numpy(rng.normal(size=(d, r))), torch.from_numpy(rng.normal(size=(r, k))))
 
 
 @pytest.mark.full
@@ -178,19 +226,19 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
     seed: int,
 ) -> None:
     method = FedHL(
-        weighing=weighing, split=split, form=form, tuning=Tuning(wire=wire, scaling="alpha"), **LOCAL
+        weighing=weighing, split=split, form=form, training=LoRATraining(wire=wire, scaling="alpha"), **LOCAL
     )
-    run = Run(method, ranked(ranks), RunSettings(rounds=1), Sequential())
+    run = Run(method, federate_with_ranks(ranks), RunSettings(rounds=1), Sequential())
     rng = np.random.default_rng(seed)
     blocks = {
-        n: [(1.0, random_pair(rng, d, kept, k))]
+        n: [(1.0, draw_pair(rng, d, kept, k))]
         for n, (d, k) in lora_of(run.task.architectures["model"]).shapes.items()
     }
     server = dataclasses.replace(run.state.server, delta=update_deltas(run.state.server.delta, blocks))
-    replies, changed = [], {n: [] for n in NAMES}
+    replies, changed = [], {n: [] for n in LAYER_NAMES}
     for info in (run.federation.infos[k] for k in sorted(who)):
         sent = unpack_factors(method.download(server, info).message.factors)
-        up = method.tuning.message(
+        up = method.training.pack_message(
             {
                 n: Pair(p.b + torch.from_numpy(rng.normal(size=p.b.shape)).to(p.b), p.a)
                 for n, p in sent.items()
@@ -199,15 +247,31 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
         )
         replies.append(Reply(info, up))
         arrived = unpack_factors(up.factors)
-        for n in NAMES:
+        for n in LAYER_NAMES:
             change = arrived[n].b.double() @ arrived[n].a.double() - sent[n].b.double() @ sent[n].a.double()
             changed[n].append(8 / ranks[info.id] * change)
     new = server_update(method, server, replies, ServerView(run.task, 0, Key((0,))))
-    for n in NAMES:
+    for n in LAYER_NAMES:
         p = weighing.weigh(
             server.delta, [ranks[r.client.id] for r in replies], [r.client.examples for r in replies],
-            {name: pair.rank for name, pair in server.drawn.items()},
+            {name: pair.rank for name, pair in server.initial_factors.items()},
         )  # fmt: skip
         assert sum(p.weights[n]) == pytest.approx(1, abs=1e-14)
         wanted = server.delta[n].dense() + sum(w * c for w, c in zip(p.weights[n], changed[n], strict=True))
         torch.testing.assert_close(new.delta[n].dense(), wanted, rtol=0, atol=1e-11)
+
+
+def test_fedhl_subtracts_what_it_sent_to_a_module_in_half_precision() -> None:
+    made = federate_lora(
+        module=add_lora(Net(9, 10, dtype=torch.bfloat16), 2, 3.0, trainable=("head",)),
+        clients=make_arrays(sizes=(12, 9, 10, 8)),
+    )
+    run = run_rounds(FedHL(optimizer=SGD(lr=0.3), batch_size=8), made, rounds=9, steps=2, evaluate_every=9)
+    before = {n: d.dense() for n, d in run.state.server.delta.items()}
+    assert all(float(w.norm()) > 1e-3 for w in before.values())
+    # nobody trains: W stays, though what clients were sent was rounded to eight bits
+    run.method = FedHL(optimizer=SGD(lr=0.0), batch_size=8)
+    for _ in range(3):
+        run.step()
+    for n, w in before.items():
+        torch.testing.assert_close(run.state.server.delta[n].dense(), w, rtol=0, atol=1e-12)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
-from contract import personal, routes
+from fedlowrank import Loss
 from fedlowrank.adapters.mixtures.mixture import Pairs
 from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
-from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine, client_key, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.families.clusters import select_cluster
@@ -30,69 +30,77 @@ from fedlowrank.storage.state import State
 from fedlowrank.testing import check
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import small_federation as small
-from golden import floral_reference as reference
+from tests.golden import floral_reference as reference
+from tests.support.method_calls import personal, routes
 
+from .cluster_setting import (
+    ADAPTED_LAYERS,
+    KNOWN_CLUSTERS,
+    OPTIMAL,
+    assign_two_clusters,
+    federate_opposed_clusters,
+    get_adaptors,
+)
+from .comparisons import assert_nested_close, get_shapes, to_layers
+from .run_contents import (
+    get_client_states,
+    get_initial_networks,
+    get_train_data,
+    get_upload,
+    list_batches,
+    plan_rounds,
+)
 from .setting import (
     CLASSES,
+    FLOAT32,
     INPUTS,
+    LOCAL,
+    LR,
+    SAMPLE,
     SIZES,
+    SMALL_PARAMETERS,
     WIDTH,
-    alike,
-    arrays,
-    layers,
-    order_of,
-    plan,
-    run_of,
-    same,
-    start_of,
-    states,
-    train_data,
+    federate_one_model,
+    prepare_run,
+    run_rounds,
 )
 
-LR = 0.3
-LOCAL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
-SAMPLE = {"participation": 0.75}
-F32 = {"dtype": torch.float32}
-KNOWN = (0, 1, 0, 2)
-OPTIMAL = Router(routing="optimal")
-NAMES = ("body.0", "head")
 
-
-def adaptors_of(values: dict[str, Any]) -> reference.Adaptors:
-    """As the reference writes them: (U, V, offset of the bias) a layer, each with the axis of clusters."""
-    out = []
-    for name in NAMES:
-        pairs, offset = values[f"{name}.weight"], values[f"{name}.bias"]
-        out.append(tuple(t.detach().double().numpy().copy() for t in (pairs.u, pairs.v, offset)))
-    return out
-
-
-def dense(adaptors: reference.Adaptors) -> list[Any]:
+def multiply_factors(adaptors: reference.Adaptors) -> list[Any]:
     """What the factors multiply to, where their signs are nobody's business."""
     return [(u @ v.transpose(0, 2, 1), b) for u, v, b in adaptors]
 
 
-def golden(
-    method: FederatedFloral, engine: type[Engine], products: bool = False, **wanted: Any
+def run_beside_reference(
+    method: FederatedFloral,
+    engine: type[Engine],
+    products: bool = False,
+    data: Mapping[str, Any] = MappingProxyType({}),
+    **wanted: Any,
 ) -> tuple[Run, Any]:
-    """Three rounds of a run and of the reference, server and θ compared."""
-    federation = alike(cluster=KNOWN)
-    run = run_of(method, federation, engine=engine, **SAMPLE)
-    adaptors = adaptors_of(method.server_init(run.task).model["adaptors"])
+    """Run three rounds beside the reference, and compare the server and θ; ``data`` are settings of the federation."""
+    federation = federate_one_model(cluster=KNOWN_CLUSTERS, **data)
+    run = run_rounds(method, federation, engine=engine, **SAMPLE)
+    adaptors = get_adaptors(method.server_init(run.task).model["adaptors"])
     assert any(u.any() for u, _, _ in adaptors)
     net, a, thetas = reference.floral(
-        start_of(federation)[0], adaptors, train_data(federation), plan(run), LR, alpha=method.alpha, **wanted
+        get_initial_networks(federation)[0],
+        adaptors,
+        get_train_data(federation),
+        plan_rounds(run),
+        LR,
+        alpha=method.alpha,
+        **wanted,
     )
-    same(layers(run.state.server.model["base"]), net)
-    found = adaptors_of(run.state.server.model["adaptors"])
-    same(dense(found) if products else found, dense(a) if products else a)
-    for k, state in enumerate(states(run)):
+    assert_nested_close(to_layers(run.state.server.model["base"]), net)
+    found = get_adaptors(run.state.server.model["adaptors"])
+    assert_nested_close(
+        multiply_factors(found) if products else found, multiply_factors(a) if products else a
+    )
+    for k, state in enumerate(get_client_states(run)):
         if state is not None:
-            same(state, thetas[k])
+            assert_nested_close(state, thetas[k])
     return run, thetas
-
-
-# -- against NumPy -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -108,8 +116,8 @@ def golden(
 )
 def test_a_learned_router(router: dict[str, Any], wanted: dict[str, Any], engine: type[Engine]) -> None:
     method = FederatedFloral(clusters=3, rank=2, alpha=1.7, router=Router(**router), **LOCAL)
-    run, _ = golden(method, engine, **wanted)
-    shares = [method.router.shares(s) for s in states(run)]
+    run, _ = run_beside_reference(method, engine, **wanted)
+    shares = [method.router.shares(s) for s in get_client_states(run)]
     assert all(float(pi.sum()) == pytest.approx(1) for pi in shares)
     # the router has moved, or half of this would test nothing
     assert max(float(pi.max() - pi.min()) for pi in shares) > 0.005
@@ -117,16 +125,15 @@ def test_a_learned_router(router: dict[str, Any], wanted: dict[str, Any], engine
         assert any(int((pi == 0).sum()) == 1 for pi in shares)
 
 
-@pytest.mark.full
-def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None:
+def assert_mfl_router_equals_reference(engine: type[Engine], **data: Any) -> None:
     """Eq. 4 and 5: π of the models received, unchanged by training and used in the average; even in the first
     round."""
     method = FederatedFloral(clusters=3, rank=2, alpha=1.7, router=Router(lr=4.0, update="mfl"), **LOCAL)
-    run, thetas = golden(method, engine, router_lr=4.0, mfl=True)
-    assert all(s is None for s in states(run))
+    run, thetas = run_beside_reference(method, engine, data=data, router_lr=4.0, mfl=True)
+    assert all(s is None for s in get_client_states(run))
     model = run.state.server.model
-    net, adaptors = layers(model["base"]), adaptors_of(model["adaptors"])
-    for info, (x, y) in zip(run.federation.infos, train_data(run.federation), strict=True):
+    net, adaptors = to_layers(model["base"]), get_adaptors(model["adaptors"])
+    for info, (x, y) in zip(run.federation.infos, get_train_data(run.federation), strict=True):
         theta = reference.mfl_router(net, adaptors, x, y, 4.0, 1.0, 1.7)
         pi = reference.shares(theta, 1.0, None)
         assert pi.max() - pi.min() > 0.02
@@ -137,13 +144,23 @@ def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None
 
 
 @pytest.mark.full
+def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None:
+    assert_mfl_router_equals_reference(engine)
+
+
+@pytest.mark.full
+def test_floral_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
+    assert_mfl_router_equals_reference(Sequential, loss=smoothed_loss)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 0.4])
 def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
     method = FederatedFloral(
         clusters=2, rank=1, alpha=alpha, precondition=precondition, router=Router(lr=0.5), **LOCAL
     )
-    golden(method, Sequential, router_lr=0.5, precondition=precondition)
+    run_beside_reference(method, Sequential, router_lr=0.5, precondition=precondition)
 
 
 @pytest.mark.full
@@ -151,7 +168,7 @@ def test_ranks_of_single_layers_epsilon_and_the_initial_scale(monkeypatch: pytes
     more: dict[str, Any] = {"rank_pattern": {"head": 2}, "eps": 0.05, "initial_scale": 0.25}
     method = FederatedFloral(clusters=2, rank=1, router=Router(lr=0.5), **more, **LOCAL)
     monkeypatch.setattr(reference, "EPS", 0.05)
-    run, _ = golden(method, Sequential, router_lr=0.5)
+    run, _ = run_beside_reference(method, Sequential, router_lr=0.5)
     first = method.server_init(run.task).model["adaptors"]
     for name, rank, columns in (("body.0.weight", 1, INPUTS), ("head.weight", 2, WIDTH)):
         assert first[name].u.shape[-1] == first[name].v.shape[-1] == rank
@@ -162,31 +179,33 @@ def test_ranks_of_single_layers_epsilon_and_the_initial_scale(monkeypatch: pytes
 @pytest.mark.full
 def test_weight_decay_leaves_the_router_alone(engine: type[Engine]) -> None:
     local = {**LOCAL, "optimizer": SGD(lr=LR, weight_decay=0.05)}
-    golden(
+    run_beside_reference(
         FederatedFloral(clusters=2, rank=2, router=Router(lr=0.9), **local), engine, router_lr=0.9, decay=0.05
     )
 
 
 @pytest.mark.full
 def test_optimal_routing(engine: type[Engine]) -> None:
-    run, _ = golden(
-        FederatedFloral(clusters=3, rank=2, alpha=1.3, router=OPTIMAL, **LOCAL), engine, known=list(KNOWN)
+    run, _ = run_beside_reference(
+        FederatedFloral(clusters=3, rank=2, alpha=1.3, router=OPTIMAL, **LOCAL),
+        engine,
+        known=list(KNOWN_CLUSTERS),
     )
-    assert all(s is None for s in states(run))
+    assert all(s is None for s in get_client_states(run))
 
 
 @pytest.mark.full
 def test_a_client_without_memory_learns_its_router_anew(engine: type[Engine]) -> None:
     method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7, keep=False), **LOCAL)
-    run, _ = golden(method, engine, router_lr=0.7, keep=False)
-    assert all(s is None for s in states(run))
+    run, _ = run_beside_reference(method, engine, router_lr=0.7, keep=False)
+    assert all(s is None for s in get_client_states(run))
 
 
 @pytest.mark.full
 def test_noise_on_the_router_comes_from_its_named_key(engine: type[Engine]) -> None:
-    federation, std = alike(cluster=KNOWN), 0.8
+    federation, std = federate_one_model(cluster=KNOWN_CLUSTERS), 0.8
     method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7, noise=std), **LOCAL)
-    rounds = plan(run_of(method, federation, steps=0, **SAMPLE))
+    rounds = plan_rounds(run_rounds(method, federation, steps=0, **SAMPLE))
 
     def drawn(t: int, k: int, steps: int) -> np.ndarray:
         key = client_key(federation, k, t) / "noise"
@@ -196,7 +215,7 @@ def test_noise_on_the_router_comes_from_its_named_key(engine: type[Engine]) -> N
     noise = [
         {k: drawn(t, k, len(steps)) for k, (steps, _) in clients.items()} for t, clients in enumerate(rounds)
     ]
-    golden(method, engine, router_lr=0.7, noise=noise)
+    run_beside_reference(method, engine, router_lr=0.7, noise=noise)
 
 
 def test_noise_has_the_standard_deviation_asked_for() -> None:
@@ -212,11 +231,11 @@ def test_noise_has_the_standard_deviation_asked_for() -> None:
 @pytest.mark.parametrize("alpha", [1.0, 1.7])
 def test_centering_by_numpy(alpha: float, engine: type[Engine]) -> None:
     method = FederatedFloral(clusters=3, rank=2, alpha=alpha, center=True, router=Router(lr=0.7), **LOCAL)
-    run, thetas = golden(method, engine, products=True, router_lr=0.7, center=True)
+    run, thetas = run_beside_reference(method, engine, products=True, router_lr=0.7, center=True)
     # and the mean offset has gone into the base
-    last = plan(run)[-1]
-    p = sum(len(train_data(run.federation)[k][1]) * reference.shares(thetas[k]) for k in last)
-    for _, _, b in adaptors_of(run.state.server.model["adaptors"]):
+    last = plan_rounds(run)[-1]
+    p = sum(len(get_train_data(run.federation)[k][1]) * reference.shares(thetas[k]) for k in last)
+    for _, _, b in get_adaptors(run.state.server.model["adaptors"]):
         np.testing.assert_allclose(p @ b / p.sum(), 0, atol=1e-10)
 
 
@@ -229,35 +248,34 @@ def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
         optimizer = AdamW(lr=0.02, beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=0.0)
         server = reference.server_adam(0.02, 0.8, 0.95, 1e-4)
     method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7), server_optimizer=optimizer, **LOCAL)
-    run, _ = golden(method, engine, router_lr=0.7, server=server)
+    run, _ = run_beside_reference(method, engine, router_lr=0.7, server=server)
     assert run.state.server.optimizer_state.count == 3
 
 
 def test_the_inference_of_a_newcomer_learns_its_router_on_the_frozen_mixture() -> None:
-    federation = alike(cluster=KNOWN)
+    federation = federate_one_model(cluster=KNOWN_CLUSTERS)
     router = Router(lr=0.9, adapt=4, temperature=0.5)
     method = FederatedFloral(clusters=3, rank=2, alpha=1.7, router=router, **LOCAL)
-    run = run_of(method, federation, steps=1, participation=0.5)
+    run = run_rounds(method, federation, steps=1, participation=0.5)
     # one of those that did not take part in the first round
     k = next(i for i in range(len(SIZES)) if i not in run.state.clients)
     info, t = federation.infos[k], run.round
     view = client_view(federation, run.task, t, info, run.engine.trainer(method, federation, t, info))
-    net, a = layers(run.state.server.model["base"]), adaptors_of(run.state.server.model["adaptors"])
-    _, steps = order_of(run, t, info)
+    net, a = to_layers(run.state.server.model["base"]), get_adaptors(run.state.server.model["adaptors"])
+    _, steps = list_batches(run, t, info)
     assert len(steps) == 4
     _, _, theta = reference.floral_client(
-        net, a, np.zeros(3), *train_data(federation)[k], steps, 0.0, router_lr=0.9, alpha=1.7, precondition=False,
+        net, a, np.zeros(3), *get_train_data(federation)[k], steps, 0.0, router_lr=0.9, alpha=1.7, precondition=False,
         temperature=0.5, freeze=True,
     )  # fmt: skip
     pi = reference.shares(theta, 0.5)
-    same(routes(method, None, run.state.server.model, view), pi)
-    same(layers(personal(method, None, run.state.server.model, view)), reference.mixed(net, a, pi, 1.7))
+    assert_nested_close(routes(method, None, run.state.server.model, view), pi)
+    assert_nested_close(
+        to_layers(personal(method, None, run.state.server.model, view)), reference.mixed(net, a, pi, 1.7)
+    )
     assert abs(pi - 1 / 3).max() > 1e-4
     even = dataclasses.replace(method, router=dataclasses.replace(router, adapt=0))
-    same(routes(even, None, run.state.server.model, view), np.full(3, 1 / 3))
-
-
-# -- limits --------------------------------------------------------------------------------------------------
+    assert_nested_close(routes(even, None, run.state.server.model, view), np.full(3, 1 / 3))
 
 
 @pytest.mark.few(1)
@@ -268,7 +286,10 @@ def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
     # decay would shrink the adaptor's random factor, which is no part of the model while the other is zero
     frozen = dataclasses.replace(base, groups={"adaptors": Group(lr=0.0)})
     method = FederatedFloral(clusters=1, rank=2, precondition=precondition, optimizer=frozen, **settings)
-    a, b = run_of(method, alike(), **SAMPLE), run_of(FedAvg(optimizer=base, **settings), alike(), **SAMPLE)
+    a, b = (
+        run_rounds(method, federate_one_model(), **SAMPLE),
+        run_rounds(FedAvg(optimizer=base, **settings), federate_one_model(), **SAMPLE),
+    )
     close = {"rtol": 0, "atol": 1e-12}
     tree.map_leaves(
         lambda x, y: torch.testing.assert_close(x, y, **close), a.state.server.model["base"], b.state.server
@@ -279,21 +300,13 @@ def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
     )
 
 
-def together(clients: list[int], cluster: int | None = None) -> Federation:
-    """These clients alone; with full batches the order of their examples is nobody's business."""
-    parts = arrays()
-    return alike(
-        clients=[parts[k] for k in clients], cluster=None if cluster is None else [cluster] * len(clients)
-    )
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("precondition", [True, False])
 def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> None:
     settings = {"rank": 2, "alpha": 1.3, "precondition": precondition, **LOCAL}
     floral = FederatedFloral(clusters=4, router=OPTIMAL, **settings)
-    federation = alike(cluster=range(4))
-    run = run_of(floral, federation, steps=0)
+    federation = federate_one_model(cluster=range(4))
+    run = run_rounds(floral, federation, steps=0)
     # the random factors of all clusters those of the first, which are a lone adaptor's
     model = run.state.server.model
     first = tree.map_leaves(lambda t: t[:1].expand(4, *t.shape[1:]).clone(), model["adaptors"])
@@ -302,7 +315,7 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
     )
     for _ in range(3):
         run.step()
-    alone = run_of(LocalAdaptor(**settings), alike())
+    alone = run_rounds(LocalAdaptor(**settings), federate_one_model())
     close = {"rtol": 0, "atol": 1e-12}
     tree.map_leaves(
         lambda a, b: torch.testing.assert_close(a, b, **close),
@@ -321,14 +334,18 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kinds", [("linear",), ("bias",)])
 def test_only_what_is_asked_for_is_adapted(kinds: tuple[Any, ...]) -> None:
-    run = run_of(FederatedFloral(clusters=2, rank=1, kinds=kinds, **LOCAL), alike())
+    run = run_rounds(FederatedFloral(clusters=2, rank=1, kinds=kinds, **LOCAL), federate_one_model())
     suffix = "weight" if kinds == ("linear",) else "bias"
-    assert set(run.state.server.model["adaptors"]) == {f"{n}.{suffix}" for n in NAMES}
+    assert set(run.state.server.model["adaptors"]) == {f"{n}.{suffix}" for n in ADAPTED_LAYERS}
 
 
 @pytest.mark.full
 def test_a_cluster_to_which_nobody_belongs_keeps_its_adaptors_bit_for_bit() -> None:
-    run = run_of(FederatedFloral(clusters=4, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), **SAMPLE)
+    run = run_rounds(
+        FederatedFloral(clusters=4, rank=2, router=OPTIMAL, **LOCAL),
+        federate_one_model(cluster=KNOWN_CLUSTERS),
+        **SAMPLE,
+    )
     start = run.method.server_init(run.task).model["adaptors"]
     now = run.state.server.model["adaptors"]
     assert tree.equal(select_cluster(now, 3), select_cluster(start, 3))
@@ -337,101 +354,60 @@ def test_a_cluster_to_which_nobody_belongs_keeps_its_adaptors_bit_for_bit() -> N
 
 
 def test_the_first_round_changes_no_base_by_adaptors_that_are_zero() -> None:
-    federation = alike()
-    run = run_of(FederatedFloral(clusters=3, rank=2, **LOCAL), federation, steps=0)
+    federation = federate_one_model()
+    run = run_rounds(FederatedFloral(clusters=3, rank=2, **LOCAL), federation, steps=0)
     for info in federation.infos:
         assert tree.equal(run.personal(info), federation.architectures["small"].initial)
 
 
-# -- the wire ------------------------------------------------------------------------------------------------
-
-BASE = WIDTH * INPUTS + WIDTH + CLASSES * WIDTH + CLASSES
-ADAPTOR = 2 * (WIDTH + INPUTS) + WIDTH + 2 * (CLASSES + WIDTH) + CLASSES
+ADAPTOR_PARAMETERS = 2 * (WIDTH + INPUTS) + WIDTH + 2 * (CLASSES + WIDTH) + CLASSES
 """Numbers of one adaptor of rank 2 of every layer, with its offsets of the biases."""
-
-
-def paths(value: Any) -> dict[str, tuple[int, ...]]:
-    return {path: tuple(t.shape) for path, t in tree.leaves(value)}
-
-
-def upload_of(run: Run, client: int) -> Any:
-    info, method = run.federation.infos[client], run.method
-    view = client_view(
-        run.federation, run.task, run.round, info, run.engine.trainer(method, run.federation, run.round, info)
-    )
-    return method.local_update(run.state_of(info), method.download(run.state.server, info), view)[1]
 
 
 @pytest.mark.full
 def test_a_learned_router_sends_the_base_all_adaptors_and_its_shares() -> None:
-    run = run_of(FederatedFloral(clusters=3, rank=2, **LOCAL), alike(), steps=1)
-    up = upload_of(run, 1)
-    assert paths(up) == {
-        **{f"/model{p}": s for p, s in paths(run.state.server.model).items()},
+    run = run_rounds(FederatedFloral(clusters=3, rank=2, **LOCAL), federate_one_model(), steps=1)
+    up = get_upload(run, 1)
+    assert get_shapes(up) == {
+        **{f"/model{p}": s for p, s in get_shapes(run.state.server.model).items()},
         "/pi": (3,),
     }
-    assert sum(t.numel() for _, t in tree.leaves(up)) == BASE + 3 * ADAPTOR + 3
+    assert sum(t.numel() for _, t in tree.leaves(up)) == SMALL_PARAMETERS + 3 * ADAPTOR_PARAMETERS + 3
     record = run.step()
-    assert record.parameters_down == 4 * (BASE + 3 * ADAPTOR)
-    assert record.parameters_up == 4 * (BASE + 3 * ADAPTOR + 3)
-    assert not any("theta" in p for p in paths(up))
+    assert record.parameters_down == 4 * (SMALL_PARAMETERS + 3 * ADAPTOR_PARAMETERS)
+    assert record.parameters_up == 4 * (SMALL_PARAMETERS + 3 * ADAPTOR_PARAMETERS + 3)
+    assert not any("theta" in p for p in get_shapes(up))
     # what is sent are shares, from which θ is known only up to a constant
     assert float(up.pi.sum()) == pytest.approx(1)
 
 
 @pytest.mark.full
 def test_known_routes_carry_one_adaptor_each_way() -> None:
-    run = run_of(FederatedFloral(clusters=3, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), steps=1)
-    for k, c in enumerate(KNOWN):
-        down, up = run.method.download(run.state.server, run.federation.infos[k]), upload_of(run, k)
+    run = run_rounds(
+        FederatedFloral(clusters=3, rank=2, router=OPTIMAL, **LOCAL),
+        federate_one_model(cluster=KNOWN_CLUSTERS),
+        steps=1,
+    )
+    for k, c in enumerate(KNOWN_CLUSTERS):
+        down, up = run.method.download(run.state.server, run.federation.infos[k]), get_upload(run, k)
         assert tree.equal(down["adaptors"], select_cluster(run.state.server.model["adaptors"], c))
-        assert paths(up) == {f"/model{p}": s for p, s in paths(down).items()}
+        assert get_shapes(up) == {f"/model{p}": s for p, s in get_shapes(down).items()}
         assert up.pi is None
-        assert sum(t.numel() for _, t in tree.leaves(down)) == BASE + ADAPTOR
+        assert sum(t.numel() for _, t in tree.leaves(down)) == SMALL_PARAMETERS + ADAPTOR_PARAMETERS
     record = run.step()
-    assert record.parameters_down == record.parameters_up == 4 * (BASE + ADAPTOR)
+    assert record.parameters_down == record.parameters_up == 4 * (SMALL_PARAMETERS + ADAPTOR_PARAMETERS)
 
 
 def test_the_memory_of_the_servers_optimizer_is_not_sent() -> None:
-    run = run_of(
-        FederatedFloral(clusters=2, rank=2, server_optimizer=AdamW(lr=0.01), **LOCAL), alike(), steps=1
+    run = run_rounds(
+        FederatedFloral(clusters=2, rank=2, server_optimizer=AdamW(lr=0.01), **LOCAL),
+        federate_one_model(),
+        steps=1,
     )
     assert set(run.method.download(run.state.server, run.federation.infos[0])) == {"base", "adaptors"}
 
 
-# -- clients that never train --------------------------------------------------------------------------------
-
-
-class Plain(nn.Module):
-    """One layer, in which two adaptors are told apart by their sign."""
-
-    head_name = "head"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(2, 2, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(x.double())
-        return out
-
-
-def opposed(clients: int = 6) -> Federation:
-    """Clients of two clusters with opposite labels."""
-    rng = np.random.default_rng(0)
-    data = []
-    for k in range(clients):
-        x = rng.normal(size=(20 + k, 2)).astype(np.float32)
-        data.append(
-            {
-                "train": (x, (x[:, 0] > 0).astype(int) ^ (k % 2)),
-                "test": (x, (x[:, 0] > 0).astype(int) ^ (k % 2)),
-            }
-        )
-    return Federation.from_arrays(data, Plain, classes=2, cluster=[k % 2 for k in range(clients)])
-
-
-def separated(method: FederatedFloral, run: Run) -> Any:
+def make_separated_server(method: FederatedFloral, run: Run) -> Any:
     """A server whose two adaptors are the two clusters' solutions."""
     u = torch.tensor([[[-4.0], [4.0]], [[4.0], [-4.0]]], dtype=torch.float64)
     v = torch.tensor([[[1.0], [0.0]]] * 2, dtype=torch.float64)
@@ -448,14 +424,14 @@ def separated(method: FederatedFloral, run: Run) -> Any:
     "router", [Router(lr=1.0, adapt=60), Router(lr=20.0, update="mfl")], ids=["gradient", "mfl"]
 )
 def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
-    federation = opposed()
+    federation = federate_opposed_clusters()
     run = Run(
         FederatedFloral(clusters=2, rank=1, router=router),
         federation,
         RunSettings(rounds=3, unseen=0.34),
         Sequential(),
     )
-    run.state = State(0, separated(run.method, run), ClientStore())
+    run.state = State(0, make_separated_server(run.method, run), ClientStore())
     assert len(run.draws.unseen) == 2
     record = run.start()
     for k in range(6):
@@ -465,7 +441,7 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
 
 @pytest.mark.full
 def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
-    federation = opposed()
+    federation = federate_opposed_clusters()
     run = Run(
         FederatedFloral(clusters=2, rank=1, batch_size=8),
         federation,
@@ -483,26 +459,12 @@ def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
 
 
 def test_known_routes_of_unseen_clients_are_their_clusters() -> None:
-    federation = opposed()
+    federation = federate_opposed_clusters()
     method = FederatedFloral(clusters=3, rank=1, router=OPTIMAL, batch_size=8)
     run = Run(method, federation, RunSettings(rounds=2, unseen=0.34), Sequential())
     record = run.step()
     for c in range(3):
         assert record.values("route", "", str(c)) == [float(c == k % 2) for k in range(6)]
-
-
-# -- the battery ---------------------------------------------------------------------------------------------
-
-
-def clustered(make: Any) -> Any:
-    """A maker of federations whose clients are of two clusters."""
-
-    def made(*args: Any, **kwargs: Any) -> Federation:
-        on = make(*args, **kwargs)
-        infos = [dataclasses.replace(i, cluster=i.id % 2) for i in on.infos]
-        return dataclasses.replace(on, infos=infos)
-
-    return made
 
 
 @pytest.mark.full
@@ -520,7 +482,7 @@ def clustered(make: Any) -> Any:
     ids=["noise", "adam"],
 )
 def test_every_form_passes_every_check(method: FederatedFloral, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedlowrank.testing.check.small_federation", clustered(small))
+    monkeypatch.setattr("fedlowrank.testing.check.small_federation", assign_two_clusters(small))
     # that its steps are the formulas' is tested above, entry by entry
     rest = {name: test for name, test in check._CHECKS.items() if name != "it learns"}
     monkeypatch.setattr(check, "_CHECKS", rest)
@@ -529,55 +491,30 @@ def test_every_form_passes_every_check(method: FederatedFloral, monkeypatch: pyt
     assert set(found) <= (zero_step_settings if method.center else set()), found
 
 
-# -- bad input -----------------------------------------------------------------------------------------------
-
-
-def started(method: Any, federation: Federation) -> Run:
-    return Run(method, federation, RunSettings(rounds=1), Sequential())
-
-
 def test_there_is_at_least_one_cluster() -> None:
     with pytest.raises(ConfigError, match=r"at least one cluster.*clusters is 0"):
-        started(FederatedFloral(clusters=0), alike())
+        prepare_run(FederatedFloral(clusters=0), federate_one_model())
 
 
 def test_known_routes_need_known_clusters() -> None:
     with pytest.raises(
         TaskError, match=r"FLoRAL: optimal routing needs .* client 0 is unknown.*routing = 'learned'"
     ):
-        started(FederatedFloral(router=OPTIMAL), alike())
+        prepare_run(FederatedFloral(router=OPTIMAL), federate_one_model())
     with pytest.raises(TaskError, match="FLoRAL: client 3 is of cluster 2, but clusters is 2"):
-        started(FederatedFloral(clusters=2, router=OPTIMAL), alike(cluster=KNOWN))
+        prepare_run(FederatedFloral(clusters=2, router=OPTIMAL), federate_one_model(cluster=KNOWN_CLUSTERS))
     # with a learned router nobody asks
-    started(FederatedFloral(clusters=2), alike(cluster=KNOWN))
-
-
-class Bare(nn.Module):
-    """A model of one parameter that is no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(INPUTS, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.table
-
-
-@pytest.mark.parametrize("method", [FederatedFloral(), LocalAdaptor()], ids=lambda m: m.title)
-def test_a_model_without_a_layer_to_adapt_is_refused(method: Any) -> None:
-    federation = Federation.from_arrays(arrays(), Bare, classes=CLASSES)
-    with pytest.raises(TaskError, match=r"no layer to adapt.*Bare"):
-        started(method, federation)
+    prepare_run(FederatedFloral(clusters=2), federate_one_model(cluster=KNOWN_CLUSTERS))
 
 
 @pytest.mark.parametrize("rank", [0, -1, 1.5])
 def test_a_rank_is_a_number_or_a_budget(rank: float) -> None:
     with pytest.raises(ConfigError, match="rank must be an integer >= 1, or a budget"):
-        started(FederatedFloral(rank=rank), alike())
+        prepare_run(FederatedFloral(rank=rank), federate_one_model())
 
 
 def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
-    begin = run_of(FederatedFloral(clusters=2, rank=1), alike(), steps=0).state.server
+    begin = run_rounds(FederatedFloral(clusters=2, rank=1), federate_one_model(), steps=0).state.server
     # at adaptors that are zero θ has no gradient, so begin elsewhere; and in the second round, of which the
     # rate is half
     moved = {
@@ -589,7 +526,7 @@ def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
         method = FederatedFloral(
             clusters=2, rank=1, optimizer=SGD(lr=LR, schedule=schedule), batch_size=max(SIZES)
         )
-        run = run_of(method, alike(), steps=0)
+        run = run_rounds(method, federate_one_model(), steps=0)
         run.state = State(1, dataclasses.replace(begin, model=moved), ClientStore())
         run.step()
         thetas.append(run.state.clients[0])
@@ -607,7 +544,7 @@ def test_the_servers_adam_moves_nothing_that_no_client_moved() -> None:
         server_optimizer=AdamW(lr=0.01, weight_decay=0.0),
         batch_size=8,
     )
-    run = run_of(method, alike(**F32), steps=0)
+    run = run_rounds(method, federate_one_model(**FLOAT32), steps=0)
     before = run.state.server.model
     for _ in range(3):
         run.step()

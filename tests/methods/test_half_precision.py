@@ -1,8 +1,7 @@
 """Servers of half-precision models against their update rules in float64.
 
 The stored model is of the parameters' type and is rounded once a round. What a server remembers from round to
-round is not.
-"""
+round is not."""
 
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ from fedlowrank import SGD, AdamW
 from fedlowrank.adapters.lora.lora_factors import lora_of
 from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core import tree
+from fedlowrank.core.contract import ServerView, Task
 from fedlowrank.core.contract.contribution import Aggregator
-from fedlowrank.core.contract.method import ServerView
-from fedlowrank.core.contract.task import Task
 from fedlowrank.core.key import Key
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import Sequential, Vectorized
@@ -48,7 +46,7 @@ from fedlowrank.methods import (
 )
 from fedlowrank.methods.ensemble import Ensemble
 from fedlowrank.methods.families.base_updates import Base
-from fedlowrank.methods.families.lora_family import Message, Tuning
+from fedlowrank.methods.families.lora_family import LoRATraining, Message
 from fedlowrank.methods.fd import Outputs
 from fedlowrank.methods.feddyn import Download
 from fedlowrank.methods.fedproto import Upload as FedProtoUpload
@@ -151,6 +149,13 @@ RULES: list[tuple[Any, Rule, dict[str, str]]] = [
 ]
 
 
+def model_of(method: Any, server: Any, task: Task) -> dict[str, Tensor]:
+    """The model that clients begin at."""
+    down = method.download(server, task.clients[0])
+    found: dict[str, Tensor] = down.model if isinstance(down, (ControlledModel, Download)) else down
+    return found
+
+
 @pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("method", "rule", "kept"), RULES, ids=[type(m).__name__ for m, *_ in RULES])
@@ -176,11 +181,8 @@ def test_a_server_rounds_its_model_once(
                 )
 
 
-def model_of(method: Any, server: Any, task: Task) -> dict[str, Tensor]:
-    """The model that clients begin at."""
-    down = method.download(server, task.clients[0])
-    found: dict[str, Tensor] = down.model if isinstance(down, (ControlledModel, Download)) else down
-    return found
+def initial(dtype: torch.dtype) -> dict[str, Tensor]:
+    return next(iter(run_of(FedAvg(), dtype).task.architectures.values())).initial
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -206,10 +208,6 @@ def test_updates_that_clients_send_are_added_once(dtype: torch.dtype) -> None:
     after = served(scaffold.method, scaffold.state.server, scaffold.task, sent, 0)
     check(after.model, 1.0)
     torch.testing.assert_close(after.control["weight"].double(), exact["weight"], rtol=1e-5, atol=1e-9)
-
-
-def initial(dtype: torch.dtype) -> dict[str, Tensor]:
-    return next(iter(run_of(FedAvg(), dtype).task.architectures.values())).initial
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -261,8 +259,6 @@ def test_a_clients_steps_are_rounded_once(dtype: torch.dtype, ours: Any, theirs:
 
 
 # -- low-rank methods and prototypes of many clients ---------------------------------------------------------
-
-
 class Body(nn.Module):
     """A layer that LoRA adapts, and a head."""
 
@@ -334,7 +330,7 @@ def test_padded_factors_of_many_clients(dtype: torch.dtype, weighting: Any, per_
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA])
 def test_updates_of_the_base_by_many_clients(kind: Any, dtype: torch.dtype) -> None:
-    run = lora_run(kind(tuning=Tuning(rank=2)), dtype)
+    run = lora_run(kind(training=LoRATraining(rank=2)), dtype)
     model, sent = run.task.architectures["model"], factors(run, dtype, [2] * 100)
     server, n = run.state.server, torch.tensor([float(c.examples) for c in run.task.clients]).double()
     p = n / n.sum()
@@ -354,7 +350,7 @@ def test_updates_of_the_base_by_many_clients(kind: Any, dtype: torch.dtype) -> N
         total = 2 * (update - b @ a)
         near(server.factors["body"].b, b, dtype)
     base = Base({}, []).with_updates(server.history.updates, "merged", lora_of(model))
-    weight = base.frozen_factors_or_weights("merged", lora_of(model))[1]["body.weight"]
+    weight = base.split_updates("merged", lora_of(model))[1]["body.weight"]
     near(weight, model.module.body.weight.detach().double() + total, dtype)
     for name in server.rest:
         near(server.rest[name], sum(x * m.rest[name].double() for x, m in zip(p, sent, strict=True)), dtype)

@@ -1,8 +1,7 @@
 """A rank above what a layer can have: lowered with one warning, alike in every place where a rank is set.
 
 The reference is a plain PyTorch loop on W + s·B A with factors of the lowered ranks, and the run at the
-lowered rank itself, for a matrix ``[d, k]`` has no rank above min(d, k).
-"""
+lowered rank itself, for a matrix ``[d, k]`` has no rank above min(d, k)."""
 
 from __future__ import annotations
 
@@ -23,16 +22,17 @@ from fedlowrank.adapters.lora.rank_limits import describe_lowered_ranks
 from fedlowrank.config.reading.parsing import build
 from fedlowrank.config.sections.lora_section import LoraSettings
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import AnyMethod, ClientInfo
+from fedlowrank.core.contract import AnyMethod, ClientInfo
 from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
-from fedlowrank.data.partitioning.rank_skew import client_ranks
+from fedlowrank.data.partitioning.rank_skew import assign_ranks
 from fedlowrank.engines.engine import client_key
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS, FedHL, FedIT, FLoRA, HetLoRA
-from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.rounds.outcome.result import Result
 
-from .setting import at, run_of
+from .run_contents import get_client_inputs
+from .setting import run_rounds
 
 LORA = ("fedit", "hetlora", "flexlora", "flora", "fedhl", "ffa_lora", "fedsa_lora", "fedex_lora")
 ADAPTORS = ("floral", "local_adaptor")
@@ -71,7 +71,7 @@ def federation(
 
 def method(name: str, rank: float, **fields: Any) -> AnyMethod:
     cls = METHODS[name]
-    given = {"tuning": Tuning(rank=rank)} if name in LORA else {"rank": rank}  # type: ignore[arg-type]
+    given = {"training": LoRATraining(rank=rank)} if name in LORA else {"rank": rank}  # type: ignore[arg-type]
     return cls(batch_size=4, optimizer=SGD(lr=0.3), **{**given, **fields})
 
 
@@ -113,9 +113,9 @@ def plain_loop(run: Any, scale: float, trained: str) -> dict[str, Tensor]:
     """A round of the one client by hand: SGD on the factors of each layer and on the head."""
     model = run.federation.architectures["model"]
     lora, data = lora_of(model), run.federation.clients[0].train
-    drawn = lora.initial_factors(4, run.task.key / "lora")
+    drawn = lora.draw_factors(4, run.task.key / "lora")
     if isinstance(run.method, FLoRA):
-        drawn = lora.initial_factors(4, client_key(run.federation, 0, 0) / "lora")
+        drawn = lora.draw_factors(4, client_key(run.federation, 0, 0) / "lora")
     leaves = {n: (p.b.clone(), p.a.clone()) for n, p in drawn.items()}
     head = {n: p.clone() for n, p in model.head_of(model.initial).items()}
     steps = run.engine.trainer(run.method, run.federation, 0, run.federation.infos[0]).data.order("local")
@@ -171,12 +171,12 @@ def test_a_narrow_layer_has_fewer_components_under_the_same_scale(wrapped: bool)
 @pytest.mark.full
 @quiet
 def test_forms_of_one_server_agree_on_narrow_layers() -> None:
-    ranks, tuning = [1, 10_000, 4], Tuning(scaling="alpha", rank=4)
+    ranks, training = [1, 10_000, 4], LoRATraining(scaling="alpha", rank=4)
     data = (7, 9, 8)
 
     def run(made: Any) -> Any:
         return simulate(
-            made(batch_size=4, optimizer=SGD(lr=0.3), tuning=tuning),
+            made(batch_size=4, optimizer=SGD(lr=0.3), training=training),
             federation(sizes=data, rank=ranks),
             rounds=3,
         )
@@ -203,19 +203,21 @@ def test_forms_of_one_server_agree_on_narrow_layers() -> None:
 @pytest.mark.parametrize("name", ["fedhl", "flexlora", "flora"])
 def test_the_server_multiplies_by_the_scale_of_the_rank_that_is_used(name: str) -> None:
     # α = 4, and the rank above all layers is 5
-    tuning = Tuning(scaling="alpha", rank=4)
-    made = METHODS[name](batch_size=4, optimizer=SGD(lr=0.3), tuning=tuning)
-    run = run_of(made, federation(sizes=(7, 9, 8), rank=[1, 10_000, 4]), rounds=1, steps=0)
+    training = LoRATraining(scaling="alpha", rank=4)
+    made = METHODS[name](batch_size=4, optimizer=SGD(lr=0.3), training=training)
+    run = run_rounds(made, federation(sizes=(7, 9, 8), rank=[1, 10_000, 4]), rounds=1, steps=0)
     wanted: dict[str, Tensor] = {}
     for k, (n, scale) in enumerate(((7, 4.0), (9, 4 / 5), (8, 1.0))):
-        assert tuning.scale_of(run.task, run.federation.infos[k]) == pytest.approx(scale, rel=1e-15)
-        _, upload = made.local_update(*at(run, k))
+        assert training.compute_client_scale(run.task, run.federation.infos[k]) == pytest.approx(
+            scale, rel=1e-15
+        )
+        _, upload = made.local_update(*get_client_inputs(run, k))
         # W = 0 truncates to itself at any rank, so that all of FedHL's weights are equal
         p = 1 / 3 if name == "fedhl" else n / 24
         for layer, pair in upload.factors.items():
             wanted[layer] = wanted.get(layer, torch.zeros(pair.dense().shape)) + p * scale * pair.dense()
     run.step()
-    state, _, view = at(run, 0)
+    state, _, view = get_client_inputs(run, 0)
     server, initial = made.server_model(run.state.server, state, view), view.model.initial
     assert server is not None
     for layer, update in wanted.items():
@@ -224,21 +226,23 @@ def test_the_server_multiplies_by_the_scale_of_the_rank_that_is_used(name: str) 
             server[f"{layer}.weight"] - initial[f"{layer}.weight"], update, rtol=1e-4, atol=1e-5
         )
     # of a configured rank above all layers, α is that of the rank that is used
-    assert Tuning(scaling="alpha", rank=900).scaling_of(lora_of(view.model)).at(5) == 1.0
+    assert LoRATraining(scaling="alpha", rank=900).build_scaling(lora_of(view.model)).at(5) == 1.0
 
 
 @pytest.mark.full
 @quiet
 def test_hetlora_is_fedit_where_ranks_are_equal_and_prunes_wide_layers_alone() -> None:
     het, fedit = (
-        simulate(cls(batch_size=4, optimizer=SGD(lr=0.3), tuning=Tuning(rank=900)), federation(), rounds=2)
+        simulate(
+            cls(batch_size=4, optimizer=SGD(lr=0.3), training=LoRATraining(rank=900)), federation(), rounds=2
+        )
         for cls in (HetLoRA, FedIT)
     )
     for x, y in zip(models(het), models(fedit), strict=True):
         tree.map_leaves(lambda p, q: torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6), x, y)
     fields: dict[str, Any] = {"prune": 0.7, "penalty": 30.0, "per_index": True}
     for engine in ("sequential", "vectorized"):
-        made = HetLoRA(batch_size=4, optimizer=SGD(lr=0.05), tuning=Tuning(rank=900), **fields)
+        made = HetLoRA(batch_size=4, optimizer=SGD(lr=0.05), training=LoRATraining(rank=900), **fields)
         server = simulate(made, federation(), rounds=3, engine=engine).run.state.server
         # 0.7 · 5 = 3, then 0.7 · 3 = 2
         assert set(server.ranks.values()) <= {3, 2}
@@ -301,15 +305,14 @@ NO_RANKS: tuple[tuple[Any, str], ...] = (
     ([3], f"{INTEGER}; it is [3]"),
 )
 RANK_PLACES: dict[str, Callable[[Any], Any]] = {
-    "tuning.rank": lambda r: Tuning(rank=r),
+    "training.rank": lambda r: LoRATraining(rank=r),
     "Federation.from_arrays.rank, value 1": lambda r: federation(rank=[2, r]),
     "add_lora.rank": lambda r: add_lora(nn.Linear(3, 3), r),
     "lora.ranks, value 1": lambda r: LoraSettings(ranks=(2, r)),
     "lora.r": lambda r: LoraSettings(r=r),
     "client 0: its rank": lambda r: ClientInfo(0, 1, "m", rank=r),
-    "partition.ranks, value 1": lambda r: client_ranks([2, r], 2),
+    "partition.ranks, value 1": lambda r: assign_ranks([2, r], 2),
 }
-
 NUMBER = ": input should be a valid number; it is "
 EITHER = " must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; it is "
 NO_BUDGETS: tuple[tuple[Any, str], ...] = (
@@ -349,7 +352,7 @@ def test_whole_numbers_are_ranks() -> None:
     assert [i.rank for i in federation(rank=np.array([2, 3])).infos] == [2, 3]
     for three in (np.int64(3), 3.0):
         ranks: list[Any] = [
-            Tuning(rank=three).rank,  # type: ignore[arg-type]
+            LoRATraining(rank=three).rank,  # type: ignore[arg-type]
             LoraSettings(ranks=(three,)).ranks[0],  # type: ignore[arg-type]
             LoraSettings(r=three).r,  # type: ignore[arg-type]
             ClientInfo(0, 1, "m", rank=three).rank,  # type: ignore[arg-type]
@@ -359,7 +362,7 @@ def test_whole_numbers_are_ranks() -> None:
     # and in a file
     table = {"ranks": [3.0], "r": 3.0}
     assert build(LoraSettings, table, "lora") == LoraSettings(ranks=(3,), r=3)
-    assert build(Tuning, {"rank": 3.0}, "tuning") == Tuning(rank=3)
+    assert build(LoRATraining, {"rank": 3.0}, "training") == LoRATraining(rank=3)
     for r in (0, 1.5, True):
         says = next(says for bad, says in NO_RANKS if bad is r or (r is not True and bad == r))
         with pytest.raises(ConfigError) as found:
@@ -393,14 +396,20 @@ def test_clients_without_a_rank_have_that_of_the_models_layers(name: str) -> Non
     def adapted() -> nn.Module:
         return add_lora(Narrow(), rank=3, target_modules=["0"], trainable=["head"])
 
-    def of(tuning: Tuning, **kwargs: Any) -> int:
+    def of(training: LoRATraining, **kwargs: Any) -> int:
         return sent(
-            METHODS[name](batch_size=4, optimizer=SGD(lr=0.3), tuning=tuning), federation(adapted, **kwargs)
+            METHODS[name](batch_size=4, optimizer=SGD(lr=0.3), training=training),
+            federation(adapted, **kwargs),
         )
 
-    own = of(Tuning())
-    assert own == of(Tuning(rank=3)) == of(Tuning(), rank=[3, 3])
+    own = of(LoRATraining())
+    assert own == of(LoRATraining(rank=3)) == of(LoRATraining(), rank=[3, 3])
     # the method's rank comes first, that of a client before it
-    assert of(Tuning(rank=2)) == of(Tuning(), rank=[2, 2]) == of(Tuning(rank=3), rank=[2, 2]) < own
+    assert (
+        of(LoRATraining(rank=2))
+        == of(LoRATraining(), rank=[2, 2])
+        == of(LoRATraining(rank=3), rank=[2, 2])
+        < own
+    )
     with pytest.raises(TaskError, match="client 1 has no rank, and others have one"):
-        of(Tuning(), rank=[2, None])
+        of(LoRATraining(), rank=[2, None])

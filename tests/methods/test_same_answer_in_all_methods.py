@@ -14,7 +14,7 @@ from torch.nn import functional
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.adapters.state_dict import full_state_dict
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import AnyMethod, Batch, ClientView, Method, ServerView, Task
+from fedlowrank.core.contract import AnyMethod, Batch, ClientView, Method, ServerView, Task
 from fedlowrank.core.errors import LossError, TaskError
 from fedlowrank.methods import METHODS
 from fedlowrank.rounds.outcome.result import Result
@@ -64,8 +64,6 @@ def personal(result: Result) -> list[dict[str, Tensor]]:
 
 
 # -- modules whose scores have no gradient -------------------------------------------------------------------
-
-
 class Detached(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).detach()
@@ -137,6 +135,12 @@ def test_scores_without_a_gradient_are_refused_before_any_method(model: Any, sai
         federation(model)
 
 
+def type_with(cls: type[Net], start: Net) -> Net:
+    made = cls()
+    made.load_state_dict(start.state_dict())
+    return made
+
+
 def test_a_graph_in_training_alone_is_enough() -> None:
     torch.manual_seed(0)
     start = Net()
@@ -146,12 +150,6 @@ def test_a_graph_in_training_alone_is_enough() -> None:
     )
     assert tree.equal(personal(found), personal(wanted))
     assert not torch.equal(personal(found)[0]["head.weight"], start.head.weight)
-
-
-def type_with(cls: type[Net], start: Net) -> Net:
-    made = cls()
-    made.load_state_dict(start.state_dict())
-    return made
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -164,8 +162,6 @@ def test_a_loss_without_a_gradient_names_client_round_and_pass(name: str, sweep:
 
 
 # -- frozen parts --------------------------------------------------------------------------------------------
-
-
 def frozen(part: str) -> Net:
     torch.manual_seed(1)
     made = Net()
@@ -200,8 +196,6 @@ def test_a_pass_over_a_frozen_part_changes_nothing() -> None:
 
 
 # -- losses --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Own(Method[Any, None, Any, Any]):
     """FedAvg with a loss of the user's."""
@@ -293,8 +287,6 @@ def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
 
 
 # -- small and uneven federations ----------------------------------------------------------------------------
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("engine", "names", "sizes"), [("sequential", METHODS, (5,)), ("vectorized", KINDS[::2], (5, 3))]

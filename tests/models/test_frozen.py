@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,11 @@ from fedlowrank.engines.engine import client_view
 from fedlowrank.engines.sequential import Sequential, Wire
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods import METHODS
-from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-from methods.setting import KINDS
+from tests.methods.setting import KINDS
+from tests.support.standard_layers import standard_layers
 
 torch.set_num_threads(1)
 
@@ -50,7 +51,10 @@ class Net(nn.Module):
         return self.head((self.middle(self.base(x)) + self.shift).relu())
 
 
-standard.LAYERS |= {Net}  # its forward pass is deterministic, so clients may be batched
+@pytest.fixture(scope="module", autouse=True)
+def _standard_modules() -> Iterator[None]:
+    with standard_layers(Net):
+        yield
 
 
 def federation(module: Any = Net) -> Federation:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.adapters.deployment import load_deployed
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import ClientInfo
+from fedlowrank.core.contract import ClientInfo
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.data.dataset import Examples

@@ -15,8 +15,8 @@ from fedlowrank.core.key import Key
 from fedlowrank.models.architecture import Architecture, build_module
 from fedlowrank.models.architectures.resnet import RESNETS, ResNet18
 from fedlowrank.models.zoo import MODELS, ModelSettings
-from fedlowrank.training import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
-from fedlowrank.training.stacked import stack
+from fedlowrank.training.client_tensors import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
+from fedlowrank.training.client_tensors.client_tensor import to_client_tensor
 
 CIFAR, TINY = (3, 32, 32), (3, 64, 64)
 
@@ -145,7 +145,7 @@ def test_many_clients_at_once_compute_what_each_computes() -> None:
     model = Architecture("r", small(shape=(3, 8, 8)), images(1, 3, 8, 8))
     params = [{n: p * s for n, p in model.initial.items()} for s in (1.0, 0.7)]
     x = images(2, 4, 3, 8, 8)
-    stacked = {n: stack(torch.stack([p[n] for p in params])) for n in model.initial}
+    stacked = {n: to_client_tensor(torch.stack([p[n] for p in params])) for n in model.initial}
     both = model.apply(stacked, x.flatten(0, 1)).unflatten(0, x.shape[:2])
     for one, p, b in zip(both, params, x, strict=True):
         torch.testing.assert_close(one, model.apply(p, b), rtol=1e-4, atol=1e-5)

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network.deploy import process_tree
+from fedlowrank.rounds.run import Run
+from tests.network.deployments import CommandProcess
+from tests.support.local_network import small
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +33,30 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """No process of a test outlives it: all have its folder on their command lines, or a parent that has."""
     yield
-    left = {n: p.command for n, p in process_tree.living_processes().items() if str(tmp_path) in p.command}
+    left = {
+        n: p.command for n, p in process_tree.list_living_processes().items() if str(tmp_path) in p.command
+    }
     for number in left:
         os.kill(number, signal.SIGKILL)
     assert not left
+
+
+@pytest.fixture
+def processes() -> Iterator[list[CommandProcess]]:
+    """Commands that a test starts; all end with it."""
+    started: list[CommandProcess] = []
+    yield started
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def experiment() -> ExperimentConfig:
+    """SCAFFOLD with three clients, for tests of single orders."""
+    return small("scaffold", rounds=4)
+
+
+@pytest.fixture
+def sequential_run(experiment: ExperimentConfig) -> Run:
+    """The run of the experiment within one process, before its first round."""
+    return Run(experiment.build_method("scaffold"), experiment.federation(), experiment.run, Sequential())

@@ -22,93 +22,71 @@ from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.network.client import ClientRuntime, own_share, prepare
-from fedlowrank.network.messages import Answer, Order, RefusedOrderError, RegistrationRequest, sections
+from fedlowrank.network.client import ClientRuntime, prepare, read_own_share
+from fedlowrank.network.messages import Answer, RefusedOrderError, RegistrationRequest, digest_sections
 from fedlowrank.network.persistence.client_memory import ClientMemory
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.rounds.run import Run
-
-from .local import Hazard, LocalTransport, no_space, same_states, served, small, tables
-
-RUN = "0123456789abcdef"
+from tests.network.orders_by_hand import RUN_NAME, encode_download, make_order
+from tests.support.local_network import Hazard, LocalTransport, no_space, same_states, served, small, tables
 
 
 @pytest.fixture
-def made() -> ExperimentConfig:
-    return small("scaffold", rounds=4)
-
-
-@pytest.fixture
-def folder(made: ExperimentConfig, tmp_path: Path) -> Path:
-    prepare(tmp_path / "client", made, 1, made.shares(), SiteSettings.simulated())
+def folder(experiment: ExperimentConfig, tmp_path: Path) -> Path:
+    prepare(tmp_path / "client", experiment, 1, experiment.shares(), SiteSettings.simulated())
     return tmp_path / "client"
-
-
-@pytest.fixture
-def run(made: ExperimentConfig) -> Run:
-    return Run(made.build_method("scaffold"), made.federation(), made.run, Sequential())
-
-
-def download(run: Run, add: float = 0.0) -> bytes:
-    down = run.method.download(run.state.server, run.federation.infos[1])
-    return tree.encode(tree.map_leaves(lambda t: t + add, down) if add else down)
-
-
-def order(run: Run, /, **fields: Any) -> Order:
-    given = {"run": RUN, "round": run.round, "stamp": 0, "train": True, "evaluate": False}
-    return Order(**{**given, **fields})
 
 
 def answer(run: Run, folder: Path, /, add: float = 0.0, **fields: Any) -> tuple[Answer, bytes]:
     """What a client's process that begins now answers to an order; to the download a number may be added."""
-    return ClientRuntime(folder).answer(order(run, **fields), download(run, add))
+    return ClientRuntime(folder).answer(make_order(run, **fields), encode_download(run, add))
 
 
 # -- the folder
 
 
-def test_preparing_twice_keeps_what_the_client_remembers(made: ExperimentConfig, folder: Path) -> None:
-    memory = ClientMemory(folder / RUN)
+def test_preparing_twice_keeps_what_the_client_remembers(experiment: ExperimentConfig, folder: Path) -> None:
+    memory = ClientMemory(folder / RUN_NAME)
     memory.propose(0, 1, {"x": 1}, b"", "o", "a")
-    memory.at(1)
+    memory.read_state(1)
     # where its things lie and how it is reached is nobody else's business
-    changed = made.overlay({"network": {"wait": 5.0}, "run": {"threads": 2}})
-    shares = made.shares()
+    changed = experiment.overlay({"network": {"wait": 5.0}, "run": {"threads": 2}})
+    shares = experiment.shares()
     fewer = dataclasses.replace(shares.data[1], train=shares.data[1].train.take(torch.arange(3)))
     prepare(folder, changed, 1, dataclasses.replace(shares, data=(shares.data[0], fewer, shares.data[2])))
-    assert ClientMemory(folder / RUN).at(1) == {"x": 1}
+    assert ClientMemory(folder / RUN_NAME).read_state(1) == {"x": 1}
     found = ClientRuntime(folder)
     assert len(found.data.train) == 3
-    assert found.made.run.threads == 2
+    assert found.experiment.run.threads == 2
     assert torch.equal(found.data.test.x, shares.data[1].test.x)  # type: ignore[arg-type]
 
 
 def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(
-    made: ExperimentConfig, folder: Path
+    experiment: ExperimentConfig, folder: Path
 ) -> None:
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(
         ConfigError, match="is the folder of client 1 of another experiment or of one that was changed"
     ):
-        prepare(folder, made, 0, made.shares())
+        prepare(folder, experiment, 0, experiment.shares())
     for other in (
         {"method": "fedavg"},
-        {"run": {**made.to_dict()["run"], "seed": 7}},
+        {"run": {**experiment.to_dict()["run"], "seed": 7}},
         {"defaults": {"epochs": 2}},
     ):
-        changed = ExperimentConfig.parse({**made.to_dict(), **other})
+        changed = ExperimentConfig.parse({**experiment.to_dict(), **other})
         with pytest.raises(ConfigError, match="Choose another folder, or remove it"):
             prepare(folder, changed, 1, changed.shares())
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_named(experiment: ExperimentConfig, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a client's folder"):
         ClientRuntime(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot make .*file/x"):
-        prepare(tmp_path / "file" / "x", made, 1, made.shares())
+        prepare(tmp_path / "file" / "x", experiment, 1, experiment.shares())
     stored = json.loads((folder / "client.json").read_text())
     damaged: list[Any] = [
         "",
@@ -124,7 +102,7 @@ def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tm
         with pytest.raises(CheckpointError, match=r"client\.json is damaged"):
             ClientRuntime(folder)
         with pytest.raises(CheckpointError, match=r"client\.json is damaged"):
-            prepare(folder, made, 1, made.shares())
+            prepare(folder, experiment, 1, experiment.shares())
     (folder / "client.json").write_text(json.dumps(stored))
     data = (folder / "data.tree").read_bytes()
     for other in (None, b"", data[:-1], tree.encode({"train": 3}), tree.encode(None)):
@@ -137,34 +115,34 @@ def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tm
 
 @pytest.mark.full
 def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(
-    made: ExperimentConfig, tmp_path: Path
+    experiment: ExperimentConfig, tmp_path: Path
 ) -> None:
     for place in range(8):
         carrier = LocalTransport({}, hazards={0: Hazard({place}, no_space)})
         with carrier.world(), pytest.raises(CheckpointError, match="No space left"):
-            prepare(tmp_path / str(place), made, 1, made.shares())
-        prepare(tmp_path / str(place), made, 1, made.shares())
+            prepare(tmp_path / str(place), experiment, 1, experiment.shares())
+        prepare(tmp_path / str(place), experiment, 1, experiment.shares())
         assert len(ClientRuntime(tmp_path / str(place)).data.train)
 
 
 # -- who it is
 
 
-def test_it_registers_without_an_example(made: ExperimentConfig, folder: Path) -> None:
-    header, payload = ClientRuntime(folder).registration()
-    mine = made.shares().data[1]
+def test_it_registers_without_an_example(experiment: ExperimentConfig, folder: Path) -> None:
+    header, payload = ClientRuntime(folder).make_registration()
+    mine = experiment.shares().data[1]
     assert (header.client, header.examples, header.sizes) == (
         1,
         len(mine.train),
         (len(mine.val), len(mine.test)),
     )
-    assert header.sections == sections(made.to_dict())
+    assert header.sections == digest_sections(experiment.to_dict())
     assert header.base == {}
     form = tree.decode(payload)
     assert form["x"].shape == (0, 4)
     assert form["y"].shape == (0,)
     assert form["y"].dtype == torch.int64
-    assert form["classes"] == list(made.shares().classes)
+    assert form["classes"] == list(experiment.shares().classes)
     assert len(payload) < 1000
 
 
@@ -172,22 +150,32 @@ def test_it_registers_without_an_example(made: ExperimentConfig, folder: Path) -
 
 
 @pytest.mark.full
-def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, folder: Path) -> None:
+def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(sequential_run: Run, folder: Path) -> None:
     carrier = LocalTransport({101: folder})
     with carrier.world():
-        first = answer(run, folder)
-        again = answer(run, folder)
+        first = answer(sequential_run, folder)
+        again = answer(sequential_run, folder)
         assert again == first
         assert carrier.trained == [(1, 0)]
         # the sequential run sends the same
-        outcome = next(iter(Sequential().run(run.method, run.federation, run.task, 0, [job(run, 1)])))
+        outcome = next(
+            iter(
+                Sequential().run(
+                    sequential_run.method,
+                    sequential_run.federation,
+                    sequential_run.task,
+                    0,
+                    [job(sequential_run, 1)],
+                )
+            )
+        )
         assert first[1] == tree.encode(outcome.upload)
         assert (first[0].steps, first[0].flops) == (outcome.meter.steps, outcome.meter.flops)
         assert first[0].losses == outcome.meter.losses
         # another order is another order, be it by its header or by its payload alone
         trains = len(carrier.trained)
-        answer(run, folder, add=1.0)
-        answer(run, folder, add=1.0, evaluate=True)
+        answer(sequential_run, folder, add=1.0)
+        answer(sequential_run, folder, add=1.0, evaluate=True)
         assert len(carrier.trained) == trains + 2
 
 
@@ -198,35 +186,35 @@ def job(run: Run, client: int) -> Any:
 
 @pytest.mark.full
 def test_a_run_that_went_back_asks_for_old_rounds_again_and_orders_of_before_are_not_answered(
-    run: Run, folder: Path
+    sequential_run: Run, folder: Path
 ) -> None:
     for t in range(3):
-        assert answer(run, folder, round=t, stamp=t)[0].problem == ""
-    before = tree.decode(answer(run, folder, round=1, stamp=1, branch=1, add=1.0)[1])
+        assert answer(sequential_run, folder, round=t, stamp=t)[0].problem == ""
+    before = tree.decode(answer(sequential_run, folder, round=1, stamp=1, branch=1, add=1.0)[1])
     # from the state after round 1, as a client that never went further
     fresh = folder.with_name("fresh")
-    prepare(fresh, ClientRuntime(folder).made, 1, ClientRuntime(folder).made.shares())
-    answer(run, fresh)
-    wanted = tree.decode(answer(run, fresh, round=1, stamp=1, add=1.0)[1])
+    prepare(fresh, ClientRuntime(folder).experiment, 1, ClientRuntime(folder).experiment.shares())
+    answer(sequential_run, fresh)
+    wanted = tree.decode(answer(sequential_run, fresh, round=1, stamp=1, add=1.0)[1])
     assert tree.equal(before, wanted)
-    late, payload = answer(run, folder, round=3, stamp=2)
+    late, payload = answer(sequential_run, folder, round=3, stamp=2)
     assert (late.kind, payload) == ("other", b"")
-    assert answer(run, folder, round=2, stamp=2, branch=1)[0].problem == ""
+    assert answer(sequential_run, folder, round=2, stamp=2, branch=1)[0].problem == ""
 
 
-def test_a_damaged_state_is_not_built_on(run: Run, folder: Path) -> None:
+def test_a_damaged_state_is_not_built_on(sequential_run: Run, folder: Path) -> None:
     for t in range(2):
-        assert answer(run, folder, round=t, stamp=t)[0].problem == ""
-    path = folder / RUN / "000002.tree"
+        assert answer(sequential_run, folder, round=t, stamp=t)[0].problem == ""
+    path = folder / RUN_NAME / "000002.tree"
     data = path.read_bytes()
     place = data.index(b"\n") + 500
     path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-    header, payload = answer(run, folder, round=2, stamp=2)
+    header, payload = answer(sequential_run, folder, round=2, stamp=2)
     assert (header.kind, payload) == ("disk", b"")
     assert "000002.tree is damaged: its digest is not the one in its first line" in header.problem
 
 
-def test_damaged_examples_are_not_trained_on(run: Run, folder: Path) -> None:
+def test_damaged_examples_are_not_trained_on(sequential_run: Run, folder: Path) -> None:
     path = folder / "data.tree"
     data = path.read_bytes()
     for place in range(0, len(data), 97):
@@ -235,74 +223,74 @@ def test_damaged_examples_are_not_trained_on(run: Run, folder: Path) -> None:
             ClientRuntime(folder)
 
 
-def test_runs_have_memories_of_their_own(run: Run, folder: Path) -> None:
-    answer(run, folder)
-    header, _ = answer(run, folder, run="other", round=1, stamp=1)
+def test_runs_have_memories_of_their_own(sequential_run: Run, folder: Path) -> None:
+    answer(sequential_run, folder)
+    header, _ = answer(sequential_run, folder, run="other", round=1, stamp=1)
     assert header.kind == "state"
     assert "was lost or is of another machine" in header.problem
-    header, _ = answer(run, folder, round=1, stamp=1)
+    header, _ = answer(sequential_run, folder, round=1, stamp=1)
     assert header.problem == ""
 
 
 @pytest.mark.parametrize(
     "name", ["../../x", "..", ".", "", "a/b", "a b", "ä", "x" * 65, "a\n", "/etc/x", "a\0b", "²"]
 )
-def test_a_run_with_a_name_that_is_a_path_is_refused(run: Run, folder: Path, name: str) -> None:
+def test_a_run_with_a_name_that_is_a_path_is_refused(sequential_run: Run, folder: Path, name: str) -> None:
     before = sorted(folder.parent.rglob("*"))
     with pytest.raises(ConfigError, match="the server calls its run"):
-        answer(run, folder, run=name)
+        answer(sequential_run, folder, run=name)
     assert [p for p in sorted(folder.parent.rglob("*")) if p.name != "lock"] == before
 
 
-def test_training_that_diverges_is_reported_and_keeps_the_state(run: Run, folder: Path) -> None:
-    answer(run, folder)
-    header, payload = answer(run, folder, round=1, stamp=1, add=math.nan)
+def test_training_that_diverges_is_reported_and_keeps_the_state(sequential_run: Run, folder: Path) -> None:
+    answer(sequential_run, folder)
+    header, payload = answer(sequential_run, folder, round=1, stamp=1, add=math.nan)
     assert (header.kind, payload) == ("training", b"")
     assert "not finite" in header.problem
     assert (header.steps, header.losses) == (0, {})
-    header, _ = answer(run, folder, round=2, stamp=1)
+    header, _ = answer(sequential_run, folder, round=2, stamp=1)
     assert header.problem == ""
 
 
 @pytest.mark.full
-def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Path) -> None:
-    runtime, now = ClientRuntime(folder), order(run, round=1, stamp=1)
-    runtime.answer(order(run), download(run))
-    shutil.copytree(folder / RUN, folder / "before")
-    wanted = runtime.answer(now, download(run))
+def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(sequential_run: Run, folder: Path) -> None:
+    runtime, now = ClientRuntime(folder), make_order(sequential_run, round=1, stamp=1)
+    runtime.answer(make_order(sequential_run), encode_download(sequential_run))
+    shutil.copytree(folder / RUN_NAME, folder / "before")
+    wanted = runtime.answer(now, encode_download(sequential_run))
     for place in range(30):
-        shutil.rmtree(folder / RUN)
-        shutil.copytree(folder / "before", folder / RUN)
+        shutil.rmtree(folder / RUN_NAME)
+        shutil.copytree(folder / "before", folder / RUN_NAME)
         carrier = LocalTransport({}, hazards={0: Hazard({place}, no_space)})
         with carrier.world():
-            header, payload = runtime.answer(now, download(run))
+            header, payload = runtime.answer(now, encode_download(sequential_run))
         if header.problem:
             assert (header.kind, payload) == ("disk", b"")
             assert "No space left on device" in header.problem
         # whatever happened, once there is room again all is as if nothing had
-        assert runtime.answer(now, download(run)) == wanted
+        assert runtime.answer(now, encode_download(sequential_run)) == wanted
         if len(carrier.hazards[0].points) <= place:
             break
     # site.json and the state: not synced, not renamed, renamed, its folder not synced
     assert place == 8
 
 
-def test_an_order_of_a_round_that_is_over_changes_nothing(run: Run, folder: Path) -> None:
-    answer(run, folder)
+def test_an_order_of_a_round_that_is_over_changes_nothing(sequential_run: Run, folder: Path) -> None:
+    answer(sequential_run, folder)
     # the reply was lost, and the server went on; then a process of before gets to its old order
-    answer(run, folder, round=2)
-    header, payload = answer(run, folder, round=1)
+    answer(sequential_run, folder, round=2)
+    header, payload = answer(sequential_run, folder, round=1)
     assert (header.kind, payload) == ("other", b"")
     assert "an order of round 2 came when one of round 3 had been answered" in header.problem
-    assert answer(run, folder, round=3, stamp=3)[0].problem == ""
+    assert answer(sequential_run, folder, round=3, stamp=3)[0].problem == ""
 
 
-def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path) -> None:
+def test_two_processes_of_one_client_wait_for_each_other(sequential_run: Run, folder: Path) -> None:
     done = threading.Event()
     other = ClientRuntime(folder)
 
     def work() -> None:
-        other.answer(order(run), download(run))
+        other.answer(make_order(sequential_run), encode_download(sequential_run))
         done.set()
 
     thread = threading.Thread(target=work)
@@ -314,16 +302,16 @@ def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path)
 
 
 @pytest.mark.full
-def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
-    answer(run, folder)
-    run.step()
-    header, _ = answer(run, folder, stamp=1, train=False, evaluate=True, last=True)
-    model = safetensors.torch.load_file(folder / RUN / "model" / "model.safetensors")
-    wanted = run.personal(run.federation.infos[1])
+def test_at_the_end_it_writes_its_model_down(sequential_run: Run, folder: Path) -> None:
+    answer(sequential_run, folder)
+    sequential_run.step()
+    header, _ = answer(sequential_run, folder, stamp=1, train=False, evaluate=True, last=True)
+    model = safetensors.torch.load_file(folder / RUN_NAME / "model" / "model.safetensors")
+    wanted = sequential_run.personal(sequential_run.federation.infos[1])
     assert tree.equal(model, {n: wanted[n] for n in model})
     assert model.keys() == wanted.keys()
     assert header.evaluation is not None
-    found = run.evaluation()
+    found = sequential_run.evaluation()
     assert found is not None
     assert header.evaluation.values("accuracy", "test", "personal") == [
         found.values("accuracy", "test", "personal")[1]
@@ -366,7 +354,7 @@ def small_network(made: ExperimentConfig) -> ExperimentConfig:
 
 def test_a_federation_of_data_of_ones_own(own: tuple[ExperimentConfig, list[Path]], tmp_path: Path) -> None:
     made, files = own
-    shares = [own_share(made, i, 3, path) for i, path in enumerate(files)]
+    shares = [read_own_share(made, i, 3, path) for i, path in enumerate(files)]
     for i, (share, n) in enumerate(zip(shares, (30, 41, 52), strict=True)):
         parts = [len(p) for p in (share.data[i].train, share.data[i].val, share.data[i].test)]
         assert sum(parts) == n
@@ -390,10 +378,10 @@ def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
 ) -> None:
     made, files = own
     with pytest.raises(DataError, match=r"nothing\.npz"):
-        own_share(made, 0, 3, tmp_path / "nothing.npz")
+        read_own_share(made, 0, 3, tmp_path / "nothing.npz")
     whole = ExperimentConfig.parse({**made.to_dict(), "split": {"kind": "whole_test"}})
     with pytest.raises(ConfigError, match=r"data\.test"):
-        own_share(whole, 0, 3, files[0], files[1])
+        read_own_share(whole, 0, 3, files[0], files[1])
 
 
 @pytest.mark.full
@@ -404,7 +392,7 @@ def test_a_client_with_other_columns_is_not_admitted(
     np.savez(files[2], x=np.zeros((9, 6), "float32"), y=np.zeros(9, "int64"), classes=np.array(["no", "yes"]))
     folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
     for i, path in enumerate(files):
-        prepare(folders[100 + i], made, i, own_share(made, i, 3, path))
+        prepare(folders[100 + i], made, i, read_own_share(made, i, 3, path))
     # it is the first to answer, and the others are right all the same
     carrier = LocalTransport(folders)
     with pytest.raises(
@@ -457,7 +445,7 @@ def test_a_table_with_other_columns_or_values_is_not_admitted(
     files.append(table(tmp_path / "2.csv", *other))
     folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
     for i, path in enumerate(files):
-        prepare(folders[100 + i], made, i, own_share(made, i, 3, path), SiteSettings.simulated())
+        prepare(folders[100 + i], made, i, read_own_share(made, i, 3, path), SiteSettings.simulated())
     carrier = LocalTransport(folders)
     result = served(carrier, made, tmp_path / "run", audit=tmp_path / "audit.jsonl")
     assert result.rounds[1].lost.keys() == {"2"}
@@ -474,9 +462,9 @@ def test_a_table_with_other_columns_or_values_is_not_admitted(
 def test_the_order_of_columns_does_not_matter_if_the_experiment_names_them(tmp_path: Path) -> None:
     made = of_tables(tmp_path, features=["x", "y"])
     forms = [
-        ClientRuntime(folder).registration()[1]
+        ClientRuntime(folder).make_registration()[1]
         for folder, columns in ((tmp_path / "a", ["x", "y"]), (tmp_path / "b", ["y", "x"]))
-        if prepare(folder, made, 0, own_share(made, 0, 3, table(tmp_path / "t.csv", columns))) is None
+        if prepare(folder, made, 0, read_own_share(made, 0, 3, table(tmp_path / "t.csv", columns))) is None
     ]
     assert forms[0] == forms[1]
 
@@ -484,17 +472,17 @@ def test_the_order_of_columns_does_not_matter_if_the_experiment_names_them(tmp_p
 def test_names_of_columns_do_not_leave_a_site_in_a_private_run(tmp_path: Path) -> None:
     privacy = {"kind": "local", "epsilon": 2.0, "delta": 1e-5}
     made = of_tables(tmp_path).overlay({"run": {"privacy": privacy, "clipping": {"norm": 1.0}}})
-    prepare(tmp_path / "a", made, 0, own_share(made, 0, 3, table(tmp_path / "t.csv", ["x", "y"], "ab")))
-    assert b"ward" not in ClientRuntime(tmp_path / "a").registration()[1]
-    assert b"digest " in ClientRuntime(tmp_path / "a").registration()[1]
+    prepare(tmp_path / "a", made, 0, read_own_share(made, 0, 3, table(tmp_path / "t.csv", ["x", "y"], "ab")))
+    assert b"ward" not in ClientRuntime(tmp_path / "a").make_registration()[1]
+    assert b"digest " in ClientRuntime(tmp_path / "a").make_registration()[1]
 
 
 @pytest.mark.parametrize("how", ["scale", "standard"])
 def test_a_normalization_that_would_be_fitted_to_one_file_is_refused(how: str, tmp_path: Path) -> None:
     file = table(tmp_path / "t.csv", ["x", "y"])
     with pytest.raises(ConfigError, match=rf"data\.normalize is '{how}'.*standard_per_client"):
-        own_share(of_tables(tmp_path, normalize=how), 0, 3, file)
-    assert len(own_share(of_tables(tmp_path, normalize="standard_per_client"), 0, 3, file).data[0].train)
+        read_own_share(of_tables(tmp_path, normalize=how), 0, 3, file)
+    assert len(read_own_share(of_tables(tmp_path, normalize="standard_per_client"), 0, 3, file).data[0].train)
 
 
 def test_images_as_bytes_keep_the_default_normalization(
@@ -507,29 +495,29 @@ def test_images_as_bytes_keep_the_default_normalization(
         **tables("fedavg"), "data": {"source": "arrays", "path": str(file)}, "split": {"kind": "local"}
     })  # fmt: skip
     np.savez(file, x=pixels, y=np.arange(30) % 2)
-    assert torch.equal(own_share(made, 1, 3, file).data[1].train.inputs.amax(), torch.tensor(1.0))  # type: ignore[union-attr]
+    assert torch.equal(read_own_share(made, 1, 3, file).data[1].train.inputs.amax(), torch.tensor(1.0))  # type: ignore[union-attr]
     assert "stretched" not in caplog.text
     np.savez(file, x=pixels // 2, y=np.arange(30) % 2)
-    own_share(made, 1, 3, file)
+    read_own_share(made, 1, 3, file)
     assert "images of this client are stretched from 0..0.498" in caplog.text
     np.savez(file, x=pixels.astype("float32"), y=np.arange(30) % 2)
     with pytest.raises(ConfigError, match=r"data\.normalize is 'scale'"):
-        own_share(made, 1, 3, file)
+        read_own_share(made, 1, 3, file)
 
 
 def test_a_test_file_that_the_split_ignores_is_refused(tmp_path: Path) -> None:
     files = [table(tmp_path / name, ["x", "y"]) for name in ("t.csv", "test.csv")]
     with pytest.raises(ConfigError, match=r"--test .*'local' does not use test data.*'whole_test'"):
-        own_share(of_tables(tmp_path), 0, 3, *files)
+        read_own_share(of_tables(tmp_path), 0, 3, *files)
     made = of_tables(tmp_path).to_dict()
     own_test = ExperimentConfig.parse({**made, "split": {"kind": "own_test"}})
     with pytest.raises(DataError, match=r"natural clients in both.*set split\.kind to 'whole_test'"):
-        own_share(own_test, 0, 3, *files)
+        read_own_share(own_test, 0, 3, *files)
     whole = ExperimentConfig.parse({**made, "split": {"kind": "whole_test"}})
-    assert len(own_share(whole, 0, 3, *files).data[0].test) == 30
+    assert len(read_own_share(whole, 0, 3, *files).data[0].test) == 30
 
 
-def test_a_client_keeps_why_the_server_rejected_it(made: ExperimentConfig, folder: Path) -> None:
+def test_a_client_keeps_why_the_server_rejected_it(experiment: ExperimentConfig, folder: Path) -> None:
     header = RegistrationRequest(rejection="client 1 has\nanother form").to_json()
     with pytest.raises(RefusedOrderError, match="does not let this client take part: client 1 has another"):
         ClientRuntime(folder).reply("registration", header, b"")

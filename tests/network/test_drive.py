@@ -14,7 +14,7 @@ from fedlowrank.config.stored_run import open_run
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.client import prepare
-from fedlowrank.network.drive import clients_of
+from fedlowrank.network.drive import count_clients
 from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import NodeMessage, Response
@@ -22,8 +22,7 @@ from fedlowrank.results.records import RunRecord
 from fedlowrank.rounds.simulate import simulate
 from fedlowrank.storage.digest import seal
 from fedlowrank.storage.run_folder import RunFolder
-
-from .local import (
+from tests.support.local_network import (
     Killed,
     LocalTransport,
     agrees,
@@ -265,11 +264,11 @@ def test_the_best_round_cannot_be_kept(tmp_path: Path) -> None:
 
 
 def test_how_many_clients_there_are() -> None:
-    assert clients_of(small("scaffold", 4)) == 4
-    assert clients_of(small("scaffold", 4, network={"clients": 7})) == 7
+    assert count_clients(small("scaffold", 4)) == 4
+    assert count_clients(small("scaffold", 4, network={"clients": 7})) == 7
     natural = small("scaffold").overlay({"partition": {"kind": "natural", "clients": None}})
     with pytest.raises(ConfigError, match=r"set network\.clients"):
-        clients_of(natural)
+        count_clients(natural)
 
 
 @pytest.mark.parametrize(

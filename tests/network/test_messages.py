@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from blocks import block_of
 from fedlowrank.network.messages import (
-    LOCAL,
+    LOCAL_FIELDS,
     Answer,
     Header,
     MessageError,
     Order,
     Registration,
-    one_line,
-    sections,
+    digest_sections,
+    to_one_line,
 )
+from tests.support.client_tables import make_client_table
 
 REGISTRATION = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, {"config.json": "ef"}, {"torch": "2"})
 ORDER = Order("a1b2", 3, 2, True, False, False, 1)
-FOUND = block_of({
+FOUND = make_client_table({
     "accuracy": {"personal": {"val": [0.5], "test": [None]}, "global": {"val": [1.0], "test": [0.0]}},
     "loss": {"personal": {"val": [0.1], "test": [None]}, "global": {"val": [1e-300], "test": [3.0]}},
     "parameters": {"personal": {"": [10]}, "global": {"": [2**40]}},
@@ -78,10 +78,10 @@ def test_no_text_of_a_client_makes_a_line_of_its_own() -> None:
         )
     assert "\n" not in str(found.value)
     for text in ("a\nb", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\x85b", "a\x00b"):
-        assert one_line(text).isprintable()
-        assert one_line(text).startswith("a ")
-    assert one_line("ä € 日 " * 3) == "ä € 日 " * 3
-    assert len(one_line("x" * 9999)) == 500
+        assert to_one_line(text).isprintable()
+        assert to_one_line(text).startswith("a ")
+    assert to_one_line("ä € 日 " * 3) == "ä € 日 " * 3
+    assert len(to_one_line("x" * 9999)) == 500
 
 
 TABLES: dict[str, Any] = {
@@ -96,12 +96,13 @@ TABLES: dict[str, Any] = {
 
 
 def test_sections_leave_out_what_may_differ_and_nothing_else() -> None:
-    known = sections(TABLES)
+    known = digest_sections(TABLES)
     assert known.keys() == {"name", "method", "data", "run", "model"}
-    for field in LOCAL:
+    for field in LOCAL_FIELDS:
         section, name = field.split(".")
         assert (
-            sections({**TABLES, section: {**TABLES.get(section, {}), name: "other"}}).items() >= known.items()
+            digest_sections({**TABLES, section: {**TABLES.get(section, {}), name: "other"}}).items()
+            >= known.items()
         )
     for section, fields in {
         "title": "U",
@@ -110,7 +111,7 @@ def test_sections_leave_out_what_may_differ_and_nothing_else() -> None:
         "compare": ["fedavg"],
         "local": {"dtype": "bfloat16", "device": "cuda"},
     }.items():
-        assert sections({**TABLES, section: fields}) == known
+        assert digest_sections({**TABLES, section: fields}) == known
     others: dict[str, Any] = {
         "name": "m",
         "method": "fedprox",
@@ -119,8 +120,8 @@ def test_sections_leave_out_what_may_differ_and_nothing_else() -> None:
         "model": {"names": ["mlp"], "hidden": [3]},
     }
     for section, value in others.items():
-        found = sections({**TABLES, section: value})
+        found = digest_sections({**TABLES, section: value})
         assert [s for s in known if found[s] != known[s]] == [section]
     # the order of fields says nothing
-    assert sections({k: TABLES[k] for k in reversed(TABLES)}) == known
-    assert sections({**TABLES, "run": {k: TABLES["run"][k] for k in reversed(TABLES["run"])}}) == known
+    assert digest_sections({k: TABLES[k] for k in reversed(TABLES)}) == known
+    assert digest_sections({**TABLES, "run": {k: TABLES["run"][k] for k in reversed(TABLES["run"])}}) == known

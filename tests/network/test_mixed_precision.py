@@ -16,16 +16,15 @@ from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.key import Key
-from fedlowrank.language import base_model, text_federation
+from fedlowrank.language import base_model, language_model
 from fedlowrank.language.base_model import LanguageBase, LoadedBase
-from fedlowrank.language.tiny import build_tiny
+from fedlowrank.language.tiny_models import build_tiny_model
 from fedlowrank.network.client import ClientRuntime, prepare
 from fedlowrank.network.messages import Registration
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage
-
-from .local import LocalTransport, intact, served
+from tests.support.local_network import LocalTransport, intact, served
 
 HALF = {"dtype": "bfloat16", "micro_batch": 2}
 TEXTS = ["the fox jumps over the dog", "the dog sleeps; the fox does not"]
@@ -33,7 +32,7 @@ TEXTS = ["the fox jumps over the dog", "the dog sleeps; the fox does not"]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(tmp_path_factory.mktemp("base"), "causal", Key((0,)), TEXTS)
+    return build_tiny_model(tmp_path_factory.mktemp("base"), "causal", Key((0,)), TEXTS)
 
 
 def experiment(base: Path, folder: Path, rounds: int = 2) -> ExperimentConfig:
@@ -86,7 +85,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             found.append(loaded.model)
         return loaded
 
-    monkeypatch.setattr(text_federation, "load_base", load_emulated)
+    monkeypatch.setattr(language_model, "load_base", load_emulated)
     return found
 
 
@@ -114,7 +113,7 @@ def test_clients_of_three_precisions_train_one_model(
     # what the site differs in is not sent
     header, _ = runtimes[1].reply("registration", "{}", b"")
     assert "bfloat16" not in header
-    assert Registration.from_json(header).sections == runtimes[0].registration()[0].sections
+    assert Registration.from_json(header).sections == runtimes[0].make_registration()[0].sections
 
     # the server is another machine, too
     result = served(carrier, made.overlay({"local": {"micro_batch": 3}}), tmp_path / "run")

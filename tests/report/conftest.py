@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from report_runs import MakeRun, maker
 
 from fedlowrank.report import page
+from tests.report.report_runs import MakeRun, maker
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from blocks import block_of
 from fedlowrank.report import render_terminal, write_report
 from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.figures.style import make_styles
@@ -24,7 +23,8 @@ from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.run_statistics import RunStatistics
 from fedlowrank.results.records import RunRecord
-from fedlowrank.storage.run_files import METRICS, REPRESENTATIONS, encode_representations, seal_run
+from fedlowrank.storage.run_files import RECORDS_FILE, REPRESENTATIONS, encode_representations, seal_run
+from tests.support.client_tables import make_client_table
 
 MakeRun = Callable[..., RunRecord]
 Values = Sequence[Sequence[float | None]]
@@ -85,7 +85,7 @@ def maker(parent: Path) -> MakeRun:
         )
         people = clients if clients is not None else members(count)
         config = {
-            "format": 2,
+            "format": 3,
             "name": "digits-demo",
             "title": "Digits over ten clients",
             "paper": "",
@@ -116,7 +116,7 @@ def maker(parent: Path) -> MakeRun:
         (folder / "run.json").write_text(json.dumps(config))
         (folder / "clients.json").write_text(json.dumps(people))
         lines = "".join(json.dumps(as_line(row)) + "\n" for row in rows)
-        (folder / METRICS).write_bytes(gzip.compress(lines.encode()))
+        (folder / RECORDS_FILE).write_bytes(gzip.compress(lines.encode()))
         (folder / "status.json").write_text(json.dumps(status if status is not None else done))
         seal_run(folder)
         if points is not None:
@@ -144,7 +144,7 @@ def as_line(row: dict) -> dict:
     tables["parameters"] = {series: {"": counts} for series, counts in (row.get("parameters") or {}).items()}
     shares = itertools.zip_longest(*(row.get("routes") or []))
     tables["route"] = {str(cluster): {"": of} for cluster, of in enumerate(shares)}
-    measured = block_of(tables)
+    measured = make_client_table(tables)
     return {**kept, "measured": measured.as_json() if measured.columns else None}
 
 
@@ -231,14 +231,16 @@ def rows_of(table):
 
 def cells(table, block, title):
     """The cells of a column in a block of a comparison."""
-    one = table.blocks[block]
+    one = table.result_tables[block]
     place = [column.title for column in one.columns].index(title)
     return [row[len(one.fields) + place] for row in one.rows]
 
 
 def titles_of(table, *blocks):
     """Titles of the columns in these blocks of a comparison, else in all."""
-    return [column.title for name in blocks or table.blocks for column in table.blocks[name].columns]
+    return [
+        column.title for name in blocks or table.result_tables for column in table.result_tables[name].columns
+    ]
 
 
 def main_of(record):

@@ -18,7 +18,6 @@ import sklearn.metrics
 import torch
 from torch import nn
 
-from blocks import tables_of
 from fedlowrank import EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
@@ -27,34 +26,15 @@ from fedlowrank.results.client_metrics import METRICS as NAMES
 from fedlowrank.results.client_metrics import compute, log_odds
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.run import Run
-from fedlowrank.storage.run_files import METRICS
+from fedlowrank.storage.run_files import RECORDS_FILE
+from tests.results.labeled_clients import CLASSES, make_labeled_federation
+from tests.support.client_tables import read_tables
 
 torch.set_num_threads(1)
 
-CLASSES = 7
 NAMED = [
     "macro_f1", "weighted_f1", "balanced_accuracy", "auroc", "average_precision", "top3", "top5", "ece"
 ]  # fmt: skip
-
-
-def federation(targets: int = 0) -> Federation:
-    """Six clients with labels that follow their inputs; client 2 tests on one class, client 3 on nothing."""
-    g = torch.Generator().manual_seed(3)
-
-    def some(n: int, few: int = CLASSES) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(n, CLASSES, generator=g)
-        if targets:
-            return x, x[:, :targets] + 0.3 * torch.randn(n, targets, generator=g)
-        return x, (x + 0.7 * torch.randn(n, CLASSES, generator=g))[:, :few].argmax(1)
-
-    data = [
-        {"train": some(40), "val": some(20), "test": some(0 if c == 3 else 20 + c, 1 if c == 2 else CLASSES)}
-        for c in range(6)
-    ]
-    width = targets or CLASSES
-    return Federation.from_arrays(
-        data, lambda: nn.Linear(CLASSES, width), classes=None if targets else CLASSES
-    )
 
 
 def own_scores(run: Run, split: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -129,7 +109,7 @@ EXPECTED: dict[str, Callable[[np.ndarray, np.ndarray], float | None]] = {
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
 @pytest.mark.parametrize("method", ["fedavg", "standalone"])
 def test_values_by_hand(engine: str, method: str) -> None:
-    result = simulate(method, federation(), rounds=2, engine=engine, metrics=NAMED)
+    result = simulate(method, make_labeled_federation(), rounds=2, engine=engine, metrics=NAMED)
     assert result.rounds[-1].is_evaluated
     assert result.rounds[-1].measured.metrics == NAMED
     for split in ("val", "test"):
@@ -138,15 +118,15 @@ def test_values_by_hand(engine: str, method: str) -> None:
         for name, of in EXPECTED.items():
             check(result.rounds[-1], name, split, [of(s, y) if len(y) else None for s, y in clients])
     if engine == "processes":
-        plain = simulate(method, federation(), rounds=2, engine="sequential", metrics=NAMED)
+        plain = simulate(method, make_labeled_federation(), rounds=2, engine="sequential", metrics=NAMED)
         assert [r.untimed() for r in result.rounds] == [r.untimed() for r in plain.rounds]
 
 
 def test_balanced_accuracy_and_auroc_are_scikit_learn_s_where_all_classes_are_present() -> None:
-    result = simulate("fedavg", federation(), rounds=1, metrics=["balanced_accuracy", "auroc"])
+    result = simulate("fedavg", make_labeled_federation(), rounds=1, metrics=["balanced_accuracy", "auroc"])
     s, y = own_scores(result.run, "val")[0]
     assert len({*y.tolist()}) == CLASSES
-    found = tables_of(result.rounds[-1].measured)
+    found = read_tables(result.rounds[-1].measured)
     balanced = sklearn.metrics.balanced_accuracy_score(y, s.argmax(1))
     assert found["balanced_accuracy"]["personal"]["val"][0] == pytest.approx(balanced, rel=1e-5)
     area = sklearn.metrics.roc_auc_score(y, probabilities(s), multi_class="ovr")
@@ -154,7 +134,7 @@ def test_balanced_accuracy_and_auroc_are_scikit_learn_s_where_all_classes_are_pr
 
 
 def test_regression() -> None:
-    result = simulate("fedavg", federation(2), rounds=2, metrics=["rmse", "mae", "r2"])
+    result = simulate("fedavg", make_labeled_federation(2), rounds=2, metrics=["rmse", "mae", "r2"])
     clients = own_scores(result.run, "test")
     for name, of in (
         ("rmse", lambda s, y: math.sqrt(sklearn.metrics.mean_squared_error(y, s))),
@@ -165,23 +145,25 @@ def test_regression() -> None:
 
 
 def test_nothing_is_measured_unless_asked_for() -> None:
-    record = simulate("fedavg", federation(), rounds=1).rounds[-1]
+    record = simulate("fedavg", make_labeled_federation(), rounds=1).rounds[-1]
     assert record.measured is not None
     assert record.measured.metrics == []
 
 
 def test_a_subset_of_clients_a_resume_and_the_file(tmp_path: Path) -> None:
     how: dict[str, Any] = {"metrics": ["ece", "auroc"], "evaluate_clients": 3, "evaluate_every": 1}
-    whole = simulate("fedavg", federation(), rounds=4, **how)
-    simulate("fedavg", federation(), rounds=2, folder=tmp_path / "run", **how)
-    resumed = simulate("fedavg", federation(), rounds=4, folder=tmp_path / "run", resume=True, **how)
+    whole = simulate("fedavg", make_labeled_federation(), rounds=4, **how)
+    simulate("fedavg", make_labeled_federation(), rounds=2, folder=tmp_path / "run", **how)
+    resumed = simulate(
+        "fedavg", make_labeled_federation(), rounds=4, folder=tmp_path / "run", resume=True, **how
+    )
     assert [r.untimed() for r in resumed.rounds] == [r.untimed() for r in whole.rounds]
     assert [r.untimed() for r in RunRecord.load(tmp_path / "run").rounds] == [
         r.untimed() for r in whole.rounds
     ]
     assert whole.rounds[-1].measured is not None
     evaluated = whole.rounds[-1].measured.clients
-    (*_, line) = gzip.decompress((tmp_path / "run" / METRICS).read_bytes()).splitlines()
+    (*_, line) = gzip.decompress((tmp_path / "run" / RECORDS_FILE).read_bytes()).splitlines()
     (stored,) = (
         c["values"]
         for c in json.loads(line)["measured"]["columns"]
@@ -195,8 +177,10 @@ def test_a_subset_of_clients_a_resume_and_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_more_metrics_in_a_resumed_run(tmp_path: Path) -> None:
-    simulate("fedavg", federation(), rounds=1, folder=tmp_path / "run")
-    more = simulate("fedavg", federation(), rounds=2, folder=tmp_path / "run", resume=True, metrics=["ece"])
+    simulate("fedavg", make_labeled_federation(), rounds=1, folder=tmp_path / "run")
+    more = simulate(
+        "fedavg", make_labeled_federation(), rounds=2, folder=tmp_path / "run", resume=True, metrics=["ece"]
+    )
     assert [r.values("ece") == [] for r in more.rounds] == [True, True, False]
 
 
@@ -231,7 +215,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_function_of_the_user_s(own: str) -> None:
     names = [f"{own}:largest_label", f"{own}:not_a_number"]
-    result = simulate("fedavg", federation(), rounds=1, metrics=names)
+    result = simulate("fedavg", make_labeled_federation(), rounds=1, metrics=names)
     labels = [y for _, y in own_scores(result.run, "test")]
     largest = [int(y.max()) or None if len(y) else None for y in labels]
     assert largest[2:4] == [None, None]
@@ -259,7 +243,7 @@ def test_a_function_of_the_user_s(own: str) -> None:
 def test_what_does_not_fit_is_refused_before_training(names: Any, targets: int, says: str) -> None:
     trained: list[RoundRecord] = []
     with pytest.raises(ConfigError, match=says):
-        simulate("fedavg", federation(targets), rounds=1, metrics=names, on_round=trained.append)
+        simulate("fedavg", make_labeled_federation(targets), rounds=1, metrics=names, on_round=trained.append)
     assert trained == []
 
 
@@ -407,7 +391,7 @@ class Above:
 def test_functions_are_metrics(tmp_path: Path) -> None:
     found = simulate(
         "fedavg",
-        federation(),
+        make_labeled_federation(),
         rounds=2,
         metrics=["macro_f1", worst_recall, Above(0.5)],
         folder=tmp_path / "r",
@@ -423,10 +407,15 @@ def test_functions_are_metrics(tmp_path: Path) -> None:
             )
     assert {"worst_recall", "Above"} <= {*found.to_frame()}
     table = comparison([RunRecord.load(tmp_path / "r")])
-    assert [c.title for c in table.blocks["metrics"].columns] == ["macro F1", "worst recall", "Above"]
+    assert [c.title for c in table.result_tables["metrics"].columns] == ["macro F1", "worst recall", "Above"]
     assert "metric_worst_recall" in to_csv(table)
     more = simulate(
-        "fedavg", federation(), rounds=3, metrics=[worst_recall], folder=tmp_path / "r", resume=True
+        "fedavg",
+        make_labeled_federation(),
+        rounds=3,
+        metrics=[worst_recall],
+        folder=tmp_path / "r",
+        resume=True,
     )
     assert more.rounds[-1].measured.metrics == ["worst_recall"]
 
@@ -454,7 +443,7 @@ def failing(scores: Any, targets: Any) -> float:
 )
 def test_functions_that_are_no_metrics(metrics: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        simulate("fedavg", federation(), rounds=1, metrics=metrics)
+        simulate("fedavg", make_labeled_federation(), rounds=1, metrics=metrics)
 
 
 @pytest.mark.few(1)
@@ -466,9 +455,9 @@ def test_early_stopping_by_a_metric(lower_is_better: bool, stops: int) -> None:
         return -float(next(rounds))
 
     found = simulate(
-        "fedavg", federation(), rounds=8, metrics=[falling], evaluate_every=1,
+        "fedavg", make_labeled_federation(), rounds=8, metrics=[falling], evaluate_every=1,
         on_round=EarlyStopping(1, metric="falling", lower_is_better=lower_is_better),
     )  # fmt: skip
     assert found.rounds[-1].round == stops
     with pytest.raises(ConfigError, match="measures no metric and not 'falling'"):
-        simulate("fedavg", federation(), rounds=1, on_round=EarlyStopping(1, metric="falling"))
+        simulate("fedavg", make_labeled_federation(), rounds=1, on_round=EarlyStopping(1, metric="falling"))

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from fedlowrank import SGD, Federation, Loss, average_by_examples, simulate
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.results.measurements import COUNTED_LABELS, Block
+from fedlowrank.results.client_numbers import COUNTED_LABELS
+from fedlowrank.results.measurements import ClientTable
 from fedlowrank.results.records import RoundRecord
 from fedlowrank.results.scoring import count_labels
 from fedlowrank.rounds.outcome.result import Result
@@ -134,7 +135,7 @@ def test_records_of_earlier_versions_are_weighted_by_examples() -> None:
     for record in result.rounds:
         assert record.measured is not None
         columns = [column for column in record.measured.columns if column.name != COUNTED_LABELS]
-        line = replace(record, measured=Block(record.measured.clients, columns)).to_json()
+        line = replace(record, measured=ClientTable(record.measured.clients, columns)).to_json()
         old.append(RoundRecord.from_json(line))
     before = Result(result.run, old)
     rows = before.to_frame(last=True).query("split == 'test'").assign(all=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,92 +19,23 @@ from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage import checkpoint
-from fedlowrank.storage.run_files import METRICS, read_lines
+from fedlowrank.storage.run_files import RECORDS_FILE, read_lines
+from tests.results.evaluated_models import (
+    CountingModule,
+    assert_measures,
+    build_linear,
+    compute_measures,
+    make_federation,
+)
 
 torch.set_num_threads(1)
-
-
-def federation(
-    model: Callable[[], nn.Module],
-    clients: int = 7,
-    examples: int = 12,
-    held_out: int = 0,
-    empty: tuple[int, ...] = (),
-) -> Any:
-    """Clients with unequal numbers of examples; client 3 has no test examples, client 5 none for validation.
-
-    Args:
-        model: of all clients.
-        clients: number of clients.
-        examples: of each client, to train on.
-        held_out: more than a few examples of each client to test on.
-        empty: clients without examples in either split.
-    """
-    g = torch.Generator().manual_seed(1)
-
-    def some(n: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g)
-
-    data = [
-        {
-            "train": some(examples),
-            "val": some(0 if c == 5 or c in empty else 3 + c % 2),
-            "test": some(0 if c == 3 or c in empty else 2 + c + held_out),
-        }
-        for c in range(clients)
-    ]
-    return Federation.from_arrays(data, model, classes=3)
-
-
-def linear() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-
-
-class Own(nn.Module):
-    """A user's module that counts its forward passes."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        super().__init__()
-        self.layer, self.change = nn.Linear(6, 3), change
-        self.batches: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.batches.append(len(x))
-        scores: Tensor = self.layer(self.change(x))
-        return scores
-
-
-def by_hand(run: Run, split: str, scores: Callable[[Any, Tensor], Tensor]) -> tuple[list[Any], list[Any]]:
-    accuracy: list[Any] = []
-    risk: list[Any] = []
-    for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
-        part = getattr(data, split)
-        if len(part) == 0:
-            accuracy.append(None)
-            risk.append(None)
-            continue
-        with torch.no_grad():
-            out = scores(info, part.x)
-        accuracy.append(float((out.argmax(1) == part.y).double().mean()))
-        risk.append(float(functional.cross_entropy(out.double(), part.y)))
-    return accuracy, risk
-
-
-def compare(record: RoundRecord, series: str, split: str, expected: tuple[list[Any], list[Any]]) -> None:
-    assert record.is_evaluated
-    assert record.is_evaluated
-    for name, wanted in zip(("accuracy", "loss"), expected, strict=True):
-        found = record.values(name, split, series)
-        assert [v is None for v in found] == [v is None for v in wanted]
-        for value, right in zip(found, wanted, strict=True):
-            assert value == (None if right is None else pytest.approx(right, rel=1e-5))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "ifca", "fedper"])
 @pytest.mark.parametrize("engine", ["sequential", "processes"])
 def test_numbers_of_every_client_by_a_plain_loop(method: str, engine: Any) -> None:
-    made = federation(Headed if method == "fedper" else linear)
+    made = make_federation(Headed if method == "fedper" else build_linear)
     result = simulate(method, made, rounds=2, engine=engine, participation=0.6)
     model = made.architectures["model"].module
 
@@ -114,7 +44,7 @@ def test_numbers_of_every_client_by_a_plain_loop(method: str, engine: Any) -> No
         return found
 
     for split in ("val", "test"):
-        compare(result.rounds[-1], "personal", split, by_hand(result.run, split, scores))
+        assert_measures(result.rounds[-1], "personal", split, compute_measures(result.run, split, scores))
 
 
 class Headed(nn.Module):
@@ -140,10 +70,10 @@ def evaluated_batches(made: Any, method: str = "fedavg") -> list[int]:
 
 @pytest.mark.full
 def test_clients_that_share_a_model_are_one_pass_and_others_are_not() -> None:
-    made = federation(Own)
+    made = make_federation(CountingModule)
     total = sum(len(c.val) + len(c.test) for c in made.clients)
     assert evaluated_batches(made) == [total]
-    assert sorted(evaluated_batches(federation(Own), "standalone")) == sorted(
+    assert sorted(evaluated_batches(make_federation(CountingModule), "standalone")) == sorted(
         n for c in made.clients for n in (len(c.val), len(c.test)) if n
     )
 
@@ -152,29 +82,29 @@ def test_clients_that_share_a_model_are_one_pass_and_others_are_not() -> None:
 def test_a_module_that_mixes_the_examples_of_a_batch_is_evaluated_client_by_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made = federation(lambda: Own(lambda x: x - x.mean(0)))
+    made = make_federation(lambda: CountingModule(lambda x: x - x.mean(0)))
     with caplog.at_level(logging.WARNING):
         result = simulate("fedavg", made, rounds=2)
     assert caplog.text.count("mixes the examples of a batch") == 1
     weight = result.personal(0)
-    expected = by_hand(
+    expected = compute_measures(
         result.run,
         "test",
         lambda _, x: functional.linear(x - x.mean(0), weight["layer.weight"], weight["layer.bias"]),
     )
-    compare(result.rounds[-1], "personal", "test", expected)
+    assert_measures(result.rounds[-1], "personal", "test", expected)
 
 
 @pytest.mark.full
 def test_a_module_that_draws_random_numbers_sees_the_draws_of_each_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    noisy = lambda: Own(lambda x: x + torch.randn(6))  # noqa: E731
+    noisy = lambda: CountingModule(lambda x: x + torch.randn(6))  # noqa: E731
     with caplog.at_level(logging.WARNING):
-        together = simulate("fedavg", federation(noisy), rounds=1)
+        together = simulate("fedavg", make_federation(noisy), rounds=1)
     assert "draws random numbers" in caplog.text
     # a client's numbers do not depend on who else is evaluated
-    alone = simulate("fedavg", federation(noisy), rounds=1, evaluate_clients=1)
+    alone = simulate("fedavg", make_federation(noisy), rounds=1, evaluate_clients=1)
     assert alone.rounds[-1].measured is not None
     (only,) = alone.rounds[-1].measured.clients
     assert alone.accuracy()[only] == together.accuracy()[only]
@@ -185,11 +115,11 @@ def test_a_hook_sees_the_examples_of_one_client_at_a_time() -> None:
     seen: list[int] = []
 
     def hooked() -> nn.Module:
-        module = linear()
+        module = build_linear()
         module.register_forward_hook(lambda _, x, __: seen.append(len(x[0])))  # type: ignore[arg-type]
         return module
 
-    made = federation(hooked)
+    made = make_federation(hooked)
     run = Run(METHODS["fedavg"](), made, RunSettings(rounds=2), Sequential())
     seen.clear()
     run.start()
@@ -198,7 +128,7 @@ def test_a_hook_sees_the_examples_of_one_client_at_a_time() -> None:
 
 @pytest.mark.full
 def test_a_subset_of_clients_is_the_same_in_every_round_and_said_in_the_record(tmp_path: Path) -> None:
-    made = federation(linear, clients=40)
+    made = make_federation(build_linear, clients=40)
     run: dict[str, Any] = {"rounds": 3, "evaluate_clients": 6, "representations": 0}
     result = simulate("fedavg", made, folder=tmp_path / "run", **run)
     everyone = simulate("fedavg", made, rounds=3).rounds
@@ -224,12 +154,12 @@ def test_a_record_takes_at_most_twenty_bytes_for_each_client(tmp_path: Path) -> 
     arrays = [(torch.randn(60, 16, generator=generator), torch.arange(60) % 4) for _ in range(100)]
     on = Federation.from_arrays(arrays, torch.nn.Linear(16, 4))
     simulate("fedavg", on, folder=tmp_path / "run", rounds=5, evaluate_every=1)
-    assert (tmp_path / "run" / METRICS).stat().st_size / (6 * 100) < 20
+    assert (tmp_path / "run" / RECORDS_FILE).stat().st_size / (6 * 100) < 20
 
 
 @pytest.mark.full
 def test_of_more_than_a_thousand_clients_five_hundred_are_evaluated() -> None:
-    made = federation(linear, clients=1001, examples=2)
+    made = make_federation(build_linear, clients=1001, examples=2)
     run = Run(METHODS["fedavg"](), made, RunSettings(participation=0.01), Sequential())
     assert len(run.start().values()) == 500
     assert (
@@ -273,7 +203,7 @@ def run_is_due(run: Run, t: int) -> bool:
 
 @pytest.mark.full
 def test_an_interval_is_the_same_after_a_resume(tmp_path: Path) -> None:
-    made = federation(linear, clients=40)
+    made = make_federation(build_linear, clients=40)
     settings: dict[str, Any] = {"rounds": 100, "participation": 0.05, "representations": 0}
     whole = simulate("fedavg", made, folder=tmp_path / "whole", **settings)
 
@@ -301,7 +231,12 @@ def test_checkpoints_are_ten_seconds_apart(tmp_path: Path, monkeypatch: pytest.M
         seen.append(checkpoint.rounds_kept(tmp_path / "run" / "checkpoint")[-1])
 
     simulate(
-        "fedavg", federation(linear), folder=tmp_path / "run", rounds=10, on_round=tick, representations=0
+        "fedavg",
+        make_federation(build_linear),
+        folder=tmp_path / "run",
+        rounds=10,
+        on_round=tick,
+        representations=0,
     )
     # rounds 0, 4 and 8 come 12 seconds after the one before; the last round is always saved
     assert seen == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 10]
@@ -318,10 +253,10 @@ def test_a_method_of_one_model_makes_it_once_for_all_clients(states_one_model: b
             calls.append(view.info.id)
             return ClientModel(down)
 
-    run = Run(Counted(), federation(linear), RunSettings(rounds=1), Sequential())
+    run = Run(Counted(), make_federation(build_linear), RunSettings(rounds=1), Sequential())
     found = run.evaluation()
     assert len(calls) == made
     assert found is not None
-    plain = Run(FedAvg(), federation(linear), RunSettings(rounds=1), Sequential()).evaluation()
+    plain = Run(FedAvg(), make_federation(build_linear), RunSettings(rounds=1), Sequential()).evaluation()
     assert plain is not None
     assert found == plain

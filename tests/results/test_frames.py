@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from blocks import tables_of
 from fedlowrank import SGD, Federation, average_by_examples, load_rounds, load_runs, simulate
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.methods import Ditto, FedAvg
 from fedlowrank.report import comparison
 from fedlowrank.results.frames import client_frame, rounds_frame
-from fedlowrank.results.measurements import Block, Column, Measurements
+from fedlowrank.results.measurements import ClientTable, Column, Measurements
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.logs.progress import describe_record
-from fedlowrank.storage.run_files import METRICS
+from fedlowrank.storage.run_files import RECORDS_FILE
+from tests.support.client_tables import read_tables
 
 torch.set_num_threads(1)
 
@@ -40,7 +40,7 @@ def federation(seed: int) -> Federation:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in gzip.decompress((folder / METRICS).read_bytes()).splitlines()]
+    return [json.loads(line) for line in gzip.decompress((folder / RECORDS_FILE).read_bytes()).splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_all_values_are_those_of_the_files(runs: Path) -> None:
     for run, method, seed in (("a/fedavg-s0", "fedavg", 0), ("b", "fml", 1)):
         people = json.loads((runs / run / "clients.json").read_text())
         for line in lines_of(runs / run):
-            tables = tables_of(RoundRecord.from_json(json.dumps(line)).measured)
+            tables = read_tables(RoundRecord.from_json(json.dumps(line)).measured)
             for series, splits in tables["accuracy"].items():
                 for split, values in splits.items():
                     for client, accuracy in enumerate(values):
@@ -132,7 +132,7 @@ def test_missing_is_not_diverged_and_some_clients_have_no_row() -> None:
     nothing = RoundRecord(round=0)
     rows = {"accuracy": [0.5, None, 0.25], "loss": [math.nan, None, 2.0]}
     columns = [Column(name, "personal", "test", values) for name, values in rows.items()]
-    record = RoundRecord(round=1, measured=Block([0, 1, 3], columns))
+    record = RoundRecord(round=1, measured=ClientTable([0, 1, 3], columns))
     found = client_frame(Measurements.of([nothing, record], CLIENTS))
     assert found["client"].tolist() == [0, 1, 3]
     assert found["hostile"].tolist() == [False, False, True]

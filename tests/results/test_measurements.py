@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocks import block_of, tables_of
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.methods import METHODS
 from fedlowrank.results.client_metrics import METRICS
-from fedlowrank.results.measurements import Block, Column, Measurements, mean_over_clients, summarize
+from fedlowrank.results.measurements import ClientTable, Column, Measurements, mean_over_clients, summarize
 from fedlowrank.results.records import RoundRecord
 from fedlowrank.rounds.outcome.result import Result
+from tests.support.client_tables import make_client_table, read_tables
 
 CLIENTS: list[dict[str, Any]] = [
     {"id": 0, "test": 1, "cluster": 0},
@@ -26,7 +26,7 @@ CLIENTS: list[dict[str, Any]] = [
 
 def table(values: list[float | None], name: str = "accuracy") -> Measurements:
     found = Measurements(CLIENTS)
-    found.append_clients(1, block_of({name: {"own": {"test": values}}}))
+    found.append_clients(1, make_client_table({name: {"own": {"test": values}}}))
     return found
 
 
@@ -57,7 +57,7 @@ def test_who_was_not_evaluated_is_not_without_examples() -> None:
     clients = [{"id": i, "test": 4, "unseen": i == 10} for i in range(12)]
     found = Measurements(clients)
     values: list[float | None] = [0.5, None, 0.75, math.nan, 1.0, 0.0]
-    found.append_clients(3, Block([0, 2, 3, 5, 8, 10], [Column("accuracy", "own", "test", values)]))
+    found.append_clients(3, ClientTable([0, 2, 3, 5, 8, 10], [Column("accuracy", "own", "test", values)]))
     row = found.over_clients("accuracy", "own").loc[3]
     assert row[["clients", "without", "non_finite", "not_evaluated"]].tolist() == [3, 1, 1, 6]
     assert row["mean"] == 0.75
@@ -78,7 +78,7 @@ def test_the_worst_tenth_of_an_error_holds_the_largest() -> None:
         ("accuracy", False), ("token_accuracy", False),
     ):  # fmt: skip
         found = Measurements([{"id": i} for i in range(25)])
-        found.append_clients(1, block_of({name: {"own": {"test": list(values)}}}))
+        found.append_clients(1, make_client_table({name: {"own": {"test": list(values)}}}))
         worst = np.sort(values)[-3:] if lower else np.sort(values)[:3]
         assert found.over_clients(name, "own").loc[1, "worst"] == pytest.approx(worst.mean()), name
     lower = {name for name, metric in METRICS.items() if metric.lower_is_better}
@@ -106,7 +106,7 @@ def test_a_round_is_not_better_for_a_client_that_diverged() -> None:
     assert mean_over_clients([None, None]) is None
     assert math.isnan(mean_over_clients([1.0, math.inf]) or 0.0)
     first, second = (
-        RoundRecord(t, measured=block_of({"loss": {"own": {"val": [loss, 1.0]}}}))
+        RoundRecord(t, measured=make_client_table({"loss": {"own": {"val": [loss, 1.0]}}}))
         for t, loss in ((0, math.nan), (1, 1.0))
     )
     assert (first.validation(), second.validation()) == (-math.inf, -1.0)
@@ -114,7 +114,7 @@ def test_a_round_is_not_better_for_a_client_that_diverged() -> None:
 
 def test_the_best_round_comes_after_one_whose_loss_is_not_finite(small_run: Result) -> None:
     rounds = [
-        RoundRecord(t, measured=block_of({"loss": {"own": {"val": [loss]}}}))
+        RoundRecord(t, measured=make_client_table({"loss": {"own": {"val": [loss]}}}))
         for t, loss in enumerate((math.nan, 3.0, 2.0, 2.5))
     ]
     assert Result(small_run.run, rounds).best_round == 2
@@ -140,7 +140,7 @@ def test_every_number_of_the_records_is_a_row(small_run: Result) -> None:
     assert len(known) == len(frame)
     expected: dict[tuple[int, int, str, str, str], float] = {}
     for record in small_run.rounds:
-        for name, of in tables_of(record.measured).items():
+        for name, of in read_tables(record.measured).items():
             for series, splits in of.items():
                 for split, values in splits.items():
                     expected |= {
@@ -156,7 +156,7 @@ def test_every_number_of_the_records_is_a_row(small_run: Result) -> None:
             ("ranks", record.ranks),
         ):
             expected |= {(record.round, -1, series, "", name): v for series, v in numbers.items()}
-        for name, numbers in record.observed.items():
+        for name, numbers in record.server_metrics.items():
             expected |= {(record.round, -1, series, "", name): v for series, v in numbers.items()}
     assert known == pytest.approx(expected)
 

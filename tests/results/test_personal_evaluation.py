@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import simulate
-from fedlowrank.core.contract.client_model import ClientModel
-from fedlowrank.core.contract.method import ClientView
+from fedlowrank.core.contract import ClientModel, ClientView
 from fedlowrank.core.tree import Params
 from fedlowrank.data.dataset import Examples
 from fedlowrank.engines import Sequential
@@ -25,8 +24,13 @@ from fedlowrank.results import scoring
 from fedlowrank.results.evaluation import evaluate_client
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-
-from .test_evaluation import Own, by_hand, compare, federation, linear
+from tests.results.evaluated_models import (
+    CountingModule,
+    assert_measures,
+    build_linear,
+    compute_measures,
+    make_federation,
+)
 
 torch.set_num_threads(1)
 
@@ -57,20 +61,20 @@ def by_own_module(run: Run, split: str) -> tuple[list[Any], list[Any]]:
         found: Tensor = module(x)
         return found
 
-    return by_hand(run, split, scores)
+    return compute_measures(run, split, scores)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", [linear, Own, normalized, convolution, mixing])
+@pytest.mark.parametrize("model", [build_linear, CountingModule, normalized, convolution, mixing])
 @pytest.mark.parametrize("engine", ["sequential", "processes", "vectorized"])
 def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine: Any) -> None:
     # so many examples that blocks are several, and clients that share the initial model
-    made = federation(model, clients=40, held_out=80)
+    made = make_federation(model, clients=40, held_out=80)
     result = simulate("standalone", made, rounds=2, engine=engine, participation=0.4)
     trained = {id(result.run.state_of(info)) for info in made.infos}
     assert len(trained) > 10
     for split in ("val", "test"):
-        compare(result.rounds[-1], "personal", split, by_own_module(result.run, split))
+        assert_measures(result.rounds[-1], "personal", split, by_own_module(result.run, split))
 
 
 @pytest.mark.full
@@ -79,7 +83,7 @@ def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine:
 )
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_every_series_is_that_of_a_client_alone(method: str, engine: Any) -> None:
-    made = federation(linear_head, clients=20)
+    made = make_federation(linear_head, clients=20)
     result = simulate(method, made, rounds=2, participation=0.4, engine=engine)
     record = result.rounds[-1]
     assert record.is_evaluated
@@ -97,32 +101,32 @@ def linear_head() -> nn.Module:
     return nn.Sequential(OrderedDict(body=nn.Linear(6, 4), relu=nn.ReLU(), head=nn.Linear(4, 3)))
 
 
-def test_losses_of_a_block_are_computed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = federation(linear)
+def test_losses_of_a_work_item_are_computed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_federation(build_linear)
     run = Run(METHODS["standalone"](), made, RunSettings(rounds=2), Sequential())
     run.start()
     run.step()
     rows: list[int] = []
-    table = scoring._table
+    sum_terms = scoring._sum_terms
 
-    def counted(scores: Tensor, batch: Any) -> Tensor:
+    def counted(scores: Tensor, batch: Any) -> scoring.ExampleSums[Tensor]:
         rows.append(len(scores))
-        return table(scores, batch)
+        return sum_terms(scores, batch)
 
-    monkeypatch.setattr(scoring, "_table", counted)
+    monkeypatch.setattr(scoring, "_sum_terms", counted)
     run.evaluation()
     assert rows == [sum(len(c.val) + len(c.test) for c in made.clients)]
 
 
-@pytest.mark.parametrize("model", [mixing, lambda: Own(lambda x: x - x.mean(0))])
+@pytest.mark.parametrize("model", [mixing, lambda: CountingModule(lambda x: x - x.mean(0))])
 def test_a_client_without_examples_is_not_the_one_that_is_compared(
     model: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = federation(model, empty=(0,))
+    made = make_federation(model, empty=(0,))
     with caplog.at_level(logging.WARNING):
         result = simulate("fedavg", made, rounds=1)
     assert caplog.text.count("mixes the examples of a batch") == 1
-    compare(result.rounds[-1], "personal", "test", by_own_module(result.run, "test"))
+    assert_measures(result.rounds[-1], "personal", "test", by_own_module(result.run, "test"))
 
 
 class Computed(Standalone):
@@ -132,13 +136,13 @@ class Computed(Standalone):
         return ClientModel(lambda: {n: MEMORY[n].copy_(p) for n, p in state.items()})
 
 
-MEMORY = {n: p.detach().clone() for n, p in linear().named_parameters()}
+MEMORY = {n: p.detach().clone() for n, p in build_linear().named_parameters()}
 
 
 def test_parameters_that_are_computed_in_every_use_are_of_one_client() -> None:
-    result = simulate(Computed(), federation(linear), rounds=1)
+    result = simulate(Computed(), make_federation(build_linear), rounds=1)
     for split in ("val", "test"):
-        compare(result.rounds[-1], "personal", split, by_own_module(result.run, split))
+        assert_measures(result.rounds[-1], "personal", split, by_own_module(result.run, split))
 
 
 @pytest.mark.parametrize("count", [12, 300, 5000])
@@ -156,7 +160,7 @@ def test_the_loss_of_few_and_of_many_examples_and_classes(count: int, classes: i
 
 @pytest.mark.full
 def test_examples_are_concatenated_once_though_other_clients_share_a_model() -> None:
-    made = federation(linear, clients=40)
+    made = make_federation(build_linear, clients=40)
     run = Run(METHODS["standalone"](), made, RunSettings(rounds=5, participation=0.1), Sequential())
     run.start()
     for _ in range(5):

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocks import block_of
 from fedlowrank import EarlyStopping
 from fedlowrank.config.tuning import Setting, ValidationScore, choose_setting
 from fedlowrank.results.ranking import exceeds, find_best
 from fedlowrank.results.records import RoundRecord
 from fedlowrank.rounds.outcome.result import Result
 from fedlowrank.rounds.round_loop import _is_best
+from tests.support.client_tables import make_client_table
 
 
 def record(t: int, accuracies: list[float]) -> RoundRecord:
-    return RoundRecord(t, measured=block_of({"accuracy": {"own": {"val": accuracies}}}))
+    return RoundRecord(t, measured=make_client_table({"accuracy": {"own": {"val": accuracies}}}))
 
 
 def tied(seed: int, rounds: int = 6) -> list[RoundRecord]:

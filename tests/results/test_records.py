@@ -13,7 +13,7 @@ import torch
 from fedlowrank import Federation, simulate
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.results.records import RunRecord
-from fedlowrank.storage.run_files import METRICS, seal_run
+from fedlowrank.storage.run_files import RECORDS_FILE, seal_run
 
 
 @pytest.fixture
@@ -27,16 +27,16 @@ def folder(tmp_path: Path) -> Path:
 
 def test_another_format_is_named_before_its_records_are_read(folder: Path) -> None:
     config = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**config, "format": 1}))
+    (folder / "run.json").write_text(json.dumps({**config, "format": 2}))
     seal_run(folder)
-    (folder / METRICS).write_bytes(gzip.compress(b'{"round": 0, "accuracy": null}\n'))
-    with pytest.raises(CheckpointError, match="has format 1; this version reads format 2"):
+    (folder / RECORDS_FILE).write_bytes(gzip.compress(b'{"round": 0, "accuracy": null}\n'))
+    with pytest.raises(CheckpointError, match="has format 2; this version reads format 3"):
         RunRecord.load(folder)
 
 
 @pytest.mark.parametrize("measured", [{}, {"clients": [0]}, {"columns": []}, 3, [1]])
 def test_a_line_that_is_no_record_is_damage(folder: Path, measured: Any) -> None:
     line = json.dumps({"round": 0, "measured": measured})
-    (folder / METRICS).write_bytes(gzip.compress(f"{line}\n".encode()))
+    (folder / RECORDS_FILE).write_bytes(gzip.compress(f"{line}\n".encode()))
     with pytest.raises(CheckpointError, match="is missing or damaged"):
         RunRecord.load(folder)

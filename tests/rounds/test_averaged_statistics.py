@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import SGD, Clipping, Compression, Federation, Privacy, simulate
-from fedlowrank.core.contract.method import AnyMethod
+from fedlowrank.core.contract import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS, FedAvg

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from blocks import block_of
 from fedlowrank import Callback, EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.results.measurements import Block
+from fedlowrank.results.measurements import ClientTable
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.run import Run
 from fedlowrank.storage.digest import write_sealed
+from tests.support.client_tables import make_client_table
 
 CURVE = [0.2, 0.5, 0.4, 0.6, 0.55, 0.6, 0.3, 0.58, 0.7, 0.7, 0.7, 0.7]
 """Validation by round: the best until round 7 is in round 3, and the next better one in round 8."""
@@ -25,10 +25,10 @@ CURVE = [0.2, 0.5, 0.4, 0.6, 0.55, 0.6, 0.3, 0.58, 0.7, 0.7, 0.7, 0.7]
 def by_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations that follow the curve, whatever the models are."""
 
-    def evaluation(run: Run) -> Block:
+    def evaluation(run: Run) -> ClientTable:
         row: list[float | None] = [CURVE[run.round]] * len(run.federation.infos)
         table = {"global": {"train": row, "val": row, "test": row}}
-        return block_of({"accuracy": table, "loss": table})
+        return make_client_table({"accuracy": table, "loss": table})
 
     monkeypatch.setattr(Run, "evaluation", evaluation)
 
@@ -96,7 +96,8 @@ def test_evaluations_count_and_not_rounds() -> None:
 def test_a_smaller_error_is_better_without_being_told(metric: str, is_error: bool) -> None:
     curve = [0.5, 0.4, 0.3, 0.2]
     records = [
-        RoundRecord(t, measured=block_of({metric: {"own": {"val": [v]}}})) for t, v in enumerate(curve)
+        RoundRecord(t, measured=make_client_table({metric: {"own": {"val": [v]}}}))
+        for t, v in enumerate(curve)
     ]
     stops = EarlyStopping(2, metric=metric)
     assert [bool(stops(record)) for record in records] == [False, False, not is_error, not is_error]

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from blocks import block_of
 from fedlowrank import Federation, simulate
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.results.records import RoundRecord
-from fedlowrank.results.scalars import scalars
+from fedlowrank.results.scalars import list_scalars
+from tests.support.client_tables import make_client_table
 
 Found = list[tuple[str, int, float]]
 """Tag, step and value."""
@@ -210,7 +210,7 @@ def test_a_mean_never_looks_better_for_a_client_that_diverged() -> None:
         "loss": {"own": {"test": [2.0, math.nan, None, 1.0], "val": [2.0, 1.0, 3.0, math.inf]}},
         "ece": {"own": {"test": [math.nan, 0.1, None, 0.3], "val": [0.1, 0.2, None, None]}},
     }
-    found = scalars(RoundRecord(1, measured=block_of(tables)), clients, 0)
+    found = list_scalars(RoundRecord(1, measured=make_client_table(tables)), clients, 0)
     assert found["accuracy/own/test"] == pytest.approx(0.6)
     assert found["loss/own/val"] == 2.0
     assert found["ece/own/val"] == pytest.approx(0.15)

@@ -15,7 +15,7 @@ from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.methods.families.lora_family import LoRATraining
 
 INPUTS, CLASSES = 6, 3
 LORA = ("fedhl", "flexlora", "flora", "hetlora", "fedit", "ffa_lora", "fedsa_lora", "fedex_lora")
@@ -86,7 +86,7 @@ def test_a_module_that_loads_it_infers_as_the_client(method: str, kind: str) -> 
     # ranks below, at and above that of the module's slots
     ranks = [1, 2, 3] if method in UNEQUAL else [3, 3, 3]
     data, module = federation(kind, ranks)
-    given: dict[str, Any] = {"tuning": Tuning(rank=2)} if method in LORA else {}
+    given: dict[str, Any] = {"training": LoRATraining(rank=2)} if method in LORA else {}
     result = simulate(METHODS[method](optimizer=SGD(lr=0.2), batch_size=5, **given), data, rounds=2)
     start = made(kind).eval()
     for info in data.infos:
@@ -112,7 +112,7 @@ def test_a_module_that_loads_it_infers_as_the_client(method: str, kind: str) -> 
 @pytest.mark.parametrize("kind", ["ours", "peft"])
 def test_what_is_frozen_is_one_tensor_for_all_clients(kind: str) -> None:
     data, module = federation(kind, [2, 2, 2])
-    result = simulate(METHODS["fedit"](tuning=Tuning(rank=2)), data, rounds=1)
+    result = simulate(METHODS["fedit"](training=LoRATraining(rank=2)), data, rounds=1)
     states = [result.personal(k) for k in range(3)]
     frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
     assert any(n.endswith("first.weight" if kind == "ours" else "base_layer.weight") for n in frozen)
@@ -126,7 +126,7 @@ def test_what_is_frozen_is_one_tensor_for_all_clients(kind: str) -> None:
 @pytest.mark.full
 def test_ranks_of_the_slots_leave_factors_as_they_are() -> None:
     data, _ = federation("ours", [1, 2, 3])
-    result = simulate(METHODS["fedhl"](optimizer=SGD(lr=0.2), tuning=Tuning(rank=2)), data, rounds=2)
+    result = simulate(METHODS["fedhl"](optimizer=SGD(lr=0.2), training=LoRATraining(rank=2)), data, rounds=2)
     base = copy.deepcopy(data.architectures["model"].module.state_dict())
     moved = []
     for k, rank in enumerate((1, 2, 3)):

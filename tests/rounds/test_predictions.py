@@ -10,9 +10,9 @@ import sklearn.metrics
 import torch
 from torch import nn
 
-from blocks import tables_of
 from fedlowrank import METHODS, SGD, Federation, simulate
 from fedlowrank.core.errors import ConfigError, DataError
+from tests.support.client_tables import read_tables
 
 torch.set_num_threads(1)
 
@@ -42,7 +42,7 @@ def federation() -> Federation:
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "per_fedavg", "ditto", "fedslr"])
 def test_their_accuracy_is_the_recorded_one_exactly(method: str) -> None:
     result = simulate(METHODS[method](optimizer=SGD(lr=0.5)), federation(), rounds=2)
-    by_series = tables_of(result.rounds[-1].measured)["accuracy"]
+    by_series = read_tables(result.rounds[-1].measured)["accuracy"]
     tables = [*by_series.values()]
     assert len(tables) == (1 if method in ("fedavg", "fedper") else 2)
     assert method not in ("ditto", "fedslr") or tables[0] != tables[1]

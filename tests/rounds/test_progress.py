@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from blocks import block_of
 from fedlowrank.results.records import RoundRecord
 from fedlowrank.rounds.logs import progress
 from fedlowrank.rounds.logs.progress import bar, run_label
+from tests.support.client_tables import make_client_table
 
 
 def record(round: int) -> RoundRecord:
-    measured = block_of({"accuracy": {"personal": {"test": [0.5, 1.0, None]}}})
+    measured = make_client_table({"accuracy": {"personal": {"test": [0.5, 1.0, None]}}})
     return RoundRecord(round=round, measured=measured if round % 2 == 0 else None)
 
 
@@ -19,7 +19,7 @@ def record(round: int) -> RoundRecord:
 def test_plain_lines_now_and_then(
     seconds: float, rounds: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "SECONDS", seconds)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", seconds)
     with bar("FedAvg, seed 0", 3) as show:
         for completed in range(4):
             show(record(completed))

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,39 +27,31 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, FedlowrankError
 from fedlowrank.core.learning.optimizer import SGD
-from fedlowrank.data.federation import Federation as FederationType
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.storage import checkpoint
 from fedlowrank.storage.digest import seal
-from fedlowrank.storage.run_files import METRICS, REPRESENTATIONS, read_lines, read_representations, seal_run
+from fedlowrank.storage.run_files import (
+    RECORDS_FILE,
+    REPRESENTATIONS,
+    read_lines,
+    read_representations,
+    seal_run,
+)
+from tests.support.interrupted_runs import (
+    SplitNetwork,
+    count_lines,
+    make_tiny_federation,
+    read_rounds,
+    start_command,
+    wait_for_exit_code,
+    wait_for_round,
+    write_experiment,
+)
 
 torch.set_num_threads(1)
 
-EXPERIMENT = """
-name = "small"
-method = "pfedlora"
-[data]
-source = "digits"
-[partition]
-kind = "pathological"
-clients = 6
-classes_per_client = 3
-[model]
-names = ["mlp"]
-hidden = [12]
-[run]
-rounds = 10
-checkpoint_every = 1
-participation = 0.5
-representations = 30
-[methods.pfedlora]
-width = 6
-[defaults]
-batch_size = 32
-optimizer = { kind = "sgd", lr = 0.1, momentum = 0.5 }
-"""
 ROUNDS = 10
 
 
@@ -72,67 +63,13 @@ def _signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def write_experiment(folder: Path, text: str = EXPERIMENT) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "small.toml"
-    path.write_text(text)
-    return path
-
-
-def start(*arguments: object, log: Path) -> int:
-    """Run a command in a process of its own, forked so that it need not import everything anew; its process
-    id."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        process = os.fork()
-    if process:
-        return process
-    code = 99
-    try:
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = main([str(a) for a in arguments])
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def end_of(process: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def lines(folder: Path) -> int:
-    return len(read_lines(folder)) if (folder / METRICS).exists() else 0
-
-
-def wait_for(folder: Path, rounds: int, process: int | None = None, seconds: float = 60) -> bool:
-    """Wait until the record of that round is written; False if the process ended before."""
-    limit = time.monotonic() + seconds
-    while lines(folder) <= rounds or not (folder / "run.json").exists():
-        if process is not None:
-            found, _ = os.waitpid(process, os.WNOHANG)
-            if found:
-                return False
-        assert time.monotonic() < limit, f"no round {rounds} in {folder}"
-        time.sleep(0.002)
-    return True
-
-
-def rounds_of(folder: Path) -> list[dict[str, Any]]:
-    return [r.untimed() for r in RunRecord.load(folder).rounds]
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted((folder / "checkpoint").iterdir())}
 
 
 def assert_same_end(folder: Path, whole: Path, names: bool = True) -> None:
     """Metrics and states equal bit for bit; the file names too where checkpoints fell on the same rounds."""
-    assert rounds_of(folder) == rounds_of(whole)
+    assert read_rounds(folder) == read_rounds(whole)
     if names:
         assert files_of(folder) == files_of(whole)
     one, other = checkpoint.load(folder / "checkpoint"), checkpoint.load(whole / "checkpoint")
@@ -149,7 +86,7 @@ def assert_same_end(folder: Path, whole: Path, names: bool = True) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
     # what torch and others import when first needed, the forked processes then have
-    simulate("pfedlora", tiny(), rounds=1)
+    simulate("pfedlora", make_tiny_federation(), rounds=1)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +99,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
             folder = tmp_path_factory.mktemp(f"whole-{every}")
             file = write_experiment(folder)
             arguments = ["run", str(file), f"run.checkpoint_every={every}", "-o", str(folder / "run")]
-            assert end_of(start(*arguments, log=folder / "log")) == 0, (folder / "log").read_text()
+            assert wait_for_exit_code(start_command(*arguments, log=folder / "log")) == 0, (
+                folder / "log"
+            ).read_text()
             made[every] = folder / "run"
         return made[every]
 
@@ -183,21 +122,21 @@ def test_a_killed_run_resumes_to_the_same_bits(
     whole = unbroken(every)
     file, folder, log = write_experiment(tmp_path), tmp_path / "run", tmp_path / "log"
     chance = random.Random(seed)
-    process = start("run", file, f"run.checkpoint_every={every}", "-o", folder, log=log)
+    process = start_command("run", file, f"run.checkpoint_every={every}", "-o", folder, log=log)
     at = chance.randrange(0, 5)
     for _ in range(3):
         # the moment falls anywhere in the rounds after that one: training, appending, writing of the
         # checkpoint
-        if not wait_for(folder, at, process):
+        if not wait_for_round(folder, at, process):
             process = 0
             break
         time.sleep(chance.random() * 0.03)
         os.kill(process, signal.SIGKILL)
-        end_of(process)
+        wait_for_exit_code(process)
         at = min(ROUNDS, at + chance.randrange(1, 4))
-        process = start("resume", folder, log=log)
+        process = start_command("resume", folder, log=log)
     if process:
-        assert end_of(process) == 0, log.read_text()
+        assert wait_for_exit_code(process) == 0, log.read_text()
     assert_same_end(folder, whole)
 
 
@@ -211,10 +150,10 @@ def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Cal
         stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:
-        wait_for(folder, 3)
+        wait_for_round(folder, 3)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-    assert lines(folder) < ROUNDS + 1
+    assert count_lines(folder) < ROUNDS + 1
     assert main(["resume", str(folder)]) == 0
     assert_same_end(folder, whole)
 
@@ -238,10 +177,10 @@ def test_a_signal_stops_cleanly(
 ) -> None:
     whole = unbroken(every)
     file, folder, log = write_experiment(tmp_path), tmp_path / "run", tmp_path / "log"
-    process = start("run", file, f"run.checkpoint_every={every}", "-o", folder, log=log)
-    assert wait_for(folder, 3, process)
+    process = start_command("run", file, f"run.checkpoint_every={every}", "-o", folder, log=log)
+    assert wait_for_round(folder, 3, process)
     os.kill(process, number)
-    assert end_of(process) == 130, log.read_text()
+    assert wait_for_exit_code(process) == 130, log.read_text()
     said = log.read_text()
     assert "interrupted" in said
     assert f"fedlowrank resume {folder}" in "".join(said.splitlines()[-1:])
@@ -259,27 +198,8 @@ def test_a_signal_stops_cleanly(
 
 
 def whole_run(folder: Path, **settings: Any) -> Path:
-    simulate(METHODS["lg_fedavg"](), tiny(), folder=folder, **settings)
+    simulate(METHODS["lg_fedavg"](), make_tiny_federation(), folder=folder, **settings)
     return folder
-
-
-class Split(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(torch.relu(self.body(x)))
-        return out
-
-
-def tiny(shift: float = 0.0, seed: int = 0) -> FederationType:
-    generator = torch.Generator().manual_seed(3)
-    data = []
-    for i in range(3):
-        x = torch.randn(10, 4, generator=generator)
-        data.append((x + (shift if i == 1 else 0.0), (x[:, 0] > 0).long()))
-    return Federation.from_arrays(data, Split, classes=2, seed=seed)
 
 
 TINY = {"rounds": 3, "participation": 0.6, "checkpoint_every": 2, "representations": 6}
@@ -371,13 +291,15 @@ def broken() -> BaseException:
 def go_on(folder: Path) -> None:
     """What a person would do: resume what can be resumed, else start again."""
     resumable = (folder / "run.json").exists() and checkpoint.exists(folder / "checkpoint")
-    simulate("lg_fedavg", tiny(), folder=folder, resume=resumable, force=not resumable, **TINY)
+    simulate(
+        "lg_fedavg", make_tiny_federation(), folder=folder, resume=resumable, force=not resumable, **TINY
+    )
 
 
 def operations(tmp_path: Path, make: Callable[[], BaseException] = crash) -> int:
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(patch, make, None)
-        simulate("lg_fedavg", tiny(), folder=tmp_path / "counted", **TINY)
+        simulate("lg_fedavg", make_tiny_federation(), folder=tmp_path / "counted", **TINY)
         return disk.calls
 
 
@@ -397,7 +319,7 @@ def test_a_stop_at_any_operation_on_files_can_be_resumed(
         with pytest.MonkeyPatch.context() as patch:
             Disk(patch, make, at)
             with pytest.raises(expected) as caught:
-                simulate("lg_fedavg", tiny(), folder=folder, **TINY)
+                simulate("lg_fedavg", make_tiny_federation(), folder=folder, **TINY)
         if make is full:
             assert "No space left" in str(caught.value), f"operation {at}: {caught.value}"
         if checkpoint.exists(folder / "checkpoint"):
@@ -457,10 +379,12 @@ def test_a_broken_disk_gives_the_same_kind_of_error(tmp_path: Path, at: int) -> 
 def stopped_run(folder: Path, every: int = 1) -> Path:
     """A small experiment stopped after two rounds, by an error in the third."""
     file = write_experiment(folder)
-    process = start("run", file, f"run.checkpoint_every={every}", "-o", folder / "run", log=folder / "log")
-    assert wait_for(folder / "run", 2, process)
+    process = start_command(
+        "run", file, f"run.checkpoint_every={every}", "-o", folder / "run", log=folder / "log"
+    )
+    assert wait_for_round(folder / "run", 2, process)
     os.kill(process, signal.SIGINT)
-    assert end_of(process) == 130
+    assert wait_for_exit_code(process) == 130
     return folder / "run"
 
 
@@ -506,7 +430,7 @@ def test_resume_takes_settings_that_change_no_result(
 ) -> None:
     shutil.copytree(stopped, tmp_path / "run")
     assert main(["resume", str(tmp_path / "run"), override]) == 0
-    assert rounds_of(tmp_path / "run") == rounds_of(unbroken(1))
+    assert read_rounds(tmp_path / "run") == read_rounds(unbroken(1))
 
 
 def without_new_settings(folder: Path) -> None:
@@ -540,7 +464,7 @@ def test_settings_that_came_later_do_not_stop_a_resumption(
     experiment = ExperimentConfig.read(write_experiment(tmp_path), ["run.checkpoint_every=1"])
     assert find_changes(PlannedRun(experiment, "pfedlora", {}, folder)) == []
     assert main(["resume", str(folder)]) == 0
-    assert rounds_of(folder) == rounds_of(unbroken(1))
+    assert read_rounds(folder) == read_rounds(unbroken(1))
 
 
 @pytest.mark.full
@@ -561,9 +485,9 @@ def test_a_truncated_checkpoint_file_is_named(tmp_path: Path, keep: float) -> No
         data = file.read_bytes()
         file.write_bytes(data[: int(len(data) * keep)])
         with pytest.raises(CheckpointError, match=file.name):
-            simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+            simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
         file.write_bytes(data)
-    simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+    simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
 
 
 @pytest.mark.full
@@ -572,7 +496,7 @@ def test_a_missing_checkpoint_file_is_named(tmp_path: Path) -> None:
     for file in (folder / "checkpoint").iterdir():
         file.unlink()
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+        simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
 
 
 ENTRY = [0, 4, "00"]
@@ -600,7 +524,7 @@ def test_a_damaged_table_of_contents_is_named(tmp_path: Path, table: Any) -> Non
     damaged = b"1234" + contents + len(contents).to_bytes(8, "big")
     (folder / "checkpoint" / "000003.checkpoint").write_bytes(damaged)
     with pytest.raises(CheckpointError, match=r"000003\.checkpoint"):
-        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+        simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
 
 
 def gzip_lines(rows: list[str]) -> bytes:
@@ -610,11 +534,11 @@ def gzip_lines(rows: list[str]) -> bytes:
 @pytest.mark.full
 def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
-    whole, complete = (folder / METRICS).read_bytes(), read_lines(folder)
+    whole, complete = (folder / RECORDS_FILE).read_bytes(), read_lines(folder)
     members = [len(gzip.compress(line, mtime=0)) for line in complete]
     assert sum(members) == len(whole)
     for cut in range(1, members[-1]):
-        (folder / METRICS).write_bytes(whole[:-cut])
+        (folder / RECORDS_FILE).write_bytes(whole[:-cut])
         # the line is whole where only the checksum after it is not
         assert read_lines(folder) in (complete[:-1], complete)
     assert read_lines(folder) == complete[:-1]
@@ -629,9 +553,11 @@ def test_a_run_goes_on_from_its_checkpoint_when_records_are_lost(
     tmp_path: Path, damage: str, rounds: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     how = {**TINY, "evaluate_every": 1}
-    whole = simulate("lg_fedavg", tiny(), folder=tmp_path / "whole", **{**how, "rounds": rounds})
+    whole = simulate(
+        "lg_fedavg", make_tiny_federation(), folder=tmp_path / "whole", **{**how, "rounds": rounds}
+    )
     folder = whole_run(tmp_path / "run", **how)
-    path = folder / METRICS
+    path = folder / RECORDS_FILE
     text = [line.decode() for line in read_lines(folder)]
     rows, lost = {
         "short": (text[:2], [2, 3]),
@@ -653,7 +579,9 @@ def test_a_run_goes_on_from_its_checkpoint_when_records_are_lost(
     else:
         with pytest.raises(CheckpointError, match=r"metrics\.jsonl.*resume"):
             RunRecord.load(folder)
-    result = simulate("lg_fedavg", tiny(), folder=folder, resume=True, **{**how, "rounds": rounds})
+    result = simulate(
+        "lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **{**how, "rounds": rounds}
+    )
     assert f"{named} lost" in caplog.text
     # what is known again is as it was, and the states are those of an unbroken run
     kept = {r.round: r for r in RunRecord.load(folder).rounds}
@@ -679,7 +607,7 @@ def test_a_damaged_table_is_named(
     tmp_path: Path, name: str, text: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
-    before = rounds_of(folder)
+    before = read_rounds(folder)
     (folder / name).write_bytes(text)
     for command in (["report", str(folder)], ["status", str(folder)]):
         assert main(command) == 1
@@ -695,16 +623,16 @@ def test_a_damaged_table_is_named(
             assert main([command, str(folder), *(["-o", str(tmp_path / "out")] * (command != "resume"))]) == 1
             assert name in capsys.readouterr().err
         with pytest.raises(CheckpointError, match=name):
-            simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+            simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
     else:
         # the run knows what they hold
-        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
-        assert rounds_of(folder) == before
+        simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
+        assert read_rounds(folder) == before
         assert RunRecord.load(folder).status["state"] in ("finished", "stopped")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["run.json", "clients.json", "status.json", METRICS])
+@pytest.mark.parametrize("name", ["run.json", "clients.json", "status.json", RECORDS_FILE])
 def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path, name: str) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
     path, whole = folder / name, RunRecord.load(folder)
@@ -767,7 +695,7 @@ def test_left_overs_are_removed(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
     before = files_of(folder)
     (folder / "checkpoint" / "000099.checkpoint.part").write_bytes(b"left over")
-    simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+    simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
     assert files_of(folder) == before
 
 
@@ -785,14 +713,20 @@ def stop_after(rounds: int) -> Callable[[RoundRecord], None]:
 @pytest.fixture
 def half(tmp_path: Path) -> Path:
     with pytest.raises(KeyboardInterrupt):
-        simulate(PFedLoRA(width=2), tiny(), folder=tmp_path / "half", on_round=stop_after(1), **TINY)
+        simulate(
+            PFedLoRA(width=2),
+            make_tiny_federation(),
+            folder=tmp_path / "half",
+            on_round=stop_after(1),
+            **TINY,
+        )
     return tmp_path / "half"
 
 
 @pytest.mark.full
 def test_python_resumes_to_the_same_end(half: Path, tmp_path: Path) -> None:
-    simulate(PFedLoRA(width=2), tiny(), folder=tmp_path / "whole", **TINY)
-    result = simulate(PFedLoRA(width=2), tiny(), folder=half, resume=True, **TINY)
+    simulate(PFedLoRA(width=2), make_tiny_federation(), folder=tmp_path / "whole", **TINY)
+    result = simulate(PFedLoRA(width=2), make_tiny_federation(), folder=half, resume=True, **TINY)
     assert_same_end(half, tmp_path / "whole", names=False)
     assert [r.round for r in result.rounds] == [0, 1, 2, 3]
 
@@ -809,13 +743,18 @@ def test_python_resumes_to_the_same_end(half: Path, tmp_path: Path) -> None:
         ({"method": METHODS["standalone"]()}, "method.name was 'pfedlora' and is 'standalone'"),
         ({"participation": 0.4}, "participation was 0.6 and is 0.4"),
         ({"rounds": 2}, "rounds was 3 and is 2"),
-        ({"federation": tiny(seed=1)}, "seed was 0 and is 1"),
-        ({"federation": tiny(shift=1.0)}, "client 1"),
+        ({"federation": make_tiny_federation(seed=1)}, "seed was 0 and is 1"),
+        ({"federation": make_tiny_federation(shift=1.0)}, "client 1"),
     ],
     ids=["width", "lr", "method", "participation", "rounds", "seed", "data"],
 )
 def test_python_refuses_what_changed(half: Path, change: dict[str, Any], named: str) -> None:
-    given: dict[str, Any] = {"method": PFedLoRA(width=2), "federation": tiny(), **TINY, **change}
+    given: dict[str, Any] = {
+        "method": PFedLoRA(width=2),
+        "federation": make_tiny_federation(),
+        **TINY,
+        **change,
+    }
     method, on = given.pop("method"), given.pop("federation")
     before = {p: p.read_bytes() for p in half.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError) as caught:
@@ -827,7 +766,7 @@ def test_python_refuses_what_changed(half: Path, change: dict[str, Any], named: 
 @pytest.mark.full
 def test_another_number_of_clients_is_named(half: Path) -> None:
     smaller = Federation.from_arrays(
-        [(torch.randn(10, 4), torch.zeros(10).long()) for _ in range(2)], Split, classes=2
+        [(torch.randn(10, 4), torch.zeros(10).long()) for _ in range(2)], SplitNetwork, classes=2
     )
     with pytest.raises(CheckpointError, match="client"):
         simulate(PFedLoRA(width=2), smaller, folder=half, resume=True, **TINY)
@@ -835,11 +774,11 @@ def test_another_number_of_clients_is_named(half: Path) -> None:
 
 def test_resuming_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FedlowrankError, match="folder"):
-        simulate("standalone", tiny(), resume=True, rounds=1)
+        simulate("standalone", make_tiny_federation(), resume=True, rounds=1)
     with pytest.raises(CheckpointError):
-        simulate("standalone", tiny(), folder=tmp_path / "none", resume=True, rounds=1)
+        simulate("standalone", make_tiny_federation(), folder=tmp_path / "none", resume=True, rounds=1)
     assert main(["resume", str(tmp_path / "none")]) == 1
     assert "run.json" in capsys.readouterr().err
-    simulate("standalone", tiny(), folder=tmp_path / "python", rounds=1)
+    simulate("standalone", make_tiny_federation(), folder=tmp_path / "python", rounds=1)
     assert main(["resume", str(tmp_path / "python")]) == 1
     assert "Python" in capsys.readouterr().err

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.client_model import ClientModel
-from fedlowrank.core.contract.contribution import Sum
-from fedlowrank.core.contract.method import AnyMethod, ClientInfo, ClientView, Method, ServerView, Task
+from fedlowrank.core.contract import (
+    AnyMethod,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Method,
+    ServerView,
+    Sum,
+    Task,
+)
 from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
@@ -133,6 +140,23 @@ def test_a_nan_half_way_stops_the_run_or_is_left_out() -> None:
     assert "holds a NaN or an infinity" in record.lost["4"]
     assert run.state.server[0] == 2**CLIENTS - 1 - 2**4
     assert 4 not in run.state.clients
+
+
+def test_a_nan_in_an_upload_of_a_finite_training_stops_the_run() -> None:
+    run = run_of(Sums(bad=4))
+    before = run.state
+    with pytest.raises(
+        NonFiniteError, match=r"client 4, round 1: its upload .* or set run\.on_nan to 'drop'"
+    ) as caught:
+        run.step()
+    assert (caught.value.client, caught.value.round, run.round) == (4, 0, 0)
+    assert run.state is before
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "drop"])
+def test_an_upload_that_is_lost_anyway_stops_no_run(on_nan: str) -> None:
+    record = run_of(Sums(bad=4), on_nan=on_nan).step({"4": "said so"})
+    assert record.lost == {"4": "said so"}
 
 
 def test_the_message_of_a_divergence_is_of_the_round_of_its_record() -> None:

@@ -26,14 +26,14 @@ from fedlowrank.rounds.participation.unequal_sampling import draw_by_size, weigh
 from fedlowrank.rounds.run import Run
 from fedlowrank.testing.check import small_federation
 from fedlowrank.trust.trust_settings import Clipping, SecureSums
-from methods.setting import CLASSES, Net, arrays
+from tests.methods.setting import CLASSES, Net, make_arrays
 
 SIZES = (23, 9, 31, 14)
 
 
 def federation() -> Federation:
     make: Any = {"m": lambda: Net(6)}
-    return Federation.from_arrays(arrays(), make, classes=CLASSES)
+    return Federation.from_arrays(make_arrays(), make, classes=CLASSES)
 
 
 def generators(count: int) -> list[torch.Generator]:
@@ -120,7 +120,7 @@ def test_a_round_takes_the_plain_mean_where_no_client_is_certain(sampling: Any) 
 
 @pytest.mark.full
 def test_a_client_that_is_always_drawn_keeps_its_weight() -> None:
-    fed = Federation.from_arrays(arrays(sizes=(90, 9, 12, 9)), {"m": lambda: Net(6)}, classes=CLASSES)
+    fed = Federation.from_arrays(make_arrays(sizes=(90, 9, 12, 9)), {"m": lambda: Net(6)}, classes=CLASSES)
     run = Run(
         FedAvg(batch_size=8), fed, RunSettings(rounds=1, participation=0.5, sampling="size"), Sequential()
     )

@@ -16,7 +16,15 @@ from fedlowrank.core.errors import CheckpointError
 from fedlowrank.results.records import RunRecord
 from fedlowrank.storage.lock import FolderInUseError, exclusive, identify_process, is_alive, read_holder
 from fedlowrank.storage.run_folder import RunFolder
-from rounds.test_resume import end_of, lines, rounds_of, start, tiny, wait_for, write_experiment
+from tests.support.interrupted_runs import (
+    count_lines,
+    make_tiny_federation,
+    read_rounds,
+    start_command,
+    wait_for_exit_code,
+    wait_for_round,
+    write_experiment,
+)
 
 
 def state(folder: Path) -> str:
@@ -28,12 +36,12 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_leaves_the_folder_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, folder, log = write_experiment(tmp_path), tmp_path / "run", tmp_path / "log"
-    first = start("run", file, "run.rounds=40", "run.checkpoint_every=1", "-o", folder, log=log)
+    first = start_command("run", file, "run.rounds=40", "run.checkpoint_every=1", "-o", folder, log=log)
     try:
-        assert wait_for(folder, 3, first)
+        assert wait_for_round(folder, 3, first)
         # it stands still in the middle of a round, and holds the folder
         os.kill(first, signal.SIGSTOP)
-        written, before = lines(folder), sorted(p.name for p in tmp_path.iterdir())
+        written, before = count_lines(folder), sorted(p.name for p in tmp_path.iterdir())
         for arguments in (
             ["resume", str(folder)],
             ["run", str(file), "-o", str(folder), "--force"],
@@ -52,17 +60,17 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_leaves_the_folder_
                 arguments += ["-o", str(tmp_path)]
             assert main(arguments) == 1
             assert f"in use by process {first}" in capsys.readouterr().err
-        assert (lines(folder), state(folder)) == (written, "running")
+        assert (count_lines(folder), state(folder)) == (written, "running")
         assert [n for n in sorted(p.name for p in tmp_path.iterdir()) if n != "pfedlora-s0"] == before
     finally:
         os.kill(first, signal.SIGKILL)
-        end_of(first)
+        wait_for_exit_code(first)
     assert state(folder) == "stopped"
     assert "killed" in RunRecord.load(folder).status["message"]
-    both = [start("resume", folder, log=log) for _ in range(2)]
-    codes = [end_of(process) for process in both]
+    both = [start_command("resume", folder, log=log) for _ in range(2)]
+    codes = [wait_for_exit_code(process) for process in both]
     assert 0 in codes, log.read_text()
-    assert [r["round"] for r in rounds_of(folder)] == list(range(41))
+    assert [r["round"] for r in read_rounds(folder)] == list(range(41))
     assert state(folder) == "finished"
 
 
@@ -73,7 +81,7 @@ def test_any_error_ends_the_status_running(tmp_path: Path) -> None:
             raise ZeroDivisionError("in the user's own function")
 
     with pytest.raises(ZeroDivisionError):
-        simulate("pfedlora", tiny(), rounds=3, folder=tmp_path / "run", on_round=fail)
+        simulate("pfedlora", make_tiny_federation(), rounds=3, folder=tmp_path / "run", on_round=fail)
     found = RunRecord.load(tmp_path / "run").status
     assert (found["state"], found["rounds"]) == ("stopped", 2)
     assert "ZeroDivisionError: in the user's own function" in found["message"]
@@ -92,7 +100,7 @@ def test_a_status_that_could_not_be_written_is_not_believed(
 
     monkeypatch.setattr(RunFolder, "status", status)
     with pytest.raises(CheckpointError, match="the disk is full"):
-        simulate("pfedlora", tiny(), rounds=1, folder=tmp_path / "run")
+        simulate("pfedlora", make_tiny_federation(), rounds=1, folder=tmp_path / "run")
     assert '"running"' in (tmp_path / "run" / "status.json").read_text()
     assert state(tmp_path / "run") == "stopped"
 

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from fedlowrank import Federation
-from fedlowrank.core.contract.method import Batch
+from fedlowrank.core.contract import Batch
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods import METHODS
 from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.training.client_tensors.client_tensor import NoRuleError, to_client_tensor
+from fedlowrank.training.client_tensors.control_flow import unwrap_client_tensor
 from fedlowrank.training.cohorts.cohort_statistics import total_cohort
-from fedlowrank.training.cohorts.control_flow import unwrap_stacked
-from fedlowrank.training.local_data import CHUNK
-from fedlowrank.training.stacked import UnsupportedError, stack
+from fedlowrank.training.local_data import MAX_CHUNK
 
 torch.set_num_threads(1)
 
-SIZES = (2 * CHUNK, 30, 17, 9)
+SIZES = (2 * MAX_CHUNK, 30, 17, 9)
 
 
 def federation() -> Federation:
@@ -46,18 +46,18 @@ def test_sums_and_means_of_each_client_with_constants_of_its_own() -> None:
         scores = batch.x.double() @ w
         return {"scores": batch.total(scores + shift), "count": batch.total(torch.ones_like(scores[:, 0]))}
 
-    found = total_cohort(trainers(on), statistic, weight, (stack(shift),))
-    assert len(on.clients[0].train) > CHUNK
+    found = total_cohort(trainers(on), statistic, weight, (to_client_tensor(shift),))
+    assert len(on.clients[0].train) > MAX_CHUNK
     for k, own in enumerate(on.clients):
         x = np.asarray(own.train.x)
         expected = (x.astype(np.float64) @ weight.numpy() + shift[k].numpy()).sum(0)
-        np.testing.assert_allclose(unwrap_stacked(found["scores"])[k].numpy(), expected, rtol=1e-9)
-        assert unwrap_stacked(found["count"])[k] == len(x)
+        np.testing.assert_allclose(unwrap_client_tensor(found["scores"])[k].numpy(), expected, rtol=1e-9)
+        assert unwrap_client_tensor(found["count"])[k] == len(x)
 
 
 def test_a_result_that_is_the_same_for_all_is_refused() -> None:
     on = federation()
-    with pytest.raises(UnsupportedError, match="same for all"):
+    with pytest.raises(NoRuleError, match="same for all"):
         total_cohort(trainers(on), lambda w, batch: w.sum(), torch.ones(2), ())
 
 

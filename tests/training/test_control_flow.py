@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.counting import Counting
 from torch import Tensor
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import ClientInfo, ClientView
+from fedlowrank.core.contract import ClientInfo, ClientView
 from fedlowrank.core.key import Key
 from fedlowrank.core.tree import Params
 from fedlowrank.engines import ENGINES
@@ -22,15 +21,23 @@ from fedlowrank.methods import METHODS
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import small_federation
-from fedlowrank.training.cohorts.cohort_view import CohortInfo, CohortKey
-from fedlowrank.training.cohorts.control_flow import (
+from fedlowrank.training.client_tensors.client_tensor import (
+    RULES,
+    ClientTensor,
+    NoRuleError,
+    to_client_tensor,
+    with_rows,
+    without_rows,
+)
+from fedlowrank.training.client_tensors.control_flow import (
     DifferingError,
     select_clients,
     split_clients,
     stack_clients,
-    unwrap_stacked,
+    unwrap_client_tensor,
 )
-from fedlowrank.training.stacked import RULES, Stacked, UnsupportedError, stack, with_rows, without_rows
+from fedlowrank.training.cohorts.cohort_view import CohortInfo, CohortKey
+from tests.support.counting_engine import CountingEngine
 
 K = 3
 
@@ -51,15 +58,15 @@ def test_a_number_is_that_of_all_clients_or_they_differ(what: str) -> None:
     ask = ASKED[what]
     same, other = torch.ones(2, 3), torch.tensor([[-1.0, 0, 9], [5, 6, 7]])
     with without_rows():
-        assert ask(stack(torch.stack([same] * K))) == ask(same)
+        assert ask(to_client_tensor(torch.stack([same] * K))) == ask(same)
         with pytest.raises(DifferingError) as found:
-            ask(stack(torch.stack([same, other, same])))
+            ask(to_client_tensor(torch.stack([same, other, same])))
     assert found.value.values[0] == found.value.values[2] != found.value.values[1]
 
 
 def test_within_a_step_control_flow_is_refused() -> None:
-    with with_rows(), pytest.raises(UnsupportedError, match="control flow within a step"):
-        bool(stack(torch.ones(K)))
+    with with_rows(), pytest.raises(NoRuleError, match="control flow within a step"):
+        bool(to_client_tensor(torch.ones(K)))
 
 
 SHARED = torch.arange(12.0).reshape(3, 4) / 7
@@ -85,14 +92,14 @@ COMPUTED: dict[str, Callable[[Tensor], Any]] = {
 def test_without_a_batch_the_result_is_that_of_each_client(what: str) -> None:
     compute, own = COMPUTED[what], [torch.randn(3, 3, generator=Key((k,)).generator()) for k in range(K)]
     with without_rows():
-        found = compute(stack(torch.stack(own)))
-    assert type(found) is Stacked
-    torch.testing.assert_close(unwrap_stacked(found), torch.stack([compute(t) for t in own]))
+        found = compute(to_client_tensor(torch.stack(own)))
+    assert type(found) is ClientTensor
+    torch.testing.assert_close(unwrap_client_tensor(found), torch.stack([compute(t) for t in own]))
 
 
 def test_a_stacked_tensor_says_of_itself_what_that_of_one_client_says() -> None:
     one = torch.zeros(2, 3, dtype=torch.complex64)
-    many = stack(torch.stack([one] * K))
+    many = to_client_tensor(torch.stack([one] * K))
     for ask in (
         lambda t: t.nbytes,
         lambda t: t.element_size(),
@@ -112,7 +119,7 @@ def test_every_rule_of_control_flow_is_among_these(monkeypatch: pytest.MonkeyPat
             used.add(func)
             return super().__getitem__(func)
 
-    monkeypatch.setattr("fedlowrank.training.stacked.RULES", Recording(RULES))
+    monkeypatch.setattr("fedlowrank.training.client_tensors.client_tensor.RULES", Recording(RULES))
     for what in ASKED:
         test_a_number_is_that_of_all_clients_or_they_differ(what)
     for what in COMPUTED:
@@ -143,7 +150,7 @@ def test_an_attribute_of_the_info_is_what_all_agree_in() -> None:
     with pytest.raises(DifferingError) as found:
         _ = CohortInfo(infos(1, 0, 1)).cluster
     assert found.value.values == [1, 0, 1]
-    assert unwrap_stacked(CohortInfo(infos(0, 0)).examples).tolist() == [10, 11]
+    assert unwrap_client_tensor(CohortInfo(infos(0, 0)).examples).tolist() == [10, 11]
 
 
 def test_a_draw_is_what_each_client_draws_alone() -> None:
@@ -152,11 +159,13 @@ def test_a_draw_is_what_each_client_draws_alone() -> None:
     def draw(g: torch.Generator, n: int) -> Tensor:
         return torch.rand(n, 2, generator=g)
 
-    found = unwrap_stacked((CohortKey(keys) / "noise").draw(draw, stack(torch.tensor([3, 1, 2]))))
+    found = unwrap_client_tensor(
+        (CohortKey(keys) / "noise").draw(draw, to_client_tensor(torch.tensor([3, 1, 2])))
+    )
     for k, n in enumerate((3, 1, 2)):
         assert torch.equal(found[k, :n], (keys[k] / "noise").draw(draw, n))
         assert not found[k, n:].any()
-    with pytest.raises(UnsupportedError, match=r"Key\.draw"):
+    with pytest.raises(NoRuleError, match=r"Key\.draw"):
         CohortKey(keys).generator()
 
 
@@ -164,12 +173,12 @@ def test_trees_of_clients_are_stacked_where_they_differ_and_split_again() -> Non
     shared = torch.ones(2)
     trees = [{"w": torch.full((2, 2), float(k)), "base": shared, "n": 4} for k in range(K)]
     found = stack_clients(trees)
-    assert type(found["w"]) is Stacked
+    assert type(found["w"]) is ClientTensor
     assert found["base"] is shared
     assert all(tree.equal(a, b) for a, b in zip(split_clients(found, K), trees, strict=True))
     some = select_clients(found, [2, 0])
-    assert unwrap_stacked(some["w"])[:, 0, 0].tolist() == [2, 0]
-    with pytest.raises(UnsupportedError, match="differ in form"):
+    assert unwrap_client_tensor(some["w"])[:, 0, 0].tolist() == [2, 0]
+    with pytest.raises(NoRuleError, match="differ in form"):
         stack_clients([{"w": torch.ones(2)}, {"w": torch.ones(3)}])
 
 
@@ -195,7 +204,7 @@ def states(method: Any, engine: Any, rounds: int = 3) -> tuple[Any, list[Any]]:
 
 
 def test_clients_that_take_another_way_are_parted_and_train_nothing_twice() -> None:
-    engine = Counting()
+    engine = CountingEngine()
     (one, expected), (other, records) = states(Again(), ENGINES["sequential"]()), states(Again(), engine)
     for n in one:
         torch.testing.assert_close(other[n], one[n], rtol=1e-4, atol=1e-6)
@@ -217,7 +226,7 @@ class Sorted(METHODS["fedavg"]):  # type: ignore[misc]
 
 
 def test_what_has_no_rule_between_verbs_costs_no_training(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Counting()
+    engine = CountingEngine()
     with caplog.at_level("INFO", "fedlowrank.engines"):
         (one, expected), (other, records) = (
             states(Sorted(), ENGINES["sequential"]()),
@@ -235,7 +244,7 @@ def test_what_has_no_rule_between_verbs_costs_no_training(caplog: pytest.LogCapt
 def test_a_rule_that_is_wrong_is_found_by_a_client_alone(
     wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(RULES, torch.square, lambda t: stack(unwrap_stacked(t) * 2))
+    monkeypatch.setitem(RULES, torch.square, lambda t: to_client_tensor(unwrap_client_tensor(t) * 2))
 
     @dataclass(frozen=True)
     class Squared(METHODS["fedavg"]):  # type: ignore[misc]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from fedlowrank.core.contract.method import ClientInfo, Pass
+from fedlowrank.core.contract import ClientInfo, Pass
 from fedlowrank.core.key import Key
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.dataset import Examples
@@ -21,7 +21,7 @@ from fedlowrank.methods.fednova import FedNova
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.local_data import LocalData
-from methods.setting import CLASSES, INPUTS
+from tests.methods.setting import CLASSES, INPUTS
 
 SIZES = (23, 17, 5)
 FULL = (16, 16, 5)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engines.runs import same
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import AnyMethod
+from fedlowrank.core.contract import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.batch_losses import supervised_loss
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Optimizer, Schedule
@@ -36,7 +35,8 @@ from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage import checkpoint
 from fedlowrank.storage.state import State
 from fedlowrank.training.kept_optimizers import KeepingTrainer, StateWithOptimizers
-from methods.setting import CLASSES, Net, arrays
+from tests.methods.setting import CLASSES, Net, make_arrays
+from tests.support.engine_runs import has_same_end
 
 ROUNDS = 4
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -51,7 +51,7 @@ KEPT: dict[str, tuple[Optimizer, Make]] = {
 
 def federation(clients: Any = None, **options: Any) -> Federation:
     make: Any = {"m": lambda: Net(6)}
-    return Federation.from_arrays(clients or arrays(), make, classes=CLASSES, **options)
+    return Federation.from_arrays(clients or make_arrays(), make, classes=CLASSES, **options)
 
 
 def run_of(method: AnyMethod, engine: Engine, on: Federation, rounds: int = ROUNDS, **settings: Any) -> Run:
@@ -100,7 +100,7 @@ def test_every_client_that_trains_alone_has_one_optimizer_for_all_rounds(
 
 def test_fedavg_of_one_client_is_one_optimizer_for_all_rounds() -> None:
     optimizer, make = KEPT["adamw"]
-    fed = federation(arrays()[:1])
+    fed = federation(make_arrays()[:1])
     run = run_of(FedAvg(epochs=2, batch_size=8, optimizer=optimizer), Sequential(), fed)
     assert_close(run.state.server, with_torch(fed, 0, [*range(ROUNDS)], make))
 
@@ -132,7 +132,7 @@ def test_states_are_the_same_in_every_engine_and_after_a_resume(name: str, tmp_p
     run = run_of(method, Sequential(), fed, participation=0.7)
     # all cross processes as they do bytes
     for engine in (Wire(), Processes(workers=2)) if name == "two passes" else (Wire(),):
-        assert same(run, run_of(method, engine, fed, participation=0.7))
+        assert has_same_end(run, run_of(method, engine, fed, participation=0.7))
     together = run_of(method, Vectorized(), fed, participation=0.7)
     for client, state in run.state.clients.items():
         assert isinstance(state, StateWithOptimizers)
@@ -146,7 +146,7 @@ def test_states_are_the_same_in_every_engine_and_after_a_resume(name: str, tmp_p
     other.restore(State(found.round, found.server, found.clients))
     other.step()
     other.step()
-    assert same(run, other)
+    assert has_same_end(run, other)
 
 
 def test_an_evaluation_uses_no_state_and_changes_none() -> None:
@@ -166,7 +166,7 @@ def test_an_evaluation_uses_no_state_and_changes_none() -> None:
 def test_a_state_that_does_not_fit_is_an_error_that_names_client_pass_and_parameter() -> None:
     fed, optimizer = federation(), KEPT["momentum"][0]
     run = run_of(FedAvg(optimizer=optimizer), Sequential(), fed, rounds=1)
-    smaller = Federation.from_arrays(arrays(), {"m": lambda: Net(5)}, classes=CLASSES)
+    smaller = Federation.from_arrays(make_arrays(), {"m": lambda: Net(5)}, classes=CLASSES)
     other = Run(FedAvg(optimizer=optimizer), smaller, RunSettings(rounds=2), Sequential())
     other.restore(State(1, other.state.server, run.state.clients))
     with pytest.raises(

@@ -26,7 +26,7 @@ from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-from methods.setting import CLASSES, Net, arrays
+from tests.methods.setting import CLASSES, Net, make_arrays
 
 LR = 0.1
 Make = Callable[[torch.optim.Optimizer, int], Any]
@@ -68,7 +68,7 @@ SCHEDULES: dict[str, tuple[LocalSchedule, Make]] = {
 
 def federation() -> Federation:
     make: Any = {"m": lambda: Net(6)}
-    return Federation.from_arrays(arrays(), make, classes=CLASSES)
+    return Federation.from_arrays(make_arrays(), make, classes=CLASSES)
 
 
 def run_of(method: Any, engine: Engine, fed: Federation, rounds: int = 2) -> Run:

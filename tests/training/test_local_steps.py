@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from fedlowrank import SGD, Federation, LocalSchedule
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Pass
+from fedlowrank.core.contract import Pass
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.engines import ENGINES
 from fedlowrank.engines.sequential import Sequential

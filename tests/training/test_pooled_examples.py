@@ -9,8 +9,8 @@ from torch import Tensor
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.pixels import Pixels
 from fedlowrank.training.cohorts import pooled_examples
+from fedlowrank.training.cohorts.cohort_batches import common_base
 from fedlowrank.training.cohorts.pooled_examples import pool_examples
-from fedlowrank.training.feed import common_base
 
 
 def examples(n: int, seed: int, shape: tuple[int, ...] = (4,)) -> Examples:
@@ -61,7 +61,7 @@ def test_inputs_of_several_forms_stay_as_they_are(parts: list[Examples]) -> None
 def test_many_examples_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [examples(3, 0), examples(3, 1)]
     size = sum(part.inputs.nbytes + part.y.nbytes for part in parts)
-    monkeypatch.setattr(pooled_examples, "POOL", size - 1)
+    monkeypatch.setattr(pooled_examples, "MAX_POOLED_BYTES", size - 1)
     assert all(a is b for a, b in zip(pool_examples(parts), parts, strict=True))
-    monkeypatch.setattr(pooled_examples, "POOL", size)
+    monkeypatch.setattr(pooled_examples, "MAX_POOLED_BYTES", size)
     assert not any(a is b for a, b in zip(pool_examples(parts), parts, strict=True))

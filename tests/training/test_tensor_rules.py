@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlowrank.training import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
-from fedlowrank.training.stacked import RULES, Stacked, UnsupportedError, stack, without_rows
+from fedlowrank.training.client_tensors import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
+from fedlowrank.training.client_tensors.client_tensor import (
+    RULES,
+    ClientTensor,
+    NoRuleError,
+    to_client_tensor,
+    without_rows,
+)
 
 K, B, C = 3, 4, 2
 """Clients, examples of each, and clusters: no two are equal, nor equal to any width below."""
@@ -135,8 +141,8 @@ def agree(found: Any, expected: Any, leaves: list[Tensor]) -> None:
 def test_a_function_of_stacked_parameters_is_that_of_each_client(name: str) -> None:
     f, shapes = OWN[name]
     params = [random(K, *shape).requires_grad_() for shape in shapes]
-    found = f(*map(stack, params))
-    assert type(found) is Stacked
+    found = f(*map(to_client_tensor, params))
+    assert type(found) is ClientTensor
     agree(found.as_subclass(Tensor), torch.stack([f(*own(params, k)) for k in range(K)]), params)
 
 
@@ -147,18 +153,18 @@ def test_beside_rows(name: str) -> None:
     x = random(K * B, *example).requires_grad_()
     if name == "labels":
         p, rows = params[0], x.unflatten(0, (K, B))
-        by_client = LABELS.reshape(K, B)
-        expected = torch.cat([(rows[k] - p[k][by_client[k]]).square() for k in range(K)])
+        labels = LABELS.reshape(K, B)
+        expected = torch.cat([(rows[k] - p[k][labels[k]]).square() for k in range(K)])
     else:
         expected = torch.cat([f(rows, *own(params, k)) for k, rows in enumerate(x.chunk(K))])
-    found = f(x, *map(stack, params))
+    found = f(x, *map(to_client_tensor, params))
     assert type(found) is Tensor
     agree(found, expected, [x, *params])
 
 
 def test_a_mean_of_each_client_beside_its_scalar() -> None:
     means, a = random(K).requires_grad_(), random(K, 5).requires_grad_()
-    s = stack(a)
+    s = to_client_tensor(a)
     agree(means - 2 * (s * s).sum(), means - 2 * a.square().sum(1), [means, a])
 
 
@@ -173,7 +179,7 @@ def test_a_gradient_within_a_loss() -> None:
         return moved.reshape(clients, -1).mean(1)
 
     leaf = w.clone().requires_grad_()
-    found = loss(stack(leaf), x, K)
+    found = loss(to_client_tensor(leaf), x, K)
     leaves = [w[k].clone().requires_grad_() for k in range(K)]
     expected = torch.cat([loss(p, rows, 1) for p, rows in zip(leaves, x.chunk(K), strict=True)])
     torch.testing.assert_close(found, expected)
@@ -185,16 +191,16 @@ def test_a_gradient_within_a_loss() -> None:
 def test_without_a_batch_every_other_tensor_is_shared(rows: int) -> None:
     w, shared = random(K, C, rows, 6), random(rows, 6)
     with without_rows():
-        found = stack(w) * shared
-    assert type(found) is Stacked
+        found = to_client_tensor(w) * shared
+    assert type(found) is ClientTensor
     torch.testing.assert_close(found.as_subclass(Tensor), w * shared)
     right = random(K, 6, 5)
     with without_rows():
-        found = shared @ stack(right)
+        found = shared @ to_client_tensor(right)
     torch.testing.assert_close(found.as_subclass(Tensor), shared @ right)
 
 
-REFUSED: dict[str, Callable[[Stacked, Tensor], Any]] = {
+REFUSED: dict[str, Callable[[ClientTensor, Tensor], Any]] = {
     "no rule": lambda w, x: torch.linalg.qr(w),
     "a change in place": lambda w, x: w.mul_(2),
     "an entry that is set": lambda w, x: w.__setitem__(0, 1.0),
@@ -224,8 +230,8 @@ REFUSED: dict[str, Callable[[Stacked, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_uncertain_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="torch"):
-        REFUSED[name](stack(random(K, 5, 6)), random(K * B, 6))
+    with pytest.raises(NoRuleError, match="torch"):
+        REFUSED[name](to_client_tensor(random(K, 5, 6)), random(K * B, 6))
 
 
 def test_every_rule_is_among_these(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,12 +242,12 @@ def test_every_rule_is_among_these(monkeypatch: pytest.MonkeyPatch) -> None:
             used.add(getattr(func, "__name__", str(func)))
             return super().__getitem__(func)
 
-    monkeypatch.setattr("fedlowrank.training.stacked.RULES", Counting(RULES))
+    monkeypatch.setattr("fedlowrank.training.client_tensors.client_tensor.RULES", Counting(RULES))
     for f, shapes in OWN.values():
-        f(*[stack(random(K, *shape)) for shape in shapes])
+        f(*[to_client_tensor(random(K, *shape)) for shape in shapes])
     for f, shapes, example in BESIDE_ROWS.values():
-        f(random(K * B, *example), *[stack(random(K, *shape)) for shape in shapes])
-    # those of layers are in test_stacked.py, those of control flow in test_control_flow.py, those of varying sizes in
+        f(random(K * B, *example), *[to_client_tensor(random(K, *shape)) for shape in shapes])
+    # those of layers are in test_client_tensor.py, those of control flow in test_control_flow.py, those of varying sizes in
     # test_varying_sizes.py, and a gradient has a test of its own
     here = {f for f, rule in RULES.items() if not rule.__module__.endswith(("control_flow", "varying_sizes"))}
     layers = {"conv1d", "conv2d", "conv3d", "embedding", "group_norm", "layer_norm", "linear"}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank.core import tree
+from fedlowrank.core.contract import Batch, ClientInfo, ClientView, Pass
 from fedlowrank.core.contract.contribution import mean
-from fedlowrank.core.contract.method import Batch, ClientInfo, ClientView, Pass
 from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.learning.batch_losses import cross_entropy
@@ -34,7 +34,7 @@ from fedlowrank.models.architectures.cnn import CNN
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.local_data import LocalData
-from methods.setting import CLASSES, INPUTS, SIZES, Net, arrays
+from tests.methods.setting import CLASSES, INPUTS, SIZES, Net, make_arrays
 
 
 def linear(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -47,7 +47,7 @@ def linear(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 def federation(make: Callable[[], nn.Module] = linear, **kwargs: Any) -> Federation:
     return Federation.from_arrays(
-        kwargs.pop("clients", None) or arrays(), {"m": make}, classes=CLASSES, **kwargs
+        kwargs.pop("clients", None) or make_arrays(), {"m": make}, classes=CLASSES, **kwargs
     )
 
 
@@ -470,7 +470,7 @@ def test_operations_of_the_two_passes_of_pfedlora() -> None:
 
 def test_operations_are_counted_for_each_architecture_of_a_ledger() -> None:
     models = {"a": lambda: Net(10), "b": lambda: Net(20)}
-    fed = Federation.from_arrays(arrays(), models, classes=CLASSES)
+    fed = Federation.from_arrays(make_arrays(), models, classes=CLASSES)
     alone, engine = Standalone(batch_size=8), Sequential()
     jobs = [ClientJob(alone.client_init(fed.task(1), i), None, i) for i in fed.infos]
     found = [o.meter.flops for o in engine.run(alone, fed, fed.task(1), 0, jobs)]

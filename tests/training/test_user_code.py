@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fedlowrank import SGD, Federation, simulate
-from fedlowrank.core.contract.method import AnyMethod, Batch, Method
+from fedlowrank.core.contract import AnyMethod, Batch, Method
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import FedAvg

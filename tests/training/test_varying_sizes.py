@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlowrank.training.cohorts import varying_sizes  # noqa: F401 - adds the rules
-from fedlowrank.training.cohorts.control_flow import DifferingError, unwrap_stacked
-from fedlowrank.training.stacked import UnsupportedError, stack, without_rows
+from fedlowrank.training.client_tensors import varying_sizes  # noqa: F401 - adds the rules
+from fedlowrank.training.client_tensors.client_tensor import NoRuleError, to_client_tensor, without_rows
+from fedlowrank.training.client_tensors.control_flow import DifferingError, unwrap_client_tensor
 
 torch.set_num_threads(1)
 
@@ -57,42 +57,42 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 def test_a_cohort_gets_what_its_clients_get_alone(name: str) -> None:
     operation, values = OPERATIONS[name]
     with without_rows():
-        found = operation(*[stack(v) for v in values])
+        found = operation(*[to_client_tensor(v) for v in values])
     expected = torch.stack([operation(*[v[k] for v in values]) for k in range(CLIENTS)])
-    assert torch.equal(unwrap_stacked(found), expected)
-    assert unwrap_stacked(found).dtype == expected.dtype
+    assert torch.equal(unwrap_client_tensor(found), expected)
+    assert unwrap_client_tensor(found).dtype == expected.dtype
 
 
 def test_places_and_masks_that_all_clients_share() -> None:
     t, shared = drawn(4, 5), torch.tensor([2, 0, 1, 3])
     with without_rows():
         # as many places as clients: they are no rows of a batch here
-        rows = stack(t)[shared]
-        by_mask = stack(t)[torch.tensor([True, False, True, False])]
-        constant = shared[stack(PLACES % 4)]
-    assert torch.equal(unwrap_stacked(rows), t[:, shared])
-    assert torch.equal(unwrap_stacked(by_mask), t[:, [0, 2]])
-    assert torch.equal(unwrap_stacked(constant), shared[PLACES % 4])
+        rows = to_client_tensor(t)[shared]
+        by_mask = to_client_tensor(t)[torch.tensor([True, False, True, False])]
+        constant = shared[to_client_tensor(PLACES % 4)]
+    assert torch.equal(unwrap_client_tensor(rows), t[:, shared])
+    assert torch.equal(unwrap_client_tensor(by_mask), t[:, [0, 2]])
+    assert torch.equal(unwrap_client_tensor(constant), shared[PLACES % 4])
 
 
 @pytest.mark.parametrize(
     "operation",
-    [lambda m: m.nonzero(), lambda m: torch.arange(6)[m], lambda m: torch.zeros(6).masked_scatter(m, stack(drawn(2)))],
+    [lambda m: m.nonzero(), lambda m: torch.arange(6)[m], lambda m: torch.zeros(6).masked_scatter(m, to_client_tensor(drawn(2)))],
     ids=["places", "entries", "scatter"],
 )  # fmt: skip
 def test_clients_with_other_counts_divide_the_cohort(operation: Callable[[Tensor], Any]) -> None:
     with without_rows(), pytest.raises(DifferingError) as error:
-        operation(stack(masks(2, 3, 2, 3)))
+        operation(to_client_tensor(masks(2, 3, 2, 3)))
     assert error.value.parts() == {"2": [0, 2], "3": [1, 3]}
 
 
 def test_what_one_client_may_not_do_has_no_rule() -> None:
-    with without_rows(), pytest.raises(UnsupportedError, match="fewer entries"):
-        torch.zeros(6).masked_scatter(stack(EQUAL), stack(drawn(2)))
-    with without_rows(), pytest.raises(UnsupportedError, match="not rows"):
-        torch.zeros(2, 5).index_add(0, stack(PLACES), stack(drawn(3, 5)))
+    with without_rows(), pytest.raises(NoRuleError, match="fewer entries"):
+        torch.zeros(6).masked_scatter(to_client_tensor(EQUAL), to_client_tensor(drawn(2)))
+    with without_rows(), pytest.raises(NoRuleError, match="not rows"):
+        torch.zeros(2, 5).index_add(0, to_client_tensor(PLACES), to_client_tensor(drawn(3, 5)))
 
 
 def test_within_a_step_no_size_depends_on_values() -> None:
-    with pytest.raises(UnsupportedError, match="within a step"):
-        stack(EQUAL).nonzero()
+    with pytest.raises(NoRuleError, match="within a step"):
+        to_client_tensor(EQUAL).nonzero()

@@ -11,9 +11,7 @@ import pytest
 
 from fedlowrank.cli.catalog import build_trust_table
 from fedlowrank.core import tree
-from fedlowrank.core.contract.contribution import Mean
-from fedlowrank.core.contract.method import AnyMethod, ClientInfo, ClientView, Task
-from fedlowrank.core.contract.update import NO_UPDATE, Update
+from fedlowrank.core.contract import NO_UPDATE, AnyMethod, ClientInfo, ClientView, Mean, Task, Update
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import ENGINES
@@ -23,7 +21,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.trust.abilities import ABILITIES, abilities
 from fedlowrank.trust.trust_settings import Clipping, Privacy, Robust, SecureSums
-from methods.setting import alike
+from tests.methods.setting import federate_one_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "central": {"privacy": Privacy("central", noise=1e-5, delta=1e-3), "clipping": Clipping(5.0)},
@@ -33,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def run_of(method: AnyMethod, **settings: Any) -> Run:
-    return Run(method, alike(), RunSettings(rounds=2, **settings), ENGINES["sequential"]())
+    return Run(method, federate_one_model(), RunSettings(rounds=2, **settings), ENGINES["sequential"]())
 
 
 def listed(name: str) -> dict[str, str]:
@@ -132,7 +130,7 @@ class Unequal(FedAvg):
 
 
 def test_all_clients_are_compared_and_not_only_the_first_and_the_last() -> None:
-    task = alike().task(1)
+    task = federate_one_model().task(1)
     assert abilities(Personal(), task)["central"] == (
         "clients are sent different things, so that their sum has no common reference"
     )
@@ -146,6 +144,6 @@ def test_all_clients_are_compared_and_not_only_the_first_and_the_last() -> None:
 
 @pytest.mark.parametrize("kind", ["central", "local"])
 def test_a_plain_number_beside_the_update_is_refused(kind: str) -> None:
-    assert abilities(Telling(), alike().task(1))[kind] == (
+    assert abilities(Telling(), federate_one_model().task(1))[kind] == (
         "its clients send count, which is no tensor, so that no noise is added to it"
     )

@@ -14,7 +14,7 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.core.tree import Params, TreeError
 from fedlowrank.data.dataset import ClientData, Examples
-from fedlowrank.data.pixels import pack
+from fedlowrank.data.pixels import pack_images
 from fedlowrank.trust.attacks import (
     add_trigger,
     alie_z,
@@ -103,7 +103,7 @@ def test_a_backdoor_marks_half_of_the_training_images(shape: tuple[int, ...]) ->
 
 def test_a_backdoor_reads_images_stored_as_bytes() -> None:
     x = random(8, 1, 6, 6).sign()
-    (stored,) = pack([x])
+    (stored,) = pack_images([x])
     for value, expected in ((None, 1.0), (5.0, 5.0)):
         found = poison(client_data(stored), Attack("backdoor"), 10, KEY, value=value)
         assert ((found.train.inputs[:, :, -3:, -3:] == expected).flatten(1).all(1)).sum() >= 4

@@ -21,7 +21,7 @@ from fedlowrank.results.records import RunRecord
 from fedlowrank.storage.run_files import seal_run
 from fedlowrank.trust.privacy.accounting import Sampling
 from fedlowrank.trust.privacy.budget import Budget
-from methods.setting import alike
+from tests.methods.setting import federate_one_model
 
 DELTA = 1e-3
 CENTRAL = Privacy("central", epsilon=2.0, delta=DELTA)
@@ -76,9 +76,9 @@ def test_more_rounds_keep_the_noise_of_the_first_plan(accountant: Any, tmp_path:
     share = POISSON if accountant == "rdp" else {**POISSON, "participation": 1.0}
     settings: dict[str, Any] = {"privacy": privacy, "folder": tmp_path / "run", **share}
     for rounds, resume in ((2, False), (5, True), (9, True)):
-        result = simulate("fedavg", alike(), rounds=rounds, resume=resume, **settings)
+        result = simulate("fedavg", federate_one_model(), rounds=rounds, resume=resume, **settings)
         assert sigmas(tmp_path / "run") == {lines(tmp_path / "run")[0]["noise"]}
-        assert result.rounds[-1].observed["privacy"]["epsilon"] <= 2.0
+        assert result.rounds[-1].server_metrics["privacy"]["epsilon"] <= 2.0
     if accountant == "rdp":
         assert 1.9 < epsilon_of(tmp_path / "run") <= 2.0
     assert result.run.round == len(lines(tmp_path / "run")) == 2
@@ -95,15 +95,15 @@ def test_a_run_that_is_killed_and_extended_spends_no_more(tmp_path: Path) -> Non
         "privacy": CENTRAL, "folder": tmp_path / "run", "checkpoint_every": 2, **POISSON
     }  # fmt: skip
     with pytest.raises(KilledError):
-        simulate("fedavg", alike(), rounds=4, on_round=killed_after(3), **settings)
+        simulate("fedavg", federate_one_model(), rounds=4, on_round=killed_after(3), **settings)
     assert [line["round"] for line in lines(tmp_path / "run")] == [0, 1, 2]
     # as a kill leaves it: a part of the charge of a round that never was
     with (tmp_path / "run" / "privacy.jsonl").open("a") as file:
         file.write('{"round": 3, "noi')
     with pytest.raises(KilledError):
-        simulate("fedavg", alike(), rounds=20, resume=True, on_round=killed_after(4), **settings)
+        simulate("fedavg", federate_one_model(), rounds=20, resume=True, on_round=killed_after(4), **settings)
     for rounds in (30, 40):
-        simulate("fedavg", alike(), rounds=rounds, resume=True, **settings)
+        simulate("fedavg", federate_one_model(), rounds=rounds, resume=True, **settings)
         assert len(sigmas(tmp_path / "run")) == 1
         assert epsilon_of(tmp_path / "run") <= 2.0
     # planned for four
@@ -114,8 +114,8 @@ def test_a_run_that_is_killed_and_extended_spends_no_more(tmp_path: Path) -> Non
 def test_a_given_noise_may_use_the_whole_budget(tmp_path: Path) -> None:
     privacy = Privacy("central", noise=1.5, epsilon=3.0, delta=DELTA)
     settings: dict[str, Any] = {"privacy": privacy, "folder": tmp_path / "run", **POISSON}
-    simulate("fedavg", alike(), rounds=2, **settings)
-    result = simulate("fedavg", alike(), rounds=99, resume=True, **settings)
+    simulate("fedavg", federate_one_model(), rounds=2, **settings)
+    result = simulate("fedavg", federate_one_model(), rounds=99, resume=True, **settings)
     assert 2 < result.run.round < 99
     assert epsilon_of(tmp_path / "run") <= 3.0
     last = lines(tmp_path / "run")[-1]
@@ -129,8 +129,8 @@ def test_local_noise_of_the_first_plan_is_kept(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "privacy": local, "folder": tmp_path / "run", "participation": 0.5, "clipping": Clipping(0.05)
     }  # fmt: skip
-    simulate("fedavg", alike(), rounds=4, **settings)
-    result = simulate("fedavg", alike(), rounds=30, resume=True, **settings)
+    simulate("fedavg", federate_one_model(), rounds=4, **settings)
+    result = simulate("fedavg", federate_one_model(), rounds=30, resume=True, **settings)
     assert len(sigmas(tmp_path / "run")) == 1
     assert 3.9 < epsilon_of(tmp_path / "run", "local") <= 4.0
     assert result.run.budget is not None
@@ -142,13 +142,13 @@ def test_local_noise_of_the_first_plan_is_kept(tmp_path: Path) -> None:
 
 def test_a_run_from_before_plans_were_stored_has_the_noise_of_its_ledger(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"privacy": CENTRAL, "folder": tmp_path / "run", **POISSON}
-    simulate("fedavg", alike(), rounds=2, **settings)
+    simulate("fedavg", federate_one_model(), rounds=2, **settings)
     path = tmp_path / "run" / "run.json"
     stored = json.loads(path.read_text())
     del stored["plan"]
     path.write_text(json.dumps(stored))
     seal_run(path.parent)
-    simulate("fedavg", alike(), rounds=6, resume=True, **settings)
+    simulate("fedavg", federate_one_model(), rounds=6, resume=True, **settings)
     assert len(sigmas(tmp_path / "run")) == 1
     assert epsilon_of(tmp_path / "run") <= 2.0
 
@@ -171,14 +171,14 @@ def test_another_budget_is_another_run(
     shutil.copytree(once, tmp_path / "run")
     settings = {"privacy": CENTRAL, "rounds": 2, **POISSON, **changed}
     with pytest.raises(CheckpointError, match=named):
-        simulate("fedavg", alike(), folder=tmp_path / "run", resume=True, **settings)
+        simulate("fedavg", federate_one_model(), folder=tmp_path / "run", resume=True, **settings)
 
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A private run of two rounds."""
     folder = tmp_path_factory.mktemp("once") / "run"
-    simulate("fedavg", alike(), rounds=2, privacy=CENTRAL, folder=folder, **POISSON)
+    simulate("fedavg", federate_one_model(), rounds=2, privacy=CENTRAL, folder=folder, **POISSON)
     return folder
 
 
@@ -190,7 +190,13 @@ def test_a_lost_ledger_is_no_new_budget(kept: int, tmp_path: Path, once: Path) -
     path.write_text("".join(before[:kept]))
     with pytest.raises(CheckpointError, match=f"lacks round {kept + 1}"):
         simulate(
-            "fedavg", alike(), rounds=3, privacy=CENTRAL, folder=tmp_path / "run", resume=True, **POISSON
+            "fedavg",
+            federate_one_model(),
+            rounds=3,
+            privacy=CENTRAL,
+            folder=tmp_path / "run",
+            resume=True,
+            **POISSON,
         )
 
 
@@ -206,7 +212,13 @@ def test_a_damaged_plan_is_named(plan: Any, tmp_path: Path, once: Path) -> None:
     seal_run(path.parent)
     with pytest.raises(CheckpointError, match=r"run\.json is damaged: the plan"):
         simulate(
-            "fedavg", alike(), rounds=3, privacy=CENTRAL, folder=tmp_path / "run", resume=True, **POISSON
+            "fedavg",
+            federate_one_model(),
+            rounds=3,
+            privacy=CENTRAL,
+            folder=tmp_path / "run",
+            resume=True,
+            **POISSON,
         )
 
 

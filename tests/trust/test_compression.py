@@ -28,7 +28,7 @@ from fedlowrank.trust.compression import (
     with_feedback,
 )
 from fedlowrank.trust.stages import BFloat16, Int8, LowRankStage, TopK
-from fedlowrank.trust.updates import with_compared
+from fedlowrank.trust.updates import restore_compared
 
 KEY = Key((0, "compression"))
 TEXTS = [
@@ -453,7 +453,7 @@ def test_a_model_of_half_precision_and_the_residual_add_up(text: str, dtype: tor
         update = {tree.join_path("/model", p): t * 2e-4 for p, t in make_update(100 + step % 3).items()}
         reference = dict(tree.leaves(model))
         message, residual = with_feedback(stages, update, residual, KEY / step, reference)
-        model = with_compared(None, model, decompress(stages, travel(message), reference))
+        model = restore_compared(None, model, decompress(stages, travel(message), reference))
         end += flatten(update).astype(np.float64)
     assert {t.dtype for _, t in tree.leaves(model)} == {dtype}
     assert {t.dtype for t in (residual or {}).values()} == {torch.float32}

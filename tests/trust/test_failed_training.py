@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from scipy import stats
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import AnyMethod
-from fedlowrank.core.errors import NonFiniteError
+from fedlowrank.core.contract import AnyMethod, ClientView
+from fedlowrank.core.errors import NonFiniteError, NonFiniteUploadError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
@@ -22,7 +23,7 @@ from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.trust.trust_settings import Clipping, Privacy
-from methods.setting import alike, arrays
+from tests.methods.setting import federate_one_model, make_arrays
 
 FAILING = 2
 METHOD = FedAvg(batch_size=8, optimizer=SGD(lr=0.1))
@@ -30,10 +31,10 @@ METHOD = FedAvg(batch_size=8, optimizer=SGD(lr=0.1))
 
 def federation() -> Federation:
     """Client 2 has inputs of which the second step makes a NaN."""
-    clients = arrays()
+    clients = make_arrays()
     x, y = clients[FAILING]["train"]
     clients[FAILING] = {**clients[FAILING], "train": (x * np.float32(1e30), y)}
-    return alike(torch.float32, clients=clients)
+    return federate_one_model(torch.float32, clients=clients)
 
 
 def run_of(method: AnyMethod = METHOD, engine: str = "sequential", **settings: Any) -> Run:
@@ -64,6 +65,36 @@ def test_without_privacy_the_training_fails() -> None:
     with pytest.raises(NonFiniteError, match="client 2"):
         run_of().step()
     assert run_of(on_nan="drop").step().lost.keys() == {"2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class NaNAfterTraining(FedAvg):
+    """Client 1 trains to finite parameters, and sends a NaN."""
+
+    def local_update(self, state: Any, down: Any, view: ClientView) -> tuple[Any, Any]:
+        state, upload = super().local_update(state, down, view)
+        return state, tree.map_leaves(lambda t: t * float("nan"), upload) if view.info.id == 1 else upload
+
+
+def nan_after_training(**settings: Any) -> Run:
+    method = NaNAfterTraining(batch_size=8, optimizer=SGD(lr=0.1))
+    return Run(
+        method, federate_one_model(torch.float32), RunSettings(rounds=2, **settings), ENGINES["sequential"]()
+    )
+
+
+def test_a_nan_in_an_upload_after_a_finite_training_obeys_on_nan() -> None:
+    with pytest.raises(NonFiniteUploadError, match="client 1, round 1: its upload holds a NaN"):
+        nan_after_training().step()
+    assert nan_after_training(on_nan="drop").step().lost.keys() == {"1"}
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "drop"])
+@pytest.mark.parametrize("kind", ["central", "local"])
+def test_under_privacy_a_nan_in_an_upload_stays_with_the_client(kind: str, on_nan: str) -> None:
+    run = nan_after_training(on_nan=on_nan, **private(kind, 1e-5))
+    assert run.step().lost == {}
+    assert np.isfinite(vector(run.state.server.inner)).all()
 
 
 @pytest.mark.parametrize("engine", ["sequential", "wire", "vectorized", "processes"])
@@ -115,7 +146,7 @@ def test_optimizer_states_of_before_are_kept() -> None:
     method = FedAvg(batch_size=8, optimizer=SGD(lr=0.1, momentum=0.5, keep=True))
     healthy = Run(
         method,
-        alike(torch.float32),
+        federate_one_model(torch.float32),
         RunSettings(rounds=2, **private("central", 1e-5)),
         ENGINES["sequential"](),
     )
@@ -143,7 +174,7 @@ class Counting(torch.nn.Module):
 
 
 def test_buffers_of_a_failed_pass_are_dropped() -> None:
-    clients = arrays()
+    clients = make_arrays()
     for factor in (1.0, 1e30):
         x, y = clients[FAILING]["train"]
         clients[FAILING] = {**clients[FAILING], "train": (x * np.float32(factor), y)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import AnyMethod
+from fedlowrank.core.contract import AnyMethod
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
@@ -19,7 +19,7 @@ from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.trust.trust_settings import Clipping, Compression, Privacy
-from methods.setting import alike, arrays
+from tests.methods.setting import federate_one_model, make_arrays
 
 COMMON: dict[str, Any] = {"batch_size": 8, "optimizer": SGD(lr=0.1)}
 METHODS: dict[str, AnyMethod] = {
@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def run_of(name: str, engine: str = "sequential", rounds: int = 6, **settings: Any) -> Run:
-    run = Run(METHODS[name], alike(), RunSettings(rounds=rounds, **settings), ENGINES[engine]())
+    run = Run(METHODS[name], federate_one_model(), RunSettings(rounds=rounds, **settings), ENGINES[engine]())
     for _ in range(rounds):
         run.step()
     return run
@@ -79,7 +79,7 @@ def test_with_error_feedback_they_differ_by_what_waits() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_an_update_within_the_norm_leaves_the_method_as_it_is(name: str) -> None:
-    plain = Run(METHODS[name], alike(), RunSettings(rounds=3), ENGINES["sequential"]())
+    plain = Run(METHODS[name], federate_one_model(), RunSettings(rounds=3), ENGINES["sequential"]())
     for _ in range(3):
         plain.step()
     run = run_of(name, rounds=3, clipping=Clipping(1e6))
@@ -100,7 +100,7 @@ class Normalized(torch.nn.Module):
 
 
 def test_averaged_statistics_beside_the_sum_change_nothing() -> None:
-    federation = Federation.from_arrays(arrays(), {"normalized": Normalized}, classes=4)
+    federation = Federation.from_arrays(make_arrays(), {"normalized": Normalized}, classes=4)
     settings = RunSettings(rounds=3, statistics="averaged", clipping=CLIP)
     method = SCAFFOLD(batch_size=8, optimizer=SGD(lr=0.1), drop_last=True)
     run = Run(method, federation, settings, ENGINES["sequential"]())

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
+from fedlowrank.core.contract import AnyMethod
 from fedlowrank.core.contract.contribution import contribution_leaves
-from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.engine import ClientJob
@@ -21,7 +21,7 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.trust.trust_settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
-from methods.setting import alike
+from tests.methods.setting import federate_one_model
 
 METHOD = FedAvg(batch_size=8, optimizer=SGD(lr=0.1))
 CLIENTS = [
@@ -31,7 +31,9 @@ CLIENTS = [
 
 
 def run_of(method: AnyMethod = METHOD, rounds: int = 1, **settings: Any) -> Run:
-    return Run(method, alike(clients=CLIENTS), RunSettings(rounds=rounds, **settings), Sequential())
+    return Run(
+        method, federate_one_model(clients=CLIENTS), RunSettings(rounds=rounds, **settings), Sequential()
+    )
 
 
 def vector(value: Any) -> np.ndarray:
@@ -100,7 +102,7 @@ def test_the_geometric_median_weighs_replies(updates: np.ndarray) -> None:
     before = vector(run.state.server)
     record = run.step()
     assert np.allclose(vector(run.state.server) - before, z, rtol=0, atol=1e-9)
-    assert np.allclose(list(record.observed["weight"].values()), beta, rtol=1e-5)
+    assert np.allclose(list(record.server_metrics["weight"].values()), beta, rtol=1e-5)
 
 
 @pytest.mark.full
@@ -108,7 +110,7 @@ def test_krum_takes_the_reply_nearest_to_others(updates: np.ndarray) -> None:
     square = ((updates[:, None] - updates[None]) ** 2).sum(-1)
     scores = np.sort(square, 1)[:, 1 : 7 - 2 - 2 + 1].sum(1)
     record = (run := run_of(robust=Robust("krum", 0.2))).step()
-    assert [int(i) for i, w in record.observed["weight"].items() if w] == [int(scores.argmin())]
+    assert [int(i) for i, w in record.server_metrics["weight"].items() if w] == [int(scores.argmin())]
     start = vector(run_of().state.server)
     assert np.allclose(vector(run.state.server) - start, updates[scores.argmin()], rtol=0, atol=1e-12)
     several = moved(robust=Robust("multi_krum", 0.2, weights="examples"))
@@ -188,7 +190,7 @@ def test_lies_do_not_carry_an_attack_through_a_rule(updates: np.ndarray) -> None
 
 def test_the_weights_of_clusters_stay_under_the_geometric_median() -> None:
     """A method's own weights, such as pi of a mixture, are multiplied and not replaced."""
-    from fedlowrank.core.contract.contribution import Mean
+    from fedlowrank.core.contract import Mean
     from fedlowrank.rounds.inspection import reweight
 
     found = reweight({"a": Mean(torch.ones(1), 90.0), "b": Mean(torch.ones(1), 10.0)}, 0.3, 4)
@@ -198,7 +200,7 @@ def test_the_weights_of_clusters_stay_under_the_geometric_median() -> None:
 def test_replies_that_were_lost_are_not_judged() -> None:
     run = run_of(robust=Robust("multi_krum", 0.1))
     record = run.step({"3": "it was lost"})
-    assert record.observed["weight"].keys() == {"0", "1", "2", "4", "5", "6"}
+    assert record.server_metrics["weight"].keys() == {"0", "1", "2", "4", "5", "6"}
     assert record.lost == {"3": "it was lost"}
 
 
@@ -295,7 +297,7 @@ def test_bits_are_those_of_before_where_nothing_is_asked_for() -> None:
     assert run.inspection is None
     assert run.budget is None
     assert not isinstance(run.state.server, torch.Tensor)
-    assert "weight" not in run.step().observed
+    assert "weight" not in run.step().server_metrics
 
 
 @pytest.mark.full
@@ -344,20 +346,20 @@ def test_another_gauge_does_not_carry_a_reply_through_where_factors_are_averaged
 
 
 def test_factors_that_are_rounded_on_their_way_are_refused() -> None:
-    from fedlowrank.methods.families.lora_family import Tuning
+    from fedlowrank.methods.families.lora_family import LoRATraining
 
     for settings in ({"clipping": Clipping(0.1)}, {"robust": Robust("norm_bound")}):
-        with pytest.raises(TaskError, match=r"tuning.wire"):
-            run_of(METHODS["fedit"](tuning=Tuning(wire="int8")), **settings).step()  # type: ignore[arg-type]
+        with pytest.raises(TaskError, match=r"training.wire"):
+            run_of(METHODS["fedit"](training=LoRATraining(wire="int8")), **settings).step()  # type: ignore[arg-type]
 
 
 def test_shares_of_clusters_that_are_claimed_too_high_count_as_one() -> None:
-    from fedlowrank.methods.families.clusters import bounded_shares
+    from fedlowrank.methods.families.clusters import clamp_shares
 
-    assert bounded_shares(torch.tensor([1000.0, 0.0])).tolist() == [1.0, 0.0]
-    assert bounded_shares(torch.tensor([3.0, -1.0, 1.0])).tolist() == [0.5, 0.0, 0.5]
+    assert clamp_shares(torch.tensor([1000.0, 0.0])).tolist() == [1.0, 0.0]
+    assert clamp_shares(torch.tensor([3.0, -1.0, 1.0])).tolist() == [0.5, 0.0, 0.5]
     honest = torch.softmax(torch.randn(5, generator=torch.Generator().manual_seed(0)), 0)
-    assert torch.equal(bounded_shares(honest), honest)
+    assert torch.equal(clamp_shares(honest), honest)
 
 
 @pytest.mark.parametrize(
@@ -407,13 +409,13 @@ def test_numbers_that_secure_sums_clip_are_counted_and_named_once(caplog: pytest
         sent.append(vector(alone.state.server))
     run = run_of(rounds=2, secure=SecureSums(on=True, bound=0.1))
     records = [run.step(), run.step()]
-    assert records[0].observed["secure"]["clipped"] == (np.abs(sent) > 0.1).sum()
-    assert records[1].observed["secure"]["clipped"] > 0
+    assert records[0].server_metrics["secure"]["clipped"] == (np.abs(sent) > 0.1).sum()
+    assert records[1].server_metrics["secure"]["clipped"] > 0
     assert caplog.text.count("Raise secure.bound") == 1
-    assert "secure" not in plain.step().observed
+    assert "secure" not in plain.step().server_metrics
     caplog.clear()
     enough = run_of(secure=SecureSums(on=True))
-    assert "secure" not in enough.step().observed
+    assert "secure" not in enough.step().server_metrics
     assert caplog.text == ""
 
 
@@ -449,7 +451,7 @@ def test_the_server_clips_what_a_hostile_client_did_not(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_honest_clients_update_is_left_as_it_is(name: str, dtype: torch.dtype) -> None:
     method = METHODS[name](batch_size=8, optimizer=SGD(lr=0.1))
-    federation = alike(dtype, clients=CLIENTS)
+    federation = federate_one_model(dtype, clients=CLIENTS)
     run = Run(method, federation, RunSettings(rounds=3, clipping=Clipping(0.05)), Sequential())
     bare = Run(method, federation, RunSettings(rounds=3), Sequential())
     for t in range(3):

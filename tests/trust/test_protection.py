@@ -15,7 +15,7 @@ from scipy import stats
 from fedlowrank import simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import AnyMethod
+from fedlowrank.core.contract import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import ENGINES
@@ -31,14 +31,14 @@ from fedlowrank.trust.privacy.accounting import default_count_noise, epsilon
 from fedlowrank.trust.privacy.noise import gaussian
 from fedlowrank.trust.protection import Protected, Upload
 from fedlowrank.trust.trust_settings import Clipping, Compression, Privacy
-from methods.setting import alike, unlike
+from tests.methods.setting import federate_one_model, federate_two_models
 
 METHOD = FedAvg(batch_size=8, optimizer=SGD(lr=0.1))
 CENTRAL = Privacy("central", noise=1.0, delta=1e-3)
 
 
 def run_of(method: AnyMethod = METHOD, rounds: int = 3, engine: str = "sequential", **settings: Any) -> Run:
-    return Run(method, alike(), RunSettings(rounds=rounds, **settings), ENGINES[engine]())
+    return Run(method, federate_one_model(), RunSettings(rounds=rounds, **settings), ENGINES[engine]())
 
 
 def vector(params: Any) -> np.ndarray:
@@ -59,7 +59,7 @@ def updates_of(rounds: int = 1) -> tuple[np.ndarray, list[np.ndarray]]:
     start = vector(run.state.server)
     found = []
     for info in run.federation.infos:
-        alone = Run(METHOD, alike(), RunSettings(rounds=rounds), Sequential())
+        alone = Run(METHOD, federate_one_model(), RunSettings(rounds=rounds), Sequential())
         alone.step({str(i.id): "left out" for i in run.federation.infos if i.id != info.id})
         found.append(vector(alone.state.server) - start)
     return start, found
@@ -208,7 +208,7 @@ def test_what_compression_lost_is_sent_later(uplink: str) -> None:
     assert isinstance(method, Protected)
     sent = 0.0
     for _ in range(6):
-        alone = Run(METHOD, alike(), RunSettings(rounds=6), Sequential())
+        alone = Run(METHOD, federate_one_model(), RunSettings(rounds=6), Sequential())
         alone.state = dataclasses.replace(
             run.state, server=run.state.server.inner, clients=alone.state.clients
         )
@@ -287,8 +287,10 @@ def test_local_noise_is_added_to_every_update() -> None:
 def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:
     privacy = Privacy("central", noise=1.5, epsilon=3.0, delta=1e-3)
     settings: dict[str, Any] = {"sampling": "poisson", "participation": 0.5, "clipping": Clipping(0.05)}
-    result = simulate(METHOD, alike(), rounds=100, privacy=privacy, folder=tmp_path / "run", **settings)
-    spent = [r.observed["privacy"]["epsilon"] for r in result.rounds]
+    result = simulate(
+        METHOD, federate_one_model(), rounds=100, privacy=privacy, folder=tmp_path / "run", **settings
+    )
+    spent = [r.server_metrics["privacy"]["epsilon"] for r in result.rounds]
     assert spent == sorted(spent)
     assert spent[0] == 0
     assert spent[-1] <= 3.0
@@ -342,9 +344,9 @@ def test_a_resumed_run_has_the_same_bits(settings: dict[str, Any], tmp_path: Pat
 
     common: dict[str, Any] = {"rounds": 5, "checkpoint_every": 2, **settings}
     with pytest.raises(StoppedError):
-        simulate(METHOD, alike(), folder=tmp_path / "run", on_round=stop, **common)
-    resumed = simulate(METHOD, alike(), folder=tmp_path / "run", resume=True, **common)
-    whole = simulate(METHOD, alike(), **common)
+        simulate(METHOD, federate_one_model(), folder=tmp_path / "run", on_round=stop, **common)
+    resumed = simulate(METHOD, federate_one_model(), folder=tmp_path / "run", resume=True, **common)
+    whole = simulate(METHOD, federate_one_model(), **common)
     assert tree.equal(resumed.run.state.server, whole.run.state.server)
     assert [r.untimed() for r in resumed.rounds] == [r.untimed() for r in whole.rounds]
     if resumed.run.budget is not None:
@@ -356,7 +358,7 @@ def test_a_resumed_run_has_the_same_bits(settings: dict[str, Any], tmp_path: Pat
 def test_personal_models_train_under_privacy_and_compression() -> None:
     """Clients of other models share an adapter; each keeps its own state beside the residual."""
     method = PFedLoRA(width=4, batch_size=8, optimizer=SGD(lr=0.1))
-    federation = unlike()
+    federation = federate_two_models()
     result = simulate(
         method,
         federation,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedlowrank.adapters.mixtures.mixture import Pairs
-from fedlowrank.core.contract.contribution import Each, Mean, Sum
+from fedlowrank.core.contract import Each, Mean, Sum
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.tree import TreeError, tree_dataclass
 from fedlowrank.linalg.pair import Pair
@@ -327,7 +327,7 @@ def best(w: np.ndarray, rank: int) -> np.ndarray:
 def test_factors_are_reduced_by_their_products(
     rule: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(robust, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(robust, "MAX_BLOCK_ENTRIES", block)
     given = pairs(7, 12, 9, 3)
     found = robust_mean(given, [1.0] * 7, rule, 0.2)
     products = np.stack([p.b.numpy().astype(float) @ p.a.numpy().astype(float) for p in given])

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.contribution import Aggregator, Each, Mean, Sum, map_contributions
+from fedlowrank.core.contract import Each, Mean, Sum
+from fedlowrank.core.contract.contribution import Aggregator, map_contributions
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key, generator_states
 from fedlowrank.core.tree import TreeError

@@ -17,14 +17,14 @@ import dp_accounting
 
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.data.dataset import Examples
-from fedlowrank.data.overlap import SKETCH, overlap, sketch_examples, sketch_files
+from fedlowrank.data.overlap import MAX_SKETCH_DIGESTS, measure_overlap, sketch_examples, sketch_files
 from fedlowrank.trust.privacy.accounting import Sampling, composed_epsilon, total_epsilon
 from fedlowrank.trust.privacy.budget import Budget
 from fedlowrank.trust.privacy.site_ledger import (
     SiteLedger,
     SiteRun,
-    accounts,
-    entries,
+    list_accounts,
+    read_entries,
     state_folder,
     total_epsilon_of,
 )
@@ -87,8 +87,8 @@ def test_runs_on_the_same_data_share_one_budget(kind: Any, tmp_path: Path) -> No
     if kind == "central":
         with pytest.raises(ConfigError, match="earlier runs"):
             run.charge(5, 1.0, [1])
-    found = entries(state_folder() / "privacy")
-    assert [len(group) for group in accounts(found)] == [2]
+    found = read_entries(state_folder() / "privacy")
+    assert [len(group) for group in list_accounts(found)] == [2]
     total = total_epsilon_of(
         next(run.kind for run, _ in found.values()), [ledger for _, ledger in found.values()], DELTA, "rdp"
     )
@@ -154,7 +154,7 @@ def test_poisson_draws_of_several_runs_are_composed() -> None:
     for noise, rounds in ((1.0, 4), (2.0, 6)):
         event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(noise))
         accountant.compose(event, rounds)
-    ledgers = [ledger for _, ledger in entries(state_folder() / "privacy").values()]
+    ledgers = [ledger for _, ledger in read_entries(state_folder() / "privacy").values()]
     assert total_epsilon_of("central", ledgers, DELTA, "rdp") == pytest.approx(
         accountant.get_epsilon(DELTA), rel=1e-9
     )
@@ -181,9 +181,9 @@ def test_a_client_of_a_server_counts_all_its_rounds_drawn_or_not() -> None:
     assert again[0] == pytest.approx(epsilon(7))
     assert again[1] > epsilon(8)
     folder = state_folder() / "privacy"
-    assert [ledger.rounds() for _, ledger in entries(folder).values()] == [6, 2]
+    assert [ledger.rounds() for _, ledger in read_entries(folder).values()] == [6, 2]
     assert follow(two, 5, limit=again[1]) > again[1]
-    assert [ledger.rounds() for _, ledger in entries(folder).values()] == [6, 2]
+    assert [ledger.rounds() for _, ledger in read_entries(folder).values()] == [6, 2]
     # a server's ledger, and that of the client's own noise, are others
     assert site("three", "server", ["a"]).draws_of_others() == {}
     assert site("four").precision() == 0
@@ -228,11 +228,13 @@ def test_files_are_the_same_data_in_any_order_and_with_more_lines(tmp_path: Path
     (folder / "a").write_text("\n".join(lines[:50]) + "\n\n\n")
     (folder / "b").write_text("\n".join(lines[50:]))
     first = sketch_files([tmp_path / "first"])
-    found = {path: overlap(first, sketch_files([tmp_path / path])) for path in (*names, "dos", "folder")}
+    found = {
+        path: measure_overlap(first, sketch_files([tmp_path / path])) for path in (*names, "dos", "folder")
+    }
     assert found == {
         "first": 1, "reversed": 1, "one more": 1, "half": 1, "few": 0.025, "others": 0, "dos": 1, "folder": 1
     }  # fmt: skip
-    assert overlap(first, []) == 0
+    assert measure_overlap(first, []) == 0
 
 
 @pytest.mark.parametrize(
@@ -243,18 +245,20 @@ def test_the_share_of_large_data_is_estimated(mine: int, theirs: int, common: in
     for name, numbers in (("one", one), ("two", two)):
         (tmp_path / name).write_text("\n".join(map(str, numbers)))
     a, b = sketch_files([tmp_path / "one"]), sketch_files([tmp_path / "two"])
-    assert len(a) == SKETCH
+    assert len(a) == MAX_SKETCH_DIGESTS
     # of (9000, 300), about 300 * 1024/9000 = 34 digests are compared
     deviation = 0.02 if theirs > 1000 else 0.08
-    assert overlap(a, b) == pytest.approx(common / min(mine, theirs), abs=4 * deviation)
-    assert overlap(a, b) == overlap(b, a)
+    assert measure_overlap(a, b) == pytest.approx(common / min(mine, theirs), abs=4 * deviation)
+    assert measure_overlap(a, b) == measure_overlap(b, a)
 
 
 def test_prepared_examples_are_the_same_data_in_any_order() -> None:
     x, order = torch.randn(100, 3), torch.randperm(100)
     first = sketch_examples(Examples(x, torch.arange(100)))
-    assert overlap(first, sketch_examples(Examples(x[order], torch.zeros(100, dtype=torch.int64)))) == 1
-    assert overlap(first, sketch_examples(Examples(torch.randn(100, 3), torch.arange(100)))) == 0
+    assert (
+        measure_overlap(first, sketch_examples(Examples(x[order], torch.zeros(100, dtype=torch.int64)))) == 1
+    )
+    assert measure_overlap(first, sketch_examples(Examples(torch.randn(100, 3), torch.arange(100)))) == 0
     tokens = {
         "input_ids": torch.arange(40).reshape(10, 4),
         "attention_mask": torch.ones(10, 4, dtype=torch.int64),

@@ -23,7 +23,7 @@ from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.models.zoo import ModelSettings
 from fedlowrank.rounds.participation.devices import Devices
-from methods.setting import alike
+from tests.methods.setting import federate_one_model
 
 UNREAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str, str]] = {
     "noise": (lambda: Privacy(noise=1.0), {"privacy": {"noise": 1.0}}, "privacy.noise = 1.0", "'central' or 'local'"),
@@ -71,7 +71,9 @@ def test_a_setting_that_nothing_reads_is_named_with_what_to_type(case: str) -> N
 def test_the_settings_of_the_issue_never_run_unprotected() -> None:
     """Noise and a clipping norm, without a kind: the losses were those of no privacy to every digit."""
     with pytest.raises(ConfigError, match=r"run\.privacy\.noise = 1\.0 does nothing"):
-        simulate("fedavg", alike(), rounds=1, privacy=Privacy(noise=1.0), clipping=Clipping(norm=1.0))
+        simulate(
+            "fedavg", federate_one_model(), rounds=1, privacy=Privacy(noise=1.0), clipping=Clipping(norm=1.0)
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,5 +181,5 @@ def test_a_comparison_does_not_leave_out_what_it_varies() -> None:
 def test_the_best_state_needs_validation_and_a_folder(tmp_path: Path) -> None:
     for settings, named in (({"folder": tmp_path / "run"}, "validation"), ({}, "folder")):
         with pytest.raises(ConfigError, match=named):
-            simulate("fedavg", alike(), rounds=1, keep_best=True, **settings)
+            simulate("fedavg", federate_one_model(), rounds=1, keep_best=True, **settings)
     assert not (tmp_path / "run").exists()

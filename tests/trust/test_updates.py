@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from fedlowrank.adapters.mixtures.mixture import Pairs
 from fedlowrank.core import tree
-from fedlowrank.core.contract.update import ZERO_REFERENCE
+from fedlowrank.core.contract import ZERO_REFERENCE
 from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.trust.updates import (
-    blocks,
-    gram,
-    inner,
-    norm,
-    shrink,
-    update_of,
-    with_compared,
-    with_update,
-    without_compared,
+    clip_update,
+    compute_gram_matrix,
+    compute_inner_product,
+    compute_norm,
+    compute_update,
+    compute_update_parts,
+    remove_compared,
+    replace_update,
+    restore_compared,
 )
 
 SCALE = 2.5
@@ -52,7 +52,7 @@ def dense(upload: dict[str, Any], reference: dict[str, Any]) -> np.ndarray:
 
 def test_the_norm_of_an_effective_update_is_that_of_its_products() -> None:
     upload, reference = lora_upload(1), lora_upload(2)
-    assert norm(upload, reference, SCALE) == pytest.approx(
+    assert compute_norm(upload, reference, SCALE) == pytest.approx(
         np.linalg.norm(dense(upload, reference)), rel=1e-12
     )
 
@@ -62,26 +62,29 @@ def test_ranks_of_upload_and_reference_may_differ_in_inner_products() -> None:
     reference = {2: lora_upload(9, 2), 3: lora_upload(9, 3), 4: lora_upload(9, 4)}
     uploads = [(lora_upload(i, r), reference[r]) for i, r in enumerate((2, 3, 4))]
     vectors = np.stack([dense(u, r) for u, r in uploads])
-    found = gram([blocks(u, r, SCALE) for u, r in uploads])
+    found = compute_gram_matrix([compute_update_parts(u, r, SCALE) for u, r in uploads])
     assert np.allclose(found.numpy(), vectors @ vectors.T, rtol=1e-10)
 
 
 def test_the_adaptors_of_a_mixture_are_products_cluster_by_cluster() -> None:
     upload, reference = (Pairs(draw(3, 7, 2, seed=i), draw(3, 5, 2, seed=i + 50)) for i in (1, 2))
     dense = (upload.dense() - reference.dense()).numpy()
-    assert norm({"a": upload}, {"a": reference}) == pytest.approx(np.linalg.norm(dense), rel=1e-12)
-    other = blocks({"a": reference}, ZERO_REFERENCE, 1.0)
+    assert compute_norm({"a": upload}, {"a": reference}) == pytest.approx(np.linalg.norm(dense), rel=1e-12)
+    other = compute_update_parts({"a": reference}, ZERO_REFERENCE, 1.0)
     expected = float((dense * reference.dense().numpy()).sum())
-    assert inner(blocks({"a": upload}, {"a": reference}, 1.0), other) == pytest.approx(expected, rel=1e-10)
-    clipped, _ = shrink({"a": upload}, {"a": reference}, 0.5)
+    assert compute_inner_product(
+        compute_update_parts({"a": upload}, {"a": reference}, 1.0), other
+    ) == pytest.approx(expected, rel=1e-10)
+    clipped, _ = clip_update({"a": upload}, {"a": reference}, 0.5)
     found = (clipped["a"].dense() - reference.dense()).numpy()
     assert np.linalg.norm(found) == pytest.approx(0.5, rel=1e-9)
 
 
 def test_a_factored_matrix_and_a_dense_one_have_an_inner_product() -> None:
     one, other = draw(6, 4, seed=1), draw(6, 4, seed=2)
-    mixed = inner(
-        blocks({"w": compute_svd(one)}, ZERO_REFERENCE, 1.0), blocks({"w": other}, ZERO_REFERENCE, 1.0)
+    mixed = compute_inner_product(
+        compute_update_parts({"w": compute_svd(one)}, ZERO_REFERENCE, 1.0),
+        compute_update_parts({"w": other}, ZERO_REFERENCE, 1.0),
     )
     assert mixed == pytest.approx(float((one * other).sum()), rel=1e-12)
 
@@ -90,7 +93,7 @@ def test_a_factored_matrix_and_a_dense_one_have_an_inner_product() -> None:
 def test_clipping_reaches_the_bound_on_the_line_to_the_reference(share: float) -> None:
     upload, reference = lora_upload(1), lora_upload(2)
     before = np.linalg.norm(dense(upload, reference))
-    clipped, size = shrink(upload, reference, share * before, SCALE)
+    clipped, size = clip_update(upload, reference, share * before, SCALE)
     assert size == pytest.approx(before, rel=1e-12)
     assert np.linalg.norm(dense(clipped, reference)) == pytest.approx(share * before, rel=1e-9)
     # every number lies on one line: the same share of its way
@@ -111,8 +114,8 @@ def test_an_upload_of_fewer_components_than_its_reference_is_clipped_as_one_with
 ) -> None:
     upload, reference = lora_upload(1, 2), lora_upload(2, 4)
     before = np.linalg.norm(dense(upload, reference))
-    assert norm(upload, reference, SCALE) == pytest.approx(before, rel=1e-12)
-    clipped, size = shrink(upload, reference, share * before, SCALE)
+    assert compute_norm(upload, reference, SCALE) == pytest.approx(before, rel=1e-12)
+    clipped, size = clip_update(upload, reference, share * before, SCALE)
     assert size == pytest.approx(before, rel=1e-12)
     assert np.linalg.norm(dense(clipped, reference)) == pytest.approx(min(share, 1.0) * before, rel=1e-9)
     # within the bound it is left as it is
@@ -126,7 +129,7 @@ def test_no_clipped_update_in_float32_is_longer_than_the_bound(size: float) -> N
     for _ in range(20):
         reference = {"w": torch.from_numpy((size * rng.normal(size=500)).astype("float32"))}
         upload = {"w": reference["w"] + torch.from_numpy(rng.normal(size=500).astype("float32"))}
-        clipped, _ = shrink(upload, reference, 1.0)
+        clipped, _ = clip_update(upload, reference, 1.0)
         way = clipped["w"].double().numpy() - reference["w"].double().numpy()
         assert 0.999 < np.linalg.norm(way) <= 1.0
 
@@ -134,22 +137,22 @@ def test_no_clipped_update_in_float32_is_longer_than_the_bound(size: float) -> N
 def test_clipping_only_b_would_do_another_thing() -> None:
     """The norm of all numbers that are sent is another one than that of the effective update."""
     upload, reference = lora_upload(1), lora_upload(2)
-    numbers = np.sqrt(sum(float(t.square().sum()) for t in update_of(upload, reference).values()))
-    clipped, size = shrink(upload, reference, 1.0, SCALE, effective=False)
+    numbers = np.sqrt(sum(float(t.square().sum()) for t in compute_update(upload, reference).values()))
+    clipped, size = clip_update(upload, reference, 1.0, SCALE, effective=False)
     assert size == pytest.approx(numbers, rel=1e-12)
-    found = update_of(clipped, reference)
+    found = compute_update(clipped, reference)
     assert np.sqrt(sum(float(t.square().sum()) for t in found.values())) == pytest.approx(1.0, rel=1e-9)
 
 
 def test_an_update_within_the_bound_is_left_as_it_is() -> None:
     upload, reference = lora_upload(1), lora_upload(2)
-    assert shrink(upload, reference, 1e6, SCALE)[0] is upload
-    assert shrink(reference, reference, 1e-6, SCALE) == (reference, pytest.approx(0.0, abs=1e-6))
+    assert clip_update(upload, reference, 1e6, SCALE)[0] is upload
+    assert clip_update(reference, reference, 1e-6, SCALE) == (reference, pytest.approx(0.0, abs=1e-6))
 
 
 def test_an_update_that_is_not_finite_is_left_for_the_check_that_names_it() -> None:
     upload = {"w": torch.tensor([1.0, float("nan")])}
-    clipped, size = shrink(upload, {"w": torch.zeros(2)}, 1.0)
+    clipped, size = clip_update(upload, {"w": torch.zeros(2)}, 1.0)
     assert clipped is upload
     assert np.isnan(size)
 
@@ -157,23 +160,23 @@ def test_an_update_that_is_not_finite_is_left_for_the_check_that_names_it() -> N
 def test_a_part_without_reference_is_an_update_or_none() -> None:
     upload = {"update": torch.ones(3), "pi": torch.ones(2)}
     reference = {"update": ZERO_REFERENCE, "pi": None}
-    assert update_of(upload, reference).keys() == {"/update"}
-    clipped, _ = shrink(upload, reference, 0.5)
+    assert compute_update(upload, reference).keys() == {"/update"}
+    clipped, _ = clip_update(upload, reference, 0.5)
     assert torch.equal(clipped["pi"], torch.ones(2))
     assert float(clipped["update"].norm()) == pytest.approx(0.5)
 
 
 def test_a_reference_of_another_form_is_refused() -> None:
     with pytest.raises(tree.TreeError, match="/w"):
-        update_of({"w": torch.ones(3)}, {"w": torch.ones(2)})
+        compute_update({"w": torch.ones(3)}, {"w": torch.ones(2)})
     # other parts are no reference of these, so that they are the update themselves
-    assert torch.equal(update_of({"w": torch.ones(3)}, {"v": torch.ones(3)})["/w"], torch.ones(3))
-    assert update_of({"w": torch.ones(3)}, {"v": torch.ones(3)}, compared=True) == {}
+    assert torch.equal(compute_update({"w": torch.ones(3)}, {"v": torch.ones(3)})["/w"], torch.ones(3))
+    assert compute_update({"w": torch.ones(3)}, {"v": torch.ones(3)}, compared=True) == {}
 
 
 def test_another_update_gives_another_upload() -> None:
     upload, reference = lora_upload(1), lora_upload(2)
-    same = with_update(upload, reference, update_of(upload, reference))
+    same = replace_update(upload, reference, compute_update(upload, reference))
     for a, b in zip(tree.tensors(same), tree.tensors(upload), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
@@ -188,11 +191,11 @@ def test_an_upload_is_put_together_from_what_was_taken_out(beside: bool, itself:
     }
     if beside:
         upload["labels"], reference["labels"] = torch.tensor([1, 2]), None
-    rest = without_compared(upload, reference)
-    update = update_of(upload, reference, compared=True)
+    rest = remove_compared(upload, reference)
+    update = compute_update(upload, reference, compared=True)
     assert (rest is None) == (not beside and not itself)
     assert tree.nbytes(rest) == (16 if beside else 0) + (16 if itself else 0)
-    found = with_compared(tree.decode(tree.encode(rest)), reference, update)
+    found = restore_compared(tree.decode(tree.encode(rest)), reference, update)
     assert found.keys() == upload.keys()
     for a, b in zip(tree.tensors(found), tree.tensors(upload), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
@@ -200,4 +203,4 @@ def test_an_upload_is_put_together_from_what_was_taken_out(beside: bool, itself:
 
 def test_an_update_that_lacks_numbers_is_refused() -> None:
     with pytest.raises(tree.TreeError, match="lacks"):
-        with_compared(None, {"w": torch.zeros(3)}, {})
+        restore_compared(None, {"w": torch.zeros(3)}, {})

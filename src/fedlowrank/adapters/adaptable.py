@@ -137,8 +137,8 @@ def refuse_computed_weights(module: nn.Module, names: Container[str], title: str
 
 def name_adapted_layer(path: str, weight: str) -> str:
     """Name of an adapted layer: its path, with the weight's name where it is not ``weight``."""
-    own = "" if weight in ("weight", "base_layer.weight") else weight.removesuffix("_weight")
-    return f"{path}.{own}".strip(".")
+    weight_name = "" if weight in ("weight", "base_layer.weight") else weight.removesuffix("_weight")
+    return f"{path}.{weight_name}".strip(".")
 
 
 def is_conv1d(layer: nn.Module) -> bool:
@@ -162,22 +162,22 @@ def _computing_hooks(layer: nn.Module) -> dict[str, Any]:
     return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
 
 
-def _describe_computed_weight(found: AdaptableWeight) -> str:
+def _describe_computed_weight(adaptable: AdaptableWeight) -> str:
     """What computes a weight, and how to make it a parameter."""
-    layer, weight, path = found.layer, found.attribute, f"model.get_submodule({found.path!r})"
-    whose = f"layer {found.path or '(the module itself)'} ({_class_name(layer)})"
+    layer, weight, path = adaptable.layer, adaptable.attribute, f"model.get_submodule({adaptable.path!r})"
+    title = f"layer {adaptable.path or '(the module itself)'} ({_class_name(layer)})"
     if parametrize.is_parametrized(layer, weight):
         chain = layer.parametrizations[weight]  # type: ignore[index]  # torch types attributes as tensors
         kinds = ", ".join(type(p).__name__.lstrip("_") for p in chain)
         remove = f"torch.nn.utils.parametrize.remove_parametrizations({path}, {weight!r})"
-        return f"{whose} has the parametrization {kinds} of its {weight}. Make it a plain weight by {remove}"
+        return f"{title} has the parametrization {kinds} of its {weight}. Make it a plain weight by {remove}"
     if (hook := _computing_hooks(layer).get(weight)) is not None:
         remove = next(call for kind, call in _REMOVE.items() if isinstance(hook, kind))
         return (
-            f"{whose} has {type(hook).__name__} of its {weight}. Make it a plain weight by "
+            f"{title} has {type(hook).__name__} of its {weight}. Make it a plain weight by "
             f"{remove.format(layer=path, weight=weight)}"
         )
-    return f"{whose} has no parameter {weight!r}. Make it one"
+    return f"{title} has no parameter {weight!r}. Make it one"
 
 
 def _class_name(layer: nn.Module) -> str:

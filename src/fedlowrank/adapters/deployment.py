@@ -100,10 +100,10 @@ def deploy(
     """
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
-    made = copy.deepcopy(module).eval().requires_grad_(False)
-    _check_weights(made, weights, sparse or {})
-    layers = _compressible_layers(made)
-    for name, param in list(made.named_parameters()):
+    deployed = copy.deepcopy(module).eval().requires_grad_(False)
+    _check_weights(deployed, weights, sparse or {})
+    layers = _compressible_layers(deployed)
+    for name, param in list(deployed.named_parameters()):
         if name not in weights and not (sparse and name in sparse):
             continue
         w, p, layer = weights.get(name, param), (sparse or {}).get(name), layers.get(id(param))
@@ -117,12 +117,12 @@ def deploy(
             param.data = copy_row_major(merged, param.device)
         else:
             compress_layer(layer, parts)
-    for name, buffer in made.named_buffers():
-        own = weights.get(name)
-        if isinstance(own, Tensor):
-            buffer.data = copy_row_major(own, buffer.device)
-    merge_lora_(made)
-    return made
+    for name, buffer in deployed.named_buffers():
+        buffer_value = weights.get(name)
+        if isinstance(buffer_value, Tensor):
+            buffer.data = copy_row_major(buffer_value, buffer.device)
+    merge_lora_(deployed)
+    return deployed
 
 
 def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:
@@ -137,17 +137,17 @@ def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:
         )
     }
     everything = {**parameters, **buffers}
-    for argument, given in (("weights", weights), ("sparse", sparse)):
+    for argument, by_name in (("weights", weights), ("sparse", sparse)):
         known = parameters if argument == "sparse" else everything
-        for name, w in given.items():
+        for name, w in by_name.items():
             own_name = aliases.get(name, "")
             if own_name not in known:
-                what = "parameter" if argument == "sparse" else "parameter or buffer"
+                kind = "parameter" if argument == "sparse" else "parameter or buffer"
                 raise TaskError(
-                    f"deploy: {argument} names {name!r}, which is no {what} of the module. "
+                    f"deploy: {argument} names {name!r}, which is no {kind} of the module. "
                     f"{did_you_mean(name, known)}"
                 )
-            if name != own_name and own_name not in given:
+            if name != own_name and own_name not in by_name:
                 raise TaskError(
                     f"deploy: {argument} names {name!r}, which the module shares with {own_name!r}; give it by that "
                     "name"
@@ -155,25 +155,25 @@ def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:
             _check_tensor(f"deploy: {name!r} in {argument}", w, known[own_name])
 
 
-def _check_tensor(what: str, w: Tensor | LowRank | Sparse, own: Tensor) -> None:
+def _check_tensor(title: str, w: Tensor | LowRank | Sparse, expected: Tensor) -> None:
     """Refuse a tensor, factors or nonzero entries that are not of the shape and type of the module's own."""
     if isinstance(w, LowRank):
-        rows, columns = matrix_shape(own.shape) if own.ndim > 1 else (-1, -1)
+        rows, columns = matrix_shape(expected.shape) if expected.ndim > 1 else (-1, -1)
         left, right = ([*t.shape] for t in (w.left, w.right))
-        if own.ndim < 2 or left != [rows, w.rank] or right != [w.rank, columns]:
-            fits = f"it needs [{rows}, r] and [r, {columns}]" if own.ndim > 1 else "it takes no factors"
+        if expected.ndim < 2 or left != [rows, w.rank] or right != [w.rank, columns]:
+            fits = f"it needs [{rows}, r] and [r, {columns}]" if expected.ndim > 1 else "it takes no factors"
             raise TaskError(
-                f"{what} has factors of the shapes {left} and {right}; for the module's shape {[*own.shape]} {fits}"
+                f"{title} has factors of the shapes {left} and {right}; for the module's shape {[*expected.shape]} {fits}"
             )
         types = {w.left.dtype, w.right.dtype}
     else:
         shape, dtype = (w.mask.shape, w.values.dtype) if isinstance(w, Sparse) else (w.shape, w.dtype)
-        if shape != own.shape:
-            raise TaskError(f"{what} has the shape {[*shape]}, but the module's has {[*own.shape]}")
+        if shape != expected.shape:
+            raise TaskError(f"{title} has the shape {[*shape]}, but the module's has {[*expected.shape]}")
         types = {dtype}
-    for other in types - {own.dtype}:
+    for other in types - {expected.dtype}:
         raise TaskError(
-            f"{what} is of {other}, but the module's is of {own.dtype}; convert it with .to({own.dtype})"
+            f"{title} is of {other}, but the module's is of {expected.dtype}; convert it with .to({expected.dtype})"
         )
 
 
@@ -219,17 +219,17 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
     with as_checkpoint_error(f"cannot read {path}"):
         data = Path(path).read_bytes()
     try:
-        found = decode(data)
-        body = found["body"]
-        layers, state, sound = body["layers"], body["state"], found["sha256"] == _digest(body)
+        content = decode(data)
+        body = content["body"]
+        layers, state, sound = body["layers"], body["state"], content["sha256"] == _digest(body)
     except (TreeError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
-    if not sound or found["format"] != FORMAT:
+    if not sound or content["format"] != FORMAT:
         raise CheckpointError(f"{path} is damaged, or not of the format {FORMAT}")
     with torch.random.fork_rng(devices=[]):  # the factory's random initial values are overwritten
-        made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
-    merge_lora_(made)
-    made, modules = made.eval().requires_grad_(False), dict(made.named_modules())
+        deployed = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
+    merge_lora_(deployed)
+    deployed, modules = deployed.eval().requires_grad_(False), dict(deployed.named_modules())
     for name, shape in layers.items():
         layer: Any = modules.get(name)
         if type(layer) not in KINDS or [*layer.weight.shape] != shape:
@@ -237,15 +237,15 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
                 f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}"
             )
         compress_layer(layer, _parts_in(state, name))
-    wanted = _state(made, compressed=False)
+    wanted = _state(deployed, compressed=False)
     for name in sorted(wanted.keys() | state.keys()):
-        there, here = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
-        if there != here:
+        in_file, in_model = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
+        if in_file != in_model:
             raise TaskError(
-                f"{path} does not fit the model: {name} is {there} in the file and {here} in the model"
+                f"{path} does not fit the model: {name} is {in_file} in the file and {in_model} in the model"
             )
         wanted[name].data = state[name].to(wanted[name].device)
-    return made
+    return deployed
 
 
 def _digest(body: Any) -> str:
@@ -276,7 +276,7 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
                 f"{name!r} in the state of the model is a {type(t).__name__}; only tensors can be kept"
             )
         state.setdefault(id(t), (name, t))
-    found = dict(state.values())
+    stored = dict(state.values())
     for name, layer in module.named_modules():
         if not isinstance(layer, CompressedLayer):
             continue
@@ -284,10 +284,10 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
         indices, bits = count_index_bytes(len(layer.values), layer.shape)
         drop = [*own] if not compressed else ["indices", "starts"] if bits < indices else []
         for n in drop:
-            del found[own[n]]
+            del stored[own[n]]
         if compressed and drop:
-            found[f"{name}.mask".lstrip(".")] = layer.mask()
-    return found
+            stored[f"{name}.mask".lstrip(".")] = layer.mask()
+    return stored
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.contract.model import Model
+from ..core.contract import Model
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.tree import tree_dataclass, widen

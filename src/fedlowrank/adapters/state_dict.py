@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.contract.model import Model
+from ..core.contract import Model
 from ..core.tree import Params
 from .lora.lora_factors import lora_of
 

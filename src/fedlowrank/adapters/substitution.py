@@ -49,14 +49,14 @@ def set_submodule(root: nn.Module, path: str, leaf: nn.Module) -> None:
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters by name, as of ``named_parameters``; also those of an ``nn.DataParallel`` replica."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, layer in module.named_modules():
         for local, p in _parameter_table(layer).items():
             if p is not None and id(p) not in seen:
                 seen.add(id(p))
-                found[f"{prefix}.{local}" if prefix else local] = p
-    return found
+                tensors[f"{prefix}.{local}" if prefix else local] = p
+    return tensors
 
 
 @contextmanager
@@ -86,10 +86,12 @@ def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> It
     try:
         for layer in module.modules():
             own_parameters = _parameter_table(layer)
-            own = {local: by_id[id(p)] for local, p in own_parameters.items() if id(p) in by_id}
-            if own:
+            substituted = {local: by_id[id(p)] for local, p in own_parameters.items() if id(p) in by_id}
+            if substituted:
                 undo.append(
-                    _replace_parameters(layer, _Substitutes({**own_parameters, **own}, set(own), outside))
+                    _replace_parameters(
+                        layer, _Substitutes({**own_parameters, **substituted}, set(substituted), outside)
+                    )
                 )
         yield
     finally:

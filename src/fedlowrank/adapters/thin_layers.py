@@ -104,8 +104,10 @@ class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]  # wei
         rank, n, (across, down) = len(self.right), len(self.kernel_size), self.thin
         if not rank and not len(self.values):
             # the convolution itself, without data, knows and checks shapes
-            there, nothing = (torch.empty(s, dtype=x.dtype, device="meta") for s in (x.shape, self.shape))
-            zero = x.new_zeros(self._conv_forward(there, nothing, None).shape)
+            meta_input, meta_weight = (
+                torch.empty(s, dtype=x.dtype, device="meta") for s in (x.shape, self.shape)
+            )
+            zero = x.new_zeros(self._conv_forward(meta_input, meta_weight, None).shape)
             return zero if self.bias is None else zero + self.bias.view(-1, *[1] * n)
         positions = x.numel() // self.in_channels // math.prod(self.stride)
         if len(self.values) and self.shape.numel() * rank <= positions * count_multiplications(self, rank):
@@ -174,11 +176,11 @@ def compress_layer(layer: Any, parts: Params) -> None:
     del layer.weight
     layer.__class__, layer.shape = KINDS[type(layer)], shape
     for name, t in parts.items():
-        own = copy_row_major(t, device)
-        if own.is_floating_point():
-            layer.register_parameter(name, nn.Parameter(own, requires_grad=False))
+        value = copy_row_major(t, device)
+        if value.is_floating_point():
+            layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
         else:
-            layer.register_buffer(name, own)
+            layer.register_buffer(name, value)
 
 
 def copy_row_major(t: Tensor, device: torch.device) -> Tensor:

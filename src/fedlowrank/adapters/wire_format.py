@@ -111,12 +111,12 @@ def _restore_pair(name: str, p: Rounded | Quantized) -> Pair:
 
 
 def _dtype(name: str, pair: Pair) -> str:
-    found = str(torch.promote_types(pair.b.dtype, pair.a.dtype)).removeprefix("torch.")
-    if found not in DTYPES:
+    dtype = str(torch.promote_types(pair.b.dtype, pair.a.dtype)).removeprefix("torch.")
+    if dtype not in DTYPES:
         raise TaskError(
-            f"the factors of the layer {name!r} are of type {found}; known are {', '.join(DTYPES)}"
+            f"the factors of the layer {name!r} are of type {dtype}; known are {', '.join(DTYPES)}"
         )
-    return found
+    return dtype
 
 
 def _round_pair(name: str, pair: Pair) -> Pair | Rounded:

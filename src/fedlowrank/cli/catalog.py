@@ -62,8 +62,10 @@ def build_trust_table() -> dict[str, Any]:
     """The table of ``fedlowrank list --trust``: for each method and ability yes, or the reason why not."""
     rows = []
     for name, cls in METHODS.items():
-        found = abilities(cls(), small_federation(cls.heterogeneous).task(1))
-        rows.append([name, *("yes" if reason is None else f"no: {reason}" for reason in found.values())])
+        method_abilities = abilities(cls(), small_federation(cls.heterogeneous).task(1))
+        rows.append(
+            [name, *("yes" if reason is None else f"no: {reason}" for reason in method_abilities.values())]
+        )
     title = "What can be done with the updates of a method"
     return _table(title, ["method", *ABILITIES.values()], rows, trust=True)
 

@@ -21,10 +21,10 @@ from ..config.reading.unread_overrides import COMPARED, SEVERAL_RUNS, TUNE, refu
 from ..config.stored_run import open_run, read_run_config
 from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonFiniteError, TaskError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
-from ..data.describe import class_count_figure, class_count_table, class_counts
+from ..data.describe import count_classes, draw_class_counts, format_class_counts
 from ..data.federation import Federation
 from ..data.text.row_report import describe_rows
-from ..language.text_federation import Language
+from ..language.language_model import Language
 from ..network.persistence.account import prepare_resume
 from ..report import (
     Comparison,
@@ -63,8 +63,8 @@ def run(
     log: Sequence[str] | None = None,
 ) -> int:
     """Run one method of an experiment."""
-    more = [*([] if engine is None else [f"run.engine={engine}"]), *_log_override(log)]
-    experiment, name = read_one(file, [*overrides, *more], method)
+    overrides_of_options = [*([] if engine is None else [f"run.engine={engine}"]), *_log_override(log)]
+    experiment, name = read_one(file, [*overrides, *overrides_of_options], method)
     folder = out or Path("runs") / experiment.name / f"{name}-s{experiment.run.seed}"
     experiment.build_method(name)
     if folder.exists() and not force:
@@ -90,9 +90,11 @@ def refuse_network_settings(experiment: ExperimentConfig, typed: Sequence[str]) 
     for text in typed:
         if text.strip().startswith("network."):
             raise ConfigError(f"{text} does nothing in a run within this process: {cure}, or leave it out")
-    if found := experiment.to_dict().get("network"):
-        names = ", ".join(f"network.{name}" for name in found)
-        OUT.print(f"{names} {'do' if len(found) > 1 else 'does'} nothing in this run: {cure}", style="yellow")
+    if network := experiment.to_dict().get("network"):
+        names = ", ".join(f"network.{name}" for name in network)
+        OUT.print(
+            f"{names} {'do' if len(network) > 1 else 'does'} nothing in this run: {cure}", style="yellow"
+        )
 
 
 def _log_override(log: Sequence[str] | None) -> list[str]:
@@ -279,8 +281,8 @@ def report(
         with as_checkpoint_error(f"cannot write {tensorboard}"):
             export_tensorboard(record, Path(str(tensorboard)) / record.folder.name)
     if figures is not None:
-        made = save_figures(records, figures, width=width)
-        OUT.print(f"figures: {figures / SHEET}, {len({path.stem for path in made})} of them")
+        figure_files = save_figures(records, figures, width=width)
+        OUT.print(f"figures: {figures / SHEET}, {len({path.stem for path in figure_files})} of them")
     return 0
 
 
@@ -308,8 +310,8 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     federation = ExperimentConfig.read(file, overrides).federation()
     _show_data(federation, all_clients=True)
     if out is not None:
-        counts = class_counts(federation.clients, len(federation.classes))
-        figure = class_count_figure(counts, federation.classes)
+        counts = count_classes(federation.clients, len(federation.classes))
+        figure = draw_class_counts(counts, federation.classes)
         try:
             with matplotlib.rc_context(EMBEDDED_FONTS):
                 figure.savefig(out)
@@ -323,7 +325,9 @@ def _show_data(federation: Federation, all_clients: bool = False) -> None:
     # plain print: the table is laid out already, and wrapping would tear its lines
     notes = (*federation.notes, *(federation.remarks or ()))
     few = FEW_CLIENTS if len(federation.clients) > MANY_CLIENTS and not all_clients else None
-    table = class_count_table(federation.clients, federation.classes, OUT.width, notes=notes, most=few)
+    table = format_class_counts(
+        federation.clients, federation.classes, OUT.width, notes=notes, max_clients=few
+    )
     print(table, flush=True)
     if isinstance(federation.companion, Language):
         print(describe_rows(federation.clients, federation.companion.loaded.tokenizer), flush=True)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 from ..core.errors import ConfigError
-from ..data.download.downloads import DOWNLOADS, get
+from ..data.download.downloads import DOWNLOADS, download_dataset
 from .terminal import OUT
 
 
@@ -55,7 +55,7 @@ def get_data(names: Sequence[str], folder: Path | None) -> int:
     folder = Path("data") / name if folder is None else folder
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=OUT) as bars:
-        settings = get(name, folder, _DownloadBars(bars))
+        settings = download_dataset(name, folder, _DownloadBars(bars))
     OUT.print(
         f"{folder}: complete. License: {DOWNLOADS[name].license}. In an experiment file:", soft_wrap=True
     )

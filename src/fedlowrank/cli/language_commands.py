@@ -15,11 +15,11 @@ from ..config.stored_run import open_run
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.io.atomic_files import write_json
 from ..core.tree import Params
-from ..data.text.text_formats import render
+from ..data.text.text_formats import render_instruction
 from ..data.text.text_records import Instruction
 from ..language.export.server_model import find_server_model
+from ..language.language_model import Language
 from ..language.scores import TASKS, PromptFormat, Score, ScoreTask
-from ..language.text_federation import Language
 from ..rounds.run import Run
 from .terminal import OUT
 
@@ -38,16 +38,16 @@ def score(
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
     scorer: ScoreTask = build(TASKS[task], parse_overrides(overrides), f"score {task}")
     run = open_language_run(folder, best, allow_code)
-    found = scores(run, scorer, models)
+    results = scores(run, scorer, models)
     title = f"{task}, {run.method.title}, after round {run.round}"
     table = Table("model", "score", "over", "decoding", title=title)
-    for name, one in found.items():
-        table.add_row(name, f"{one.value:.4f}", str(one.count), one.decoding)
+    for name, result in results.items():
+        table.add_row(name, f"{result.value:.4f}", str(result.count), result.decoding)
     OUT.print(table)
-    for name, one in found.items():
-        OUT.print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in one.details.items()))
+    for name, result in results.items():
+        OUT.print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in result.details.items()))
     if out is not None:
-        write_json(out, {n: _plain(s) for n, s in found.items()})
+        write_json(out, {n: _plain(s) for n, s in results.items()})
     return 0
 
 
@@ -62,11 +62,11 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
     language = language_of_run(run)
     if language.settings.task != "causal":
         raise ConfigError("this run's models write no text; `fedlowrank report` has how good they are")
-    found = {}
+    scores_by_model = {}
     for name in models or (default_model(run),):
-        with language.live(params_of(run, name)) as model:
-            found[name] = task.score(model, language.loaded.tokenizer, prompt_of(language))
-    return found
+        with language.use_parameters(params_of(run, name)) as model:
+            scores_by_model[name] = task.score(model, language.loaded.tokenizer, prompt_of(language))
+    return scores_by_model
 
 
 def prompt_of(language: Language) -> PromptFormat:
@@ -77,9 +77,9 @@ def prompt_of(language: Language) -> PromptFormat:
             # a text that the model goes on with
             return record["instruction"] + record["input"]
         asked = Instruction(record["instruction"], "", record["input"])
-        return render(asked, language.settings.format, language.loaded.tokenizer)[0]
+        return render_instruction(asked, language.settings.format, language.loaded.tokenizer)[0]
 
-    return PromptFormat(prompt, special_tokens=not language.asks_by_template)
+    return PromptFormat(prompt, special_tokens=not language.uses_chat_template)
 
 
 def language_of_run(run: Run) -> Language:
@@ -118,12 +118,12 @@ def params_of(run: Run, name: str) -> Params:
     if name == "base":
         return {}
     if name == "server":
-        found = find_server_model(run)
-        if found is None:
+        server_model = find_server_model(run)
+        if server_model is None:
             raise ConfigError(
                 f"{run.method.title} has no model of the server; name a client, such as --model 0"
             )
-        return found
+        return server_model
     if not name.isdecimal() or int(name) >= len(run.federation.infos):
         raise ConfigError(
             f"--model is server, base, or a client from 0 to {len(run.federation.infos) - 1}, not {name!r}"
@@ -131,6 +131,6 @@ def params_of(run: Run, name: str) -> Params:
     return run.personal(run.federation.infos[int(name)])
 
 
-def _plain(one: Score) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(vars(one), default=str))
-    return found
+def _plain(result: Score) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(json.dumps(vars(result), default=str))
+    return fields

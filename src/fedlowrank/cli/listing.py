@@ -51,8 +51,8 @@ def show_list(name: str | None, trust: bool) -> int:
         # a list of all is a table of its own
         near = did_you_mean(name, known).partition("Known: ")[0] or "`fedlowrank list` shows all."
         raise ConfigError(f"there is no method, model or data source {name!r}. {near}")
-    found = [kinds[name]] if name in kinds else [_keep_rows(section, name) for section in sections]
-    _print_tables([section for section in found if section["rows"]])
+    shown = [kinds[name]] if name in kinds else [_keep_rows(section, name) for section in sections]
+    _print_tables([section for section in shown if section["rows"]])
     OUT.print("`fedlowrank fields` lists the fields of every section of an experiment file.")
     return 0
 

@@ -85,11 +85,11 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, function: str, parent: _Parser, about: str) -> Callable[..., argparse.Action]:
         """Add a command; what is returned adds its options."""
-        made = sub.add_parser(name, help=about, parents=[parent])
-        made.set_defaults(function=function)
+        subparser = sub.add_parser(name, help=about, parents=[parent])
+        subparser.set_defaults(function=function)
         if parent in (experiment, network):
-            made.usage, made.epilog = USAGE % name, FIELDS
-        return made.add_argument
+            subparser.usage, subparser.epilog = USAGE % name, FIELDS
+        return subparser.add_argument
 
     add = command("list", "listing:show_list", common, "methods, models, data; or the fields of one method")
     add(
@@ -353,15 +353,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if all went well, 1 after an error of the user's, 130 after Ctrl-C.
     """
-    made = parser()
-    args, rest = made.parse_known_args(argv)
+    command_parser = parser()
+    args, rest = command_parser.parse_known_args(argv)
     takes_name = getattr(args, "file", None) == Path("get")  # `data get -o FOLDER NAME`
     if rest and not (
         hasattr(args, "overrides") and all((takes_name or "=" in r) and not r.startswith("-") for r in rest)
     ):
         fields = [word.lstrip("-") for word in rest if "=" in word and "." in word.partition("=")[0]]
         hint = f" (a field is set without dashes: {fields[0]})" if fields else ""
-        made.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        command_parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:  # argparse takes no positional argument after an option
         args.overrides = [*args.overrides, *rest]
     path, before = list(sys.path), None
@@ -410,8 +410,8 @@ def _call(function: str, command: str, debug: bool, given: object = (), **option
     """Import the function of a command, which may take long, and call it with its options."""
     del command, debug, given
     module, _, name = function.partition(":")
-    found: int = getattr(importlib.import_module(f".{module}", __package__), name)(**options)
-    return found
+    exit_code: int = getattr(importlib.import_module(f".{module}", __package__), name)(**options)
+    return exit_code
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -34,14 +34,14 @@ def predict(
     """Write what clients' models predict for their own examples, and maybe draw the confusion matrix."""
     python = "predict by simulate(..., folder=..., resume=True).predictions()"
     run = open_run(folder, python, best, allow_code)
-    found = predictions(run, client, split, series)
+    table = predictions(run, client, split, series)
     with as_checkpoint_error(f"cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        found.to_csv(out, index=False)
-    who = f"{found['client'].nunique()} clients" if client is None else f"client {client}"
-    line = f"{out}: {len(found):,} {split} examples of {who}, after round {run.round}"
-    if "correct" in found and len(found):
-        line += f"; {100 * found['correct'].mean():.1f} % are predicted correctly"
+        table.to_csv(out, index=False)
+    who = f"{table['client'].nunique()} clients" if client is None else f"client {client}"
+    line = f"{out}: {len(table):,} {split} examples of {who}, after round {run.round}"
+    if "correct" in table and len(table):
+        line += f"; {100 * table['correct'].mean():.1f} % are predicted correctly"
     OUT.print(line)
     if confusion_matrix is not None:
         _draw(confusion(run, client, split, series), f"{run.method.title}, {who}, {split}", confusion_matrix)

@@ -101,8 +101,10 @@ def tune_experiment(
         for title, setting in chosen.items()
         if setting is None
     ]
-    found = [setting for setting in chosen.values() if setting is not None]
-    warnings += [line for setting in found for line in find_edges(setting, tune.grid_of(setting.method))]
+    chosen_settings = [setting for setting in chosen.values() if setting is not None]
+    warnings += [
+        line for setting in chosen_settings for line in find_edges(setting, tune.grid_of(setting.method))
+    ]
     tables = tuning_tables(scored, chosen)
     for table in tables:
         for part in to_rich(table):
@@ -113,9 +115,9 @@ def tune_experiment(
         out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "tuning.csv", tuning_csv(scored, chosen).encode())
     write_atomically(out / "tuning.md", tuning_markdown(tables, warnings).encode())
-    if not found:
+    if not chosen_settings:
         return None
-    tuned = tuned_experiment(experiment, found)
+    tuned = tuned_experiment(experiment, chosen_settings)
     write_atomically(out / "tuned.toml", tuned.to_toml().encode())
     OUT.print(f"chosen settings: {out / 'tuned.toml'}")
     return tuned
@@ -150,9 +152,9 @@ def compare_tuned(
     return show_failures(outcomes) if records else show_failures(outcomes) or 1
 
 
-def _require_validation(one: PlannedRun) -> None:
+def _require_validation(run: PlannedRun) -> None:
     """Refuse to tune without validation examples, before anything is trained."""
-    if one.experiment.language is None and not any(len(data.val) for data in one.experiment.shares().data):
+    if run.experiment.language is None and not any(len(data.val) for data in run.experiment.shares().data):
         raise ConfigError(
             "settings are chosen by validation, but no client has validation examples. Set split.val, such "
             "as 0.1"

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.contract.method import ClientInfo
+from ..core.contract import ClientInfo
 from ..core.errors import ConfigError
 from ..core.key import Key
 from ..core.learning.losses import Loss
 from ..data.augment import Augment
 from ..data.clients import make_clients, subsample_training
-from ..data.dataset import ClientData, Dataset, Examples, Inputs, Stored, standardize_client, subset
+from ..data.dataset import ClientData, Dataset, Examples, Inputs, Stored, draw_subset, standardize_client
 from ..data.datasets.csv_table import TableDataset
 from ..data.federation import Federation
 from ..data.partitioning.concept import Concept, apply_concept
@@ -24,12 +24,12 @@ from ..data.partitioning.own_partition import OwnPartition
 from ..data.partitioning.partition import Partition
 from ..data.partitioning.split import Split
 from ..data.user_data.user_arrays import TARGET_WARNINGS
-from ..language import text_federation as language_models
+from ..language import language_model as language_models
 from ..language.base_model import warn_slow_precision
 from ..language.export.export_settings import ExportSettings
+from ..language.language_model import Language, LanguageSettings
 from ..language.objectives.preference_pairs import make_pairs
 from ..language.objectives.reference_scores import add_reference
-from ..language.text_federation import Language, LanguageSettings
 from ..models.architecture import Architecture, build_architecture, choose_heads
 from ..models.zoo import ModelSettings
 from ..rounds.run_settings import RunSettings
@@ -105,7 +105,7 @@ def share_data(experiment: FederationSettings) -> Shares:
         language = _complete_language(experiment, language)
         dataset = _note_unused_test(dataset, experiment.split)
     if preparation.examples is not None:
-        dataset = subset(dataset, preparation.examples)
+        dataset = draw_subset(dataset, preparation.examples)
     data = make_clients(dataset, partition, experiment.split, key)
     if preparation.keep < 1:
         data = subsample_training(data, preparation.keep, preparation.keep_at_least, key / "keep")
@@ -137,19 +137,19 @@ def _compare_responses(
     experiment: FederationSettings, data: Sequence[ClientData], name: str, language: Language | None
 ) -> list[ClientData]:
     """Pairs of responses as the loss of preferences needs them."""
-    made = make_pairs(data, experiment.loss, name)
-    example = _example(made[0].train.inputs)
+    pairs = make_pairs(data, experiment.loss, name)
+    example = _example(pairs[0].train.inputs)
     if experiment.loss.kind != "dpo" or language is None or not isinstance(example, dict):
-        return made
-    return add_reference(made, language.architecture(example), experiment.run_here.device)
+        return pairs
+    return add_reference(pairs, language.architecture(example), experiment.run_here.device)
 
 
 def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> Language | None:
     """Load the language model for classes of those names; None where the experiment has none."""
     if experiment.language is None:
         return None
-    made = language_models.load_language_model(*_language_settings(experiment), classes)
-    return _complete_language(experiment, made)
+    language = language_models.load_language_model(*_language_settings(experiment), classes)
+    return _complete_language(experiment, language)
 
 
 def _complete_language(experiment: FederationSettings, language: Language) -> Language:
@@ -239,17 +239,17 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
         )
     outputs = _outputs(first, shares.classes)
     factories = experiment.model.factories(tuple(example.shape[1:]), outputs)
-    made = {
+    models = {
         n: build_architecture(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)
         for n, f in factories.items()
     }
-    choose_heads(made, outputs)
-    return made
+    choose_heads(models, outputs)
+    return models
 
 
 def _outputs(examples: Examples, classes: tuple[str, ...]) -> int:
     """Width of a model's output: the number of classes or targets; 0 for labels of tokens."""
-    return 0 if examples.tokens else len(classes) or examples.y.shape[1]
+    return 0 if examples.has_token_labels else len(classes) or examples.y.shape[1]
 
 
 def _example(x: Stored) -> Inputs:

@@ -77,7 +77,7 @@ def plan_runs(
     Raises:
         ConfigError: if a value or a name is wrong.
     """
-    found, laid = [], laid or LaidTables(experiment.to_dict())
+    runs, laid = [], laid or LaidTables(experiment.to_dict())
     for texts in list_combinations(vary):
         label = "".join(f"-{field.rpartition('.')[2]}={text}" for field, text in texts.items())
         values = {field: _label_value(text) for field, text in texts.items()}
@@ -86,8 +86,8 @@ def plan_runs(
             planned = experiment.parse_laid(one, methods[0], methods, experiment.allow_code)
             for name in methods:
                 planned.build_method(name)
-                found.append(PlannedRun(planned, name, values, out / f"{name}{label}-s{seed}"))
-    return found
+                runs.append(PlannedRun(planned, name, values, out / f"{name}{label}-s{seed}"))
+    return runs
 
 
 def _label_value(text: str) -> Any:

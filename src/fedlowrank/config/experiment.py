@@ -13,18 +13,18 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..core.arguments.user_code import import_named
-from ..core.contract.method import AnyMethod, Method
+from ..core.contract import AnyMethod, Method
 from ..core.errors import ConfigError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.augment import Augment
 from ..data.federation import Federation
 from ..data.partitioning.concept import CONCEPTS, Concept
-from ..data.partitioning.own_partition import OwnPartition, as_partition, is_own, read_own_partition
+from ..data.partitioning.own_partition import OwnPartition, as_partition, is_own_function, read_own_partition
 from ..data.partitioning.partition import PARTITIONS, Partition
 from ..data.partitioning.split import SPLITS, Split
 from ..language.export.export_settings import ExportSettings
-from ..language.lora.peft_config import lora_config
-from ..language.text_federation import Language, LanguageSettings
+from ..language.language_model import Language, LanguageSettings
+from ..language.lora.peft_config import make_lora_config
 from ..methods import METHODS
 from ..models.fingerprint import describe_named
 from ..models.zoo import ModelSettings
@@ -196,14 +196,16 @@ class ExperimentConfig(pydantic.BaseModel):
         Raises:
             ConfigError: if something is wrong, or nothing reads an override.
         """
-        made = cls.parse(laid.merge(), allow_code, method)
-        made.refuse_overrides_of_other_methods(laid, methods or ([method] if method else made.named_methods))
-        return made
+        experiment = cls.parse(laid.merge(), allow_code, method)
+        experiment.refuse_overrides_of_other_methods(
+            laid, methods or ([method] if method else experiment.named_methods)
+        )
+        return experiment
 
     def refuse_overrides_of_other_methods(self, laid: LaidTables, names: Sequence[str]) -> None:
         """Refuse overrides of methods other than the named ones; see :mod:`.reading.unread_overrides`."""
-        given = {name: own.model_extra or {} for name, own in self.methods.items()}
-        refuse_overrides_of_other_methods(laid.overrides, given, names)
+        overrides = {name: own.model_extra or {} for name, own in self.methods.items()}
+        refuse_overrides_of_other_methods(laid.overrides, overrides, names)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
         """Parse this experiment with nested tables laid over it.
@@ -217,8 +219,8 @@ class ExperimentConfig(pydantic.BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Print the tables that :meth:`parse` reads, without what is as by default."""
-        found = self.model_dump(mode="json", exclude_defaults=True)
-        return {section: value for section, value in found.items() if value != {}}
+        tables = self.model_dump(mode="json", exclude_defaults=True)
+        return {section: value for section, value in tables.items() if value != {}}
 
     def to_toml(self) -> str:
         """Print the experiment as the text of a file."""
@@ -246,7 +248,7 @@ class ExperimentConfig(pydantic.BaseModel):
             value = as_partition(value)
             if isinstance(value, OwnPartition):
                 return value
-            if isinstance(value, Mapping) and is_own(value.get("kind", "")):
+            if isinstance(value, Mapping) and is_own_function(value.get("kind", "")):
                 return read_own_partition(value)
         if section == "data":
             return DataSettings.parse(value, language)
@@ -313,7 +315,7 @@ class ExperimentConfig(pydantic.BaseModel):
                     "local.start says where the adapter of lora.start lies on this machine, and lora.start is not set. Set it "
                     "in the file of all machines"
                 )
-            lora_config(self.lora.model_extra or {})
+            make_lora_config(self.lora.model_extra or {})
         self.describe()
         return self
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError, ConfigError
-from ..results.measurements import ACCURACY, LOSS, mean_over_clients
+from ..results.client_numbers import ACCURACY, LOSS
+from ..results.measurements import mean_over_clients
 from ..results.ranking import find_best
 from ..results.records import RoundRecord, RunRecord, describe_missing
 from .comparison import PlannedRun
@@ -82,14 +83,14 @@ def plan_tuning(experiment: ExperimentConfig, out: Path) -> list[Setting]:
         raise ConfigError(
             "the experiment varies fields (vary = ...), but [tune] chooses one setting. Remove vary."
         )
-    found = []
+    plans = []
     for name in experiment.compared_methods:
         settings = list_settings(tune.grid_of(name))
         for values in settings:
             seeds = tune.seeds if len(settings) > 1 else ()
             runs = tuple(_plan_run(experiment, tune, name, values, seed, out / "tuning") for seed in seeds)
-            found.append(Setting(name, values, runs))
-    return found
+            plans.append(Setting(name, values, runs))
+    return plans
 
 
 def tune_settings(experiment: ExperimentConfig) -> TuneSettings:
@@ -143,14 +144,14 @@ def lay_values(experiment: ExperimentConfig, name: str, values: Mapping[str, Any
         values: by dotted field of the method.
     """
     own = experiment.methods.get(name, MethodSettings()).model_extra or {}
-    given, method = {**experiment.defaults, **own}, experiment.build_method(name)
-    found: dict[str, Any] = {}
+    defaults, method = {**experiment.defaults, **own}, experiment.build_method(name)
+    tables: dict[str, Any] = {}
     # all values of a table at once, for a kind and the fields of that kind belong together
     for top, value in join_fields(values).items():
-        before = {top: copy.deepcopy(given.get(top, _default_table(getattr(method, top, None))))}
+        before = {top: copy.deepcopy(defaults.get(top, _default_table(getattr(method, top, None))))}
         merge_tables(before, {top: value})
-        found[top] = before[top]
-    return found
+        tables[top] = before[top]
+    return tables
 
 
 def _default_table(value: Any) -> dict[str, Any]:
@@ -183,13 +184,13 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
             f"{run.folder}: {describe_missing(run.missing)}, so that it has no score. Remove the folder and tune again."
         )
     excluded = {row["id"] for row in run.clients if row.get("unseen") or row.get("hostile")}
-    found = [score for record in run.rounds if (score := _validation(record, excluded, series)) is not None]
-    if not found:
+    scores = [score for record in run.rounds if (score := _validation(record, excluded, series)) is not None]
+    if not scores:
         raise ConfigError(
             f"{run.folder}: no client has validation examples, by which settings are chosen. Set split.val, "
             "such as 0.1"
         )
-    chosen = [found[-1]] if at == "last" else [score for score in found if math.isfinite(score.value)]
+    chosen = [scores[-1]] if at == "last" else [score for score in scores if math.isfinite(score.value)]
     best = find_best(map(_cost, chosen), lower_is_better=True)
     return chosen[best] if best is not None and math.isfinite(chosen[best].value) else None
 
@@ -235,7 +236,7 @@ def find_edges(chosen: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]:
         chosen: the chosen setting of a method.
         grid: of the method.
     """
-    found = []
+    edges = []
     for field, values in grid.items():
         if len(values) < 2 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
             continue
@@ -243,11 +244,11 @@ def find_edges(chosen: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]:
         if value in (min(values), max(values)):
             side = "smallest" if value == min(values) else "largest"
             tried = ", ".join(map(str, sorted(values)))
-            found.append(
+            edges.append(
                 f"{chosen.method}: {field} = {value} is the {side} of {tried}; the optimum is at the edge of "
                 "the grid: extend it"
             )
-    return found
+    return edges
 
 
 def tuned_experiment(experiment: ExperimentConfig, chosen: Sequence[Setting]) -> ExperimentConfig:

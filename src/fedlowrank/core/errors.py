@@ -86,6 +86,9 @@ class CheckpointError(FedlowrankError):
     """A run folder cannot be written, read or resumed."""
 
 
+_DROP_SUCH_REPLIES = "set run.on_nan to 'drop' to go on without such replies."
+
+
 class NonFiniteError(FedlowrankError):
     """A training pass met a NaN or an infinity.
 
@@ -111,7 +114,7 @@ class NonFiniteError(FedlowrankError):
                 "numbers that are too large) and at the loss"
             )
         finding = f"{whose or f'client {client}'}, round {round + 1}, pass {name!r}: {where} not finite"
-        super().__init__(f"{finding}. {cure}, or set run.on_nan to 'drop' to go on without such replies.")
+        super().__init__(f"{finding}. {cure}, or {_DROP_SUCH_REPLIES}")
         self.finding, self.cure = finding, cure
         self.client = client
         self.round = round
@@ -121,6 +124,30 @@ class NonFiniteError(FedlowrankError):
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, int, str, int | None, str]]:
         return type(self), (self.client, self.round, self.name, self.step, self.whose)
+
+
+class NonFiniteUploadError(NonFiniteError):
+    """The upload of a client holds a NaN or an infinity, although no training pass of it met one.
+
+    Args:
+        client: identifier of the client.
+        round: round of training, counted from 0.
+        path: of the first such number in the upload.
+        whose: the client in the message; by default by its number.
+    """
+
+    def __init__(self, client: int, round: int, path: str, whose: str = "") -> None:
+        super().__init__(client, round, "", None, whose)
+        self.finding = (
+            f"{whose or f'client {client}'}, round {round + 1}: its upload holds a NaN or an infinity at {path}, "
+            "and its training met none"
+        )
+        self.cure = "Look at what the method computes after training"
+        self.path = path
+        FedlowrankError.__init__(self, f"{self.finding}. {self.cure}, or {_DROP_SUCH_REPLIES}")
+
+    def __reduce__(self) -> tuple[type[NonFiniteUploadError], tuple[int, int, str, str]]:  # type: ignore[override]
+        return type(self), (self.client, self.round, self.path, self.whose)
 
 
 class LoweredRankWarning(UserWarning):

@@ -56,9 +56,9 @@ def tree_dataclass(cls: type[T]) -> type[T]:
 
     Only classes registered by this decorator are ever decoded, so a message cannot name arbitrary code.
     """
-    made = dataclasses.dataclass(frozen=True)(cls)
-    register(made)
-    return made
+    cls_as_dataclass = dataclasses.dataclass(frozen=True)(cls)
+    register(cls_as_dataclass)
+    return cls_as_dataclass
 
 
 def register(cls: type[Any]) -> None:
@@ -137,9 +137,9 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def tensors(value: Any) -> list[Tensor]:
     """The tensors of a tree in the order of :func:`leaves`, several times faster."""
-    found: list[Tensor] = []
-    _each(value, found.append)
-    return found
+    found_tensors: list[Tensor] = []
+    _each(value, found_tensors.append)
+    return found_tensors
 
 
 def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
@@ -200,14 +200,14 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
         return first
     columns: list[dict[str, Any]] = []
     for other in rest:
-        found = children(other, path)
-        keys = None if found is None else [k for k, _ in found]
+        parts = children(other, path)
+        keys = None if parts is None else [k for k, _ in parts]
         if type(other) is not type(first) or keys is None or sorted(keys) != sorted(k for k, _ in items):
             raise TreeError(
                 f"trees differ at {path or 'the top'}: {type(first).__name__} of {[k for k, _ in items]} and "
                 f"{type(other).__name__} of {keys}"
             )
-        columns.append(dict(found or ()))
+        columns.append(dict(parts or ()))
     return rebuild(
         first, [(k, _map(f, v, tuple(c[k] for c in columns), join_path(path, k))) for k, v in items]
     )
@@ -418,10 +418,10 @@ def form(value: Any, plain: bool = True) -> Any:
 
 def encoded_size(value: Any) -> int:
     """``len(encode(value))``, measured once for each :func:`signature` and remembered."""
-    found = form(value)
-    if found not in _SIZES:
-        _SIZES[found] = len(encode(value))
-    return _SIZES[found]
+    form_of_value = form(value)
+    if form_of_value not in _SIZES:
+        _SIZES[form_of_value] = len(encode(value))
+    return _SIZES[form_of_value]
 
 
 def not_finite(value: Any) -> str | None:
@@ -436,8 +436,8 @@ def not_finite(value: Any) -> str | None:
         norms = [n.double() for n in norms]
     if math.isfinite(torch.stack(norms).sum().item()):
         return None
-    found = ((path, t) for path, t in leaves(value) if t.is_floating_point() or t.is_complex())
-    return next((path for path, t in found if not bool(t.isfinite().all())), None)
+    floating = ((path, t) for path, t in leaves(value) if t.is_floating_point() or t.is_complex())
+    return next((path for path, t in floating if not bool(t.isfinite().all())), None)
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -19,7 +19,7 @@ from .dataset import Dataset, Examples
 from .download.data_files import check_file, expand_path
 from .input_types import InputTypes, warn_of_rounding
 from .partitioning.checks import describe_array
-from .user_data.user_arrays import target_hint, target_warning
+from .user_data.user_arrays import find_target_hint, find_target_warning
 
 ImageLayout = Literal["as_is", "hw", "hwc"]
 
@@ -65,8 +65,12 @@ class Arrays(CheckedFields):
             raise DataError(f"{where} holds both 'client' and 'client_train'.")
         ends = [end, "_test"] if "x_test" in arrays or "y_test" in arrays else [end]
         types = InputTypes()
-        inputs = [self._inputs(_get(arrays, "x" + e, where), f"'x{e}' in {where}", types) for e in ends]
-        targets, classes = _targets([_get(arrays, "y" + e, where) for e in ends], arrays, where)
+        inputs = [
+            self._inputs(_find_array(arrays, "x" + e, where), f"'x{e}' in {where}", types) for e in ends
+        ]
+        targets, classes = _convert_targets(
+            [_find_array(arrays, "y" + e, where) for e in ends], arrays, where
+        )
         ids = [arrays.get("client" + end, arrays.get("client")), arrays.get("client_test")]
         (natural, natural_test), clients = encode_clients(ids, f"the client ids in {where}")
         try:
@@ -74,8 +78,8 @@ class Arrays(CheckedFields):
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         test = rest[0] if rest else None
-        said = [types.warning(), target_warning([train.y])]
-        notes = tuple(note for note in said if note)
+        warnings = [types.warning(), find_target_warning([train.y])]
+        notes = tuple(note for note in warnings if note)
         return Dataset(
             file.stem, train, test, classes, natural, natural_test, notes=notes, natural_names=clients
         )
@@ -152,11 +156,11 @@ def encode_clients(parts: list[np.ndarray | None], where: str) -> tuple[list[Ten
     if any(part is not None and (part.dtype.kind != "U" or part.ndim != 1) for part in parts):
         raise DataError(f"{where} must be whole numbers [n] or text [n], the same in all parts.")
     names = np.unique(np.concatenate(texts))
-    found = [None if part is None else torch.from_numpy(np.searchsorted(names, part)) for part in parts]
-    return found, tuple(map(str, names))
+    encoded = [None if part is None else torch.from_numpy(np.searchsorted(names, part)) for part in parts]
+    return encoded, tuple(map(str, names))
 
 
-def _targets(
+def _convert_targets(
     parts: list[np.ndarray], arrays: Mapping[str, np.ndarray], where: str
 ) -> tuple[list[Tensor], tuple[str, ...]]:
     """Real targets without classes, or encoded labels with the names of the classes."""
@@ -165,7 +169,7 @@ def _targets(
             raise DataError(f"{where} names classes, but its targets are real numbers, a regression.")
         return [to_float32(y, f"the targets in {where}") for y in parts], ()
     for y in parts:
-        if y.dtype.kind in "biuf" and (hint := target_hint(torch.as_tensor(y))):
+        if y.dtype.kind in "biuf" and (hint := find_target_hint(torch.as_tensor(y))):
             raise DataError(f"the labels in {where} must not be {describe_array(y)}. {hint}")
     if all(y.dtype.kind in "iu" and y.ndim > 1 for y in parts):
         labels, classes = _encode_dense(parts, f"the labels in {where}")
@@ -201,8 +205,8 @@ def _read(file: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{str(file)!r} cannot be read as an .npz file of plain arrays: {error}") from error
 
 
-def _get(arrays: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
+def _find_array(arrays: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
     if name not in arrays:
-        found = ", ".join(map(repr, sorted(arrays))) or "none"
-        raise DataError(f"{where} lacks the array {name!r}; it holds {found}.")
+        present = ", ".join(map(repr, sorted(arrays))) or "none"
+        raise DataError(f"{where} lacks the array {name!r}; it holds {present}.")
     return arrays[name]

@@ -43,7 +43,7 @@ class Augment(CheckedFields):
         check_switch(self, Switch("crop", {"fill": ()}), "Augment")
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether any image is ever changed."""
         return self.flip or self.crop > 0
 
@@ -52,11 +52,11 @@ class Augment(CheckedFields):
 
         Anything is accepted if nothing is to be changed.
         """
-        if not self.active:
+        if not self.is_active:
             return
         if isinstance(x, dict) or x.ndim != 4:
-            found = f"named ones ({', '.join(x)})" if isinstance(x, dict) else str(list(x.shape))
-            raise DataError(f"augment.flip and augment.crop need images [n, C, height, width], not {found}.")
+            shapes = f"named ones ({', '.join(x)})" if isinstance(x, dict) else str(list(x.shape))
+            raise DataError(f"augment.flip and augment.crop need images [n, C, height, width], not {shapes}.")
         if self.crop >= min(x.shape[2:]):
             raise DataError(
                 "augment.crop must be smaller than the images, or some show nothing but padding; it is "
@@ -77,7 +77,7 @@ class Augment(CheckedFields):
             New images of the same shape in channels-last layout; ``x`` itself if nothing is to be changed.
         """
         self.check(x)
-        if isinstance(x, dict) or not self.active:
+        if isinstance(x, dict) or not self.is_active:
             return x
         return self.change(x, self.draw(len(x), generator).to(x.device), quarter_turns)
 
@@ -89,7 +89,7 @@ class Augment(CheckedFields):
         """Augment images as :meth:`apply` does, by draws of :meth:`draw` on their device."""
         b, channels, height, width = x.shape
         p, places = self.crop, 2 * self.crop + 1
-        mirrored, top, left = draw >= places**2, draw // places % places, draw % places
+        mirrored, top_edge, left_edge = draw >= places**2, draw // places % places, draw % places
         rows, columns = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
         # rot90(mirror left to right) = (mirror top to bottom)(rot90)
         if quarter_turns % 2:
@@ -97,8 +97,8 @@ class Augment(CheckedFields):
         else:
             columns = torch.where(mirrored, columns.flip(0), columns)
         # Positions in the padded images of the batch, flattened.
-        starts = torch.arange(b, device=x.device)[:, None] * (height + 2 * p) + top + rows
-        pixels = (starts * (width + 2 * p))[:, :, None] + (columns + left)[:, None, :]
+        starts = torch.arange(b, device=x.device)[:, None] * (height + 2 * p) + top_edge + rows
+        pixels = (starts * (width + 2 * p))[:, :, None] + (columns + left_edge)[:, None, :]
         padded = functional.pad(x, (p, p, p, p), value=self.fill) if p else x
         out = padded.permute(0, 2, 3, 1).reshape(-1, channels).index_select(0, pixels.flatten())
         return out.reshape(b, height, width, channels).permute(0, 3, 1, 2)

@@ -48,11 +48,11 @@ def make_clients(
     names = _name_clients(pool, parts)
     clients = []
     tested = np.zeros(len(pool.labels), dtype=bool)
-    for client, own in enumerate(parts):
-        if len(own) == 0:
+    for client, positions_of_client in enumerate(parts):
+        if len(positions_of_client) == 0:
             raise DataError(f"client {client} has no examples. Use fewer clients or a less skewed partition.")
         try:
-            positions = split.divide(pool, own, client, key / "split" / client)
+            positions = split.divide(pool, positions_of_client, client, key / "split" / client)
         except DataError as error:
             if not names[client]:
                 raise
@@ -63,12 +63,17 @@ def make_clients(
             )
         tested[positions.test] = True
         notes = positions.notes
-        if pool.names and (labels := pool.labels[own]).min() == (first := labels[0]) == labels.max():
+        if (
+            pool.names
+            and (labels := pool.labels[positions_of_client]).min() == (first := labels[0]) == labels.max()
+        ):
             title = client_title(client, names[client])
             notes = (f"{title}: a single class, {pool.names[first]!r}", *notes)
-        train, val, test = (_take(pool, part) for part in (positions.train, positions.val, positions.test))
+        train, val, test = (
+            _take_examples(pool, part) for part in (positions.train, positions.val, positions.test)
+        )
         clients.append(ClientData(train, val, test, notes, name=names[client]))
-    if unused := _note_unused(pool, parts, split, tested):
+    if unused := _describe_unused(pool, parts, split, tested):
         clients[0] = replace(clients[0], notes=(*unused, *clients[0].notes))
     return clients
 
@@ -108,7 +113,7 @@ def _assign(pool: Pool, partition: Partition, split: Split, key: Key) -> Parts:
         tests = partition.assign(pool.labels[n:], classes, key / "test")
     except DataError as error:
         raise DataError(f"split 'test_share', the official test part: {error}") from error
-    return [np.concatenate([own, test + n]) for own, test in zip(parts, tests, strict=True)]
+    return [np.concatenate([positions, test + n]) for positions, test in zip(parts, tests, strict=True)]
 
 
 def _name_clients(pool: Pool, parts: Parts) -> list[str]:
@@ -118,18 +123,20 @@ def _name_clients(pool: Pool, parts: Parts) -> list[str]:
     if natural is None or not names or names == tuple(map(str, range(len(names)))):
         return nameless
     ids = natural.numpy()
-    # of a client without training examples the split says so
-    found = [np.unique(ids[own[own < pool.train_size]]) for own in parts]
-    if any(len(own) != 1 or own[0] < 0 for own in found) or len({int(own[0]) for own in found}) < len(parts):
+    # the split reports a client without training examples
+    ids_of_clients = [np.unique(ids[positions[positions < pool.train_size]]) for positions in parts]
+    if any(len(ids_of_one) != 1 or ids_of_one[0] < 0 for ids_of_one in ids_of_clients):
         return nameless
-    return [names[int(own[0])] for own in found]
+    if len({int(ids_of_one[0]) for ids_of_one in ids_of_clients}) < len(parts):
+        return nameless
+    return [names[int(ids_of_one[0])] for ids_of_one in ids_of_clients]
 
 
-def _note_unused(pool: Pool, parts: Parts, split: Split, tested: np.ndarray) -> list[str]:
+def _describe_unused(pool: Pool, parts: Parts, split: Split, tested: np.ndarray) -> list[str]:
     """Notes on the examples that belong to no client; ``tested`` are the positions of all test parts."""
     n, assigned = pool.train_size, np.zeros(len(pool.labels), dtype=bool)
-    for own in parts:
-        assigned[own] = True
+    for positions in parts:
+        assigned[positions] = True
     groups = {"training": assigned[:n]}
     if split.official_test == "merged":
         groups = {"": assigned}
@@ -142,7 +149,7 @@ def _note_unused(pool: Pool, parts: Parts, split: Split, tested: np.ndarray) -> 
     ]
 
 
-def _take(pool: Pool, index: IntArray) -> Examples:
+def _take_examples(pool: Pool, index: IntArray) -> Examples:
     """The examples at sorted positions, without concatenating the official parts."""
     train, test, n = pool.dataset.train, pool.dataset.test, pool.train_size
     if test is None or len(index) == 0 or index[-1] < n:
@@ -152,8 +159,8 @@ def _take(pool: Pool, index: IntArray) -> Examples:
         return test
     if index[0] >= n:
         return test.take(index - n)
-    at = int(np.searchsorted(index, n))
-    first, second = train.take(index[:at]), test.take(index[at:] - n)
+    boundary = int(np.searchsorted(index, n))
+    first, second = train.take(index[:boundary]), test.take(index[boundary:] - n)
     y = torch.cat([first.y, second.y])
     a, b = first.inputs, second.inputs
     if isinstance(a, dict) and isinstance(b, dict):

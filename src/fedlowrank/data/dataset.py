@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.key import Key
 from .input_types import warn_of_rounding
-from .partitioning.checks import check_finite_values, chunks, describe_array
+from .partitioning.checks import check_finite_values, describe_array, split_rows
 from .pixels import Pixels
 
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
@@ -25,8 +25,8 @@ Stored: TypeAlias = Inputs | Pixels
 
 Normalization: TypeAlias = Literal["none", "scale", "standard", "standard_per_client"]
 
-_INPUTS = torch.float32, torch.int64
-_TARGETS = {torch.int64: 1, torch.float32: 2}
+_INPUT_TYPES = torch.float32, torch.int64
+_MIN_TARGET_DIMENSIONS = {torch.int64: 1, torch.float32: 2}
 """Types of targets, and the dimensions that they have at least."""
 
 
@@ -51,7 +51,7 @@ class Examples:
     y: Tensor
 
     def __post_init__(self) -> None:
-        least = _TARGETS.get(self.y.dtype)
+        least = _MIN_TARGET_DIMENSIONS.get(self.y.dtype)
         if least is None or self.y.ndim < least or 0 in self.y.shape[1:]:
             raise DataError(
                 "the labels must be int64 [n], or [n, ...] of pixels or tokens, or for a regression the targets "
@@ -63,7 +63,7 @@ class Examples:
             inputs: dict[str, Tensor | Pixels] = {f"input {name!r}": t for name, t in self.x.items()}
         else:
             inputs = {"input": self.x}
-            if self.x.dtype not in _INPUTS:
+            if self.x.dtype not in _INPUT_TYPES:
                 raise DataError(
                     f"the inputs must be float32 [n, ...], or int64 of a model that looks them up, not "
                     f"{describe_array(self.x)}."
@@ -83,17 +83,17 @@ class Examples:
         return self.x.images() if isinstance(self.x, Pixels) else self.x
 
     @property
-    def regression(self) -> bool:
+    def is_regression(self) -> bool:
         """Whether the targets are real numbers."""
         return self.y.is_floating_point()
 
     @property
     def is_dense(self) -> bool:
         """Whether every pixel or token has a label."""
-        return self.y.ndim > 1 and not self.regression
+        return self.y.ndim > 1 and not self.is_regression
 
     @property
-    def tokens(self) -> bool:
+    def has_token_labels(self) -> bool:
         """Whether every token of a text has a label, as for a language model."""
         ids = self.x.get("input_ids") if isinstance(self.x, dict) else None
         return self.is_dense and ids is not None and ids.shape == self.y.shape
@@ -199,7 +199,7 @@ class Dataset:
     @property
     def outputs(self) -> int:
         """Width of a model's output: the number of classes, or of target values; 0 for tokens to predict."""
-        if self.train.tokens and not self.classes:
+        if self.train.has_token_labels and not self.classes:
             return 0
         return len(self.classes) or self.train.y.shape[1]
 
@@ -225,7 +225,7 @@ class Dataset:
             raise DataError(f"{where} needs client ids int64 [{len(y)}], not {describe_array(natural)}.")
 
 
-def subset(dataset: Dataset, examples: int) -> Dataset:
+def draw_subset(dataset: Dataset, examples: int) -> Dataset:
     """Keep a random subset of the training examples, the same in every run; the test part stays whole."""
     n = len(dataset.train)
     if not 0 < examples <= n:
@@ -259,20 +259,20 @@ def normalize(dataset: Dataset, how: Normalization) -> Dataset:
     if how not in get_args(Normalization):
         raise ConfigError(f"unknown normalization {how!r}. " + did_you_mean(how, get_args(Normalization)))
     if dataset.wide_columns:
-        dataset = _keep_rounded(dataset) if how == "none" else _shift_columns(dataset)
+        dataset = _warn_of_rounded_columns(dataset) if how == "none" else _shift_columns(dataset)
     if how in ("none", "standard_per_client"):
         return dataset
     x = dataset.train.inputs
     if isinstance(x, dict):
         raise ConfigError(f"normalization {how!r} needs one input tensor; {dataset.name!r} has named ones.")
-    shift, width = _range(x) if how == "scale" else _moments(x)
+    shift, width = _measure_range(x) if how == "scale" else _measure_moments(x)
     test = dataset.test
     if test is not None and isinstance(test.inputs, Tensor):
         test = Examples((test.inputs - shift).div_(width), test.y)
     return replace(dataset, train=Examples((x - shift).div_(width), dataset.train.y), test=test)
 
 
-def _keep_rounded(dataset: Dataset) -> Dataset:
+def _warn_of_rounded_columns(dataset: Dataset) -> Dataset:
     """The data set as it is, with a warning for each column that float32 rounds too much."""
     for column in dataset.wide_columns:
         warn_of_rounding(column.parts[0], f"the column {column.name!r} of {dataset.name!r}")
@@ -305,7 +305,7 @@ def standardize_client(client: ClientData) -> ClientData:
     x = client.train.inputs
     if isinstance(x, dict):
         raise ConfigError("normalization 'standard_per_client' needs one input tensor, not named ones.")
-    shift, width = _moments(x)
+    shift, width = _measure_moments(x)
 
     def apply(examples: Examples) -> Examples:
         assert isinstance(examples.inputs, Tensor)
@@ -314,42 +314,44 @@ def standardize_client(client: ClientData) -> ClientData:
     return replace(client, train=apply(client.train), val=apply(client.val), test=apply(client.test))
 
 
-def _range(x: Tensor) -> tuple[Tensor, Tensor]:
+def _measure_range(x: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest value and width of the range, per feature of a table, or of images as a whole."""
-    low, high = _extremes(x)
+    low, high = _find_extremes(x)
     if x.ndim > 2:
         low, high = low.amin().expand_as(low), high.amax().expand_as(high)
     width = (high - low).where(high > low, torch.ones_like(low))
-    return _along_channels(low, x), _along_channels(width, x)
+    return _broadcast_to_channels(low, x), _broadcast_to_channels(width, x)
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _measure_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation per channel or feature."""
-    low, high = _extremes(x)
+    low, high = _find_extremes(x)
     count = x.numel() / len(low)
     # Two passes in float64: the mean square minus the squared mean loses all digits if the mean is large.
     mean, variance = torch.zeros_like(low, dtype=torch.float64), torch.zeros_like(low, dtype=torch.float64)
-    for _, rows in chunks(x):
-        mean += _by_channel(rows.double()).sum(0) / count
-    for _, rows in chunks(x):
-        variance += (_by_channel(rows.double()) - mean).square_().sum(0) / count
+    for _, rows in split_rows(x):
+        mean += _flatten_to_channels(rows.double()).sum(0) / count
+    for _, rows in split_rows(x):
+        variance += (_flatten_to_channels(rows.double()) - mean).square_().sum(0) / count
     # The extremes of a constant channel are equal; its computed deviation may differ from 0 by rounding.
     deviation = variance.sqrt().where(high > low, torch.ones_like(mean))
     mean = mean.where(high > low, low.double())
-    return _along_channels(mean.float(), x), _along_channels(deviation.float(), x)
+    return _broadcast_to_channels(mean.float(), x), _broadcast_to_channels(deviation.float(), x)
 
 
-def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    lows, highs = zip(*(torch.aminmax(_by_channel(rows), dim=0) for _, rows in chunks(x)), strict=True)
+def _find_extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    lows, highs = zip(
+        *(torch.aminmax(_flatten_to_channels(rows), dim=0) for _, rows in split_rows(x)), strict=True
+    )
     return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
 
 
-def _by_channel(x: Tensor) -> Tensor:
+def _flatten_to_channels(x: Tensor) -> Tensor:
     """[n, C, ...] as [values of a channel, C]; [n] as [n, 1]."""
     return x.unsqueeze(1) if x.ndim == 1 else x.movedim(1, -1).reshape(-1, x.shape[1])
 
 
-def _along_channels(values: Tensor, x: Tensor) -> Tensor:
+def _broadcast_to_channels(values: Tensor, x: Tensor) -> Tensor:
     """Values [C] in a shape that broadcasts against x [n, C, ...]."""
     return values if x.ndim == 1 else values.reshape(1, -1, *[1] * (x.ndim - 2))
 

@@ -19,7 +19,7 @@ _MAX_COLUMNS = 12
 _MAX_BUBBLES = 30
 
 
-def class_counts(clients: Sequence[ClientData], classes: int) -> IntArray:
+def count_classes(clients: Sequence[ClientData], classes: int) -> IntArray:
     """Number of training examples by client and class, [clients, classes]; a regression has 0 classes.
 
     Of a label for each pixel or token, of these. Labels of no class, which a loss leaves out, are not in it.
@@ -31,13 +31,13 @@ def class_counts(clients: Sequence[ClientData], classes: int) -> IntArray:
     return np.array(rows, dtype=np.int64).reshape(len(rows), classes)
 
 
-def class_count_table(
+def format_class_counts(
     clients: Sequence[ClientData],
     names: Sequence[str],
     width: int = 100,
     top: int = 5,
     notes: Sequence[str] | None = None,
-    most: int | None = None,
+    max_clients: int | None = None,
 ) -> str:
     """Sizes of the parts and training examples per class as aligned text, one line per client.
 
@@ -50,9 +50,9 @@ def class_count_table(
         width: characters to which notes are wrapped, and up to which every class has a column.
         top: number of classes to show per client if there are too many for columns.
         notes: on the data; by default those of the clients.
-        most: clients that have a line, the others being counted in one; None for all.
+        max_clients: clients that get a line each; one more line counts the others. None for all.
     """
-    counts = class_counts(clients, len(names))
+    counts = count_classes(clients, len(names))
     sizes = np.array([(len(client.train), len(client.val), len(client.test)) for client in clients])
     all_counts = np.vstack([counts, counts.sum(axis=0)])
     columns = [max(len(name), len(str(all_counts[-1, c]))) + 2 for c, name in enumerate(names)]
@@ -69,26 +69,28 @@ def class_count_table(
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
     if not has_columns:
         room = width - len(lines[0]) - 2
-        largest = ["largest", *(_largest_classes(row, names, top, room) for row in all_counts)]
+        largest = ["largest", *(_list_largest_classes(row, names, top, room) for row in all_counts)]
         lines = [f"{line}  {end}".rstrip() for line, end in zip(lines, largest, strict=True)]
-    if most is not None and len(clients) > most:
-        rest = sizes[most:].sum(axis=1)
-        lines[most + 1 : -1] = [f"... and {len(rest)} more clients with {_range(rest)} examples each"]
+    if max_clients is not None and len(clients) > max_clients:
+        rest = sizes[max_clients:].sum(axis=1)
+        lines[max_clients + 1 : -1] = [
+            f"... and {len(rest)} more clients with {_format_range(rest)} examples each"
+        ]
     lines.insert(-1, "-" * max(map(len, lines)))
-    found = [note for client in clients for note in client.notes] if notes is None else list(notes)
+    listed_notes = [note for client in clients for note in client.notes] if notes is None else list(notes)
     if unused := [name for name, total in zip(names, all_counts[-1], strict=True) if total == 0]:
-        found.insert(0, f"classes that no client trains on: {', '.join(unused)}")
-    for note in found:
+        listed_notes.insert(0, f"classes that no client trains on: {', '.join(unused)}")
+    for note in listed_notes:
         lines += textwrap.wrap("* " + note, width, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def _range(sizes: np.ndarray) -> str:
+def _format_range(sizes: np.ndarray) -> str:
     low, high = int(sizes.min()), int(sizes.max())
     return str(low) if low == high else f"{low} to {high}"
 
 
-def class_count_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
+def draw_class_counts(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
     """A figure of counts [clients, classes]: bubbles, or colors if there are many clients or classes.
 
     Raises:
@@ -129,7 +131,7 @@ def class_count_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure
     return figure
 
 
-def _largest_classes(row: np.ndarray, names: Sequence[str], top: int, room: int) -> str:
+def _list_largest_classes(row: np.ndarray, names: Sequence[str], top: int, room: int) -> str:
     """The largest classes: at most ``top``, and at least one of those that fit into ``room`` characters."""
     order = np.argsort(-row, kind="stable")[:top]
     shown = [f"{names[c]} {row[c]}" for c in order if row[c]]

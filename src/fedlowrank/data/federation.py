@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.arguments.bounds import check_minimum
 from ..core.arguments.field_checks import check_arguments
-from ..core.contract.method import ClientInfo, Task
+from ..core.contract import ClientInfo, Task
 from ..core.errors import ConfigError, DataError, TaskError, did_you_mean, warn_user
 from ..core.key import Key
 from ..core.learning.losses import AUTO, Loss, as_loss, class_axis
@@ -32,18 +32,18 @@ from .augment import NO_AUGMENT, Augment
 from .dataset import ClientData, Examples
 from .input_types import InputTypes, convert_named_input, is_image, is_whole
 from .partitioning.partitions import read_partitions
-from .pixels import Pixels, pack
+from .pixels import Pixels, pack_images
 from .targets import check_scores, fit_loss
 from .user_data.columns import Columns
 from .user_data.feature_names import FeatureNames, match_columns
 from .user_data.user_arrays import (
     TARGET_WARNINGS,
-    class_names,
-    client_from_arrays,
-    first_input,
-    label_warning,
-    target_warning,
-    untested_warning,
+    find_label_warning,
+    find_target_warning,
+    find_untested_warning,
+    make_client,
+    name_classes,
+    take_first_input,
 )
 from .user_data.user_clients import read_user_clients
 from .user_data.user_labels import number_labels, number_words
@@ -55,7 +55,7 @@ _HASH_ROWS = 4096
 
 
 class Companion(Protocol):
-    """What belongs to models besides their code, such as a tokenizer."""
+    """An object that belongs to the models besides their code, such as a tokenizer."""
 
     def describe(self) -> dict[str, Any]:
         """What must be the same when a run is resumed, as JSON."""
@@ -136,15 +136,15 @@ class Federation:
                 )
             for part, examples in (("train", data.train), ("val", data.val), ("test", data.test)):
                 self._check_kind(examples, info.title, part)
-            if self.augment.active:
+            if self.augment.is_active:
                 try:
                     self.augment.check(data.train.x)
                 except DataError as error:
                     raise DataError(f"{info.title}: {error}") from error
-        if self.clients[0].train.regression:
+        if self.clients[0].train.is_regression:
             self._check_target_widths()
         # A companion makes the head for the number of classes itself.
-        if self.clients[0].train.regression or (self.classes and self.companion is None):
+        if self.clients[0].train.is_regression or (self.classes and self.companion is None):
             remarks = tuple(self._check_outputs())
         else:
             remarks = ()
@@ -154,10 +154,10 @@ class Federation:
     def _check_kind(self, examples: Examples, client: str, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
         predicts_tokens = self.loss.predicts_tokens(examples.y) or self.loss.compares_texts
-        if (examples.regression or predicts_tokens) != bool(self.classes):
+        if (examples.is_regression or predicts_tokens) != bool(self.classes):
             return
         kind = "token labels" if predicts_tokens else "class labels"
-        kind = "real targets" if examples.regression else kind
+        kind = "real targets" if examples.is_regression else kind
         raise DataError(
             f"{client}: {part} has {kind}, but the federation names {len(self.classes)} classes; a "
             "regression has none, and all clients learn the same kind of task"
@@ -170,10 +170,10 @@ class Federation:
             tuple(e.y.shape[1:]): self.infos[i].title for i, d in clients for e in (d.train, d.val, d.test)
         }
         if len(widths) > 1:
-            found = ", ".join(
+            described = ", ".join(
                 f"{'x'.join(map(str, width))} at {title}" for width, title in sorted(widths.items())
             )
-            raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
+            raise DataError(f"all clients need targets of one width [n, d], but d is {described}")
 
     def _check_outputs(self) -> list[str]:
         """Reject models with too few scores, outputs that would broadcast, or scores without a gradient.
@@ -183,10 +183,12 @@ class Federation:
         """
         remarks: dict[str, str] = {}
         clients = [i for i in self.infos if len(self.clients[i.id].train)]
-        first = {(i.architecture, _input_shape(self.clients[i.id].train)): i.id for i in reversed(clients)}
+        first = {
+            (i.architecture, _describe_input_shape(self.clients[i.id].train)): i.id for i in reversed(clients)
+        }
         for (name, _), client in first.items():
             examples = self.clients[client].train
-            example, title = _first_input(examples), self.infos[client].title
+            example, title = _take_first_input(examples), self.infos[client].title
             try:
                 scores, trainable = self.architectures[name].probe_gradient(example)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -195,8 +197,8 @@ class Federation:
                     "Inputs of all clients with the same model need one shape that the model takes."
                 ) from error
             shape = list(scores.shape)
-            found = f"{title}: model {name} makes {shape} of one example, but"
-            check_scores(self.loss, scores, examples, len(self.classes), found)
+            beginning = f"{title}: model {name} makes {shape} of one example, but"
+            check_scores(self.loss, scores, examples, len(self.classes), beginning)
             if not scores.is_floating_point():
                 raise TaskError(
                     f"{title}: model {name} makes scores of type {scores.dtype}, by which nothing can be "
@@ -211,13 +213,13 @@ class Federation:
             is_new = self.remarks is None and name not in remarks and not self.loss.is_own
             if (
                 is_new
-                and (not examples.regression or self.loss.is_binary(examples.y))
-                and (said := self._remark(name, client, scores))
+                and (not examples.is_regression or self.loss.is_binary(examples.y))
+                and (remark := self._describe_scores(name, client, scores))
             ):
-                remarks[name] = said
+                remarks[name] = remark
         return list(remarks.values())
 
-    def _remark(self, name: str, client: int, scores: Tensor) -> str:
+    def _describe_scores(self, name: str, client: int, scores: Tensor) -> str:
         """What a user should know of the scores [1, outputs] that a model makes of a client's example."""
         is_share = bool(((scores >= 0) & (scores <= 1)).all())
         # a language model, whose vocabulary may be wider than the tokens that occur, does not come here
@@ -226,7 +228,7 @@ class Federation:
         has_many = not is_binary and outputs > len(self.classes)
         if not is_share and not has_many:
             return ""
-        layer, operation = self.architectures[name].last_layer(_first_input(self.clients[client].train))
+        layer, operation = self.architectures[name].last_layer(_take_first_input(self.clients[client].train))
         at = f" in its {layer}" if layer else ""
         # a softmax over the batch makes ones of a single example; another forward may reshape what a softmax made
         distance = abs(float(scores.sum()) - 1) if outputs > 1 and not is_binary else 1.0
@@ -234,21 +236,21 @@ class Federation:
             operation = ""
         elif not operation and distance < 1e-5:
             operation = "softmax"
-        found = []
+        faults = []
         if is_share and operation:
             name_of_loss, applied = (
                 ("binary cross-entropy", "sigmoid") if is_binary else ("cross-entropy", "softmax")
             )
-            found.append(
+            faults.append(
                 f"ends in a {operation}{at}, but the loss is the {name_of_loss}, which applies a {applied} itself, so "
                 f"that gradients become small. Leave the {operation} out"
             )
         if has_many:
-            found.append(
+            faults.append(
                 f"makes {outputs} scores{at}, but there are {len(self.classes)} classes over all clients. Name "
                 "the classes if there are more (classes=...), or give it as many outputs as classes"
             )
-        return f"{self.infos[client].title}: model {name} " + "; it ".join(found) + "." if found else ""
+        return f"{self.infos[client].title}: model {name} " + "; it ".join(faults) + "." if faults else ""
 
     @property
     def key(self) -> Key:
@@ -274,8 +276,8 @@ class Federation:
         """
         if device == "cpu":
             return self
-        own = {id(t): t for examples in self._all_examples() for t in _tensors(examples)}
-        moved = dict(zip(own, _move_together(list(own.values()), device), strict=True))
+        tensors = {id(t): t for examples in self._all_examples() for t in _list_tensors(examples)}
+        moved = dict(zip(tensors, _move_together(list(tensors.values()), device), strict=True))
 
         def move_examples(examples: Examples) -> Examples:
             x, y = examples.x, moved[id(examples.y)]
@@ -305,7 +307,7 @@ class Federation:
         images = {i: x for i, x in inputs.items() if isinstance(x, Tensor)}
         if len(images) < len(inputs):
             raise DataError("only images can be stored as bytes; these are named inputs, e.g. of texts.")
-        pixels = dict(zip(images, pack(list(images.values())), strict=True))
+        pixels = dict(zip(images, pack_images(list(images.values())), strict=True))
         return replace(self, clients=self._map_examples(lambda e: Examples(pixels[id(e.x)], e.y)))
 
     def unpack_images(self) -> Federation:
@@ -328,7 +330,7 @@ class Federation:
 
     def fingerprint(self) -> list[str]:
         """One hash per client of all its examples, so that a resumed run notices other data."""
-        return [_hash(c) for c in self.clients]
+        return [_hash_client(c) for c in self.clients]
 
     def describe(self) -> list[dict[str, Any]]:
         """One row per client: id, architecture, sizes of its parts, class counts if any, rank, cluster."""
@@ -338,7 +340,7 @@ class Federation:
             sizes = {"train": len(data.train), "val": len(data.val), "test": len(data.test)}
             named = {"name": info.name} if info.name else {}
             row = {"id": info.id, **named, "architecture": info.architecture, **sizes}
-            classes = {part: of[i] for part, of in counts.items()}
+            classes = {part: part_counts[i] for part, part_counts in counts.items()}
             known = {"rank": info.rank, "cluster": info.cluster}
             rows.append({**row, "classes": classes, **{n: v for n, v in known.items() if v is not None}})
         return rows
@@ -453,18 +455,21 @@ class Federation:
             TaskError: if a model does not fit.
         """
         key = Key((seed,))
-        given, feature_names = match_columns(
+        user_clients, feature_names = match_columns(
             read_user_clients(clients, Columns(client, target, features, split), key)
         )
-        given, classes_given = number_words(given, classes)
+        user_clients, classes_given = number_words(user_clients, classes)
         loss = as_loss(loss).with_function()
-        titles = [one.title for one in given]
+        titles = [user_client.title for user_client in user_clients]
         models = model if isinstance(model, Mapping) else {"model": model}
-        first = first_input(given[0])
-        types = _input_types(models, first, key / "init")
-        data = [client_from_arrays(one, i, val, test, key, types, loss) for i, one in enumerate(given)]
+        first = take_first_input(user_clients[0])
+        types = _choose_input_types(models, first, key / "init")
+        data = [
+            make_client(user_client, i, val, test, key, types, loss)
+            for i, user_client in enumerate(user_clients)
+        ]
         choices = types.choices(first)
-        example = _first_input(data[0].train)
+        example = _take_first_input(data[0].train)
         try:
             architectures = {
                 n: build_architecture(n, m, example, head, key / "init" / n) for n, m in models.items()
@@ -473,16 +478,16 @@ class Federation:
             if not choices:
                 raise
             raise TaskError(f"{error} {' '.join(choices)}") from error
-        said = [
+        warnings = [
             types.warning(),
-            target_warning([d.train.y for d in data]) if loss.kind == "auto" else None,
-            untested_warning(given, data, test),
+            find_target_warning([d.train.y for d in data]) if loss.kind == "auto" else None,
+            find_untested_warning(user_clients, data, test),
         ]
         if classes_given is None:
-            data, classes_given, note = number_labels(data, _outputs(architectures), loss)
-            said.append(note or label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
-        names = class_names(data, classes_given, titles, loss)
-        notes = tuple(note for note in said if note)
+            data, classes_given, note = number_labels(data, _count_outputs(architectures), loss)
+            warnings.append(note or find_label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
+        names = name_classes(data, classes_given, titles, loss)
+        notes = tuple(note for note in warnings if note)
         for choice in choices:
             logger.info(choice)
         if not data[0].train.is_dense and data[0].train.y.ndim < 3:
@@ -491,9 +496,9 @@ class Federation:
             every = list(architectures)
             architecture = [every[i % len(every)] for i in range(len(data))]
         ranks = [None] * len(data) if rank is None else list(rank)
-        for place, own in enumerate(ranks):
-            if own is not None:
-                check_minimum(f"Federation.from_arrays.rank, value {place}", own, 1)
+        for place, client_rank in enumerate(ranks):
+            if client_rank is not None:
+                check_minimum(f"Federation.from_arrays.rank, value {place}", client_rank, 1)
         clusters = [None] * len(data) if cluster is None else list(cluster)
         if {len(architecture), len(ranks), len(clusters)} != {len(data)}:
             raise DataError(
@@ -503,12 +508,12 @@ class Federation:
         if cluster is not None and min(cluster) < 0:
             raise DataError(f"clusters count from 0, but there is a {min(cluster)}")
         infos = [
-            ClientInfo(i, len(d.train), a, r, c, one.name)
-            for i, (d, a, r, c, one) in enumerate(
-                zip(data, architecture, ranks, clusters, given, strict=True)
+            ClientInfo(i, len(d.train), a, r, c, user_client.name)
+            for i, (d, a, r, c, user_client) in enumerate(
+                zip(data, architecture, ranks, clusters, user_clients, strict=True)
             )
         ]
-        made = cls(
+        federation = cls(
             data,
             infos,
             architectures,
@@ -522,9 +527,9 @@ class Federation:
             feature_names=feature_names,
             byte_inputs=types.scaled,
         )
-        for note in (*notes, *(made.remarks or ())):
+        for note in (*notes, *(federation.remarks or ())):
             warn_user(note)
-        return made
+        return federation
 
     @classmethod
     def from_datasets(
@@ -583,7 +588,7 @@ class Federation:
         return cls.from_arrays(clients, model, **{"classes": classes, **options})
 
 
-def _input_types(
+def _choose_input_types(
     models: Mapping[str, nn.Module | Callable[[], nn.Module]],
     first: Tensor | dict[str, Tensor] | None,
     key: Key,
@@ -601,24 +606,24 @@ def _input_types(
     )
 
 
-def _outputs(architectures: Mapping[str, Architecture]) -> int:
+def _count_outputs(architectures: Mapping[str, Architecture]) -> int:
     """The number of scores that all models make of an example."""
     return min(int(a.example_scores.shape[-1]) for a in architectures.values())
 
 
-def _first_input(examples: Examples) -> Tensor | dict[str, Tensor]:
+def _take_first_input(examples: Examples) -> Tensor | dict[str, Tensor]:
     """The inputs of the first example, a batch of 1."""
     x = examples.x
     return {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
 
 
-def _input_shape(examples: Examples) -> str:
+def _describe_input_shape(examples: Examples) -> str:
     x = examples.x
     shapes = {n: t.shape[1:] for n, t in x.items()} if isinstance(x, dict) else x.shape[1:]
     return str(shapes)
 
 
-def _hash(data: ClientData) -> str:
+def _hash_client(data: ClientData) -> str:
     state = hashlib.blake2b(digest_size=16)
     for examples in (data.train, data.val, data.test):
         # the reference follows from the tokens and the base, up to rounding that differs between machines
@@ -634,7 +639,7 @@ def _hash(data: ClientData) -> str:
     return state.hexdigest()
 
 
-def _tensors(examples: Examples) -> list[Tensor]:
+def _list_tensors(examples: Examples) -> list[Tensor]:
     x = examples.x
     if isinstance(x, dict):
         return [*x.values(), examples.y]

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.errors import DataError, warn_user
-from .partitioning.checks import chunks
+from .partitioning.checks import split_rows
 
-_IMAGE_AXES = 3
+_MIN_IMAGE_AXES = 3
 """From [n, height, width] on, bytes are pixels even where a model looks up whole numbers."""
 
 
@@ -37,17 +37,17 @@ def convert_inputs(x: Tensor, *, ids: bool = False) -> Tensor:
     Returns:
         float32, or with ``ids`` int64 where x holds whole numbers. The same tensor where nothing changes.
     """
-    if x.dtype == torch.uint8 and not (ids and x.ndim < _IMAGE_AXES):
+    if x.dtype == torch.uint8 and not (ids and x.ndim < _MIN_IMAGE_AXES):
         return x.to(torch.float32).div_(255)
     wanted = torch.int64 if ids and is_whole(x) else torch.float32
     # the call alone, which does nothing, takes longer than the question
     return x if x.dtype == wanted else x.to(wanted)
 
 
-_WIDE = (torch.float64, torch.int32, torch.int64)
+_WIDE_TYPES = (torch.float64, torch.int32, torch.int64)
 """Types with more digits than float32."""
 
-_FEWEST = 1000
+_MIN_DISTINCT_VALUES = 1000
 """Values of float32 that the range of an input should span."""
 
 
@@ -68,7 +68,7 @@ def warn_of_rounding(x: NDArray[Any], where: str) -> None:
         name = "the inputs" if columns.shape[1] == 1 else f"the inputs of column {place}"
         warn_user(
             f"{where}: {name} lie between {low[place]:.15g} and {high[place]:.15g}. Models compute in float32, which has at most "
-            f"{_FEWEST} numbers there. Subtract {low[place]:.15g} from all first"
+            f"{_MIN_DISTINCT_VALUES} numbers there. Subtract {low[place]:.15g} from all first"
         )
 
 
@@ -77,7 +77,9 @@ def are_rounded(columns: NDArray[np.float64]) -> NDArray[np.bool_]:
     low, high = columns.min(0), columns.max(0)
     with np.errstate(invalid="ignore", over="ignore"):
         span, largest = high - low, np.maximum(np.abs(low), np.abs(high))
-        narrow: NDArray[np.bool_] = (span > 0) & (span < _FEWEST * np.finfo(np.float32).eps * largest)
+        narrow: NDArray[np.bool_] = (span > 0) & (
+            span < _MIN_DISTINCT_VALUES * np.finfo(np.float32).eps * largest
+        )
     return narrow
 
 
@@ -97,7 +99,7 @@ def convert_named_input(x: Tensor, whole: torch.dtype | None = None) -> Tensor:
 
 def is_image(x: Tensor) -> bool:
     """Whether these are bytes ``[n, height, width]`` or more."""
-    return x.dtype == torch.uint8 and x.ndim >= _IMAGE_AXES
+    return x.dtype == torch.uint8 and x.ndim >= _MIN_IMAGE_AXES
 
 
 def is_whole(x: Tensor) -> bool:
@@ -133,7 +135,7 @@ class InputTypes:
             name: of the input, where there are several.
         """
         converted = convert_named_input(x, self.named.get(name)) if name else convert_inputs(x, ids=self.ids)
-        if converted.dtype == torch.float32 and x.dtype in _WIDE:
+        if converted.dtype == torch.float32 and x.dtype in _WIDE_TYPES:
             warn_of_rounding(x.detach().cpu().numpy(), where)
         if is_image(x) or (not name and x.dtype == torch.uint8 and converted.dtype == torch.float32):
             first, largest = self._scaled.get(name, (where, 0))
@@ -142,27 +144,27 @@ class InputTypes:
             self._others.setdefault(name, []).append((where, converted))
         return converted
 
-    def choices(self, given: Tensor | Mapping[str, Tensor] | None) -> list[str]:
+    def choices(self, inputs: Tensor | Mapping[str, Tensor] | None) -> list[str]:
         """Sentences on the inputs whose type was changed, and why.
 
         Args:
-            given: the first inputs as they were given, or by name.
+            inputs: the first inputs as the user passed them, or a dict of them by name.
         """
-        named = given if isinstance(given, Mapping) else {} if given is None else {"": given}
-        said = []
+        named = inputs if isinstance(inputs, Mapping) else {} if inputs is None else {"": inputs}
+        sentences = []
         for name, x in named.items():
-            others = self._others.get(name)
-            if x.is_floating_point() or (others and others[0][1].dtype == x.dtype):
+            unscaled = self._others.get(name)
+            if x.is_floating_point() or (unscaled and unscaled[0][1].dtype == x.dtype):
                 continue
             if name in self._scaled:
                 how = "float32 and divided by 255, for unsigned bytes are pixels"
-            elif others and others[0][1].dtype != torch.float32:
-                how = f"{others[0][1].dtype}, for the model looks them up"
+            elif unscaled and unscaled[0][1].dtype != torch.float32:
+                how = f"{unscaled[0][1].dtype}, for the model looks them up"
             else:
                 how = "float32 with the same values, for the model does not look them up"
             whose = f"The inputs {name!r}" if name else "The inputs"
-            said.append(f"{whose} were converted from {x.dtype} to {how}.".replace("torch.", ""))
-        return said
+            sentences.append(f"{whose} were converted from {x.dtype} to {how}.".replace("torch.", ""))
+        return sentences
 
     def warning(self) -> str | None:
         """What a user should know of the conversion, or None.
@@ -174,25 +176,27 @@ class InputTypes:
         for name, (scaled, _) in self._scaled.items():
             for where, x in self._others.get(name, []):
                 if x.dtype != torch.float32 or any(
-                    bool((rows.amin() < 0) | (rows.amax() > 1)) for _, rows in chunks(x) if rows.numel()
+                    bool((rows.amin() < 0) | (rows.amax() > 1)) for _, rows in split_rows(x) if rows.numel()
                 ):
                     raise DataError(
                         f"the inputs of {scaled} are unsigned bytes, which are divided by 255, but those of "
                         f"{where} are not and have values outside 0 to 1. Give all of them the same type and "
                         "scale."
                     )
-        for name, others in self._others.items():
-            by_type = {x.dtype: where for where, x in reversed(others)}
+        for name, unscaled in self._others.items():
+            by_type = {x.dtype: where for where, x in reversed(unscaled)}
             if len(by_type) > 1 and (name or self.ids):
                 real = by_type.pop(torch.float32, "")
-                what = f"inputs {name!r}" if name else "inputs"
+                title = f"inputs {name!r}" if name else "inputs"
                 if not real:
-                    found = " and ".join(f"{kind} at {where}" for kind, where in reversed(by_type.items()))
+                    described = " and ".join(
+                        f"{kind} at {where}" for kind, where in reversed(by_type.items())
+                    )
                     raise DataError(
-                        f"the {what} are {found}; give all of them as one type".replace("torch.", "")
+                        f"the {title} are {described}; give all of them as one type".replace("torch.", "")
                     )
                 raise DataError(
-                    f"the {what} of {next(iter(by_type.values()))} are whole numbers, which the model looks up, but "
+                    f"the {title} of {next(iter(by_type.values()))} are whole numbers, which the model looks up, but "
                     f"those of {real} are real numbers. Give all of them as whole numbers."
                 )
         if any(largest == 1 for _, largest in self._scaled.values()):

@@ -29,7 +29,7 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
         DataError: if the targets are of another kind than the loss needs.
     """
     first, kind = clients[0].train, loss.kind
-    if kind in ("auto", "next_token") and first.tokens and first.y.ndim > 2:
+    if kind in ("auto", "next_token") and first.has_token_labels and first.y.ndim > 2:
         raise DataError(
             f"the data are pairs of responses to one prompt, labels {describe_array(first.y)}, and loss {kind!r} learns "
             "one response. Set loss to 'dpo' or 'orpo', or give rows of another form, such as messages"
@@ -50,26 +50,26 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
         _check_pairs(loss, first)
         return loss
     if kind == "auto":
-        predicts_tokens = first.tokens and not classes
+        predicts_tokens = first.has_token_labels and not classes
         return Loss("cross_entropy") if first.is_dense and not predicts_tokens else loss
     if loss.is_own:
         return loss
-    if first.regression and kind not in OF_REAL_TARGETS:
+    if first.is_regression and kind not in OF_REAL_TARGETS:
         raise DataError(
             f"loss {kind!r} needs labels, whole numbers, and the targets are real numbers {describe_array(first.y)}. Give "
             "the number of each class (of one-hot rows, y.argmax(1)), or choose loss 'bce' for several labels an example"
         )
-    if not first.regression and kind not in OF_LABELS:
+    if not first.is_regression and kind not in OF_LABELS:
         raise DataError(
             f"loss {kind!r} needs real targets, and these data have labels {describe_array(first.y)}. Choose loss "
             f"'cross_entropy', or pass loss={kind!r} to Federation.from_arrays, which makes real targets of numbers"
         )
-    if kind == "next_token" and not first.tokens:
+    if kind == "next_token" and not first.has_token_labels:
         raise DataError(
             "loss 'next_token' is for language models: named inputs with input_ids [n, T] and labels of tokens [n, T], not "
             f"{describe_array(first.y)}"
         )
-    if kind in ("cross_entropy", "focal") and first.tokens and _are_own_ids(first):
+    if kind in ("cross_entropy", "focal") and first.has_token_labels and _are_own_ids(first):
         raise ConfigError(
             f"the labels are the tokens themselves, which a model that is trained by loss {kind!r} only copies. Choose "
             "loss 'next_token', the default of language models"
@@ -106,11 +106,11 @@ def _are_own_ids(examples: Examples) -> bool:
 
 def _check_weights(loss: Loss, first: Examples, classes: Sequence[str]) -> None:
     """Refuse options that targets of this kind do not read, and weights of another number than classes."""
-    for name in ("class_weights", "ignore_index") if first.regression else ("pos_weight",):
+    for name in ("class_weights", "ignore_index") if first.is_regression else ("pos_weight",):
         if getattr(loss, name) != getattr(Loss(), name):
             cure = "class_weights" if name == "pos_weight" else "pos_weight"
             raise ConfigError(
-                f"loss.{name} does nothing with {'real targets' if first.regression else 'labels'}: set loss.{cure}, "
+                f"loss.{name} does nothing with {'real targets' if first.is_regression else 'labels'}: set loss.{cure}, "
                 f"or leave loss.{name} out"
             )
     weights = loss.class_weights
@@ -137,7 +137,7 @@ def _check_binary(loss: Loss, clients: Sequence[ClientData]) -> None:
                 )
 
 
-def check_scores(loss: Loss, scores: Tensor, examples: Examples, classes: int, found: str) -> None:
+def check_scores(loss: Loss, scores: Tensor, examples: Examples, classes: int, beginning: str) -> None:
     """Raise TaskError if a model's scores of one example do not fit the targets.
 
     Args:
@@ -145,20 +145,20 @@ def check_scores(loss: Loss, scores: Tensor, examples: Examples, classes: int, f
         scores: of one example, ``[1, ...]``.
         examples: for the form of the targets.
         classes: number of classes.
-        found: the beginning of the message, which says what the model makes.
+        beginning: of the message; it says what the model makes.
     """
     shape, y = list(scores.shape), examples.y
     rest = list(y.shape[1:])
     if loss.is_own:
         return
-    if examples.regression:
+    if examples.is_regression:
         if shape != [1, *rest]:
-            raise TaskError(f"{found} its target is {[1, *rest]}")
+            raise TaskError(f"{beginning} its target is {[1, *rest]}")
         return
     if not examples.is_dense:
         if len(shape) != 2 or shape[0] != 1 or shape[1] < classes:
             raise TaskError(
-                f"{found} there are {classes} classes; it must make [1, {classes}], one score per class"
+                f"{beginning} there are {classes} classes; it must make [1, {classes}], one score per class"
             )
     else:
         wanted = [1, *rest, classes] if len(rest) == 1 else [1, classes, *rest]
@@ -169,10 +169,10 @@ def check_scores(loss: Loss, scores: Tensor, examples: Examples, classes: int, f
             if len(rest) == 1 and classes <= 2:
                 several = " For several labels an example, rows of zeros and ones, set loss='bce'."
             raise TaskError(
-                f"{found} each example has {classes} classes at {rest} places; it must make {wanted}, one score per "
+                f"{beginning} each example has {classes} classes at {rest} places; it must make {wanted}, one score per "
                 f"class and place.{several}"
             )
     if loss.class_weights is not None and shape[class_axis(scores)] != classes:
         raise TaskError(
-            f"{found} loss.class_weights names {classes}: give the model as many outputs as classes"
+            f"{beginning} loss.class_weights names {classes}: give the model as many outputs as classes"
         )

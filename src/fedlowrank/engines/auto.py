@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from ..core.contract.method import AnyMethod, ClientInfo, Task
+from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.contract.training_request import Trainer
 from ..data.federation import Federation
 from ..training.cohorts.cohort_view import Cohort
@@ -17,14 +17,17 @@ from .processes import Processes, can_fork, cores
 from .sequential import Sequential
 from .vectorized import Vectorized
 
-SMALL = 150_000
-"""Trained parameters up to which batching clients gains more on a CPU than a second core does."""
+MAX_PARAMETERS_BESIDE_CORES = 150_000
+"""Trained parameters of the largest model for which batching clients gains more on a CPU than a second core does."""
 
-MEDIUM = 1_000_000
-"""Trained parameters up to which batching clients gains on one core; above, arithmetic dominates."""
+MAX_PARAMETERS_ON_ONE_CORE = 1_000_000
+"""Trained parameters of the largest model for which batching clients gains on one core; above, arithmetic dominates."""
 
-HEAVY = 2e9
+MIN_PARALLEL_FLOPS = 2e9
 """Floating-point operations of a round from which further processes are worth their start and messages."""
+
+MIN_CLIENTS_PER_MODEL = 4
+"""Clients of a round for each architecture, from which on batching clients is worth it."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -33,46 +36,51 @@ logger = logging.getLogger(__name__)
 def choose_engine(
     method: AnyMethod, federation: Federation, clients: int, micro_batch: int | None
 ) -> tuple[type[Engine], str]:
-    """The engine for a federation, and the reason.
+    """Choose the engine for a federation.
 
     Args:
         method: one of the user's own may hold code that cannot be batched.
         federation: its models and its device decide.
         clients: that train in a round.
         micro_batch: examples of which a gradient is taken at once, or None for whole batches.
+
+    Returns:
+        The engine, and the reason for a log message.
     """
     models = federation.architectures.values()
     device = federation.clients[0].train.y.device.type
     if not all(model.is_standard for model in models):
         return Sequential, "a model has layers of its own or hooks"
-    ours = not federation.loss.is_own and type(method).__module__.startswith("fedlowrank.")
-    dense = all(p.ndim <= 2 for model in models for p in model.initial.values())
-    several = device == "cpu" and cores() > 1 and clients > 1 and can_fork()
-    parallel = several and _operations(method, federation, clients) >= HEAVY
-    most = SMALL if parallel else MEDIUM
-    small = all(model.parameters <= most for model in models)
+    is_package_code = not federation.loss.is_own and type(method).__module__.startswith("fedlowrank.")
     # clients are batched by architecture: with many architectures there are few clients in a batch
-    many = clients >= 4 * len(models)
-    if ours and many and micro_batch is None and (device != "cpu" or (dense and small)):
-        return (
-            Vectorized,
-            "small dense models, many clients" if device == "cpu" else f"one {device} for all clients",
-        )
-    if parallel:
+    has_many_clients = clients >= MIN_CLIENTS_PER_MODEL * len(models)
+    can_batch = is_package_code and has_many_clients and micro_batch is None
+    if device != "cpu":
+        if can_batch:
+            return Vectorized, f"one {device} for all clients"
+        return Sequential, f"one {device}"
+    can_use_cores = cores() > 1 and clients > 1 and can_fork()
+    is_worth_cores = can_use_cores and _count_flops(method, federation, clients) >= MIN_PARALLEL_FLOPS
+    max_parameters = MAX_PARAMETERS_BESIDE_CORES if is_worth_cores else MAX_PARAMETERS_ON_ONE_CORE
+    are_models_small = all(model.parameters <= max_parameters for model in models)
+    are_layers_dense = all(p.ndim <= 2 for model in models for p in model.initial.values())
+    if can_batch and are_layers_dense and are_models_small:
+        return Vectorized, "small dense models, many clients"
+    if is_worth_cores:
         return Processes, f"{cores()} cores"
-    return Sequential, f"one {device}" if device != "cpu" else "little work" if several else "one core"
+    return Sequential, "little work" if can_use_cores else "one core"
 
 
-def _operations(method: AnyMethod, federation: Federation, clients: int) -> float:
-    """Floating-point operations of a round's training, roughly: three forward passes for each example."""
+def _count_flops(method: AnyMethod, federation: Federation, clients: int) -> float:
+    """Estimate the floating-point operations of training in a round: three forward passes for each example."""
     models = federation.architectures
-    each = {name: forward_flops(model) for name, model in models.items()}
+    flops_of = {name: forward_flops(model) for name, model in models.items()}
     passes = method.local_passes().values()
     total = 0.0
     for info in federation.infos:
         # a step may take the remaining examples of an epoch, but no more than there are
         seen = sum(min(p.batch_size, info.examples) * p.steps_over(info.examples) for p in passes)
-        total += 3 * each[info.architecture] * seen
+        total += 3 * flops_of[info.architecture] * seen
     return total * clients / len(federation.infos)
 
 
@@ -80,12 +88,12 @@ def _operations(method: AnyMethod, federation: Federation, clients: int) -> floa
 class Auto(Engine):
     """The engine that :func:`choose_engine` names when a run begins.
 
-    A run that goes on keeps its bits: a machine with other cores, on which another engine would be chosen, does not
-    exchange the vectorized one for others.
+    A resumed run computes the same bits on every machine. So it does not change between the vectorized engine and the others,
+    even if another engine would be chosen on the machine at hand.
 
     Attributes:
         chosen: the engine, once it is known.
-        reason: why; nothing once the log says it.
+        reason: why it was chosen; empty once it has been logged.
     """
 
     name: ClassVar[str] = "auto"
@@ -128,13 +136,13 @@ class Auto(Engine):
         federation: Federation,
         round: int,
         clients: Sequence[tuple[ClientInfo, Any]],
-        alone: Callable[[int, Trainer], T],
-        together: Callable[[Cohort], list[T]],
+        call_for_client: Callable[[int, Trainer], T],
+        call_for_cohort: Callable[[Cohort], list[T]],
     ) -> list[T]:
         """See the base class."""
         if self.chosen is None:
-            return super().map_clients(method, federation, round, clients, alone, together)
-        return self.chosen.map_clients(method, federation, round, clients, alone, together)
+            return super().map_clients(method, federation, round, clients, call_for_client, call_for_cohort)
+        return self.chosen.map_clients(method, federation, round, clients, call_for_client, call_for_cohort)
 
     def close(self) -> None:
         """See the base class."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ..core import tree
+from ..core.contract import AnyMethod, ClientInfo, ClientView, Task
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
 from ..core.contract.training_request import Trainer
 from ..core.errors import NonFiniteError
 from ..core.key import Key
@@ -39,18 +39,18 @@ class ClientJob:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """What a client made of its job.
+    """The result of a client's work in a round.
 
     Attributes:
         state: the client's next state, to be committed once the server acknowledges the reply.
-        upload: its reply.
+        upload: the client's reply.
         meter: what the work cost.
-        error: why there is no reply, if training met a NaN.
-        lost: why there is none otherwise, such as a client that cannot be reached.
-        diverged: whether it is lost because a number of it is not finite, found where the client is elsewhere.
-        refused: whether it is lost because the server refuses what the client sends, so that it counts as hostile.
-        cohort: the uploads of all clients with which it trained, stacked; None where clients train one by one.
-        place: of the client in it.
+        error: the error of training that met a NaN, so that there is no reply.
+        lost: another reason why there is no reply, such as that the client cannot be reached.
+        has_diverged: whether the reply is lost because the client, on another machine, found a number that is not finite.
+        is_refused: whether the reply is lost because the server refused it, so that the client counts as hostile.
+        cohort: the uploads of all clients that were trained with this one; None if it was trained by itself.
+        place: of the client in the cohort.
     """
 
     state: Any
@@ -58,8 +58,8 @@ class ClientResult:
     meter: Meter
     error: NonFiniteError | None = None
     lost: str | None = None
-    diverged: bool = False
-    refused: bool = False
+    has_diverged: bool = False
+    is_refused: bool = False
     cohort: CohortUploads | None = None
     place: int = 0
 
@@ -69,7 +69,7 @@ class Engine(ABC):
     """Runs the clients of one round, in the order given.
 
     Attributes:
-        ledger: what steps cost, found once for all clients.
+        ledger: floating-point operations of steps, counted once for all clients.
         micro_batch: examples of which a gradient is taken at once, or None for all of a batch.
     """
 
@@ -89,7 +89,7 @@ class Engine(ABC):
         """Execute the jobs of one round."""
 
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
-        """Map a function over items; results are JSON values."""
+        """Map a function over items; its results must be JSON values."""
         return [work(item) for item in items]
 
     def map_clients(
@@ -98,39 +98,43 @@ class Engine(ABC):
         federation: Federation,
         round: int,
         clients: Sequence[tuple[ClientInfo, Any]],
-        alone: Callable[[int, Trainer], T],
-        together: Callable[[Cohort], list[T]],
+        call_for_client: Callable[[int, Trainer], T],
+        call_for_cohort: Callable[[Cohort], list[T]],
     ) -> list[T]:
-        """Call a pure function for clients, for many at once where the engine can.
+        """Call a pure function for clients; an engine with cohorts calls it for many clients at once.
 
         Args:
             method: whose passes trainers run.
             federation: the clients' data.
             round: counted from 0.
-            clients: each with the trees that the function takes of it.
-            alone: gives the result of the client at a place.
-            together: gives the results of a cohort.
+            clients: info of each, and the trees of this client that are arguments of the function.
+            call_for_client: calls the function for the client at a place, with its trainer.
+            call_for_cohort: calls the function for all clients of a cohort at once.
 
         Returns:
             The results in any order.
         """
-        del together
-        return [alone(k, self.trainer(method, federation, round, i)) for k, (i, _) in enumerate(clients)]
+        del call_for_cohort
+        infos = [info for info, _ in clients]
+        return [
+            call_for_client(place, self.trainer(method, federation, round, info))
+            for place, info in enumerate(infos)
+        ]
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release processes and buffers; the engine can be used again."""
 
     def choose_for_run(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
-        """Choose what a run needs to know to end with the same bits on another machine.
+        """Choose what decides the bits of a run, so that it ends with the same ones on another machine.
 
         Args:
             method: of the run.
             federation: of the run.
             clients: expected in a round.
-            earlier: what this returned when the run began; nothing for a new run.
+            earlier: what this returned when the run began; empty for a new run.
 
         Returns:
-            What is stored with the run: nothing, or the name of the engine that was chosen.
+            The name of the engine that was chosen, which is stored with the run; empty if nothing was chosen.
         """
         del method, federation, clients, earlier
         return ""
@@ -140,7 +144,7 @@ class Engine(ABC):
         return federation.clients[client].train
 
     def boundary(self, value: Any) -> Any:
-        """A value that crosses between server and client, or is stored, as the other side sees it."""
+        """Convert a value that is sent between server and client, or stored, to what the receiver gets."""
         return tree.canonical(value)
 
     def local_update(
@@ -152,33 +156,31 @@ class Engine(ABC):
         job: ClientJob,
         trainer: Trainer,
     ) -> tuple[Any, Any]:
-        """Local training with the client's own buffers and optimizer states: its next state, and its upload."""
+        """Train a client with its own buffers and optimizer states; returns its next state and its upload."""
         stored, optimizers = split_optimizers(self.boundary(job.state))
         state, own_task = install_buffers(task, stored)
         keeping = KeepingTrainer(trainer, job.client, optimizers)
         view = client_view(federation, own_task, round, job.client, keeping)
-        found = method.local_update(state, self.boundary(job.down), view)
-        state, upload = check_pair(method, found)
+        state, upload = check_pair(method, method.local_update(state, self.boundary(job.down), view))
         if keeping.has_failed:
-            # the buffers of before: those of a pass that failed may hold a NaN
+            # the buffers of before the pass, because those of a pass that failed may hold a NaN
             _, own_task = install_buffers(task, stored)
         return self.boundary(keeping.collect(collect_buffers(own_task, state))), self.boundary(upload)
 
     def trainer(
         self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo
     ) -> LocalTrainer:
-        """Execution of training for one client alone."""
+        """Make the trainer of one client."""
         key = client_key(federation, client.id, round)
-        own = federation.clients[client.id]
+        client_data = federation.clients[client.id]
         passes, by_length = method.local_passes(), federation.by_length
-        augment, turns, loss = federation.augment, own.quarter_turns, federation.loss
+        augment, turns, loss = federation.augment, client_data.quarter_turns, federation.loss
         examples = self.training_examples(federation, client.id)
         data = LocalData(client, examples, passes, key, augment, turns, by_length, loss)
         models = federation.architectures
-        mine, others = models[client.architecture], models.values()
         return LocalTrainer(
-            mine,
-            others,
+            models[client.architecture],
+            models.values(),
             data,
             round,
             self.ledger,
@@ -194,13 +196,13 @@ def finite_losses(meter: Meter) -> Meter:
 
 
 def client_key(federation: Federation, client: int, round: int) -> Key:
-    """Randomness of one client in one round."""
+    """The key from which a client draws all randomness of a round."""
     return federation.key / "client" / client / round
 
 
 def client_view(
     federation: Federation, task: Task, round: int, client: ClientInfo, trainer: Trainer
 ) -> ClientView:
-    """What a method may use at a client."""
+    """Make the view of a client: all that a method may use there."""
     key = client_key(federation, client.id, round)
     return ClientView(client, task, task.model(client), round, key, trainer)

@@ -1,16 +1,16 @@
-"""The jobs of a round, made when an engine asks for them."""
+"""The jobs of a round, each made when an engine reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import overload
 
-from ..core.contract.method import ClientInfo
+from ..core.contract import ClientInfo
 from .engine import ClientJob
 
 
 class LazyJobs(Sequence[ClientJob]):
-    """The jobs of a round; each is made when an engine asks for it.
+    """The jobs of a round; each is made when an engine reads it.
 
     Args:
         clients: who takes part.
@@ -24,7 +24,7 @@ class LazyJobs(Sequence[ClientJob]):
         self.clients, self._make = clients, make
 
     def __len__(self) -> int:
-        """How many clients take part."""
+        """Number of clients that take part."""
         return len(self.clients)
 
     @overload
@@ -34,7 +34,7 @@ class LazyJobs(Sequence[ClientJob]):
     def __getitem__(self, place: slice) -> Sequence[ClientJob]: ...
 
     def __getitem__(self, place: int | slice) -> ClientJob | Sequence[ClientJob]:
-        """A job, or several."""
+        """The job at a place, or those of a slice."""
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
         return self._make(self.clients[place])

@@ -1,9 +1,9 @@
 """Clients in forked worker processes with one thread each, as many as cores.
 
 Workers are forked when the first round begins, so they share the method, its code and all data with their
-parent. A round sends each worker what its clients need and receives what they made, as bytes of trees,
-through shared memory. Jobs are sent longest first, by what the client cost the last time, each to the worker
-that is free first; the result is the sequential engine's bit for bit, whichever worker trained a client.
+parent. A round sends each worker the states and downloads of its clients and receives their results, as bytes of
+trees, through shared memory. Jobs are sent longest first, by the cost of the client in its last round, each to
+the first free worker. Results are those of the sequential engine bit for bit, whichever worker trained a client.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..core import tree
-from ..core.contract.method import AnyMethod, ClientInfo, Task
+from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.errors import ConfigError, FedlowrankError, NonFiniteError
 from ..data.federation import Federation
 from ..training.trainer import Meter
@@ -35,11 +35,11 @@ from .engine import ClientJob, ClientResult, Engine
 from .jobs import LazyJobs
 from .sequential import Sequential
 
-SHARED = 1 << 28
+SHARED_BYTES = 1 << 28
 """Bytes that two processes share, allocated as they are written; longer messages go through a pipe."""
 
-PATIENCE = 2.0
-"""Seconds after which a process looks whether its parent is still there."""
+PARENT_CHECK_SECONDS = 2.0
+"""Seconds between two checks of a worker that its parent still runs."""
 
 T = TypeVar("T")
 WorkerHeader = dict[str, Any]
@@ -55,8 +55,8 @@ class DuplexPipe:
 
     Args:
         pipe: for the header.
-        out: for the payloads that are sent.
-        into: for those that come.
+        out: shared memory of the payloads that are sent.
+        into: shared memory of the payloads that are received.
     """
 
     def __init__(self, pipe: Connection, out: mmap.mmap, into: mmap.mmap) -> None:
@@ -83,19 +83,19 @@ class DuplexPipe:
 
 
 class ForkedWorker:
-    """A forked process that answers.
+    """A forked process that answers requests.
 
     Args:
-        serve: makes an answer of a question; executed in the process.
+        serve: computes the answer of a request, in the process.
     """
 
     def __init__(self, serve: Serve) -> None:
         mine, theirs = multiprocessing.Pipe()
-        there, back = mmap.mmap(-1, SHARED), mmap.mmap(-1, SHARED)
+        there, back = mmap.mmap(-1, SHARED_BYTES), mmap.mmap(-1, SHARED_BYTES)
         parent = os.getpid()
         self.line = DuplexPipe(mine, there, back)
         with warnings.catch_warnings():
-            # of threads in the parent: none of them holds a lock that the child takes, for it only computes
+            # about threads in the parent; none of them holds a lock that the child needs, which only computes
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = multiprocessing.get_context("fork").Process(
                 target=_answer, args=(DuplexPipe(theirs, back, there), serve, parent), daemon=True
@@ -104,7 +104,7 @@ class ForkedWorker:
         theirs.close()
 
     def ask(self, header: WorkerHeader, payloads: Sequence[bytes]) -> None:
-        """Send a question."""
+        """Send a request."""
         try:
             self.line.send(header, payloads)
         except OSError as error:
@@ -141,8 +141,7 @@ class ForkedWorker:
 
 def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
     """Answer requests until the parent closes the pipe or dies."""
-    # what was garbage in the parent is not for this process to clear away: a lock of a thread that was not
-    # forked may be in it
+    # this process must not collect the garbage of its parent, which may hold a lock of a thread that was not forked
     gc.freeze()
     torch.set_num_threads(1)
     # the parent ends this process by SIGTERM, for which it may have a handler of its own; Ctrl-C is the parent's
@@ -150,7 +149,7 @@ def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         # other workers hold copies of the parent's end, so that its death does not close the pipe
-        while not line.pipe.poll(PATIENCE):
+        while not line.pipe.poll(PARENT_CHECK_SECONDS):
             if os.getppid() != parent:
                 return
         try:
@@ -159,7 +158,7 @@ def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
             return
         try:
             answer = serve(header, payloads)
-        except Exception:  # noqa: BLE001 - whatever a method raises is told to the parent, which raises it
+        except Exception:  # noqa: BLE001 - the parent raises what the method raised
             answer = {"failed": traceback.format_exc()}, []
         with contextlib.suppress(BrokenPipeError):
             line.send(*answer)
@@ -167,11 +166,11 @@ def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
 
 @dataclass
 class Processes(Engine):
-    """As many processes as cores; the sequential engine's result bit for bit.
+    """Trains clients in forked processes. Results are those of the sequential engine bit for bit.
 
     Attributes:
-        workers: how many processes; None for one a core that this process may use.
-        costs: CPU seconds of each client when it was last trained.
+        workers: number of processes; None for one for each core that this process may use.
+        costs: CPU seconds of each client in the last round in which it was trained.
     """
 
     name: ClassVar[str] = "processes"
@@ -185,15 +184,15 @@ class Processes(Engine):
     ) -> Generator[ClientResult, None, None]:
         """See the base class."""
         self._prepare(method, federation, task)
-        outcomes: dict[int, ClientResult] = {}
-        # the message that was sent last; often the next one is the same
+        results: dict[int, ClientResult] = {}
+        # the download that was sent last; the next client often gets the same one
         sent: tuple[Any, bytes] = None, tree.encode(None)
         clients = jobs.clients if isinstance(jobs, LazyJobs) else [job.client for job in jobs]
         left = sorted(range(len(jobs)), key=lambda i: self._expected(clients[i]))
         due, busy = 0, dict[Any, tuple[ForkedWorker, int]]()
         free = list(self._pool)
         try:
-            while left or busy or outcomes:
+            while left or busy or results:
                 while left and free:
                     worker, place = free.pop(), left.pop()
                     job = jobs[place]
@@ -201,39 +200,39 @@ class Processes(Engine):
                         sent = job.down, tree.encode(job.down)
                     worker.ask({"round": round, "client": job.client.id}, [sent[1], tree.encode(job.state)])
                     busy[worker.line.pipe] = worker, place
-                while due in outcomes:
-                    yield outcomes.pop(due)
+                while due in results:
+                    yield results.pop(due)
                     due += 1
                 for pipe in wait(list(busy)) if busy else ():
                     worker, place = busy.pop(pipe)
                     header, payloads = worker.answer()
                     self.costs[header["client"]] = header["seconds"]
-                    outcomes[place] = decode_result(header, payloads)
+                    results[place] = decode_result(header, payloads)
                     free.append(worker)
         except BaseException:
-            # what a worker is at is of no use any more, and would be taken for an answer to the next question
+            # the answer of a busy worker would be taken for that of the next request
             self.close()
             raise
 
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
-        """See the base class; by processes that are forked for it, and so have all that ``work`` needs."""
+        """See the base class: in processes that are forked for it, which share all that ``work`` reads."""
         count = min(self.workers or cores(), cores(), len(items))
         if count < 2 or not can_fork():
             return super().each(work, items)
         pool = [
-            ForkedWorker(lambda header, _: ({"found": [work(items[i]) for i in header["items"]]}, []))
+            ForkedWorker(lambda header, _: ({"results": [work(items[i]) for i in header["items"]]}, []))
             for _ in range(count)
         ]
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         try:
             for k, worker in enumerate(pool):
                 worker.ask({"items": list(range(k, len(items), count))}, [])
             for k, worker in enumerate(pool):
-                found |= zip(range(k, len(items), count), worker.answer()[0]["found"], strict=True)
+                results |= zip(range(k, len(items), count), worker.answer()[0]["results"], strict=True)
         finally:
             for worker in pool:
                 worker.close()
-        return [found[i] for i in range(len(items))]
+        return [results[i] for i in range(len(items))]
 
     def close(self) -> None:
         """End all processes."""
@@ -242,7 +241,7 @@ class Processes(Engine):
         self._pool, self._known = [], ()
 
     def _expected(self, client: ClientInfo) -> float:
-        """Expected CPU seconds of a client; infinite if unknown, so that it starts early."""
+        """Expected CPU seconds of a client; infinite if unknown, so that the client starts early."""
         return self.costs.get(client.id, math.inf)
 
     def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> None:
@@ -250,11 +249,10 @@ class Processes(Engine):
             raise ConfigError("run.engine 'processes' is for CPUs; on a GPU choose 'vectorized'")
         # referenced, so that no other object has the same identity
         known = (method, federation, task)
-        same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
-        # workers are copies of this process: they would not see what user code reads and has been changed
-        # since
-        own = not type(method).__module__.startswith("fedlowrank.")
-        if same and not own and all(a.is_standard for a in task.architectures.values()):
+        is_same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
+        # workers are copies of this process: they do not see values that user code reads and that changed since
+        is_user_code = not type(method).__module__.startswith("fedlowrank.")
+        if is_same and not is_user_code and all(a.is_standard for a in task.architectures.values()):
             return
         self.close()
         self._known = known
@@ -286,26 +284,26 @@ def train_client(
         payloads: the encoded download and the encoded state of the client.
 
     Returns:
-        What the work cost and how it failed, and the encoded next state and upload.
+        A header with the cost of the work and the error if it failed, and the encoded next state and upload.
     """
     start = time.process_time()
     info = federation.infos[header["client"]]
     job = ClientJob(tree.decode(payloads[1]), tree.decode(payloads[0]), info)
-    (outcome,) = engine.run(method, federation, task, header["round"], [job])
-    error = outcome.error
-    found = {
+    (result,) = engine.run(method, federation, task, header["round"], [job])
+    error = result.error
+    answer = {
         "client": info.id,
-        "steps": outcome.meter.steps,
-        "flops": outcome.meter.flops,
-        "losses": outcome.meter.losses,
+        "steps": result.meter.steps,
+        "flops": result.meter.flops,
+        "losses": result.meter.losses,
         "error": None if error is None else list(error.__reduce__()[1]),
         "seconds": time.process_time() - start,
     }
-    return found, [tree.encode(outcome.state), tree.encode(outcome.upload)]
+    return answer, [tree.encode(result.state), tree.encode(result.upload)]
 
 
 def decode_result(header: WorkerHeader, payloads: list[bytes]) -> ClientResult:
-    """What a client made of its job, from the answer of :func:`train_client`."""
+    """Decode the answer of :func:`train_client`."""
     meter = Meter(header["steps"], header["flops"], header["losses"])
     if header["error"] is not None:
         return ClientResult(None, None, Meter(), NonFiniteError(*header["error"]))
@@ -313,10 +311,10 @@ def decode_result(header: WorkerHeader, payloads: list[bytes]) -> ClientResult:
 
 
 def can_fork() -> bool:
-    """Whether a fork of this process can compute: not if it uses a GPU."""
+    """Whether a fork of this process can compute, which it cannot if this process uses a GPU."""
     return not torch.cuda.is_initialized()
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..core import tree
-from ..core.contract.method import AnyMethod, Task
+from ..core.contract import AnyMethod, Task
 from ..core.errors import ConfigError
 from ..data.federation import Federation
 from .engine import ClientJob, ClientResult, Engine
@@ -36,35 +36,35 @@ from .processes import WorkerError, decode_result
 from .ray_pool import RayActor, RayPool, connect, import_ray
 from .ray_worker import encode_partition, share
 
-BLOCK = 8
-"""Clients of a task, on average: one message for all of them."""
+MEAN_CLIENTS_PER_TASK = 8
+"""Clients of a task, on average; a task is one message."""
 
-WINDOWS = 3
-"""Blocks a worker that are under way, so that it never waits and the driver's memory is bounded."""
+MAX_WINDOWS = 3
+"""Windows that are in progress, so that no worker waits and the memory of the driver is bounded."""
 
-ATTEMPTS = 4
-"""Times that a block is run before its clients are blamed for the deaths of workers."""
+MAX_ATTEMPTS = 4
+"""Times that a block is run whose workers die, before the run fails."""
 
-DOWNLOADS = 8
-"""Downloads that stay in the object store: the next clients may be sent the same ones."""
+MAX_STORED_DOWNLOADS = 8
+"""Downloads that stay in the object store, for the next clients may get the same ones."""
 
-SMALL = 1 << 15
-"""Bytes of a download up to which it travels with each block: to store it would take longer."""
+MAX_INLINE_BYTES = 1 << 15
+"""Bytes of the largest download that is sent with each block, because to store it would take longer."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Block:
+class _ClientBlock:
     """Clients of one partition: one task.
 
     Attributes:
         partition: of the data.
-        places: of the clients in their window.
+        places: of the clients in the window.
         arguments: of :meth:`.ray_worker.RayWorker.train`.
-        worker: that trains them.
-        task: references of what it returns.
-        attempts: times that it was submitted.
+        worker: trains the clients.
+        task: references of the results.
+        attempts: times that the block was submitted.
     """
 
     partition: int
@@ -77,13 +77,13 @@ class _Block:
 
 @dataclass
 class Ray(Engine):
-    """One worker a core or GPU of a Ray cluster; the sequential engine's result bit for bit.
+    """Trains clients on the workers of a Ray cluster. Results are those of the sequential engine bit for bit.
 
     The cluster is the one that the process is connected to, else that of ``RAY_ADDRESS``, else one that Ray
     starts on this machine.
 
     Attributes:
-        workers: how many, at most one a core or GPU; None for as many.
+        workers: number of workers, at most one for each core or GPU; None for that many.
     """
 
     name: ClassVar[str] = "ray"
@@ -101,19 +101,19 @@ class Ray(Engine):
         try:
             pool = self._prepare(method, federation, task)
             device = federation.clients[0].train.y.device
-            size = BLOCK * self._partitions
-            waiting: deque[list[_Block]] = deque()
+            size = MEAN_CLIENTS_PER_TASK * self._partitions
+            waiting: deque[list[_ClientBlock]] = deque()
             for first in range(0, len(jobs), size):
-                pool.welcome()
-                waiting.append(self._blocks(round, jobs[first : first + size]))
+                pool.admit_started()
+                waiting.append(self._divide_by_partition(round, jobs[first : first + size]))
                 for block in waiting[-1]:
                     _submit(pool, block)
-                if len(waiting) == WINDOWS:
-                    yield from _results(pool, waiting, device)
+                if len(waiting) == MAX_WINDOWS:
+                    yield from _collect_results(pool, waiting, device)
             while waiting:
-                yield from _results(pool, waiting, device)
+                yield from _collect_results(pool, waiting, device)
         except BaseException:
-            # what the workers are at is of no use any more
+            # nobody needs the results that workers still compute
             self.close()
             raise
         self._downs = []
@@ -130,27 +130,27 @@ class Ray(Engine):
         """The workers, started anew for another method, federation or task."""
         # referenced, so that no other object has the same identity
         known = (method, federation, task)
-        same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
-        if self._pool is not None and same:
+        is_same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
+        if self._pool is not None and is_same:
             return self._pool
         self.close()
         self._connected = connect()
-        ray, gpu = import_ray(), federation.clients[0].train.y.device.type != "cpu"
-        kind = "GPU" if gpu else "CPU"
-        found = int(ray.cluster_resources().get(kind, 0))
-        if not found:
+        ray, has_gpus = import_ray(), federation.clients[0].train.y.device.type != "cpu"
+        kind = "GPU" if has_gpus else "CPU"
+        resources = int(ray.cluster_resources().get(kind, 0))
+        if not resources:
             raise ConfigError(f"run.engine 'ray': the Ray cluster has no {kind}; see `ray status`")
         clients = len(federation.clients)
-        self._partitions = min(self.workers or found, found, clients)
+        self._partitions = min(self.workers or resources, resources, clients)
         parts = [
             encode_partition(federation, range(k, clients, self._partitions)) for k in range(self._partitions)
         ]
-        self._pool = RayPool(ray, share(method, federation, task, self.micro_batch), parts, gpu)
+        self._pool = RayPool(ray, share(method, federation, task, self.micro_batch), parts, has_gpus)
         self._known = known
         return self._pool
 
-    def _blocks(self, round: int, jobs: Sequence[ClientJob]) -> list[_Block]:
-        """The jobs of a window by partition."""
+    def _divide_by_partition(self, round: int, jobs: Sequence[ClientJob]) -> list[_ClientBlock]:
+        """Divide the jobs of a window into one block for each partition."""
         members: dict[int, list[int]] = {}
         for place, job in enumerate(jobs):
             members.setdefault(job.client.id % self._partitions, []).append(place)
@@ -159,50 +159,59 @@ class Ray(Engine):
         blocks = []
         for partition, places in members.items():
             distinct = list(dict.fromkeys(downs[p] for p in places))
-            which = [distinct.index(downs[p]) for p in places]
+            down_places = [distinct.index(downs[p]) for p in places]
             ids = [jobs[p].client.id for p in places]
-            arguments = round, ids, which, *[states[p] for p in places], *distinct
-            blocks.append(_Block(partition, places, arguments))
+            arguments = round, ids, down_places, *[states[p] for p in places], *distinct
+            blocks.append(_ClientBlock(partition, places, arguments))
         return blocks
 
     def _reference(self, down: Any) -> Any:
-        """A download as an argument of a task: its bytes, or where they are in the object store."""
+        """The argument of a task for a download: its bytes, or a reference to them in the object store."""
         for known, _, reference in self._downs:
             if known is down:
                 return reference
         data = tree.encode(down)
         digest = hashlib.blake2b(data).digest()
-        found = [r for _, d, r in self._downs if d == digest]
-        reference = found[0] if found else data if len(data) <= SMALL else import_ray().put(data)
-        self._downs = [(down, digest, reference), *self._downs[: DOWNLOADS - 1]]
+        references = [r for _, d, r in self._downs if d == digest]
+        if references:
+            reference = references[0]
+        elif len(data) <= MAX_INLINE_BYTES:
+            reference = data
+        else:
+            reference = import_ray().put(data)
+        self._downs = [(down, digest, reference), *self._downs[: MAX_STORED_DOWNLOADS - 1]]
         return reference
 
 
-def _submit(pool: RayPool, block: _Block) -> None:
+def _submit(pool: RayPool, block: _ClientBlock) -> None:
     block.worker, block.attempts = pool.owners[block.partition], block.attempts + 1
-    # arguments and results of their own: small ones travel with the call, and not by the object stores
+    # each argument and result by itself, so that small ones are sent with the call and not through object stores
     train = block.worker.actor.train.options(num_returns=1 + len(block.places))
     block.task = train.remote(*block.arguments)
 
 
-def _results(pool: RayPool, waiting: deque[list[_Block]], device: Any) -> Generator[ClientResult, None, None]:
+def _collect_results(
+    pool: RayPool, waiting: deque[list[_ClientBlock]], device: Any
+) -> Generator[ClientResult, None, None]:
     """The results of the oldest window, in the order of its jobs."""
-    found: dict[int, ClientResult] = {}
+    results: dict[int, ClientResult] = {}
     for i, block in enumerate(waiting[0]):
-        under_way = [*waiting[0][i:], *(b for window in list(waiting)[1:] for b in window)]
-        for place, (header, payloads) in zip(block.places, _answers(pool, block, under_way), strict=True):
+        in_progress = [*waiting[0][i:], *(b for window in list(waiting)[1:] for b in window)]
+        for place, (header, payloads) in zip(
+            block.places, _await_answers(pool, block, in_progress), strict=True
+        ):
             result = decode_result(header, payloads)
             if device.type != "cpu":
                 state, upload = (tree.move(v, device) for v in (result.state, result.upload))
                 result = dataclasses.replace(result, state=state, upload=upload)
-            found[place] = result
+            results[place] = result
     waiting.popleft()
-    for place in sorted(found):
-        yield found.pop(place)
+    for place in sorted(results):
+        yield results.pop(place)
 
 
-def _answers(pool: RayPool, block: _Block, under_way: Sequence[_Block]) -> Any:
-    """What a worker made of a block; blocks of a worker that died are run again.
+def _await_answers(pool: RayPool, block: _ClientBlock, in_progress: Sequence[_ClientBlock]) -> Any:
+    """Wait for the answers of a block; blocks of a worker that died are run again.
 
     Raises:
         WorkerError: if a client's training failed, or no worker is left to run it.
@@ -214,29 +223,31 @@ def _answers(pool: RayPool, block: _Block, under_way: Sequence[_Block]) -> Any:
         except ray.exceptions.RayTaskError as error:
             raise WorkerError(f"a worker of the Ray cluster failed:\n{error}") from error
         except ray.exceptions.RayError as error:
-            _run_again(pool, block, under_way, error)
+            _run_again(pool, block, in_progress, error)
             continue
         if failure is not None:
             raise WorkerError(f"a worker of the Ray cluster failed:\n{failure}")
         return answers
 
 
-def _run_again(pool: RayPool, block: _Block, under_way: Sequence[_Block], error: Exception) -> None:
+def _run_again(
+    pool: RayPool, block: _ClientBlock, in_progress: Sequence[_ClientBlock], error: Exception
+) -> None:
     dead = block.worker
     if dead is None:
         raise AssertionError("the block was not submitted")
-    again = [b for b in under_way if b.worker is dead]
+    lost_blocks = [b for b in in_progress if b.worker is dead]
     reason = str(error).strip().splitlines()[0]
     logger.warning(
         "ray: worker %d (%s) died; %d of its clients are run again: %s",
-        dead.number, dead.place, sum(len(b.places) for b in again), reason,
+        dead.number, dead.place, sum(len(b.places) for b in lost_blocks), reason,
     )  # fmt: skip
-    if block.attempts >= ATTEMPTS:
+    if block.attempts >= MAX_ATTEMPTS:
         raise WorkerError(
-            f"workers of the Ray cluster died {ATTEMPTS} times while they trained clients "
+            f"workers of the Ray cluster died {MAX_ATTEMPTS} times while they trained clients "
             f"{block.arguments[1]}, perhaps for lack of memory. Start fewer workers a machine (ray start "
             f"--num-cpus=N), or set run.engine to 'sequential', which takes one client at a time. {error}"
         ) from error
     pool.replace(dead)
-    for other in again:
-        _submit(pool, other)
+    for lost_block in lost_blocks:
+        _submit(pool, lost_block)

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster: who has which part of the data, and what happens when one dies."""
+"""The workers of a Ray cluster: their partitions of the data, and the replacement of workers that die."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..core.errors import ConfigError
 from .processes import WorkerError
 from .ray_worker import RayWorker, Shared
 
-START = 120.0
-"""Seconds in which at least one worker must start."""
+START_SECONDS = 120.0
+"""Seconds until at least one worker must have started."""
 
 logger = logging.getLogger(__name__)
 
 
 def import_ray() -> Any:
-    """The module ``ray``.
+    """Import the module ``ray``.
 
     Raises:
         ConfigError: if it is not installed.
@@ -48,7 +48,7 @@ def connect() -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         with warnings.catch_warnings():
-            # of defaults of Ray that will change
+            # about defaults of Ray that will change
             warnings.simplefilter("ignore", FutureWarning)
             ray.init(include_dashboard=False, logging_level=logging.WARNING)
     except ConnectionError as error:
@@ -65,10 +65,10 @@ class RayActor:
     """An actor of Ray.
 
     Attributes:
-        number: of the partition that it begins with.
+        number: of its first partition.
         actor: a handle of :class:`.ray_worker.RayWorker`.
-        started: reference of its place, which comes once it has its data.
-        place: its process and machine; empty until it has started.
+        started: reference of ``place``, which is ready once the worker has its data.
+        place: process and machine; empty until the worker has started.
     """
 
     number: int
@@ -78,13 +78,13 @@ class RayActor:
 
 
 class RayPool:
-    """As many workers as partitions, in the beginning.
+    """The workers of a run, at its start one for each partition.
 
     Args:
         ray: the module, connected.
-        shared: what all workers get.
-        partitions: data of each partition, encoded.
-        gpu: whether each worker has a GPU.
+        shared: code and models of all workers.
+        partitions: encoded data of each partition.
+        has_gpus: whether each worker has a GPU.
 
     Attributes:
         owners: the worker of each partition.
@@ -94,9 +94,9 @@ class RayPool:
         WorkerError: if no worker starts.
     """
 
-    def __init__(self, ray: Any, shared: Shared, partitions: Sequence[bytes], gpu: bool) -> None:
+    def __init__(self, ray: Any, shared: Shared, partitions: Sequence[bytes], has_gpus: bool) -> None:
         self._ray = ray
-        options = {"num_cpus": 1, "num_gpus": int(gpu), "scheduling_strategy": "SPREAD"}
+        options = {"num_cpus": 1, "num_gpus": int(has_gpus), "scheduling_strategy": "SPREAD"}
         self._make = ray.remote(**options)(RayWorker)
         try:
             self._shared = ray.put(shared)
@@ -108,16 +108,16 @@ class RayPool:
         self._partitions = [ray.put(p) for p in partitions]
         self.owners: list[RayActor] = []
         self._starting = [self._start(k) for k in range(len(self._partitions))]
-        ray.wait([w.started for w in self._starting], num_returns=len(self._starting), timeout=START)
-        self._await()
+        ray.wait([w.started for w in self._starting], num_returns=len(self._starting), timeout=START_SECONDS)
+        self._await_workers()
 
     def _start(self, number: int) -> RayActor:
         actor = self._make.remote(self._shared, self._partitions[number])
         return RayActor(number, actor, actor.place.remote())
 
-    def _await(self) -> None:
+    def _await_workers(self) -> None:
         """Wait until there is a worker."""
-        why = self.welcome()
+        why = self.admit_started()
         while not self.owners:
             waiting = [w.started for w in self._starting]
             if not waiting and why:
@@ -125,21 +125,21 @@ class RayPool:
                     "no worker of the Ray cluster could start. Python, fedlowrank and code of your own must "
                     f"be the same on all its machines. {why}"
                 )
-            if not waiting or not self._ray.wait(waiting, timeout=START)[0]:
+            if not waiting or not self._ray.wait(waiting, timeout=START_SECONDS)[0]:
                 raise WorkerError(
-                    f"no worker of the Ray cluster is left, and none starts within {START:.0f} s. `ray "
+                    f"no worker of the Ray cluster is left, and none starts within {START_SECONDS:.0f} s. `ray "
                     f"status` shows its machines; add one by `ray start --address=...`, or set run.engine to "
                     f"'processes'. {why}",
                     python="Go on by simulate(..., resume=True).",
                     command="Go on by `fedlowrank resume`.",
                 )
-            why = self.welcome() or why
+            why = self.admit_started() or why
 
-    def welcome(self) -> str:
-        """Give the partitions of workers that have started since the last call to them.
+    def admit_started(self) -> str:
+        """Give workers that have started since the last call their partitions.
 
         Returns:
-            Why the last of those that could not start did not.
+            Why a worker could not start; empty if none failed.
         """
         failure, new = "", list[RayActor]()
         for worker in list(self._starting):
@@ -175,7 +175,7 @@ class RayPool:
         alive = [w for w in dict.fromkeys(self.owners) if w is not dead]
         if not alive:
             self.owners = []
-            self._await()
+            self._await_workers()
             return
         for k, owner in enumerate(self.owners):
             if owner is dead:

@@ -1,4 +1,4 @@
-"""What runs in a worker of Ray, and what is sent to it once. Nothing here imports Ray."""
+"""The worker of a Ray cluster, and what it gets once, at its start. Nothing here imports Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core import tree
-from ..core.contract.method import AnyMethod, Task
+from ..core.contract import AnyMethod, Task
 from ..core.contract.model import without_data
 from ..data.dataset import ClientData, Examples, Stored
 from ..data.federation import Federation
@@ -23,7 +23,7 @@ from .sequential import Sequential
 
 @dataclass(frozen=True)
 class Shared:
-    """What all workers get: code and models, no examples.
+    """Code and models that all workers get, without examples.
 
     Attributes:
         method: of the run.
@@ -31,7 +31,7 @@ class Shared:
         task: of the run.
         micro_batch: of the engine.
         device: ``cpu`` or ``cuda``.
-        trees: classes of trees of a script or notebook, which a worker cannot import.
+        trees: tree classes that a script or notebook defines, so that a worker cannot import them.
     """
 
     method: AnyMethod
@@ -43,17 +43,17 @@ class Shared:
 
 
 def share(method: AnyMethod, federation: Federation, task: Task, micro_batch: int | None) -> Shared:
-    """What all workers of a run get."""
+    """Collect what all workers of a run get."""
     first = federation.clients[0].train
     models = {}
     for name, model in federation.architectures.items():
         models[name] = without_data(model if first.y.device.type == "cpu" else model.to("cpu"))
-    nothing = _decode_examples(tree.map_leaves(lambda t: t[:0].cpu().clone(), _plain(first)))
-    clients = [ClientData(nothing, nothing, nothing)] * len(federation.clients)
-    empty = replace(federation, clients=clients, architectures=models, here=frozenset())
+    no_examples = _decode_examples(tree.map_leaves(lambda t: t[:0].cpu().clone(), _to_tree(first)))
+    clients = [ClientData(no_examples, no_examples, no_examples)] * len(federation.clients)
+    without_examples = replace(federation, clients=clients, architectures=models, here=frozenset())
     return Shared(
         method,
-        empty,
+        without_examples,
         replace(task, architectures=models),
         micro_batch,
         first.y.device.type,
@@ -62,32 +62,32 @@ def share(method: AnyMethod, federation: Federation, task: Task, micro_batch: in
 
 
 def encode_partition(federation: Federation, clients: Sequence[int]) -> bytes:
-    """The training examples of some clients as bytes; examples that clients share are there once."""
+    """Encode the training examples of some clients as bytes; examples that clients share are encoded once."""
     parts: dict[int, tuple[int, Any]] = {}
     rows = []
     for client in clients:
         data = federation.clients[client]
         place, _ = parts.setdefault(id(data.train), (len(parts), data.train))
         rows.append([client, place, data.quarter_turns])
-    return tree.encode({"clients": rows, "examples": [_plain(train) for _, train in parts.values()]})
+    return tree.encode({"clients": rows, "examples": [_to_tree(train) for _, train in parts.values()]})
 
 
 def decode_partition(data: bytes) -> dict[int, tuple[Examples, int]]:
-    """Training examples and quarter turns by client: the inverse of :func:`encode_partition`."""
-    found = tree.decode(data)
-    examples = [_decode_examples(e) for e in found["examples"]]
-    return {client: (examples[place], turns) for client, place, turns in found["clients"]}
+    """Decode the training examples and quarter turns by client from what :func:`encode_partition` returns."""
+    partition = tree.decode(data)
+    examples = [_decode_examples(e) for e in partition["examples"]]
+    return {client: (examples[place], turns) for client, place, turns in partition["clients"]}
 
 
-def _plain(examples: Examples) -> Any:
-    """Examples as a tree: images that are stored as bytes are a tuple of codes and table."""
+def _to_tree(examples: Examples) -> Any:
+    """Examples as a tree, in which images that are stored as bytes are a tuple of codes and table."""
     x = examples.x
     return {"x": (x.codes, x.table) if isinstance(x, Pixels) else x, "y": examples.y}
 
 
-def _decode_examples(found: Any) -> Examples:
-    x: Stored = Pixels(*found["x"]) if isinstance(found["x"], tuple) else found["x"]
-    return Examples(x, found["y"])
+def _decode_examples(parts: Any) -> Examples:
+    x: Stored = Pixels(*parts["x"]) if isinstance(parts["x"], tuple) else parts["x"]
+    return Examples(x, parts["y"])
 
 
 @dataclass
@@ -102,7 +102,7 @@ class _Placed(Sequential):
 
 
 class RayWorker:
-    """Trains clients whose data it has, one by one on one thread or one GPU; an actor of the engine.
+    """An actor that trains the clients of its partitions, one after another on one thread or one GPU.
 
     Args:
         shared: code and models.
@@ -118,39 +118,38 @@ class RayWorker:
         self.adopt(partition)
 
     def place(self) -> str:
-        """Where it runs; answered once it has its data."""
+        """The process and machine of this worker. A call returns once the worker has its data."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def adopt(self, partition: bytes) -> None:
         """Take the data of further clients."""
         clients = list(self._stored.clients)
-        found = decode_partition(partition)
-        for client, (train, turns) in found.items():
+        further = decode_partition(partition)
+        for client, (train, turns) in further.items():
             clients[client] = replace(clients[client], train=train, quarter_turns=turns)
-        here = (self._stored.here or frozenset()) | found.keys()
+        here = (self._stored.here or frozenset()) | further.keys()
         self._stored = replace(self._stored, clients=clients, here=here)
         self._federation = self._stored.to(self._shared.device)
         self._task = replace(self._shared.task, architectures=self._federation.architectures)
 
-    def train(self, round: int, clients: list[int], which: list[int], *payloads: bytes) -> list[Any]:
+    def train(self, round: int, clients: list[int], down_places: list[int], *payloads: bytes) -> list[Any]:
         """Train a block of clients.
 
         Args:
             round: of the run.
             clients: their identifiers.
-            which: place of each client's download among the downloads.
+            down_places: place of each client's download among the downloads.
             payloads: the encoded state of each client, and then the encoded downloads.
 
         Returns:
-            The traceback of a failure or None, and for each client what :func:`.processes.train_client`
-            returns.
+            The traceback of a failure or None, and the answer of :func:`.processes.train_client` for each client.
         """
         states, downs = payloads[: len(clients)], payloads[len(clients) :]
         try:
             here = self._stored.here or frozenset()
             if missing := set(clients) - here:
                 raise RuntimeError(f"the data of clients {sorted(missing)} did not arrive")
-            found = [
+            answers = [
                 train_client(
                     self._engine,
                     self._shared.method,
@@ -159,8 +158,8 @@ class RayWorker:
                     {"client": client, "round": round},
                     [downs[place], state],
                 )
-                for client, place, state in zip(clients, which, states, strict=True)
+                for client, place, state in zip(clients, down_places, states, strict=True)
             ]
-            return [None, *found]
-        except Exception:  # noqa: BLE001 - whatever a method raises is told to the parent, which raises it
+            return [None, *answers]
+        except Exception:  # noqa: BLE001 - the driver raises what the method raised
             return [traceback.format_exc()] + [None] * len(clients)

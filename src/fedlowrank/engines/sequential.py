@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..core import tree
-from ..core.contract.method import AnyMethod, Task
+from ..core.contract import AnyMethod, Task
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
 from ..training.trainer import Meter
@@ -16,7 +16,7 @@ from .engine import ClientJob, ClientResult, Engine, finite_losses
 
 @dataclass
 class Sequential(Engine):
-    """One client after another: private in-place updates inside a pass, pure at its boundary."""
+    """Trains one client after another. A pass updates its own copies in place; no argument of a function is changed."""
 
     name: ClassVar[str] = "sequential"
 
@@ -41,5 +41,5 @@ class Wire(Sequential):
     name: ClassVar[str] = "wire"
 
     def boundary(self, value: Any) -> Any:
-        """The value as it comes out of its bytes, on the device on which it was."""
+        """The value decoded from its bytes, on its device."""
         return tree.map_leaves(lambda t, before: t.to(before.device), tree.decode(tree.encode(value)), value)

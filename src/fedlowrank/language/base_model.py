@@ -1,4 +1,4 @@
-"""The frozen base of a language model: how it is loaded, which parts are new, and digests of its files."""
+"""Loads the frozen base of a language model and its tokenizer, finds its new weights, and hashes its files."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
 from ..storage.base_files import combine_file_digests, digest_base_files
 from .objectives.text_embeddings import return_hidden_states
-from .optional import import_library, quiet
+from .optional_packages import import_library, silence_library
 
 HEAD_NAMES = ("classifier", "score")
-"""What PEFT takes for the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
+"""Names of modules that PEFT treats as the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
 
 
 @dataclass(frozen=True)
 class LanguageBase(CheckedFields):
-    """Which language model is adapted, and in which precision. Code that comes with a model is never run.
+    """Settings of the base: which language model is adapted, and in which precision.
+
+    Code that comes with a model is never run.
 
     Needs ``pip install 'fedlowrank[language]'``.
 
     Attributes:
         path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
-        task: causal, a model that continues a text; classification, an encoder or decoder with a head of
-            classes; token_classification, one with a head of classes for each token; or embedding, one
-            without a head, whose last hidden states are averaged over the tokens of a text.
-        dtype: of the weights in memory; auto takes that of the files.
+        task: causal: a model that continues a text; classification: an encoder or decoder with a classification head;
+            token_classification: an encoder or decoder with a classification head for each token; embedding: a
+            model without a head, whose last hidden states are averaged over the tokens of a text.
+        dtype: dtype of the weights in memory; auto takes the dtype of the files.
         quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install
             'fedlowrank[quantize]'``.
-        attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU
-            eager is several times faster to train than torch's fused kernel, whose backward pass works in
-            long blocks.
-        gradient_checkpointing: activations are computed again in the backward pass instead of being stored,
-            with the parameters that were given to the forward pass (:mod:`fedlowrank.models.stateless`).
-        revision: branch, tag or commit of a name on the hub, or None for its main branch.
-        offline: do not ask the hub, even for a name; what was downloaded before is found.
+        attention: implementation of attention. auto: the default of transformers; or eager, sdpa, flash_attention_2. For
+            short texts on a CPU, training by eager is several times faster than by sdpa, whose fused backward pass
+            works in long blocks.
+        gradient_checkpointing: recompute activations in the backward pass instead of storing them, with the parameters
+            of the forward pass (:mod:`fedlowrank.models.stateless`).
+        revision: branch, tag or commit of a model on the hub; None for its main branch.
+        offline: never contact the hub; models downloaded before are loaded from the cache.
     """
 
     path: str
@@ -64,24 +66,23 @@ class LanguageBase(CheckedFields):
 
     @property
     def has_head(self) -> bool:
-        """Whether the model has a head of classes."""
+        """Whether the model has a classification head."""
         return self.task in ("classification", "token_classification")
 
 
 @dataclass(frozen=True)
 class LoadedBase:
-    """A base as it was loaded.
+    """A loaded base with its tokenizer.
 
     Attributes:
-        model: a ``transformers.PreTrainedModel`` in evaluation mode, no parameter of which requires a
-            gradient.
+        model: a ``transformers.PreTrainedModel`` in evaluation mode; no parameter requires a gradient.
         tokenizer: a ``transformers`` tokenizer that has a padding token.
-        name: of the base, as the user gave it.
-        folder: of its files; of a name on the hub the downloaded snapshot.
-        head: names of the modules to be trained as a whole: the classification head, and modules of the body
-            that the files do not hold. Empty for a causal model.
-        notes: warnings on what was done beyond the settings, each a sentence.
-        saved: names of further modules to be trained as a whole, which ``lora.modules_to_save`` means.
+        name: name of the base, as the user gave it.
+        folder: folder of its files; for a model on the hub the downloaded snapshot.
+        head: names of the modules that are trained whole: the classification head, and modules of the body whose
+            weights are missing in the files. Empty for a causal model.
+        notes: warnings about changes that the settings do not ask for, each a sentence.
+        saved: names of further modules that are trained whole, from ``lora.modules_to_save``.
     """
 
     model: Any
@@ -94,7 +95,7 @@ class LoadedBase:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Digest of each file, read when it is first asked for: a client needs none to answer an order."""
+        """Digest of each file, computed at first use because a client can train without it."""
         return digest_base_files(self.folder)
 
     @property
@@ -106,19 +107,19 @@ class LoadedBase:
 def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedBase:
     """Load a model and its tokenizer.
 
-    Weights that the files do not hold, such as a new classification head, are initialized from the key by the
-    rules of the model's own code; torch's global generator is as before.
+    Weights that are missing in the files, such as a new classification head, are initialized from the key by the
+    model's own code. torch's global generator does not change.
 
     Args:
-        base: settings.
-        classes: names of the classes; empty for a causal model.
-        key: of new weights.
+        base: settings of the base.
+        classes: class names; empty for a causal model.
+        key: source of randomness for new weights.
 
     Raises:
-        ConfigError: if the classes do not go with the task, bitsandbytes is missing, a token of a causal model sees
-            those that follow it, or the model is an encoder with a decoder.
-        DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model
-            are missing in the files, or its tokenizer has nothing to pad with.
+        ConfigError: if the classes do not fit the task, bitsandbytes is missing, a token of a causal model attends to
+            later tokens, or the model is an encoder with a decoder.
+        DataError: if transformers is missing, no model can be loaded from the path, weights of a causal model are
+            missing in the files, or its tokenizer has no token for padding.
     """
     if base.has_head != bool(classes):
         raise ConfigError(
@@ -128,57 +129,61 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
             "'classification', or 'token_classification' for labels of words"
         )
     library = import_library("transformers", "a language model")
-    where, local = _where(base)
-    settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
+    source, local_files_only = _find_source(base)
+    settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local_files_only}
     if base.revision is not None:
         settings["revision"] = base.revision
-    of_model: dict[str, Any] = {"dtype": base.dtype}
+    model_settings: dict[str, Any] = {"dtype": base.dtype}
     if base.quantize is not None:
-        of_model["quantization_config"] = _quantization(library, base)
+        model_settings["quantization_config"] = _make_quantization(library, base)
     if base.attention != "auto":
-        of_model["attn_implementation"] = base.attention
+        model_settings["attn_implementation"] = base.attention
     if classes:
-        of_model |= {
+        model_settings |= {
             "num_labels": len(classes),
             "id2label": dict(enumerate(classes)),
             "label2id": {name: i for i, name in enumerate(classes)},
-            # a head of another number of classes is replaced, and noted below
+            # a head with another number of classes is replaced; a note says so
             "ignore_mismatched_sizes": True,
         }
-    auto = {
+    auto_class = {
         "causal": library.AutoModelForCausalLM,
         "classification": library.AutoModelForSequenceClassification,
         "token_classification": library.AutoModelForTokenClassification,
         "embedding": library.AutoModel,
     }[base.task]
-    found: dict[str, Any] = {}
+    loading_info: dict[str, Any] = {}
 
-    def make() -> nn.Module:
-        made: nn.Module
-        made, info = auto.from_pretrained(where, output_loading_info=True, **of_model, **settings)
-        found.update(info)
-        return made
+    def load_model() -> nn.Module:
+        loaded: nn.Module
+        loaded, info = auto_class.from_pretrained(
+            source, output_loading_info=True, **model_settings, **settings
+        )
+        loading_info.update(info)
+        return loaded
 
     try:
-        with quiet(library):
-            _refuse_encoder_decoder(library.AutoConfig.from_pretrained(where, **settings), base)
-            tokenizer = library.AutoTokenizer.from_pretrained(where, **settings)
-            model: Any = build_module(make, key)
+        with silence_library(library):
+            _refuse_encoder_decoder(library.AutoConfig.from_pretrained(source, **settings), base)
+            tokenizer = library.AutoTokenizer.from_pretrained(source, **settings)
+            model: Any = build_module(load_model, key)
     except ConfigError:
         raise
-    # Files of any kind may lie in a folder, and the parsers of a dozen libraries raise what they like.
+    # The folder may hold files of any kind, and the parsers of many libraries raise exceptions of any class.
     except Exception as error:
         raise DataError(
             f"transformers cannot load a {base.task} model from {base.path!r}: {type(error).__name__}: "
             f"{error}"
         ) from error
-    new = sorted({*found["missing_keys"], *(str(row[0]) for row in found["mismatched_keys"])})
-    head, notes = _new_parts(model, base, new)
-    notes += _pad(model, tokenizer, base)
+    new_weights = sorted(
+        {*loading_info["missing_keys"], *(str(row[0]) for row in loading_info["mismatched_keys"])}
+    )
+    head, notes = _find_new_parts(model, base, new_weights)
+    notes += _ensure_padding_token(model, tokenizer, base)
     model.requires_grad_(False)
     model.eval()
     if base.task == "causal":
-        notes += _compare_ends(model, tokenizer, base)
+        notes += _compare_end_tokens(model, tokenizer, base)
         _check_causal(model, base)
     if base.task == "embedding":
         return_hidden_states(model)
@@ -187,37 +192,41 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
             raise ConfigError(
                 f"{type(model).__name__} has no gradient checkpointing; set gradient_checkpointing = false"
             )
-        # its newer name, and the one before
+        # newer and older name of the method
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False, "context_fn": keep_parameters_for_recomputation(model)})
         model.config.use_cache = False
     keep_in_float32(model, head)
-    return LoadedBase(model, tokenizer, base.path, _folder(where, settings), head, tuple(notes))
+    return LoadedBase(model, tokenizer, base.path, _find_folder(source, settings), head, tuple(notes))
 
 
 def warn_slow_precision(dtype: str, autocast: str, device: str) -> None:
-    """Warn where bfloat16 is asked for on a CPU without instructions for it.
+    """Warn if bfloat16 is set on a CPU without instructions for it.
 
     Args:
-        dtype: of the weights.
-        autocast: type in which matrices are multiplied.
-        device: where they are multiplied.
+        dtype: dtype of the weights.
+        autocast: dtype of matrix products.
+        device: device that computes the matrix products.
     """
-    asked = [name for name, value in (("dtype", dtype), ("autocast", autocast)) if value == "bfloat16"]
-    if asked and device == "cpu" and not has_bfloat16_instructions():
-        fields = " and ".join(f"local.{name}" for name in asked)
-        values = " ".join(f"local.{name}={'float32' if name == 'dtype' else 'none'}" for name in asked)
+    bfloat16_settings = [
+        name for name, value in (("dtype", dtype), ("autocast", autocast)) if value == "bfloat16"
+    ]
+    if bfloat16_settings and device == "cpu" and not has_bfloat16_instructions():
+        setting_names = " and ".join(f"local.{name}" for name in bfloat16_settings)
+        values = " ".join(
+            f"local.{name}={'float32' if name == 'dtype' else 'none'}" for name in bfloat16_settings
+        )
         warn_user(
-            f"{' and '.join(asked)} bfloat16: this CPU has no instructions for bfloat16 (avx512_bf16, amx_bf16), so "
-            f"training can be many times slower than in float32. Set {fields} for this machine: {values}",
+            f"{' and '.join(bfloat16_settings)} bfloat16: this CPU has no instructions for bfloat16 (avx512_bf16, amx_bf16), so "
+            f"training can be many times slower than in float32. Set {setting_names} for this machine: {values}",
             RuntimeWarning,
         )
 
 
 def has_bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies matrices of bfloat16; True where the system does not tell.
+    """Whether the CPU has instructions for products of bfloat16 matrices; True if the system does not say.
 
     Args:
         cpuinfo: the system's description of its processors.
@@ -231,22 +240,25 @@ def has_bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return not lines or bool({"avx512_bf16", "amx_bf16", "bf16"} & set(lines[0].split()))
 
 
-def _folder(where: str, settings: Mapping[str, Any]) -> Path:
-    """The folder of a model's files; of a name on the hub its downloaded snapshot."""
-    if Path(where).is_dir():
-        return Path(where)
+def _find_folder(source: str, settings: Mapping[str, Any]) -> Path:
+    """Find the folder of a model's files; for a model on the hub its downloaded snapshot."""
+    if Path(source).is_dir():
+        return Path(source)
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
-        where, "config.json", revision=settings.get("revision"), local_files_only=settings["local_files_only"]
+    config_path = cached_file(
+        source,
+        "config.json",
+        revision=settings.get("revision"),
+        local_files_only=settings["local_files_only"],
     )
-    return Path(str(found)).parent
+    return Path(str(config_path)).parent
 
 
 def keep_in_float32(model: Any, head: Sequence[str]) -> None:
-    """Hold modules that are trained whole in float32; what they get and give stays in the base's dtype.
+    """Convert modules that are trained whole to float32; their inputs and outputs keep the dtype of the base.
 
-    PEFT does so with factors. What clients send is then of one type, whatever the dtype of their base.
+    PEFT does the same for factors. Uploads of all clients then have one dtype, for a base of any dtype.
     """
     dtype = model.dtype
     if dtype == torch.float32:
@@ -258,35 +270,35 @@ def keep_in_float32(model: Any, head: Sequence[str]) -> None:
 
 
 def _cast_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_cast(value, torch.float32) for value in args)
+    return tuple(_cast_floats(value, torch.float32) for value in args)
 
 
 def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-    return _cast(output, dtype)
+    return _cast_floats(output, dtype)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _where(base: LanguageBase) -> tuple[str, bool]:
-    """What to load from, and whether only files of this machine are to be used."""
-    where = Path(base.path).expanduser()
-    if where.exists():
-        if not (where / "config.json").is_file():
+def _find_source(base: LanguageBase) -> tuple[str, bool]:
+    """Find the folder or hub name to load from, and whether only local files may be used."""
+    folder = Path(base.path).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
             raise DataError(
                 f"{base.path!r} holds no config.json, so it is no model folder of transformers "
                 "(save_pretrained)."
             )
-        return str(where), True
-    # A misspelt path should not be asked for on the hub, whose names are NAME or OWNER/NAME.
+        return str(folder), True
+    # Do not look up a misspelt path on the hub: names on the hub are NAME or OWNER/NAME.
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base.path)
     if not is_name or base.path.startswith("."):
-        raise DataError(f"{base.path!r} does not exist: there is no folder {str(where.absolute())!r}.")
+        raise DataError(f"{base.path!r} does not exist: there is no folder {str(folder.absolute())!r}.")
     return base.path, base.offline
 
 
-def _quantization(library: Any, base: LanguageBase) -> Any:
+def _make_quantization(library: Any, base: LanguageBase) -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"quantize = {base.quantize!r} needs bitsandbytes: pip install 'fedlowrank[quantize]'"
@@ -302,13 +314,15 @@ def _quantization(library: Any, base: LanguageBase) -> Any:
     )
 
 
-def _new_parts(model: Any, base: LanguageBase, new: list[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Modules to train as a whole, and notes on weights that the files do not hold."""
-    # of a classification model: all modules with weights beside the body
+def _find_new_parts(
+    model: Any, base: LanguageBase, new_weights: list[str]
+) -> tuple[tuple[str, ...], list[str]]:
+    """Find the modules to train whole, and write notes on weights that are missing in the files."""
+    # the head of a classification model is every module with weights outside of the body
     children = [name for name, child in model.named_children() if list(child.parameters())]
     head = [n for n in children if n != model.base_model_prefix] if base.has_head else []
-    in_head = [n for n in new if n.split(".")[0] in head]
-    in_body = [n for n in new if n not in in_head]
+    in_head = [n for n in new_weights if n.split(".")[0] in head]
+    in_body = [n for n in new_weights if n not in in_head]
     if base.task == "embedding":
         # last hidden states do not depend on a pooler
         in_body = [n for n in in_body if n.split(".")[0] != "pooler"]
@@ -334,22 +348,30 @@ def _new_parts(model: Any, base: LanguageBase, new: list[str]) -> tuple[tuple[st
     return (*head, *modules), notes
 
 
-def end_tokens(config: Any) -> set[int]:
-    """The tokens at which a model stops by a configuration of transformers, which names none, one or several."""
-    given = getattr(config, "eos_token_id", None)
-    return {i for i in (given if isinstance(given, (list, tuple)) else [given]) if i is not None}
+def find_end_tokens(config: Any) -> set[int]:
+    """Find the end tokens in a configuration of transformers, which names none, one or several."""
+    eos_token_id = getattr(config, "eos_token_id", None)
+    return {
+        i
+        for i in (eos_token_id if isinstance(eos_token_id, (list, tuple)) else [eos_token_id])
+        if i is not None
+    }
 
 
-def _compare_ends(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
-    """Compare the tokenizer's end of text, which training teaches, with the tokens at which the model stops."""
-    ends = end_tokens(model.config) | end_tokens(getattr(model, "generation_config", None))
-    end = tokenizer.eos_token_id
-    if end is None or not ends or end in ends:
+def _compare_end_tokens(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
+    """Compare the tokenizer's end token, which the model learns to write, with the end tokens of generation.
+
+    Returns:
+        A note if the model does not stop at the tokenizer's end token.
+    """
+    model_ends = find_end_tokens(model.config) | find_end_tokens(getattr(model, "generation_config", None))
+    tokenizer_end = tokenizer.eos_token_id
+    if tokenizer_end is None or not model_ends or tokenizer_end in model_ends:
         return []
-    stops = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(ends))
+    stops = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(model_ends))
     return [
-        f"The tokenizer of {base.path!r} ends a text by {tokenizer.eos_token!r} ({end}), but the model stops at {stops}: "
-        "trained texts end in a token that is not the model's. Set eos_token in tokenizer_config.json."
+        f"The tokenizer of {base.path!r} ends a text by {tokenizer.eos_token!r} ({tokenizer_end}), but the model "
+        f"stops at {stops}: trained texts end in a token that is not the model's. Set eos_token in tokenizer_config.json."
     ]
 
 
@@ -362,17 +384,18 @@ def _refuse_encoder_decoder(config: Any, base: LanguageBase) -> None:
 
 
 def _check_causal(model: Any, base: LanguageBase) -> None:
-    """Refuse a model whose scores of a token depend on later ones, such as the encoder of a BERT."""
+    """Raise ConfigError if a model's logits depend on later tokens, such as those of a BERT encoder."""
     embedding = model.get_input_embeddings()
     ids = (torch.arange(1, 9, device=embedding.weight.device) % embedding.num_embeddings)[None]
-    other = torch.cat([ids[:, :-1], ids[:, :1]], 1)
+    changed_ids = torch.cat([ids[:, :-1], ids[:, :1]], 1)
     with torch.no_grad():
-        first, second = (
-            model(input_ids=x, attention_mask=torch.ones_like(x)).logits[:, :-1].float() for x in (ids, other)
+        scores, changed_scores = (
+            model(input_ids=x, attention_mask=torch.ones_like(x)).logits[:, :-1].float()
+            for x in (ids, changed_ids)
         )
-    # only rounding may differ: of experts' batches, and of 8-bit columns that are chosen over all tokens
-    near = 0.05 if base.quantize else 1e-5 if model.dtype == torch.float32 else 0.01
-    if (first - second).abs().max() > near * first.abs().max():
+    # only rounding may differ: a batch of an expert, or the outlier columns of 8-bit weights, depend on all tokens
+    tolerance = 0.05 if base.quantize else 1e-5 if model.dtype == torch.float32 else 0.01
+    if (scores - changed_scores).abs().max() > tolerance * scores.abs().max():
         raise ConfigError(
             f"language.path: in the {type(model).__name__} of {base.path!r} a token sees those that follow it, so it would "
             "learn to predict what it is shown. Name a causal model; or set language.task to 'classification', "
@@ -381,36 +404,42 @@ def _check_causal(model: Any, base: LanguageBase) -> None:
 
 
 def check_positions(model: Any, context: int) -> None:
-    """Refuse a context above the positions that a model has learnt; rotations know none.
+    """Raise ConfigError if the context exceeds a model's learnt position embeddings; rotary embeddings have no limit.
 
     Raises:
-        ConfigError: if it is longer.
+        ConfigError: if the context is longer than the table of position embeddings.
     """
     for name, layer in model.named_modules():
-        own = name.rpartition(".")[2]
-        if own not in ("wpe", "embed_positions", "position_embeddings") or not isinstance(
+        short_name = name.rpartition(".")[2]
+        if short_name not in ("wpe", "embed_positions", "position_embeddings") or not isinstance(
             layer, nn.Embedding
         ):
             continue
-        # the first ones of some models are those of padding
-        first = 0 if layer.padding_idx is None else layer.padding_idx + 1
-        most = layer.num_embeddings - max(first, getattr(layer, "offset", 0))
-        if context > most:
-            raise ConfigError(f"context is {context}, but the model has {most} positions. Lower context")
+        # some models reserve the first positions for padding
+        reserved_count = 0 if layer.padding_idx is None else layer.padding_idx + 1
+        position_count = layer.num_embeddings - max(reserved_count, getattr(layer, "offset", 0))
+        if context > position_count:
+            raise ConfigError(
+                f"context is {context}, but the model has {position_count} positions. Lower context"
+            )
 
 
-def _pad(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
-    """Make sure that there is a padding token, known to the model too."""
+def _ensure_padding_token(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
+    """Set a padding token that tokenizer and model know.
+
+    Returns:
+        A note if the tokenizer had no padding token.
+    """
     notes = []
     if tokenizer.pad_token_id is None:
-        other = tokenizer.eos_token or tokenizer.unk_token
-        if other is None:
+        substitute = tokenizer.eos_token or tokenizer.unk_token
+        if substitute is None:
             raise DataError(
                 f"the tokenizer of {base.path!r} has no token for padding, end of text or unknown words; set "
                 "its pad_token and save it."
             )
-        tokenizer.pad_token = other
-        notes.append(f"The tokenizer has no padding token: {other!r} pads.")
+        tokenizer.pad_token = substitute
+        notes.append(f"The tokenizer has no padding token: {substitute!r} pads.")
     if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
         raise DataError(
             f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id "

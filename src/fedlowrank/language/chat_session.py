@@ -1,4 +1,4 @@
-"""Conversations with a language model, in the chat template of its tokenizer or turn by turn without one."""
+"""Conversations with a language model, by the chat template of its tokenizer or question by question."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.errors import ConfigError
-from .scores.generate import Decoding, complete_prompts, encode_prompt
+from .scores.text_generation import Decoding, complete_prompts, encode_prompt
 
 
 class ChatSession:
-    """A conversation: what was said, and the model's next reply.
+    """A conversation with a language model: keeps the turns and generates the next reply.
 
-    With a chat template the model sees the whole conversation; turns that no longer fit its context are dropped, the
-    oldest first. Without one it sees each question alone, in the format of training.
+    With a chat template the model sees the whole conversation; the oldest turns are dropped if the conversation exceeds
+    the context. Without a chat template the model sees only the last question, in the format of training.
 
     Args:
         model: a causal model of ``transformers``.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         write_prompt: writes a question in the format of training; used without a chat template.
-        decoding: how replies are generated. To prompts of a chat template the tokenizer adds no special tokens, as in
+        decoding: how replies are generated. The tokenizer adds no special tokens to prompts of a chat template, as in
             training.
-        by_template: whether the chat template of the tokenizer, if it has one, writes the prompts.
+        by_template: whether the chat template writes the prompts, if the tokenizer has one.
 
     Attributes:
-        dropped: turns that were dropped.
+        dropped: number of turns that were dropped.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class ChatSession:
 
     @property
     def has_template(self) -> bool:
-        """Whether questions are written by the tokenizer's chat template."""
+        """Whether the tokenizer's chat template writes the questions."""
         return self._by_template and bool(getattr(self._tokenizer, "chat_template", None))
 
     def reply(self, question: str) -> str:
-        """The model's reply to a question; both are part of the conversation from now on.
+        """Generate the model's reply to a question, and add both to the conversation.
 
         Raises:
             ConfigError: if the question alone, with the tokens to generate, exceeds the model's context.
@@ -62,8 +62,8 @@ class ChatSession:
             self._check_length(prompt)
             return self._complete(prompt)
         self._turns.append({"role": "user", "content": question})
-        while (excess := self._excess(prompt := self._apply_template())) > 0 and len(self._turns) > 1:
-            # a question with its reply
+        while (excess := self._compute_excess(prompt := self._apply_template())) > 0 and len(self._turns) > 1:
+            # drop a question with its reply
             del self._turns[:2]
             self.dropped += 2
         if excess > 0:
@@ -80,14 +80,14 @@ class ChatSession:
         return text
 
     def _complete(self, prompt: str) -> str:
-        # equal questions get other samples
+        # a key for each reply, so that equal questions get different samples
         decoding = replace(self._decoding, key=self._decoding.key / "reply" / self._replies)
         self._replies += 1
         (text,) = complete_prompts(self._model, self._tokenizer, [prompt], decoding)
         return text.strip()
 
-    def _excess(self, prompt: str) -> int:
-        """Tokens by which a prompt and a reply exceed the context; at most 0 if they fit."""
+    def _compute_excess(self, prompt: str) -> int:
+        """Compute by how many tokens a prompt and a reply exceed the context; at most 0 if they fit."""
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if limit is None:
             return 0
@@ -95,7 +95,7 @@ class ChatSession:
         return len(ids) + self._decoding.max_new_tokens - int(limit)
 
     def _check_length(self, prompt: str) -> None:
-        if (excess := self._excess(prompt)) > 0:
+        if (excess := self._compute_excess(prompt)) > 0:
             limit = self._model.config.max_position_embeddings
             raise ConfigError(
                 f"the question and {self._decoding.max_new_tokens} tokens of reply exceed the model's context of "

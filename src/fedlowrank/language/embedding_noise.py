@@ -1,4 +1,4 @@
-"""NEFTune: uniform noise on the embeddings of tokens while a language model trains."""
+"""NEFTune: adds uniform noise to token embeddings while a language model trains."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 def add_embedding_noise(model: Any, alpha: float) -> None:
     """Add noise from U(-1, 1) · α/√(T d) to embeddings ``[b, T, d]`` in training, and none in evaluation.
 
-    It is drawn from torch's generators, which the engine seeds for every client, round and pass.
+    The noise is drawn from torch's generators, which the engine seeds for every client, round and pass.
 
     Args:
-        model: of ``transformers``.
-        alpha: α; the paper has 5 to 15.
+        model: a model of ``transformers``.
+        alpha: noise strength α; the paper uses 5 to 15.
 
     Source:
         Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", ICLR 2024, arXiv:2310.05914, Algorithm 1. T is

@@ -1,4 +1,4 @@
-"""Answers to a few fixed prompts before and after a run, so that people can read what changed."""
+"""Generates answers to a few fixed prompts before and after a run, for the report."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from typing import TYPE_CHECKING, Any
 from ..core.tree import Params
 from .chat_session import ChatSession
 from .export.server_model import find_server_model
-from .scores.generate import Decoding
+from .scores.text_generation import Decoding
 
 if TYPE_CHECKING:
     from ..rounds.run import Run
 
-MOST_CLIENTS = 4
-"""Clients whose own models answer."""
+MAX_ANSWERING_CLIENTS = 4
+"""Maximum number of clients whose models answer."""
 
 
 def sample_answers(
     run: Run,
     prompts: Sequence[str],
-    live: Callable[[Params], AbstractContextManager[Any]],
+    use_parameters: Callable[[Params], AbstractContextManager[Any]],
     tokenizer: Any,
     write_prompt: Callable[[str], str],
     tokens: int,
     by_template: bool = True,
 ) -> list[dict[str, Any]]:
-    """The models' greedy answers to some prompts.
+    """Generate the greedy answers of a run's models to some prompts.
 
-    Before the first round it is one model; later the server's, if there is one, and those of the first clients.
+    Before the first round one model answers. Later the server's model answers, if there is one, and the models of the
+    first clients.
 
     Args:
-        run: as it stands.
+        run: the run in its current state.
         prompts: the questions.
-        live: the model with given parameters, as a context.
-        tokenizer: of the model.
+        use_parameters: context manager that puts parameters into the model.
+        tokenizer: tokenizer of the model.
         write_prompt: writes a question in the format of training; used without a chat template.
-        tokens: of an answer at most.
-        by_template: whether a chat template of the tokenizer writes the prompts.
+        tokens: maximum number of tokens of an answer.
+        by_template: whether the chat template of the tokenizer writes the prompts.
 
     Returns:
         A row for each model and prompt: ``round``, ``model``, ``prompt`` and ``answer``.
@@ -48,14 +49,14 @@ def sample_answers(
     if run.round == 0:
         models = {"start": run.personal(infos[0]) if server is None else server}
     else:
-        models |= {f"client {info.id}": run.personal(info) for info in infos[:MOST_CLIENTS]}
+        models |= {f"client {info.id}": run.personal(info) for info in infos[:MAX_ANSWERING_CLIENTS]}
     decoding = Decoding(max_new_tokens=tokens)
-    found = []
+    rows = []
     for name, params in models.items():
-        with live(params) as module:
+        with use_parameters(params) as module:
             for prompt in prompts:
-                # a conversation of its own for each
+                # each prompt starts a new conversation
                 session = ChatSession(module, tokenizer, write_prompt, decoding, by_template)
                 answer = session.reply(prompt)
-                found.append({"round": run.round, "model": name, "prompt": prompt, "answer": answer})
-    return found
+                rows.append({"round": run.round, "model": name, "prompt": prompt, "answer": answer})
+    return rows

@@ -105,12 +105,14 @@ def apply_prox(
         return PenalizedModel(
             {n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks
         )
-    found = dict(zip(start.ranks, threshold_all([matricize(params[n]) for n in start.ranks], c), strict=True))
+    factors = dict(
+        zip(start.ranks, threshold_all([matricize(params[n]) for n in start.ranks], c), strict=True)
+    )
     packed = {
         n: map_leaves(lambda t, dtype=like[n].dtype: t.to(dtype), pack_low_rank(f, params[n].shape))
-        for n, f in found.items()
+        for n, f in factors.items()
     }
-    return PenalizedModel({**start.weights, **packed}, {n: f.rank for n, f in found.items()})
+    return PenalizedModel({**start.weights, **packed}, {n: f.rank for n, f in factors.items()})
 
 
 def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..core.key import Key
 from ..core.tree import widen
 from .factored import canonical_signs, compute_svd
-from .stacking import REAL, orthogonalize, rounding_floor
+from .low_rank_sum import REAL, orthogonalize, rounding_floor
 from .svt import Triplets, count_above
 
 OVERSAMPLE = 10
@@ -57,19 +57,19 @@ def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triple
         U, s and V. The largest entry of each column of U, by magnitude, is positive.
     """
     w, rank = widen(w), min(rank, *w.shape)
-    found = None
+    triplets = None
     if 2 * rank + OVERSAMPLE <= MAX_WIDTH_SHARE * min(w.shape):
-        found = iterate_lanczos(w, rank, warm) or decompose_gram(w, rank)
-        if found is None:
+        triplets = iterate_lanczos(w, rank, warm) or decompose_gram(w, rank)
+        if triplets is None:
             logging.getLogger("fedlowrank").info(
                 "the %d leading singular triplets of a %d × %d matrix could be proven neither by iteration "
                 "nor by its Gram "
                 "matrix; computed by its full decomposition", rank, *w.shape
             )  # fmt: skip
-    if found is None:
+    if triplets is None:
         f = compute_svd(w)
-        found = f.u[:, :rank], f.s[:rank].to(REAL), f.v[:, :rank]
-    u, s, v = found
+        triplets = f.u[:, :rank], f.s[:rank].to(REAL), f.v[:, :rank]
+    u, s, v = triplets
     new_rank = int((s > rounding_floor((w.shape[0], w.shape[1]), w.dtype) * s[:1]).sum())
     u, v = u[:, :new_rank], v[:, :new_rank]
     if new_rank:
@@ -133,13 +133,13 @@ def _tolerance(w: Tensor) -> float:
 def _residual(w: Tensor, u: Tensor, s: Tensor, v: Tensor) -> float:
     """The largest ‖W v - σ u‖ or ‖Wᵀu - σ v‖."""
     size = s.to(w.dtype)
-    both = torch.stack(
+    norms = torch.stack(
         [
             torch.linalg.vector_norm(w @ v - u * size, dim=0),
             torch.linalg.vector_norm(w.mT @ u - v * size, dim=0),
         ]
     )
-    return float(both.amax())
+    return float(norms.amax())
 
 
 def _gram(w: Tensor) -> Tensor:

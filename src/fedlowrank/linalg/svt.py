@@ -86,8 +86,8 @@ def threshold_all(ws: Sequence[Tensor], c: float, how: Algorithm = "auto") -> li
             # twice, for the square of the root may be no number of float64
             w.div_(root).div_(root)
         flip, cs = stack.shape[1] < stack.shape[2], [c / root / root for root in roots]
-        found = _decompose_tall(stack.mT if flip else stack, cs, eps, how)
-        for i, scaled, root, (u, s, v) in zip(members, cs, roots, found, strict=True):
+        decompositions = _decompose_tall(stack.mT if flip else stack, cs, eps, how)
+        for i, scaled, root, (u, s, v) in zip(members, cs, roots, decompositions, strict=True):
             out[i] = _balanced_factors(
                 v if flip else u, (s - scaled).sqrt() * root, u if flip else v, ws[i].dtype
             )
@@ -132,17 +132,17 @@ def _decompose_tall(a: Tensor, thresholds: Sequence[float], eps: float, how: Alg
     """Singular triplets above a threshold each of matrices ``[b, m, n]`` with m ≥ n."""
     whole: Sequence[Eigenpairs | None] = _eigh_all(a) if how != "svd" and a.is_cuda else [None] * len(a)
     out = []
-    for one, c, pair in zip(a, thresholds, whole, strict=True):
+    for matrix, c, pair in zip(a, thresholds, whole, strict=True):
         # no singular value exceeds the Frobenius norm
-        if float(torch.linalg.vector_norm(one)) <= c:
-            out.append((one[:, :0], one.new_empty(0), one.new_empty(one.shape[1], 0)))
+        if float(torch.linalg.vector_norm(matrix)) <= c:
+            out.append((matrix[:, :0], matrix.new_empty(0), matrix.new_empty(matrix.shape[1], 0)))
             continue
-        found = None if how == "svd" else _by_gram(one, c, eps, pair)
-        if found is None and how == "gram":
+        triplets = None if how == "svd" else _by_gram(matrix, c, eps, pair)
+        if triplets is None and how == "gram":
             raise ArithmeticError(
                 f"the threshold {c:g} is too small, or too close to a singular value, for a Gram matrix"
             )
-        out.append(_by_svd(one, c) if found is None else found)
+        out.append(_by_svd(matrix, c) if triplets is None else triplets)
     return out
 
 
@@ -209,8 +209,8 @@ def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
             # all
             if len(values) == count:
                 return torch.from_numpy(values), torch.from_numpy(vectors)
-    found = torch.linalg.eigh(h)
-    return found.eigenvalues, found.eigenvectors
+    eigenpairs = torch.linalg.eigh(h)
+    return eigenpairs.eigenvalues, eigenpairs.eigenvectors
 
 
 def count_above(h: Tensor, x: float) -> int:

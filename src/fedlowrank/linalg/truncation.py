@@ -69,9 +69,9 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
 
 def relative_error(parts: Iterable[Truncation]) -> float:
     """‖W - W_r‖_F / ‖W‖_F of all layers together, 0 where there is no update."""
-    given = list(parts)
-    energy = sum(p.energy for p in given)
-    return math.sqrt(sum(p.lost for p in given) / energy) if energy > 0 else 0.0
+    truncations = list(parts)
+    energy = sum(p.energy for p in truncations)
+    return math.sqrt(sum(p.lost for p in truncations) / energy) if energy > 0 else 0.0
 
 
 def _decompose_product(pair: Pair) -> tuple[Tensor, Tensor, Tensor]:

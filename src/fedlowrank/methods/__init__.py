@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.contract.method import AnyMethod
+from ..core.contract import AnyMethod
 from .apfl import APFL
 from .ditto import Ditto
 from .ensemble import Ensemble

@@ -31,8 +31,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import task_loss
 from ..core.learning.optimizer import AdamW, Group
@@ -101,14 +100,14 @@ class APFL(Method[Params, ClientState, Params, Params]):
         """Simultaneous SGD on w, v and a."""
         model, adaptive, groups = view.model, self.adaptive, self.optimizer.groups
 
-        def loss(now: Joint, batch: Batch) -> Tensor:
-            w = map_leaves(Tensor.detach, now.w)
-            mixed = mixture(now.a if adaptive else now.a.detach(), now.v, w)
-            ours, theirs = model.apply(mixed, batch.x), model.apply(now.w, batch.x)
+        def loss(models: Joint, batch: Batch) -> Tensor:
+            w = map_leaves(Tensor.detach, models.w)
+            mixed = mixture(models.a if adaptive else models.a.detach(), models.v, w)
+            ours, theirs = model.apply(mixed, batch.x), model.apply(models.w, batch.x)
             return task_loss(ours, batch) + task_loss(theirs, batch)
 
-        def clipped(now: Joint, _: float) -> Joint:
-            return replace(now, a=now.a.clamp(0, 1))
+        def clipped(models: Joint, _: float) -> Joint:
+            return replace(models, a=models.a.clamp(0, 1))
 
         a_group = {"a": replace(groups.get("a", Group()), weight_decay=0.0)}
         optimizer = replace(self.optimizer, groups={**groups, **a_group})

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
+from ..core.contract import ClientInfo, ClientModel, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 
@@ -44,8 +43,8 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     def passes(self) -> dict[str, Pass]:
         """One for each model; the place of a pass decides on its order of examples."""
-        own = None if self.personal_epochs is None else Pass(self.personal_epochs, self.batch_size)
-        return {"global": self.main_pass, "personal": own or self.main_pass}
+        personal_pass = None if self.personal_epochs is None else Pass(self.personal_epochs, self.batch_size)
+        return {"global": self.main_pass, "personal": personal_pass or self.main_pass}
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""

@@ -20,21 +20,29 @@ import torch
 from torch import Tensor
 
 from ..adapters.mixtures.router import Router
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.contract.model import Model
-from ..core.contract.update import NO_UPDATE, Update
+from ..core.contract import (
+    NO_UPDATE,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Method,
+    Model,
+    Pass,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.tree import Params, map_leaves, tree_dataclass
 from .families.clusters import (
     Apply,
-    by_cluster,
-    cluster_means,
-    cluster_weights,
-    initial_models,
-    known_cluster,
+    average_clusters,
+    compute_cluster_weights,
+    contribute_by_cluster,
+    draw_models,
+    find_routes,
     learn_router,
     refuse_router_group,
-    routes_of,
+    require_known_cluster,
     select_cluster,
     train_mixture,
     unbind_models,
@@ -77,18 +85,22 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``, the first that of every other method."""
-        return initial_models(self.title, task, self.clusters)
+        return draw_models(self.title, task, self.clusters)
 
     def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
         """No θ until the client has trained."""
         if self.router.routing == "optimal":
-            known_cluster(self.title, client, self.clusters)
+            require_known_cluster(self.title, client, self.clusters)
         return None
 
     def download(self, server: Params, client: ClientInfo) -> Params:
         """All models; with optimal routing only the client's own."""
         optimal = self.router.routing == "optimal"
-        return select_cluster(server, known_cluster(self.title, client, self.clusters)) if optimal else server
+        return (
+            select_cluster(server, require_known_cluster(self.title, client, self.clusters))
+            if optimal
+            else server
+        )
 
     def local_update(
         self, state: Tensor | None, down: Params, view: ClientView
@@ -105,11 +117,13 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
         """Each w^k_c weighted by π^k_c N^k."""
-        return by_cluster(upload.models, cluster_weights(self.title, client, upload.pi, self.clusters))
+        return contribute_by_cluster(
+            upload.models, compute_cluster_weights(self.title, client, upload.pi, self.clusters)
+        )
 
     def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """Line 3."""
-        return cluster_means(server, total)
+        return average_clusters(server, total)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """Relative to the models as they were sent; π^k is no update."""
@@ -121,7 +135,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         if theta is None:
             theta = learn_router(self.router, {"models": down}, zero_router_logits(down), apply, view)
         pi = self.router.shares(theta)
-        routes = routes_of(self.title, self.router, view.info, pi, self.clusters)
+        routes = find_routes(self.title, self.router, view.info, pi, self.clusters)
 
         def params() -> Params:
             if self.mixed == "outputs":
@@ -137,7 +151,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
             models: Params = parts["models"]
             if not outputs:
                 return model.apply({n: torch.tensordot(pi.to(t.dtype), t, 1) for n, t in models.items()}, x)
-            scores = torch.stack([model.apply(one, x) for one in unbind_models(models)], -1)
+            scores = torch.stack([model.apply(params, x) for params in unbind_models(models)], -1)
             mixture: Tensor = scores @ pi.to(scores.dtype)
             return mixture
 

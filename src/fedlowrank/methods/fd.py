@@ -26,10 +26,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Each
-from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
+from ..core.contract import (
+    NO_UPDATE,
+    ZERO_REFERENCE,
+    Batch,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Each,
+    Lengths,
+    Method,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree_dataclass, widen
@@ -83,10 +93,10 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
         """No output is known; raises TaskError if models have other numbers of outputs."""
         counts = {name: m.probe(m.example).shape[-1] for name, m in sorted(task.architectures.items())}
         if len(set(counts.values())) > 1:
-            found = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            counts_text = ", ".join(f"{name} has {count}" for name, count in counts.items())
             raise TaskError(
-                f"{self.title} averages the outputs of all clients, and their models have other numbers of outputs: {found}. "
-                f"Give each model one output a class, {task.classes}"
+                f"{self.title} averages the outputs of all clients, and their models have other numbers of outputs: "
+                f"{counts_text}. Give each model one output a class, {task.classes}"
             )
         like = widen(next(iter(task.model(task.clients[0]).initial.values())))
         total = like.new_zeros(task.classes, next(iter(counts.values())))
@@ -99,10 +109,12 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
     def download(self, server: ServerState, client: ClientInfo) -> Targets:
         """Ĝ_k: the means without the client's own share."""
         total, count = server.total, server.count
-        own = server.latest.get(str(client.id))
-        if own is not None:
-            total = total.index_add(0, own.labels, own.mean, alpha=-1)
-            count = count.index_add(0, own.labels, torch.ones_like(own.mean[:, 0]), alpha=-1)
+        latest_outputs = server.latest.get(str(client.id))
+        if latest_outputs is not None:
+            total = total.index_add(0, latest_outputs.labels, latest_outputs.mean, alpha=-1)
+            count = count.index_add(
+                0, latest_outputs.labels, torch.ones_like(latest_outputs.mean[:, 0]), alpha=-1
+            )
         known = count > 0
         return Targets(torch.where(known[:, None], total / count.clamp(min=1)[:, None], 0.0), known)
 
@@ -133,9 +145,9 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
         """Replace the share of every client that replied."""
         latest = server.latest | {str(client): outputs for client, outputs in total.items()}
         summed, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
-        for own in latest.values():
-            summed.index_add_(0, own.labels, own.mean)
-            count.index_add_(0, own.labels, torch.ones_like(own.mean[:, 0]))
+        for client_outputs in latest.values():
+            summed.index_add_(0, client_outputs.labels, client_outputs.mean)
+            count.index_add_(0, client_outputs.labels, torch.ones_like(client_outputs.mean[:, 0]))
         return ServerState(summed, count, latest)
 
     def describe_update(self, down: Targets, client: ClientInfo, task: Task) -> Update:

@@ -30,9 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.contract.model import Model
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, Model, Pass, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD
 from ..core.tree import Params, map_leaves, tree_dataclass
@@ -47,9 +45,9 @@ class ClientState:
     rounds: int
 
 
-def mixed(weights: Params, received: Params, own: Params) -> Params:
+def mixed(weights: Params, received: Params, local: Params) -> Params:
     """W u + (1 - W) u_k, exact at both ends."""
-    return map_leaves(lambda w, u, v: w * u + (1 - w) * v, weights, received, own)
+    return map_leaves(lambda w, u, v: w * u + (1 - w) * v, weights, received, local)
 
 
 def clipped(weights: Params, _: float, *constants: Params) -> Params:
@@ -108,15 +106,17 @@ class FedALA(Method[Params, ClientState, Params, Params]):
         """SGD on W, then on F_k from the mixture."""
         model, weights = view.model, state.weights
 
-        def loss_of_weights(w: Params, batch: Batch, received: Params, upper: Params, own: Params) -> Tensor:
-            return task_loss(model.apply(received | mixed(w, upper, own), batch.x), batch)
+        def loss_of_weights(
+            w: Params, batch: Batch, received: Params, upper: Params, local: Params
+        ) -> Tensor:
+            return task_loss(model.apply(received | mixed(w, upper, local), batch.x), batch)
 
         received = self._upper(model, down)
         if state.rounds > 0:
             name = "first_weights" if state.rounds == 1 else "weights"
-            given = (down, received, state.upper)
+            constants = (down, received, state.upper)
             weights = view.train(
-                loss_of_weights, weights, name, SGD(lr=self.eta), constants=given, prox=clipped
+                loss_of_weights, weights, name, SGD(lr=self.eta), constants=constants, prox=clipped
             )
         start = down | mixed(weights, received, state.upper)
         theta = view.train(supervised_loss(model), start, "local", self.optimizer)

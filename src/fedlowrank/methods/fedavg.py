@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract.contribution import Mean
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import ClientInfo, ClientView, Mean, Method, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 from .families.averaging import Weighting

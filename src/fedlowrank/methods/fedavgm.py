@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract.method import ClientInfo, Method, ServerView, Task
+from ..core.contract import ClientInfo, Method, ServerView, Task
 from ..core.tree import Params, add, cast_like, sub, tree_dataclass, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 

@@ -26,8 +26,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientView, Method, Pass, ServerView, Task
+from ..core.contract import Batch, ClientModel, ClientView, Method, Pass, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.learning.optimizer import Optimizer, refuse_keep
 from ..core.tree import Params

@@ -23,9 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.contract.model import Model
+from ..core.contract import ClientInfo, ClientModel, ClientView, Method, Model, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 from ..models.statistics.normalization import normalization_parameters

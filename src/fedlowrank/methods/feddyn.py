@@ -24,10 +24,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean
-from ..core.contract.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import (
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Mean,
+    Method,
+    ProximalTerm,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params, add, cast_like, sub, tree_dataclass, widen, zeros_like
 

@@ -26,20 +26,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientView, Method, ServerView, Task
-from ..core.contract.model import Model
+from ..core.contract import Batch, ClientModel, ClientView, Method, Model, ServerView, Task
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import mean_loss
 from ..core.learning.losses import class_axis
 from ..core.tree import Params
-from .families.clusters import initial_models, losses_of, zero_router_logits
+from .families.clusters import compute_model_losses, draw_models, zero_router_logits
 from .families.fixed_models import in_inference_mode
 
 
 def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -> Tensor:
     """The q ``[b, C]``: how likely each component is to have made each example."""
-    return (pi.log() - losses_of(model, models, batch)).softmax(-1)
+    return (pi.log() - compute_model_losses(model, models, batch)).softmax(-1)
 
 
 def update_mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
@@ -90,7 +88,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
                 f"{self.title} weighs each example by itself, and loss {task.loss.kind!r} compares those of a batch; choose "
                 "another method"
             )
-        return initial_models(self.title, task, self.clusters)
+        return draw_models(self.title, task, self.clusters)
 
     def local_update(
         self, state: Tensor | None, down: Params, view: ClientView
@@ -101,7 +99,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         def loss(models: Params, batch: Batch, received: Params, pi: Tensor) -> Tensor:
             with in_inference_mode(model):
                 q = shares_of_examples(model, received, pi, batch)
-            return mean_loss((q * losses_of(model, models, batch)).sum(-1), batch)
+            return mean_loss((q * compute_model_losses(model, models, batch)).sum(-1), batch)
 
         return update_mixture(down, pi, view), view.train(
             loss, down, "local", self.optimizer, constants=(down, pi)

@@ -18,22 +18,19 @@ from typing import Any
 
 from ..adapters.lora.lora_factors import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors, unpack_factors
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Each, Mean
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, Method, ServerView, Task, Update
 from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
-from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
+from .families.factor_training import train_leaves
+from .families.lora_clients import build_client_model, describe_ranks, read_leaves, split_trained_leaves
 from .families.lora_family import (
     Leaves,
+    LoRATraining,
     Message,
-    Tuning,
-    leaves_of,
-    model_parameters,
-    starting_factors,
-    train_leaves,
+    build_starting_factors,
+    insert_leaves,
+    join_leaves,
 )
 
 
@@ -69,11 +66,11 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     Attributes:
         keep: merged: a client adds residuals to its base weights; stacked: it keeps them as a frozen adapter
             beside.
-        tuning: rank, scale, head and form on the wire.
+        training: rank, scale, head and form on the wire.
     """
 
     keep: Keep = "merged"
-    tuning: Tuning = Tuning()
+    training: LoRATraining = LoRATraining()
 
     title = "FedEx-LoRA"
     citation = "Singhal et al., ACL 2025, arXiv:2410.09432"
@@ -82,28 +79,37 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
 
     def server_init(self, task: Task) -> ServerState:
         """A random A and B = 0, or the model's trained factors; no residual."""
-        rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        scale = self.tuning.scaling_of(lora_of(model)).at(rank)
-        factors = starting_factors(task, self.title, rank, scale)
-        return ServerState(factors, UpdateHistory([], {}), self.tuning.shared_rest(model))
+        rank, model = self.training.require_equal_rank(task, self.title), task.common_model(self.title)
+        scale = self.training.build_scaling(lora_of(model)).at(rank)
+        factors = build_starting_factors(task, self.title, rank, scale)
+        return ServerState(factors, UpdateHistory([], {}), self.training.read_initial_shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """The base as it is."""
-        return ClientState(Base({}, []), self.tuning.own_rest(task.model(client)))
+        return ClientState(Base({}, []), self.training.read_initial_personal_rest(task.model(client)))
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """Factors, and the residuals that are missing."""
-        return Download(self.tuning.message(server.factors, server.rest), server.history.missing(client))
+        return Download(
+            self.training.pack_message(server.factors, server.rest), server.history.missing(client)
+        )
 
     def local_update(
         self, state: ClientState, down: Download, view: ClientView
     ) -> tuple[ClientState, Message]:
         """Add the residuals, then train both factors."""
-        base, start = self._now(state, down, lora_of(view.model))
-        frozen, moved = base.frozen_factors_or_weights(self.keep, lora_of(view.model))
-        end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, frozen=frozen, moved=moved)
-        kept, upload = reply(self, end)
-        return ClientState(base, kept), upload
+        base, start = self._catch_up(state, down, lora_of(view.model))
+        frozen_factors, moved_weights = base.split_updates(self.keep, lora_of(view.model))
+        end = train_leaves(
+            view,
+            start,
+            self.training.compute_scale(view),
+            self.optimizer,
+            frozen_factors=frozen_factors,
+            moved_weights=moved_weights,
+        )
+        personal_rest, upload = split_trained_leaves(self, end)
+        return ClientState(base, personal_rest), upload
 
     def contribution(self, upload: Message, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
@@ -113,32 +119,34 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Means, and what they miss: Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
         means, weights = total["mean"], [float(c.examples) for c in view.replied]
-        gaps = [
+        deviations = [
             {n: Pair(widen(p.b), widen(p.a) - means[n].a) for n, p in factors.items()}
             for factors in (total["each"][c.id] for c in view.replied)
         ]
         # all clients have one rank, and so one scale
-        scale = self.tuning.scale_of(view.task, view.replied[0])
-        residual = cast_like(weigh_factors(gaps, [scale * w / sum(weights) for w in weights]), means)
-        history = server.history.with_update(residual, view.replied, self.tuning.wire)
+        scale = self.training.compute_client_scale(view.task, view.replied[0])
+        residual = cast_like(weigh_factors(deviations, [scale * w / sum(weights) for w in weights]), means)
+        history = server.history.with_update(residual, view.replied, self.training.wire)
         return ServerState(means, history, total["rest"])
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to the factors as they were sent, in the client's scale."""
-        return Update(down.message, self.tuning.scale_of(task, client))
+        return Update(down.message, self.training.compute_client_scale(task, client))
 
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""
-        base, leaves = self._now(state, down, lora_of(view.model))
-        frozen, moved = base.frozen_factors_or_weights(self.keep, lora_of(view.model))
-        return adapted_model(view, leaves, self.tuning.scale(view), frozen, moved)
+        base, leaves = self._catch_up(state, down, lora_of(view.model))
+        frozen_factors, moved_weights = base.split_updates(self.keep, lora_of(view.model))
+        return build_client_model(
+            view, leaves, self.training.compute_scale(view), frozen_factors, moved_weights
+        )
 
     def server_model(self, server: ServerState, state: ClientState, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
-        leaves = leaves_of(server.factors, state.rest | server.rest)
-        frozen, _ = Base({}, server.history.updates).frozen_factors_or_weights("stacked", lora_of(view.model))
-        return model_parameters(view.model, leaves, self.tuning.scale(view), frozen, {})
+        leaves = join_leaves(server.factors, state.rest | server.rest)
+        frozen_factors, _ = Base({}, server.history.updates).split_updates("stacked", lora_of(view.model))
+        return insert_leaves(view.model, leaves, self.training.compute_scale(view), frozen_factors, {})
 
-    def _now(self, state: ClientState, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
+    def _catch_up(self, state: ClientState, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
         base = state.base.with_updates(down.residuals, self.keep, lora)
-        return base, leaves_of_message(down.message, state.rest)
+        return base, read_leaves(down.message, state.rest)

@@ -25,9 +25,7 @@ from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
 from ..adapters.wire_format import unpack_factors
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import ClientInfo, ClientModel, ClientView, Method, ServerView, Task, Update
 from ..core.errors import ConfigError
 from ..core.tree import Params, tree_dataclass
 from ..linalg.delta import Delta, DeltaForm, FactorSplit
@@ -35,39 +33,47 @@ from ..linalg.pair import Factors
 from .families.effective_delta import (
     FactorReply,
     Weighing,
-    first_components,
+    apply_replies,
+    build_client_factors,
+    build_server_model,
+    build_starting_deltas,
+    factorize_residual,
     has_half_precision,
+    measure_discarded_energies,
     measure_energies,
     measure_ranks,
-    model_with_update,
-    starting_deltas,
-    truncation_energy,
-    untruncated_tail,
-    weighted_sum,
 )
+from .families.factor_training import train_leaves
 from .families.lora_clients import (
-    adapted_model,
+    build_client_model,
     collect_factors,
     describe_ranks,
     initial_rest,
-    leaves_of_message,
-    reply,
+    read_leaves,
+    split_trained_leaves,
 )
 from .families.lora_family import (
+    LoRATraining,
     Message,
     Scaling,
-    Tuning,
-    initial_factors,
-    train_leaves,
+    draw_initial_factors,
 )
 
 
 @tree_dataclass
 class ServerState:
-    """W of every layer, further initial components, the shared rest, and for the record p_i and r̂_i of the last replies."""
+    """W of every layer and what the server needs beside it.
+
+    Attributes:
+        delta: W by layer.
+        initial_factors: of the largest rank; they fill the components that W does not have.
+        rest: what is shared and trained whole.
+        scaling: the scale s of each rank.
+        reply_metrics: p_i and r̂_i of the last replies, for the record.
+    """
 
     delta: dict[str, Delta]
-    drawn: Factors
+    initial_factors: Factors
     rest: Params
     scaling: Scaling
     reply_metrics: dict[str, dict[str, float]]
@@ -90,14 +96,14 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         split: which factor takes the singular values: sqrt for both, B or A.
         residual: send clients W - W^{r_i} too, which they do not train; local training then begins at W.
         form: how the server holds W; ``{kind = "capped", cap = 64}`` bounds its rank.
-        tuning: rank, scale, head and form on the wire.
+        training: rank, scale, head and form on the wire.
     """
 
     weighing: Weighing = Weighing()
     split: FactorSplit = "sqrt"
     residual: bool = False
     form: DeltaForm = DeltaForm()
-    tuning: Tuning = Tuning()
+    training: LoRATraining = LoRATraining()
 
     title = "FedHL"
     citation = "Peng et al. 2025, arXiv:2505.18494"
@@ -118,72 +124,80 @@ class FedHL(Method[ServerState, Params, Download, Message]):
 
     def remarks(self, task: Task) -> list[str]:
         """Ranks that are lowered, and whom the weights favor."""
-        found, sizes = describe_ranks(self, task), [c.examples for c in task.clients]
+        remarks, sizes = describe_ranks(self, task), [c.examples for c in task.clients]
         if self.weighing.by == "truncation" and not self.weighing.by_examples and max(sizes) > 2 * min(sizes):
             n = f"{min(sizes):,} to {max(sizes):,}"
-            found.append(
+            remarks.append(
                 f"replies weigh by the truncation error of the client's rank (eq. 15), not by its {n} examples. "
                 "weighing.by = 'examples' weighs by n_i, weighing.by_examples = true by both"
             )
-        return found
+        return remarks
 
     def server_init(self, task: Task) -> ServerState:
         """W_0 = 0, or the update of the model's trained factors."""
-        ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        delta = starting_deltas(model, self.form, max(ranks))
-        drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(lora_of(model))
-        return ServerState(delta, drawn, self.tuning.shared_rest(model), scaling, {})
+        ranks, model = self.training.resolve_ranks(task, self.title), task.common_model(self.title)
+        delta = build_starting_deltas(model, self.form, max(ranks))
+        initial = draw_initial_factors(task, max(ranks))
+        scaling = self.training.build_scaling(lora_of(model))
+        return ServerState(delta, initial, self.training.read_initial_shared_rest(model), scaling, {})
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """Line 4: the first r_i components."""
-        rank = self.tuning.rank_within(client, server.drawn)
-        factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
-        left = untruncated_tail(server.delta, rank, server.drawn) if self.residual else {}
-        return Download(self.tuning.message(factors, server.rest), left)
+        rank = self.training.find_rank_within(client, server.initial_factors)
+        factors = build_client_factors(
+            server.delta, server.initial_factors, rank, self.split, server.scaling.at(rank)
+        )
+        residual = factorize_residual(server.delta, rank, server.initial_factors) if self.residual else {}
+        return Download(self.training.pack_message(factors, server.rest), residual)
 
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
         """Lines 9 and 10."""
-        start = leaves_of_message(down.message, state)
-        end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, frozen=down.residual)
-        return reply(self, end)
+        start = read_leaves(down.message, state)
+        end = train_leaves(
+            view, start, self.training.compute_scale(view), self.optimizer, frozen_factors=down.residual
+        )
+        return split_trained_leaves(self, end)
 
     def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Line 17."""
-        ranks = [self.tuning.rank_within(c, server.drawn) for c in view.replied]
-        limits = {name: pair.rank for name, pair in server.drawn.items()}
-        p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied], limits)
+        ranks = [self.training.find_rank_within(c, server.initial_factors) for c in view.replied]
+        max_ranks = {name: pair.rank for name, pair in server.initial_factors.items()}
+        p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied], max_ranks)
         replies = [
             FactorReply(r, server.scaling.at(r), total["factors"][client.id])
             for r, client in zip(ranks, view.replied, strict=True)
         ]
-        if self.tuning.wire != "float32" or has_half_precision(server.drawn):
+        if self.training.wire != "float32" or has_half_precision(server.initial_factors):
             # rounded on its way: subtract W_t^{r_i} as it was sent
             sent = [unpack_factors(self.download(server, c).message.factors) for c in view.replied]
-            replies = [one._replace(received=factors) for one, factors in zip(replies, sent, strict=True)]
-        # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))]
-        delta = weighted_sum(server.delta, p.weights, replies, limits)
+            replies = [reply._replace(received=factors) for reply, factors in zip(replies, sent, strict=True)]
+        # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - W^{r_i})]. The j-th singular value of W is multiplied by the
+        # share 1 - Σ_{i: r_i > j} p_i, see fedlowrank.linalg.delta.
+        delta = apply_replies(server.delta, p.weights, replies, max_ranks)
         metrics = p.reply_metrics([c.id for c in view.replied])
         return replace(server, delta=delta, rest=total["rest"], reply_metrics=metrics)
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to W^{r_i} as it was sent, in the client's scale."""
-        return Update(down.message, self.tuning.scale_of(task, client))
+        return Update(down.message, self.training.compute_client_scale(task, client))
 
     def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
-        leaves = leaves_of_message(down.message, state)
-        return adapted_model(view, leaves, self.tuning.scale(view), frozen=down.residual)
+        leaves = read_leaves(down.message, state)
+        return build_client_model(
+            view, leaves, self.training.compute_scale(view), frozen_factors=down.residual
+        )
 
-    def metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
+    def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """Rank of W; p_i and relative truncation errors of the last round; energy of W and its cut tail."""
         delta = server.delta
         return {
             **server.reply_metrics,
             "ranks": dict(measure_ranks(delta)),
             "energy": measure_energies(delta),
-            "discarded": truncation_energy(delta),
+            "discarded": measure_discarded_energies(delta),
         }
 
     def server_model(self, server: ServerState, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
-        return model_with_update(view.model, server.delta, state | server.rest)
+        return build_server_model(view.model, server.delta, state | server.rest)

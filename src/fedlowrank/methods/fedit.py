@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..adapters.lora.lora_factors import lora_of
-from ..core.contract.method import Method, ServerView, Task
+from ..core.contract import Method, ServerView, Task
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.lora_clients import (
@@ -28,7 +28,7 @@ from .families.lora_clients import (
     send_factors,
     train_factors,
 )
-from .families.lora_family import Message, Tuning, starting_factors
+from .families.lora_family import LoRATraining, Message, build_starting_factors
 
 
 @tree_dataclass
@@ -44,21 +44,21 @@ class FedIT(Method[ServerState, Params, Message, Message]):
     """Means of B and of A.
 
     Attributes:
-        tuning: rank, scale, head and form on the wire.
+        training: rank, scale, head and form on the wire.
     """
 
-    tuning: Tuning = Tuning()
+    training: LoRATraining = LoRATraining()
 
     title = "FedIT"
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
 
     def server_init(self, task: Task) -> ServerState:
         """A random A and B = 0, or the model's trained factors."""
-        rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        scale = self.tuning.scaling_of(lora_of(model)).at(rank)
+        rank, model = self.training.require_equal_rank(task, self.title), task.common_model(self.title)
+        scale = self.training.build_scaling(lora_of(model)).at(rank)
         return ServerState(
-            starting_factors(task, self.title, rank, scale),
-            self.tuning.shared_rest(model),
+            build_starting_factors(task, self.title, rank, scale),
+            self.training.read_initial_shared_rest(model),
         )
 
     remarks = describe_ranks

@@ -30,10 +30,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean
-from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import (
+    Batch,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Lengths,
+    Mean,
+    Method,
+    OneOf,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import kl_divergence, square_error, task_loss
 from ..core.tree import Params, add, nbytes, sub, tree_dataclass
@@ -124,20 +133,20 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         """Simultaneous SGD; detached teachers and denominators leave each loss its own gradient."""
         big, small = view.model, view.task.smallest_model(self.mentee)
 
-        def loss(now: ClientState, batch: Batch) -> Tensor:
-            h_t, h_s = big.represent(now.mentor, batch.x), small.represent(now.mentee, batch.x)
-            t, s = big.head(now.mentor, h_t), small.head(now.mentee, h_s)
+        def loss(models: ClientState, batch: Batch) -> Tensor:
+            h_t, h_s = big.represent(models.mentor, batch.x), small.represent(models.mentee, batch.x)
+            t, s = big.head(models.mentor, h_t), small.head(models.mentee, h_s)
             ce_t, ce_s = task_loss(t, batch), task_loss(s, batch)
             # models may hold tensors of several types
-            projected = h_s.to(now.projection.dtype) @ now.projection.mT
+            projected = h_s.to(models.projection.dtype) @ models.projection.mT
             mentor = kl_divergence(s.detach(), t, batch) + square_error(h_t, projected.detach(), batch)
             mentee = kl_divergence(t.detach(), s, batch) + square_error(h_t.detach(), projected, batch)
             return ce_t + ce_s + (mentor + mentee) / (ce_t + ce_s).detach()
 
         start = self._mentee(state, down)
         end = view.train(loss, ClientState(state.mentor, start, state.projection), "local", self.optimizer)
-        kept = ClientState(end.mentor, start, end.projection)
-        return kept, compress_update(sub(end.mentee, start), self._energy(view))
+        new_state = ClientState(end.mentor, start, end.projection)
+        return new_state, compress_update(sub(end.mentee, start), self._energy(view))
 
     def _mentee(self, state: ClientState, down: Download) -> Params:
         mentee = state.mentee if down.mentee is None else down.mentee

@@ -30,9 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract.contribution import Mean
-from ..core.contract.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import ClientInfo, ClientView, Mean, Method, ProximalTerm, ServerView, Task, Update
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import SGD, AdamW
@@ -73,8 +71,8 @@ class FedNova(Method[Params, None, Params, Params]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = [n for n in ("nesterov", "momentum", "groups") if getattr(self.optimizer, n, None)]
-        bad = [n for n in found if n == "nesterov" or self.mu]
+        set_options = [n for n in ("nesterov", "momentum", "groups") if getattr(self.optimizer, n, None)]
+        bad = [n for n in set_options if n == "nesterov" or self.mu]
         bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         bad += ["local_schedule"] * (not self.optimizer.local_schedule.is_constant)
         if bad:

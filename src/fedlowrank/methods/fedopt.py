@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.contract.method import ClientInfo, Method, ServerView, Task
+from ..core.contract import ClientInfo, Method, ServerView, Task
 from ..core.tree import Params, add, cast_like, map_leaves, sub, tree_dataclass, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 

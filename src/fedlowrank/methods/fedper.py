@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract.method import ClientView, Method, ServerView
+from ..core.contract import ClientView, Method, ServerView
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 from .families.personal_head import body_with_head, initial_body, initial_head

@@ -26,10 +26,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Sum
-from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
+from ..core.contract import (
+    NO_UPDATE,
+    ZERO_REFERENCE,
+    Batch,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Lengths,
+    Method,
+    ServerView,
+    Sum,
+    Task,
+    Update,
+)
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, tree_dataclass, widen

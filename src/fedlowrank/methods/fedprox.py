@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract.method import ClientView, Method, ProximalTerm, ServerView, Task
+from ..core.contract import ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 

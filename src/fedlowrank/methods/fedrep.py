@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.contract.method import Batch, ClientView, Method, Pass, ServerView
+from ..core.contract import Batch, ClientView, Method, Pass, ServerView
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
 from .families.personal_head import body_with_head, initial_body, initial_head

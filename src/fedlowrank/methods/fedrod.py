@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, add, map_leaves, numel, tree_dataclass, wide_type, zeros_like
@@ -94,11 +93,11 @@ class FedRoD(Method[Params, Params, Params, Params]):
         def by_class(_: Params, batch: Batch) -> Tensor:
             return batch.total(functional.one_hot(batch.y, outputs).float())
 
-        def loss(now: Joint, batch: Batch, offset: Tensor) -> Tensor:
-            z = model.represent(now.model, batch.x)
-            fixed = map_leaves(Tensor.detach, model.head_of(now.model))
-            generic = task_loss(model.head(now.model, z) + offset, batch)
-            return generic + task_loss(model.head(add(fixed, now.own), z.detach()), batch)
+        def loss(heads: Joint, batch: Batch, offset: Tensor) -> Tensor:
+            z = model.represent(heads.model, batch.x)
+            fixed = map_leaves(Tensor.detach, model.head_of(heads.model))
+            generic = task_loss(model.head(heads.model, z) + offset, batch)
+            return generic + task_loss(model.head(add(fixed, heads.own), z.detach()), batch)
 
         counts, like = view.total(by_class, down), next(iter(down.values()))
         # the power before the logarithm: 0^0 = 1, whereas 0 log 0 is NaN

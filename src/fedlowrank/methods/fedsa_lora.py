@@ -16,24 +16,23 @@ from torch import Tensor
 
 from ..adapters.lora.lora_factors import lora_of
 from ..adapters.wire_format import unpack_factors
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors, Pair
+from .families.factor_training import train_leaves
 from .families.lora_clients import (
-    adapted_model,
     average_factors,
+    build_client_model,
     describe_factor_update,
     describe_ranks,
     send_factors,
 )
 from .families.lora_family import (
     Leaves,
+    LoRATraining,
     Message,
-    Tuning,
-    refuse_principal,
-    starting_factors,
-    train_leaves,
+    build_starting_factors,
+    refuse_principal_start,
 )
 
 
@@ -58,31 +57,32 @@ class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
     """A averaged, B personal.
 
     Attributes:
-        tuning: rank, scale, head and form on the wire.
+        training: rank, scale, head and form on the wire.
     """
 
-    tuning: Tuning = Tuning()
+    training: LoRATraining = LoRATraining()
 
     title = "FedSA-LoRA"
     citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
 
     def server_init(self, task: Task) -> ServerState:
         """A random A, or the model's trained one."""
-        rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        refuse_principal(
+        rank, model = self.training.require_equal_rank(task, self.title), task.common_model(self.title)
+        refuse_principal_start(
             task,
             self.title,
             "sends A alone, and B, which every machine finds by itself, may have other signs",
         )
-        a = {n: p.a for n, p in self._factors(task, rank).items()}
-        return ServerState(_without_b(a), self.tuning.shared_rest(model))
+        a = {n: p.a for n, p in self._build_factors(task, rank).items()}
+        return ServerState(_drop_b(a), self.training.read_initial_shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """B = 0, or the model's trained one."""
         model = task.model(client)
-        rank = self.tuning.rank_of(client, lora_of(model))
+        rank = self.training.find_rank(client, lora_of(model))
         return ClientState(
-            {n: p.b for n, p in self._factors(task, rank).items()}, self.tuning.own_rest(model)
+            {n: p.b for n, p in self._build_factors(task, rank).items()},
+            self.training.read_initial_personal_rest(model),
         )
 
     remarks = describe_ranks
@@ -94,9 +94,11 @@ class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
         self, state: ClientState, down: Message, view: ClientView
     ) -> tuple[ClientState, Message]:
         """Train both factors, send A."""
-        end = train_leaves(view, self._leaves(state, down), self.tuning.scale(view), self.optimizer)
-        kept = self.tuning.personal_rest(end)
-        return ClientState(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
+        end = train_leaves(
+            view, self._join_leaves(state, down), self.training.compute_scale(view), self.optimizer
+        )
+        new_state = ClientState(end["b"], self.training.select_personal_rest(end))
+        return new_state, self.training.pack_message(_drop_b(end["a"]), end["rest"])
 
     def server_update(
         self, server: ServerState, total: tuple[Factors, Params], view: ServerView
@@ -107,16 +109,16 @@ class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
 
     def client_model(self, state: ClientState, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean A and the client's own B."""
-        return adapted_model(view, self._leaves(state, down), self.tuning.scale(view))
+        return build_client_model(view, self._join_leaves(state, down), self.training.compute_scale(view))
 
-    def _factors(self, task: Task, rank: int) -> Factors:
-        scale = self.tuning.scaling_of(lora_of(task.common_model(self.title))).at(rank)
-        return starting_factors(task, self.title, rank, scale)
+    def _build_factors(self, task: Task, rank: int) -> Factors:
+        scale = self.training.build_scaling(lora_of(task.common_model(self.title))).at(rank)
+        return build_starting_factors(task, self.title, rank, scale)
 
-    def _leaves(self, state: ClientState, down: Message) -> Leaves:
+    def _join_leaves(self, state: ClientState, down: Message) -> Leaves:
         a = {n: p.a for n, p in unpack_factors(down.factors).items()}
         return {"a": a, "b": state.b, "rest": state.rest | down.rest}
 
 
-def _without_b(a: dict[str, Tensor]) -> Factors:
+def _drop_b(a: dict[str, Tensor]) -> Factors:
     return {n: Pair(t.new_zeros(1, 0), t) for n, t in a.items()}

@@ -34,9 +34,20 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from ..adapters.adaptable import refuse_computed_weights
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Each, Mean, mean
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
+from ..core.contract import (
+    Batch,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Each,
+    Mean,
+    Method,
+    Pass,
+    ProximalTerm,
+    ServerView,
+    Task,
+)
+from ..core.contract.contribution import mean
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, add, map_leaves, sub, tree_dataclass, widen, zeros_like
@@ -53,7 +64,7 @@ from ..linalg.nuclear_norm import (
 )
 from ..linalg.svt import soft_threshold
 from ..models.statistics.normalization import zero_normalizations
-from .families.proximal_steps import check_proximal_optimizer, proximal_step_size
+from .families.proximal_steps import check_proximal_optimizer, compute_proximal_step_size
 
 
 @tree_dataclass
@@ -155,7 +166,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
             return task_loss(model.apply(add(w, p), batch.x), batch)
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
-            c = proximal_step_size(self.optimizer, lr) * self.mu
+            c = compute_proximal_step_size(self.optimizer, lr) * self.mu
             if self.personal_norm == "sparse":
                 return map_leaves(lambda t: soft_threshold(t, c), p)
             return apply_prox_dense(p, c, self.personal_norm, ())
@@ -201,6 +212,6 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         mixed, parts = add(w, state.p), (down, as_model_part(state.p, self.personal_norm))
         return ClientModel(mixed, {"mixed": mixed, "gkr": w}, {"mixed": parts, "gkr": (down,)})
 
-    def metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
+    def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """Rank of w."""
         return {"ranks": dict(server.w.ranks)}

@@ -38,10 +38,21 @@ import torch
 from torch import Tensor
 
 from ..adapters.adaptable import refuse_computed_weights
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Each, Mean
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
+from ..core.contract import (
+    NO_UPDATE,
+    ZERO_REFERENCE,
+    Batch,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Each,
+    Mean,
+    Method,
+    Pass,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD

@@ -15,27 +15,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..adapters.lora.lora_factors import lora_of
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import ClientView, Method, ServerView, Task
+from ..core.contract import ClientModel, ClientView, Method, ServerView, Task
 from ..core.errors import TaskError
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors, Pair
+from .families.factor_training import train_leaves
 from .families.lora_clients import (
-    adapted_model,
     average_factors,
+    build_client_model,
     describe_factor_update,
     describe_ranks,
     initial_rest,
-    leaves_of_message,
+    read_leaves,
     send_factors,
 )
 from .families.lora_family import (
     Leaves,
+    LoRATraining,
     Message,
-    Tuning,
-    refuse_principal,
-    starting_factors,
-    train_leaves,
+    build_starting_factors,
+    refuse_principal_start,
 )
 
 
@@ -52,10 +51,10 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
     """A frozen, mean of B.
 
     Attributes:
-        tuning: rank, scale, head and form on the wire.
+        training: rank, scale, head and form on the wire.
     """
 
-    tuning: Tuning = Tuning()
+    training: LoRATraining = LoRATraining()
 
     title = "FFA-LoRA"
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
@@ -66,8 +65,8 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
         Raises:
             TaskError: if ranks differ, or an embedding is adapted.
         """
-        rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        refuse_principal(
+        rank, model = self.training.require_equal_rank(task, self.title), task.common_model(self.title)
+        refuse_principal_start(
             task,
             self.title,
             "sends B alone, and A, which every machine finds by itself, may have other signs",
@@ -78,7 +77,8 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
                 f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
                 "learn. Leave embeddings out of target_modules, or choose fedit or fedsa_lora."
             )
-        return ServerState(_without_a(self._factors(task, rank)), self.tuning.shared_rest(model))
+        factors = _drop_a(self._build_factors(task, rank))
+        return ServerState(factors, self.training.read_initial_shared_rest(model))
 
     remarks = describe_ranks
     client_init = initial_rest
@@ -88,11 +88,12 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train B."""
-        fixed, start = self._leaves(state, down, view)
-        end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, fixed=fixed)
-        kept = self.tuning.personal_rest(end)
+        frozen_a, start = self._split_leaves(state, down, view)
+        scale = self.training.compute_scale(view)
+        end = train_leaves(view, start, scale, self.optimizer, fixed_leaves=frozen_a)
         factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
-        return kept, self.tuning.message(factors, end["rest"])
+        upload = self.training.pack_message(factors, end["rest"])
+        return self.training.select_personal_rest(end), upload
 
     def server_update(
         self, server: ServerState, total: tuple[Factors, Params], view: ServerView
@@ -103,20 +104,20 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""
-        fixed, start = self._leaves(state, down, view)
-        return adapted_model(view, fixed | start, self.tuning.scale(view))
+        frozen_a, trained = self._split_leaves(state, down, view)
+        return build_client_model(view, frozen_a | trained, self.training.compute_scale(view))
 
-    def _factors(self, task: Task, rank: int) -> Factors:
-        scale = self.tuning.scaling_of(lora_of(task.common_model(self.title))).at(rank)
-        return starting_factors(task, self.title, rank, scale)
+    def _build_factors(self, task: Task, rank: int) -> Factors:
+        scale = self.training.build_scaling(lora_of(task.common_model(self.title))).at(rank)
+        return build_starting_factors(task, self.title, rank, scale)
 
-    def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
-        """A, which is not trained, and the rest, which is."""
-        leaves = leaves_of_message(down, state)
-        rank = self.tuning.rank_of(view.info, lora_of(view.model))
-        a = {n: p.a for n, p in self._factors(view.task, rank).items()}
+    def _split_leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
+        """Split the leaves into A_0, which is not trained, and B with the rest, which are."""
+        leaves = read_leaves(down, state)
+        rank = self.training.find_rank(view.info, lora_of(view.model))
+        a = {n: p.a for n, p in self._build_factors(view.task, rank).items()}
         return {"a": a}, {"b": leaves["b"], "rest": leaves["rest"]}
 
 
-def _without_a(factors: Factors) -> Factors:
+def _drop_a(factors: Factors) -> Factors:
     return {n: Pair(p.b, p.a.new_zeros(0, 1)) for n, p in factors.items()}

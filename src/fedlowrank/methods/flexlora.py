@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree_dataclass
 from ..linalg.delta import Delta, DeltaForm, FactorSplit, update_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import (
-    first_components,
+    build_client_factors,
+    build_server_model,
+    build_starting_deltas,
+    build_update_terms,
     measure_ranks,
-    model_with_update,
-    starting_deltas,
-    weighted_blocks,
 )
 from .families.lora_clients import (
     collect_factors,
@@ -35,7 +35,7 @@ from .families.lora_clients import (
     model_with_factors,
     train_factors,
 )
-from .families.lora_family import Message, Scaling, Tuning, initial_factors, rank_of_factors
+from .families.lora_family import LoRATraining, Message, Scaling, draw_initial_factors, measure_rank
 
 
 @tree_dataclass
@@ -43,7 +43,7 @@ class ServerState:
     """The mean update W of every layer, further initial components, and the shared rest."""
 
     delta: dict[str, Delta]
-    drawn: Factors
+    initial_factors: Factors
     rest: Params
     scaling: Scaling
 
@@ -55,12 +55,12 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
     Attributes:
         split: which factor takes the singular values: B, as in the authors' code, A, or sqrt for both.
         form: how the server holds W.
-        tuning: rank, scale, head and form on the wire.
+        training: rank, scale, head and form on the wire.
     """
 
     split: FactorSplit = "B"
     form: DeltaForm = DeltaForm()
-    tuning: Tuning = Tuning()
+    training: LoRATraining = LoRATraining()
 
     title = "FlexLoRA"
     citation = "Bai et al., NeurIPS 2024, arXiv:2402.11505"
@@ -70,16 +70,21 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
 
     def server_init(self, task: Task) -> ServerState:
         """W = 0, or the update of the model's trained factors."""
-        ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        drawn, lora = initial_factors(task, max(ranks)), lora_of(model)
-        rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
-        return ServerState(starting_deltas(model, self.form, max(ranks)), drawn, rest, scaling)
+        ranks, model = self.training.resolve_ranks(task, self.title), task.common_model(self.title)
+        initial = draw_initial_factors(task, max(ranks))
+        rest, scaling = (
+            self.training.read_initial_shared_rest(model),
+            self.training.build_scaling(lora_of(model)),
+        )
+        return ServerState(build_starting_deltas(model, self.form, max(ranks)), initial, rest, scaling)
 
     def download(self, server: ServerState, client: ClientInfo) -> Message:
         """The first r_i components."""
-        rank = self.tuning.rank_within(client, server.drawn)
-        factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
-        return self.tuning.message(factors, server.rest)
+        rank = self.training.find_rank_within(client, server.initial_factors)
+        factors = build_client_factors(
+            server.delta, server.initial_factors, rank, self.split, server.scaling.at(rank)
+        )
+        return self.training.pack_message(factors, server.rest)
 
     remarks = describe_ranks
     client_init = initial_rest
@@ -92,15 +97,15 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
         """W = Σ p_i s_i B_i A_i."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.examples) for c in view.replied]
-        scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
+        scales = [server.scaling.at(measure_rank(f)) for f in factors]
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
-        blocks = weighted_blocks(shares, scales, factors)
-        return replace(server, delta=update_deltas(server.delta, blocks, previous=0.0), rest=total["rest"])
+        terms = build_update_terms(shares, scales, factors)
+        return replace(server, delta=update_deltas(server.delta, terms, previous=0.0), rest=total["rest"])
 
-    def metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
+    def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """Rank of W."""
         return {"ranks": dict(measure_ranks(server.delta))}
 
     def server_model(self, server: ServerState, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
-        return model_with_update(view.model, server.delta, state | server.rest)
+        return build_server_model(view.model, server.delta, state | server.rest)

@@ -19,22 +19,29 @@ from typing import Any
 
 from ..adapters.lora.lora_factors import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.contract.update import ZERO_REFERENCE, Update
+from ..core.contract import (
+    ZERO_REFERENCE,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Method,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
-from .families.lora_clients import collect_factors, describe_ranks, reply
+from .families.factor_training import train_leaves
+from .families.lora_clients import collect_factors, describe_ranks, split_trained_leaves
 from .families.lora_family import (
     Leaves,
+    LoRATraining,
     Message,
-    Tuning,
-    leaves_of,
-    model_parameters,
-    refuse_principal,
-    scale_factors,
-    train_leaves,
+    insert_leaves,
+    join_leaves,
+    refuse_principal_start,
+    scale_product,
 )
 
 
@@ -69,11 +76,11 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     Attributes:
         keep: merged: a client adds stacks to its base weights; stacked: it keeps them as a frozen adapter
             beside, for bases that cannot be changed, such as quantized ones.
-        tuning: rank, scale, head and form on the wire.
+        training: rank, scale, head and form on the wire.
     """
 
     keep: Keep = "merged"
-    tuning: Tuning = Tuning()
+    training: LoRATraining = LoRATraining()
 
     title = "FLoRA"
     citation = "Wang et al., NeurIPS 2024, arXiv:2409.05976"
@@ -84,17 +91,17 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
 
     def server_init(self, task: Task) -> ServerState:
         """No stack yet, or the model's trained factors as the first."""
-        self.tuning.ranks(task, self.title)
-        refuse_principal(task, self.title, "begins every round with new factors")
+        self.training.resolve_ranks(task, self.title)
+        refuse_principal_start(task, self.title, "begins every round with new factors")
         model = task.common_model(self.title)
         lora, history = lora_of(model), UpdateHistory([], {})
         if lora.trained:
-            history = history.with_update(scale_factors(lora.trained, lora.scale), [], self.tuning.wire)
-        return ServerState(history, self.tuning.shared_rest(model))
+            history = history.with_update(scale_product(lora.trained, lora.scale), [], self.training.wire)
+        return ServerState(history, self.training.read_initial_shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """The base as it is."""
-        return ClientState(Base({}, []), self.tuning.own_rest(task.model(client)))
+        return ClientState(Base({}, []), self.training.read_initial_personal_rest(task.model(client)))
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """The stacks that are missing."""
@@ -105,47 +112,53 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     ) -> tuple[ClientState, Message]:
         """Add the stacks, then train fresh factors."""
         lora = lora_of(view.model)
-        rank = self.tuning.rank_of(view.info, lora)
-        base = self._base(state, down, lora)
-        start = leaves_of(lora.initial_factors(rank, view.key / "lora"), state.rest | down.rest)
-        scale = self.tuning.scaling_of(lora).at(rank)
-        frozen, moved = base.frozen_factors_or_weights(self.keep, lora)
-        end = train_leaves(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
-        kept, upload = reply(self, end)
-        return ClientState(base, kept), upload
+        rank = self.training.find_rank(view.info, lora)
+        base = self._update_base(state, down, lora)
+        start = join_leaves(lora.draw_factors(rank, view.key / "lora"), state.rest | down.rest)
+        scale = self.training.build_scaling(lora).at(rank)
+        frozen_factors, moved_weights = base.split_updates(self.keep, lora)
+        end = train_leaves(
+            view, start, scale, self.optimizer, frozen_factors=frozen_factors, moved_weights=moved_weights
+        )
+        personal_rest, upload = split_trained_leaves(self, end)
+        return ClientState(base, personal_rest), upload
 
     def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """One more stack."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.examples) for c in view.replied]
-        scales = [self.tuning.scale_of(view.task, c) for c in view.replied]
+        scales = [self.training.compute_client_scale(view.task, c) for c in view.replied]
         stack = weigh_factors(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
-        return ServerState(server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"])
+        return ServerState(server.history.with_update(stack, view.replied, self.training.wire), total["rest"])
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
-        return Update({"factors": ZERO_REFERENCE, "rest": down.rest}, self.tuning.scale_of(task, client))
+        return Update(
+            {"factors": ZERO_REFERENCE, "rest": down.rest}, self.training.compute_client_scale(task, client)
+        )
 
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""
-        frozen, moved = self._base(state, down, lora_of(view.model)).frozen_factors_or_weights(
+        frozen_factors, moved_weights = self._update_base(state, down, lora_of(view.model)).split_updates(
             self.keep, lora_of(view.model)
         )
-        return ClientModel(view.model.initial | _params(view, frozen, moved, state.rest | down.rest))
+        return ClientModel(
+            view.model.initial | _build_params(view, frozen_factors, moved_weights, state.rest | down.rest)
+        )
 
     def server_model(self, server: ServerState, state: ClientState, view: ClientView) -> Params:
         """The base with all stacks, as every client that has them."""
-        frozen, _ = Base({}, server.history.updates).frozen_factors_or_weights("stacked", lora_of(view.model))
-        return _params(view, frozen, {}, state.rest | server.rest)
+        frozen_factors, _ = Base({}, server.history.updates).split_updates("stacked", lora_of(view.model))
+        return _build_params(view, frozen_factors, {}, state.rest | server.rest)
 
-    def _base(self, state: ClientState, down: Download, lora: LoRA) -> Base:
+    def _update_base(self, state: ClientState, down: Download, lora: LoRA) -> Base:
         return state.base.with_updates(down.stacks, self.keep, lora)
 
 
-def _params(view: ClientView, stack: Factors, moved: Params, rest: Params) -> Params:
-    leaves: Leaves = leaves_of(stack or _zero_factors(view), rest)
-    return model_parameters(view.model, leaves, 1.0, {}, moved)
+def _build_params(view: ClientView, stack: Factors, moved_weights: Params, rest: Params) -> Params:
+    leaves: Leaves = join_leaves(stack or _draw_zero_product(view), rest)
+    return insert_leaves(view.model, leaves, 1.0, {}, moved_weights)
 
 
-def _zero_factors(view: ClientView) -> Factors:
-    return lora_of(view.model).initial_factors(1, view.key / "none")
+def _draw_zero_product(view: ClientView) -> Factors:
+    return lora_of(view.model).draw_factors(1, view.key / "none")

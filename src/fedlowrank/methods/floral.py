@@ -10,7 +10,7 @@ arXiv:2410.03497.
      4      θ^k ← θ^k - η_θ ∇_θ f^k(Σ_c π^k_c w_c)                                          train_mixture
      5      (u^k, a^k_c) ← (u^k, a^k_c) - η ∇ f^k(Σ_c π^k_c w_c), preconditioned (app. D)   train_mixture
      6  server: u ← Σ_k N^k u^k / Σ_k N^k                                                   server_update
-     7  server: a_c ← Σ_k π^k_c N^k a^k_c / Σ_k π^k_c N^k                                   cluster_means
+     7  server: a_c ← Σ_k π^k_c N^k a^k_c / Σ_k π^k_c N^k                                   average_clusters
 
 θ^k never leaves the client; the C numbers π^k do, for line 7. With optimal routing π^k is the one-hot of the
 client's known cluster, and only that cluster's adaptors travel, both ways. With ``router.update = "mfl"`` eq.
@@ -32,10 +32,18 @@ from ..adapters.mixtures.mixture import EPS, Construction, Factor, check_ranks_o
 from ..adapters.mixtures.mixture_adaptors import Adaptors, center_adaptors, initial_adaptors, mix_weights
 from ..adapters.mixtures.parameter_budget import adaptor_warnings
 from ..adapters.mixtures.router import Router
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean
-from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.contract.update import NO_UPDATE, Update
+from ..core.contract import (
+    NO_UPDATE,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Mean,
+    Method,
+    Pass,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.learning.optimizer import SGD, Optimizer
 from ..core.learning.server_optimizer import (
     ServerOptimizerState,
@@ -44,15 +52,15 @@ from ..core.learning.server_optimizer import (
     server_step,
 )
 from ..core.tree import Params, cast_like, tree_dataclass, widen
-from .families.adaptors import adapted_of, mixed_model, preconditioner
+from .families.adaptors import build_mixed_model, build_preconditioner, find_adapted
 from .families.clusters import (
-    by_cluster,
-    cluster_means,
-    cluster_weights,
-    known_cluster,
+    average_clusters,
+    compute_cluster_weights,
+    contribute_by_cluster,
+    find_routes,
     learn_router,
     refuse_router_group,
-    routes_of,
+    require_known_cluster,
     select_cluster,
     train_mixture,
     zero_router_logits,
@@ -133,7 +141,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
         model = task.common_model(self.title)
-        return adaptor_warnings(model.module, adapted_of(self, model))
+        return adaptor_warnings(model.module, find_adapted(self, model))
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
@@ -142,7 +150,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     def server_init(self, task: Task) -> ServerState:
         """u^0, and adaptors that are zero."""
         model, key = task.common_model(self.title), task.key / "adaptors"
-        where, u, how = adapted_of(self, model), model.initial, (self.random, self.initial_scale)
+        where, u, how = find_adapted(self, model), model.initial, (self.random, self.initial_scale)
         warn_adapted_ranks(self.title, where)
         a = initial_adaptors(where, self.clusters, key, self.construction, u, *how)
         return ServerState({"base": u, "adaptors": a}, initial_optimizer_state())
@@ -150,39 +158,39 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     def client_init(self, task: Task, client: ClientInfo) -> Theta:
         """No θ until the client has trained."""
         if self.router.routing == "optimal":
-            known_cluster(self.title, client, self.clusters)
+            require_known_cluster(self.title, client, self.clusters)
         return None
 
     def download(self, server: ServerState, client: ClientInfo) -> AdaptorModel:
         """What is shared, u and the adaptors; with optimal routing only the client's own."""
         if self.router.routing == "learned":
             return server.model
-        own = known_cluster(self.title, client, self.clusters)
-        return {"base": server.model["base"], "adaptors": select_cluster(server.model["adaptors"], own)}
+        cluster = require_known_cluster(self.title, client, self.clusters)
+        return {"base": server.model["base"], "adaptors": select_cluster(server.model["adaptors"], cluster)}
 
     def local_update(self, state: Theta, down: AdaptorModel, view: ClientView) -> tuple[Theta, Upload]:
         """Lines 2 to 5."""
         theta = zero_router_logits(down["adaptors"]) if state is None else state
-        apply, scaled = mixed_model(self, view.model), preconditioner(self)
+        apply, scaled = build_mixed_model(self, view.model), build_preconditioner(self)
         model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, scaled)
         if self.router.routing == "optimal":
             return None, Upload(model, None)
-        kept = theta if self.router.keep and self.router.descends else None
-        return kept, Upload(model, self.router.shares(theta))
+        kept_theta = theta if self.router.keep and self.router.descends else None
+        return kept_theta, Upload(model, self.router.shares(theta))
 
     def contribution(self, upload: Upload, client: ClientInfo, *_: Any) -> dict[str, Any]:
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
-        weights = cluster_weights(self.title, client, upload.pi, self.clusters)
+        weights = compute_cluster_weights(self.title, client, upload.pi, self.clusters)
         model = widen(upload.model)
         base = Mean(model["base"], client.examples)
-        return {"base": base, "adaptors": by_cluster(model["adaptors"], weights)}
+        return {"base": base, "adaptors": contribute_by_cluster(model["adaptors"], weights)}
 
     def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
         old = widen(server.model)
         new: AdaptorModel = {
             "base": total["base"],
-            "adaptors": cluster_means(old["adaptors"], total["adaptors"]),
+            "adaptors": average_clusters(old["adaptors"], total["adaptors"]),
         }
         model, optimizer_state = server_step(
             self.server_optimizer, old, new, server.optimizer_state, view.round
@@ -200,8 +208,8 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
 
     def client_model(self, state: Theta, down: AdaptorModel, view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
-        apply, fresh = mixed_model(self, view.model), zero_router_logits(down["adaptors"])
+        apply, fresh = build_mixed_model(self, view.model), zero_router_logits(down["adaptors"])
         theta = learn_router(self.router, down, fresh, apply, view) if state is None else state
         pi = self.router.shares(theta)
         params = mix_weights(down["base"], down["adaptors"], pi, self.alpha, self.construction)
-        return ClientModel(params, routes=routes_of(self.title, self.router, view.info, pi, self.clusters))
+        return ClientModel(params, routes=find_routes(self.title, self.router, view.info, pi, self.clusters))

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import kl_divergence, task_loss
 from ..core.tree import Params, tree_dataclass
 
@@ -71,8 +70,8 @@ class FML(Method[Params, Params, Params, Params]):
         """Simultaneous SGD on both models; detached teachers leave each loss its own gradient."""
         alpha, beta, model, small = self.alpha, self.beta, view.model, view.task.smallest_model(self.meme)
 
-        def loss(both: MutualModels, batch: Batch) -> Tensor:
-            p, m = model.apply(both.private, batch.x), small.apply(both.meme, batch.x)
+        def loss(models: MutualModels, batch: Batch) -> Tensor:
+            p, m = model.apply(models.private, batch.x), small.apply(models.meme, batch.x)
             private = alpha * task_loss(p, batch) + (1 - alpha) * kl_divergence(m.detach(), p, batch)
             meme = beta * task_loss(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
             return private + meme

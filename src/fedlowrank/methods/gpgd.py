@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..adapters.adaptable import refuse_computed_weights
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import ClientInfo, ClientModel, ClientView, Mean, Method, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, widen
@@ -65,9 +63,9 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
         """w^0, the common initial weights."""
         model = task.common_model(self.title)
         refuse_complex(self.title, model.complex, self.norm, self.exclude)
-        made = unpenalized_model(model.initial, self.exclude)
-        refuse_computed_weights(model.module, made.ranks, self.title)
-        return made
+        initial_model = unpenalized_model(model.initial, self.exclude)
+        refuse_computed_weights(model.module, initial_model.ranks, self.title)
+        return initial_model
 
     def download(self, server: PenalizedModel, client: ClientInfo) -> Weights:
         """w^t."""
@@ -95,6 +93,6 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
         """The global model, as factors."""
         return ClientModel(unpack_weights(down, view.model.initial), parts={"personal": (down,)})
 
-    def metrics(self, server: PenalizedModel) -> dict[str, dict[str, float]]:
+    def server_metrics(self, server: PenalizedModel) -> dict[str, dict[str, float]]:
         """Rank of w."""
         return {"ranks": dict(server.ranks)}

@@ -29,27 +29,36 @@ from torch import Tensor
 from ..adapters.lora.lora_factors import average_present_components, lora_of
 from ..adapters.wire_format import unpack_factors
 from ..core.arguments.switch import refuse_unread_field
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Each, Mean, Sum
-from ..core.contract.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import (
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Each,
+    Mean,
+    Method,
+    OneOf,
+    ServerView,
+    Sum,
+    Task,
+    Update,
+)
 from ..core.learning.optimizer import refuse_keep
 from ..core.tree import Params, cast_like, tree_dataclass, widen
-from ..linalg.delta import product_norms
+from ..linalg.delta import measure_product_norms
 from ..linalg.pair import Factors, zero_pad_pair
-from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
+from .families.factor_training import train_leaves
+from .families.lora_clients import build_client_model, describe_ranks, initial_rest, read_leaves
 from .families.lora_family import (
     Leaves,
+    LoRATraining,
     Message,
     Scaling,
-    Tuning,
-    factors_of,
-    leaves_of,
-    model_parameters,
-    rank_of_factors,
-    scale_factors,
-    starting_factors,
-    train_leaves,
+    build_starting_factors,
+    insert_leaves,
+    join_leaves,
+    measure_rank,
+    read_factors,
+    scale_product,
     truncate_factors,
 )
 
@@ -73,14 +82,14 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         per_index: whether each component is averaged over those clients alone that hold it.
         prune: γ, share of a client's rank that it keeps when it prunes; 1 prunes never.
         penalty: λ on the tail of the factors, where it may be pruned.
-        tuning: rank, scale, head and form on the wire.
+        training: rank, scale, head and form on the wire.
     """
 
     weighting: Literal["examples", "norm"] = "examples"
     per_index: bool = False
     prune: float = 1.0
     penalty: float = 1e-3
-    tuning: Tuning = Tuning()
+    training: LoRATraining = LoRATraining()
 
     title = "HetLoRA"
     citation = "Cho et al., EMNLP 2024, arXiv:2401.06432"
@@ -103,44 +112,51 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
 
     def server_init(self, task: Task) -> ServerState:
         """A random A of the largest rank and B = 0, or the model's trained factors."""
-        rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
-        rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
-        return ServerState(starting_factors(task, self.title, rank, 1.0), rest, scaling, {})
+        rank, model = max(self.training.resolve_ranks(task, self.title)), task.common_model(self.title)
+        rest, scaling = (
+            self.training.read_initial_shared_rest(model),
+            self.training.build_scaling(lora_of(model)),
+        )
+        return ServerState(build_starting_factors(task, self.title, rank, 1.0), rest, scaling, {})
 
     def download(self, server: ServerState, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
         rank = self._sent_rank(server, client)
-        factors = scale_factors(truncate_factors(server.factors, rank), 1 / server.scaling.at(rank))
-        return self.tuning.message(factors, server.rest)
+        factors = scale_product(truncate_factors(server.factors, rank), 1 / server.scaling.at(rank))
+        return self.training.pack_message(factors, server.rest)
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train, and prune where the tail has shrunk."""
-        start = leaves_of_message(down, state)
-        rank = rank_of_factors(factors_of(start))
-        kept = max(1, int(self.prune * rank)) if self.prune < 1 else rank
-        penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
-        end = train_leaves(view, start, self.tuning.scale(view, rank), self.optimizer, penalty=penalty)
-        factors = factors_of(end)
-        if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
-            factors = truncate_factors(factors, kept)
-        return self.tuning.personal_rest(end), self.tuning.message(factors, end["rest"])
+        start = read_leaves(down, state)
+        rank = measure_rank(read_factors(start))
+        kept_rank = max(1, int(self.prune * rank)) if self.prune < 1 else rank
+        penalty = _penalty(self.penalty, kept_rank) if kept_rank < rank and self.penalty > 0 else None
+        end = train_leaves(
+            view, start, self.training.compute_scale(view, rank), self.optimizer, penalty=penalty
+        )
+        factors = read_factors(end)
+        if kept_rank < rank and float(_tail(end, kept_rank)) < float(_tail(start, kept_rank)):
+            factors = truncate_factors(factors, kept_rank)
+        return self.training.select_personal_rest(end), self.training.pack_message(factors, end["rest"])
 
     def contribution(self, upload: Message, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = unpack_factors(upload.factors), float(client.examples)
-        rank, top = rank_of_factors(factors), rank_of_factors(server.factors)
+        rank, top = measure_rank(factors), measure_rank(server.factors)
         # a pruned upload has the scale of the rank that was sent, not that of its own rank
-        unit = scale_factors(widen(factors), server.scaling.at(self._sent_rank(server, client)))
-        weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
+        unit = scale_product(widen(factors), server.scaling.at(self._sent_rank(server, client)))
+        weight = (
+            n if self.weighting == "examples" else math.hypot(*measure_product_norms(list(unit.values())))
+        )
         reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
         padded = {name: zero_pad_pair(p, server.factors[name].rank) for name, p in unit.items()}
-        found: dict[str, Any] = {
+        contributions: dict[str, Any] = {
             "factors": Mean(padded, weight),
             "reached": Sum(reached, counts=True),
             "rest": Mean(upload.rest, n),
         }
-        pruned = Each(None if rank == self.tuning.rank_within(client, server.factors) else rank)
-        return {**found, "pruned": pruned} if self.prune < 1 else found
+        pruned = Each(None if rank == self.training.find_rank_within(client, server.factors) else rank)
+        return {**contributions, "pruned": pruned} if self.prune < 1 else contributions
 
     def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Means of padded factors."""
@@ -154,36 +170,38 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
 
     def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """Relative to what was sent, in the scale of its rank; of that rank, or of what pruning leaves of it."""
-        rank = rank_of_factors(down.factors)
-        kept = max(1, int(self.prune * rank))
-        pruned = self.tuning.message(truncate_factors(unpack_factors(down.factors), kept), down.rest)
-        scale = self.tuning.scaling_of(lora_of(task.model(client))).at(rank)
+        rank = measure_rank(down.factors)
+        kept_rank = max(1, int(self.prune * rank))
+        pruned = self.training.pack_message(
+            truncate_factors(unpack_factors(down.factors), kept_rank), down.rest
+        )
+        scale = self.training.build_scaling(lora_of(task.model(client))).at(rank)
         return Update(down, scale, OneOf(down, pruned))
 
     def _sent_rank(self, server: ServerState, client: ClientInfo) -> int:
         """The rank that a client is sent: its own, or what pruning left of it."""
-        return server.ranks.get(str(client.id), self.tuning.rank_within(client, server.factors))
+        return server.ranks.get(str(client.id), self.training.find_rank_within(client, server.factors))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
-        rank = rank_of_factors(down.factors)
-        return adapted_model(view, leaves_of_message(down, state), self.tuning.scale(view, rank))
+        rank = measure_rank(down.factors)
+        return build_client_model(view, read_leaves(down, state), self.training.compute_scale(view, rank))
 
     def server_model(self, server: ServerState, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""
-        return model_parameters(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
+        return insert_leaves(view.model, join_leaves(server.factors, state | server.rest), 1.0, {}, {})
 
 
-def _penalty(weight: float, kept: int) -> Callable[[Leaves], Tensor]:
+def _penalty(weight: float, kept_rank: int) -> Callable[[Leaves], Tensor]:
     def penalty(leaves: Leaves) -> Tensor:
-        return weight * _tail(leaves, kept)
+        return weight * _tail(leaves, kept_rank)
 
     return penalty
 
 
-def _tail(leaves: Leaves, kept: int) -> Tensor:
+def _tail(leaves: Leaves, kept_rank: int) -> Tensor:
     """Σ over layers of ‖B[:, kept:]‖_F ‖A[kept:, :]‖_F."""
-    norms = [_norm(b[:, kept:]) * _norm(leaves["a"][n][kept:]) for n, b in leaves["b"].items()]
+    norms = [_norm(b[:, kept_rank:]) * _norm(leaves["a"][n][kept_rank:]) for n, b in leaves["b"].items()]
     return torch.stack(norms).sum()
 
 

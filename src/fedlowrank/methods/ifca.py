@@ -22,18 +22,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
+from ..core.contract import (
+    NO_UPDATE,
+    ZERO_REFERENCE,
+    Batch,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Method,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.learning.batch_losses import sum_losses, task_loss
 from ..core.tree import Params, map_leaves, tree_dataclass
 from .families.averaging import Weighting
 from .families.clusters import (
-    bounded_shares,
-    by_cluster,
-    cluster_means,
-    initial_models,
-    losses_of,
+    average_clusters,
+    clamp_shares,
+    compute_model_losses,
+    contribute_by_cluster,
+    draw_models,
     select_cluster,
 )
 
@@ -51,7 +60,7 @@ def nearest(down: Params, view: ClientView) -> int:
     model = view.model
 
     def lost(models: Params, batch: Batch) -> Tensor:
-        return sum_losses(losses_of(model, models, batch), batch)[0]
+        return sum_losses(compute_model_losses(model, models, batch), batch)[0]
 
     return int(view.total(lost, down).argmin())
 
@@ -74,7 +83,7 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``."""
-        return initial_models(self.title, task, self.clusters)
+        return draw_models(self.title, task, self.clusters)
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Upload]:
         """Choose, and train what was chosen."""
@@ -89,11 +98,11 @@ class IFCA(Method[Params, None, Params, Upload]):
     def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
         """The trained model, in the mean of the cluster that the client chose."""
         examples = client.examples if self.weighting == "examples" else 1.0
-        return by_cluster(upload.model, bounded_shares(upload.choice).double() * examples)
+        return contribute_by_cluster(upload.model, clamp_shares(upload.choice).double() * examples)
 
     def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """The mean of the members of each cluster."""
-        return cluster_means(server, total)
+        return average_clusters(server, total)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """The model relative to nothing: the server learns which one was trained from the reply alone."""

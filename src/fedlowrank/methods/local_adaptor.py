@@ -21,11 +21,10 @@ from ..adapters.mixtures.adapted_parameters import KINDS, Kind, warn_adapted_ran
 from ..adapters.mixtures.mixture import EPS, Construction, check_ranks_or_budgets
 from ..adapters.mixtures.mixture_adaptors import Adaptors, initial_adaptors, mix_weights
 from ..adapters.mixtures.parameter_budget import adaptor_warnings
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
-from .families.adaptors import adapted_of, mixed_model, preconditioner
+from .families.adaptors import build_mixed_model, build_preconditioner, find_adapted
 
 
 @dataclass(frozen=True)
@@ -62,29 +61,29 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
         model = task.common_model(self.title)
-        return adaptor_warnings(model.module, adapted_of(self, model))
+        return adaptor_warnings(model.module, find_adapted(self, model))
 
     def server_init(self, task: Task) -> Params:
         """u^0."""
         model = task.common_model(self.title)
-        warn_adapted_ranks(self.title, adapted_of(self, model))
+        warn_adapted_ranks(self.title, find_adapted(self, model))
         return model.initial
 
     def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
         """A zero adaptor; its random factors are the same at all clients, as FLoRAL's first cluster."""
         model = task.model(client)
-        where, key = adapted_of(self, model), task.key / "adaptors"
+        where, key = find_adapted(self, model), task.key / "adaptors"
         return initial_adaptors(where, 1, key, self.construction, model.initial)
 
     def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
         """Line 2: one SGD on both."""
-        apply = mixed_model(self, view.model)
+        apply = build_mixed_model(self, view.model)
 
-        def loss(p: dict[str, Any], batch: Batch, one: Tensor) -> Tensor:
-            return task_loss(apply(p, one, batch.x), batch)
+        def loss(p: dict[str, Any], batch: Batch, pi: Tensor) -> Tensor:
+            return task_loss(apply(p, pi, batch.x), batch)
 
         start: dict[str, Any] = {"base": down, "adaptors": state}
-        scaled = preconditioner(self)
+        scaled = build_preconditioner(self)
         end = view.train(loss, start, "local", self.optimizer, constants=(_one(down),), precondition=scaled)
         return end["adaptors"], end["base"]
 

@@ -19,13 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..adapters.adaptable import refuse_computed_weights
-from ..core.contract.contribution import Mean
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import ClientInfo, ClientView, Mean, Method, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude, penalized_names, refuse_complex
-from .families.proximal_steps import check_proximal_optimizer, proximal_step_size
+from .families.proximal_steps import check_proximal_optimizer, compute_proximal_step_size
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class LPGD(Method[Params, None, Params, Params]):
         model, method = view.model, self
 
         def prox(theta: Params, lr: float) -> Params:
-            step_size = proximal_step_size(method.optimizer, lr)
+            step_size = compute_proximal_step_size(method.optimizer, lr)
             return apply_prox_dense(theta, step_size * method.lam, method.norm, method.exclude)
 
         return None, view.train(supervised_loss(model), down, "local", self.optimizer, prox=prox)

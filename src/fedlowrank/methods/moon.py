@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
 from .families.fixed_models import in_inference_mode

@@ -29,9 +29,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments.switch import Switch, check_switch
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Mean, Method, Pass, ServerView, Task
 from ..core.learning.batch_losses import gradient, supervised_loss, task_loss
 from ..core.learning.optimizer import SGD, Optimizer
 from ..core.tree import Params, add, dot, map_leaves, sub
@@ -100,15 +98,19 @@ class PerFedAvg(Method[Params, None, Params, Params]):
             return task_loss(model.apply(theta, batch.x), batch)
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            one, two, here = half(batch, 0), half(batch, 1), map_leaves(torch.detach, theta)
-            inner = gradient(risk, here, one)
-            value = risk(add(theta, inner, -alpha), two)
+            first_half, second_half, detached = (
+                half(batch, 0),
+                half(batch, 1),
+                map_leaves(torch.detach, theta),
+            )
+            inner = gradient(risk, detached, first_half)
+            value = risk(add(theta, inner, -alpha), second_half)
             if free:
-                outer = gradient(risk, add(here, inner, -alpha), two)
-                up, down_ = (gradient(risk, add(here, outer, d), one) for d in (delta, -delta))
+                outer = gradient(risk, add(detached, inner, -alpha), second_half)
+                up, down_ = (gradient(risk, add(detached, outer, d), first_half) for d in (delta, -delta))
                 change = sub(up, down_)
                 # adds to the gradient and nothing to the value
-                value = value - alpha / (2 * delta) * dot(change, sub(theta, here))
+                value = value - alpha / (2 * delta) * dot(change, sub(theta, detached))
             return value
 
         return None, view.train(loss, down, "local", self.optimizer)

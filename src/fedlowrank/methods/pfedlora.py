@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.pfedlora_adapter import PFedLoRAAdapter, initial_adapter, initial_adapter_from_head
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, Pass, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.learning.optimizer import Optimizer
 from ..core.tree import Params
@@ -73,11 +72,11 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
         """θ^0."""
         inputs, first = task.common_width(self.title), task.model(task.clients[0])
         key = task.key / "pfedlora"
-        made = initial_adapter(inputs, self.width, task.classes, key)
+        adapter = initial_adapter(inputs, self.width, task.classes, key)
         if self.start == "svd":
-            made = initial_adapter_from_head(first, self.width, made)
+            adapter = initial_adapter_from_head(first, self.width, adapter)
         like = next(iter(first.initial.values()))
-        return PFedLoRAAdapter(*(t.to(like) for t in (made.a, made.a_bias, made.b, made.b_bias)))
+        return PFedLoRAAdapter(*(t.to(like) for t in (adapter.a, adapter.a_bias, adapter.b, adapter.b_bias)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """ω_k at its architecture's initial weights."""

@@ -30,9 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Mean, Method, Pass, ServerView, Task
 from ..core.learning.batch_losses import gradient, supervised_loss
 from ..core.learning.optimizer import SGD
 from ..core.tree import Params, add, cast_like, map_leaves, square_distance, sub, widen

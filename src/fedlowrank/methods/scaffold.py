@@ -25,10 +25,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean
-from ..core.contract.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import (
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Mean,
+    Method,
+    ProximalTerm,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import AdamW

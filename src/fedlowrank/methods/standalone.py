@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract.client_model import ClientModel
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract import ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 

@@ -18,7 +18,7 @@ from ..core.key import Key
 from ..core.tree import Params, map_leaves
 from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
-from .standard import HOOKS, count_hooks, find_other_layer, has_hooks, is_standard
+from .standard import HOOK_TABLES, count_hooks, find_other_layer, has_hooks, is_standard
 from .stateless import SavedSlots, restore_slots, unchanged
 from .statistics.local_statistics import LocalStatistics, current_statistics
 from .statistics.normalization import (
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _PROBE = Key(("probe",))
 
 # Combinations of types of named inputs that are tried.
-_MOST_TRIED = 64
+_MAX_TRIED_TYPES = 64
 
 
 class Architecture:
@@ -263,8 +263,8 @@ class Architecture:
         return self._config_number("vocab_size")
 
     def _config_number(self, name: str) -> int | None:
-        found = getattr(getattr(self.module, "config", None), name, None)
-        return found if isinstance(found, int) else None
+        number = getattr(getattr(self.module, "config", None), name, None)
+        return number if isinstance(number, int) else None
 
     def declare_repeatable(self) -> None:
         """State that a further forward pass changes nothing but torch's generators, as of the models of transformers.
@@ -288,9 +288,9 @@ class Architecture:
         """A copy for a client whose buffers differ from the initial ones; the copy alone keeps changes."""
         if not self.buffers:
             return self
-        made = copy.copy(self)
-        made._current_buffers = {n: changed.get(n, b).clone() for n, b in self.buffers.items()}
-        return made
+        model = copy.copy(self)
+        model._current_buffers = {n: changed.get(n, b).clone() for n, b in self.buffers.items()}
+        return model
 
     @property
     def changed_buffers(self) -> Params:
@@ -301,13 +301,13 @@ class Architecture:
 
     def with_running_statistics(self) -> Architecture:
         """The same with running statistics as PyTorch has them: buffers that every step in training changes."""
-        made = copy.copy(self)
-        made.running, made.cache = True, {}
-        made._code = made._function()
-        made.statistics = made._code.names
-        made.buffers = made._initial_buffers()
-        made._split()
-        return made
+        model = copy.copy(self)
+        model.running, model.cache = True, {}
+        model._code = model._function()
+        model.statistics = model._code.names
+        model.buffers = model._initial_buffers()
+        model._split()
+        return model
 
     @property
     def running_statistics(self) -> Params:
@@ -399,7 +399,7 @@ class Architecture:
         with unchanged(self.module), _PROBE.global_generators(self.device), torch.enable_grad():
             for name, layer in self.module.named_modules():
                 # without the user's hooks, which count what they see
-                layer.__dict__.update({hooks: OrderedDict() for hooks in HOOKS})
+                layer.__dict__.update({hooks: OrderedDict() for hooks in HOOK_TABLES})
                 if name:
                     layer.register_forward_hook(record(name))
             scores = self.apply(trained | self._code.neutral(), x)
@@ -418,13 +418,13 @@ class Architecture:
             n: p.detach().clone().requires_grad_() for n, p in self.initial.items()
         } | self._code.neutral()
         with torch.no_grad():
-            found = self.probe(x)
+            scores = self.probe(x)
         with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators(self.device):
             self.set_training(True)
             try:
-                return found, self.apply(leaves, x).requires_grad
+                return scores, self.apply(leaves, x).requires_grad
             except (RuntimeError, ValueError, TaskError):
-                return found, True
+                return scores, True
             finally:
                 self.set_training(False)
 
@@ -524,9 +524,9 @@ class Architecture:
         """
         if not self.statistics:
             return self
-        made = copy.copy(self)
-        made._local = LocalStatistics(chunks, whose)
-        return made
+        model = copy.copy(self)
+        model._local = LocalStatistics(chunks, whose)
+        return model
 
     def represent(self, params: Params, x: Any) -> Tensor:
         """Representation ``[b, width]`` of inputs ``[b, ...]``; uses the body's parameters only."""
@@ -560,16 +560,16 @@ class Architecture:
         moved = (
             {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         )
-        made = copy.copy(self)
-        made.module, made.cache, made._mode = copy.deepcopy(self.module).to(device), {}, {}
-        made._backward_slots, made.frozen = [], frozen_normalizations(made.module)
-        made._code = made._function()
-        made.initial = {n: p.to(device) for n, p in self.initial.items()}
-        made.buffers = {n: b.to(device) for n, b in self.buffers.items()}
-        made.example = moved
-        made.__dict__.pop("example_scores", None)
-        made._split()
-        return made
+        model = copy.copy(self)
+        model.module, model.cache, model._mode = copy.deepcopy(self.module).to(device), {}, {}
+        model._backward_slots, model.frozen = [], frozen_normalizations(model.module)
+        model._code = model._function()
+        model.initial = {n: p.to(device) for n, p in self.initial.items()}
+        model.buffers = {n: b.to(device) for n, b in self.buffers.items()}
+        model.example = moved
+        model.__dict__.pop("example_scores", None)
+        model._split()
+        return model
 
     @property
     def training(self) -> bool:
@@ -621,18 +621,18 @@ def build_architecture(
     try:
 
         def make() -> nn.Module:
-            made = model if isinstance(model, nn.Module) else model()
-            if not isinstance(made, nn.Module):
-                raise TypeError(f"its factory makes a {type(made).__name__}, not a torch.nn.Module")
-            _initialize_lazy_layers(name, made, example)
-            return made
+            architecture = model if isinstance(model, nn.Module) else model()
+            if not isinstance(architecture, nn.Module):
+                raise TypeError(f"its factory makes a {type(architecture).__name__}, not a torch.nn.Module")
+            _initialize_lazy_layers(name, architecture, example)
+            return architecture
 
         module = build_module(make, key)
-        made = Architecture(name, module, example, head)
-        if made.head_name is None:
+        architecture = Architecture(name, module, example, head)
+        if architecture.head_name is None:
             # where there is a head, the check of the split has made this pass
-            _ = made.example_scores
-        if wrong := [n for n, p in made.initial.items() if not bool(torch.isfinite(p).all())]:
+            _ = architecture.example_scores
+        if wrong := [n for n, p in architecture.initial.items() if not bool(torch.isfinite(p).all())]:
             raise TaskError(
                 f"model {name}: there is a NaN or an infinity among its initial parameters, in {wrong[0]}"
             )
@@ -652,7 +652,7 @@ def build_architecture(
             f"model {name} cannot be used with this data: {type(error).__name__}: {error}. "
             f"{describe_example(example)}{hint}"
         ) from error
-    return made
+    return architecture
 
 
 def choose_heads(architectures: Mapping[str, Architecture], outputs: int) -> list[str]:
@@ -661,14 +661,14 @@ def choose_heads(architectures: Mapping[str, Architecture], outputs: int) -> lis
     Returns:
         A sentence for each head that was chosen.
     """
-    found = [
-        f"Model {name}: its head is {made.head_name!r}, the nn.Linear that its forward ends in."
-        for name, made in architectures.items()
-        if made.choose_head(outputs)
+    sentences = [
+        f"Model {name}: its head is {architecture.head_name!r}, the nn.Linear that its forward ends in."
+        for name, architecture in architectures.items()
+        if architecture.choose_head(outputs)
     ]
-    for sentence in found:
+    for sentence in sentences:
         logger.info(sentence)
-    return found
+    return sentences
 
 
 def describe_example(example: Any) -> str:
@@ -721,18 +721,21 @@ def choose_types(
         return {}
     modules = [_module_to_try(model, key / name) for name, model in models.items()]
     known = [module for module in modules if module is not None]
-    whole = [torch.int64, torch.float32]
+    whole_types = [torch.int64, torch.float32]
     if not all(map(_has_embedding, known)):
-        whole.reverse()
-    kept = {torch.bool: [torch.bool, torch.float32], torch.uint8: [torch.uint8, torch.int64, torch.float32]}
-    options = [kept.get(t.dtype, whole) for t in others.values()]
+        whole_types.reverse()
+    choices_of = {
+        torch.bool: [torch.bool, torch.float32],
+        torch.uint8: [torch.uint8, torch.int64, torch.float32],
+    }
+    options = [choices_of.get(t.dtype, whole_types) for t in others.values()]
     # those with the fewest second choices first
-    places = sorted(itertools.product(*(range(len(types)) for types in options)), key=sum)[:_MOST_TRIED]
+    places = sorted(itertools.product(*(range(len(types)) for types in options)), key=sum)[:_MAX_TRIED_TYPES]
     for chosen in places:
-        found = {n: types[i] for n, types, i in zip(others, options, chosen, strict=True)}
-        cast = {**example, **{name: t.to(found[name]) for name, t in others.items()}}
+        chosen_types = {n: types[i] for n, types, i in zip(others, options, chosen, strict=True)}
+        cast = {**example, **{name: t.to(chosen_types[name]) for name, t in others.items()}}
         if all(_takes(module, cast) for module in known):
-            return found
+            return chosen_types
     # build_architecture reports what fails
     return {n: types[0] for n, types in zip(others, options, strict=True)}
 
@@ -759,8 +762,8 @@ def _takes(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> bool:
     with unchanged(module), torch.no_grad(), _PROBE.global_generators():
         try:
             module.eval()
-            own = map_leaves(torch.clone, example)
-            _ = module(**own) if isinstance(own, Mapping) else module(own)
+            copied = map_leaves(torch.clone, example)
+            _ = module(**copied) if isinstance(copied, Mapping) else module(copied)
         except IndexError:
             # an id that the table lacks: the type is right
             return not all(t.is_floating_point() for t in inputs)
@@ -777,9 +780,9 @@ def _initialize_lazy_layers(name: str, module: nn.Module, example: Any) -> None:
     """
     if not _lazy_parameters(module):
         return
-    own = map_leaves(torch.clone, example)
+    copied = map_leaves(torch.clone, example)
     with unchanged(module), torch.no_grad():
-        _ = module.eval()(**own) if isinstance(own, dict) else module.eval()(own)
+        _ = module.eval()(**copied) if isinstance(copied, dict) else module.eval()(copied)
     if remaining := _lazy_parameters(module):
         raise TaskError(
             f"model {name}: the parameter {remaining[0]} of a lazy layer has no shape, because forward does not use "

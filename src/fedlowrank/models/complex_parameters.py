@@ -25,10 +25,10 @@ def as_real(t: Tensor) -> Tensor:
 
 def with_complex(params: Params, names: frozenset[str]) -> Params:
     """Parameters as the module holds them: those of the given names as complex tensors."""
-    found = {
+    complex_views = {
         # a view needs both parts side by side in memory
         n: torch.view_as_complex(t.contiguous())
         for n, t in params.items()
         if n in names and not t.is_complex()
     }
-    return {**params, **found} if found else params
+    return {**params, **complex_views} if complex_views else params

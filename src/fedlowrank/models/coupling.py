@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.contract.model import Model
+from ..core.contract import EngineModel
 from ..core.key import Key
 from ..core.tree import Params
 from .architecture import Architecture
 from .statistics.normalization import batch_normalizations
 
-_KEY = Key(("coupling",))
-_TOKENS = 8
-_TRIALS = 3
+_PROBE_KEY = Key(("coupling",))
+_PROBE_TOKENS = 8
+_PROBE_TRIALS = 3
 """Draws of random numbers: a module may mix each example with one that it draws."""
 
 
@@ -38,8 +38,8 @@ def why_not_in_parts(model: Architecture) -> str | None:
         return None
     example = _shorten(model.example)
     same, other = _four_times(example), _with_other_half(example)
-    for trial in range(_TRIALS):
-        key = _KEY / trial
+    for trial in range(_PROBE_TRIALS):
+        key = _PROBE_KEY / trial
         (first, second), changed = _scores(model, [same, same], key)
         if any(t.is_floating_point() for t in changed.values()) or not _is_close(first, second):
             return (
@@ -50,7 +50,7 @@ def why_not_in_parts(model: Architecture) -> str | None:
     return None
 
 
-def mixes_examples(model: Model) -> bool:
+def mixes_examples(model: EngineModel) -> bool:
     """Whether the scores of an example depend on the others of a batch where a model infers.
 
     A batch normalization without running statistics does so, as in PyTorch; of a module that is not of
@@ -61,13 +61,13 @@ def mixes_examples(model: Model) -> bool:
     """
     if "mixes examples" not in model.cache:
         layers = batch_normalizations(model.module).values()
-        found = any(layer.running_mean is None for layer in layers)
-        if not found and not model.is_standard:
+        is_mixing = any(layer.running_mean is None for layer in layers)
+        if not is_mixing and not model.is_standard:
             with torch.inference_mode():
                 example = _shorten(model.example)
                 same, other = (model.probe(make(example)) for make in (_four_times, _with_other_half))
-            found = not _is_close(same[:2], other[:2])
-        model.cache["mixes examples"] = found
+            is_mixing = not _is_close(same[:2], other[:2])
+        model.cache["mixes examples"] = is_mixing
     return bool(model.cache["mixes examples"])
 
 
@@ -75,16 +75,16 @@ def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Ten
     """Scores in training mode of batches, one after another, each with the same draws; changed buffers."""
     copy = model.with_buffers({})
     params = {n: p.clone().requires_grad_() for n, p in model.initial.items()}
-    found = []
+    scores = []
     model.set_training(True)
     try:
         for x in batches:
             # with gradients, as in a step: a module may ask whether there are any
             with torch.enable_grad(), key.global_generators(next(iter(params.values())).device):
-                found.append(copy.apply(params, x).detach())
+                scores.append(copy.apply(params, x).detach())
     finally:
         model.set_training(False)
-    return found, copy.changed_buffers
+    return scores, copy.changed_buffers
 
 
 def _shorten(x: Any) -> Any:
@@ -92,7 +92,7 @@ def _shorten(x: Any) -> Any:
     if not isinstance(x, dict) or "attention_mask" not in x:
         return x
     shape = x["attention_mask"].shape
-    return {n: t[..., :_TOKENS] if t.shape == shape else t for n, t in x.items()}
+    return {n: t[..., :_PROBE_TOKENS] if t.shape == shape else t for n, t in x.items()}
 
 
 def _four_times(x: Any) -> Any:

@@ -48,14 +48,14 @@ def describe_layers(module: nn.Module) -> dict[str, str]:
     """
     named: dict[int, str] = {}
     layers: dict[int, str] = {}
-    found = {}
+    lines = {}
     for path, layer in module.named_modules(remove_duplicate=False):
         if id(layer) in layers:
-            found[path] = f"the same layer as {layers[id(layer)]!r}"
+            lines[path] = f"the same layer as {layers[id(layer)]!r}"
             continue
         layers[id(layer)] = path
-        found[path] = "; ".join([_describe_class(layer), *_describe_tensors(path, layer, named)])
-    return found
+        lines[path] = "; ".join([_describe_class(layer), *_describe_tensors(path, layer, named)])
+    return lines
 
 
 def compare_layers(stored: Mapping[str, str], now: Mapping[str, str], limit: int = 3) -> list[str]:
@@ -66,17 +66,19 @@ def compare_layers(stored: Mapping[str, str], now: Mapping[str, str], limit: int
         now: of the model at present.
         limit: layers that are named.
     """
-    found = []
+    differences = []
     for path in dict.fromkeys([*stored, *now]):
         name = f"layer {path!r}" if path else "the model itself"
         if path not in now or path not in stored:
             where = "stored" if path in stored else "new"
-            found.append(f"{name} is only in the {where} model: {(stored if path in stored else now)[path]}")
+            differences.append(
+                f"{name} is only in the {where} model: {(stored if path in stored else now)[path]}"
+            )
         elif stored[path] != now[path]:
             before, after = _parts_that_differ(stored[path], now[path])
-            found.append(f"{name} was {before} and is {after}")
-    more = len(found) - limit
-    return [*found[:limit], *([f"and {more} more layers differ"] if more > 0 else [])]
+            differences.append(f"{name} was {before} and is {after}")
+    further = len(differences) - limit
+    return [*differences[:limit], *([f"and {further} more layers differ"] if further > 0 else [])]
 
 
 def describe_callable(function: Any) -> str:
@@ -94,12 +96,12 @@ def describe_callable(function: Any) -> str:
 
 def describe_named(things: Mapping[str, Any]) -> dict[str, str]:
     """Describe functions and classes by name; those of an installed package are left out."""
-    found = {}
+    descriptions = {}
     for name, thing in things.items():
         where = getattr(thing, "__module__", None) or ""
         if _own_classes(thing) if isinstance(thing, type) else callable(thing) and not _is_installed(where):
-            found[name] = describe_callable(thing)
-    return found
+            descriptions[name] = describe_callable(thing)
+    return descriptions
 
 
 def _own_classes(cls: type) -> list[type]:
@@ -124,23 +126,25 @@ def digest_frozen(module: nn.Module, buffers: Mapping[str, Tensor]) -> str:
 
 def _parts_that_differ(before: str, after: str) -> tuple[str, str]:
     """Two lines without the parts that both have, unless these are all of one."""
-    one, other = before.split("; "), after.split("; ")
-    mine, theirs = ([p for p in a if p not in b] for a, b in ((one, other), (other, one)))
+    parts_before, parts_after = before.split("; "), after.split("; ")
+    only_before, only_after = (
+        [p for p in a if p not in b] for a, b in ((parts_before, parts_after), (parts_after, parts_before))
+    )
     # the class says which layer it is
-    return "; ".join(mine or one), "; ".join(theirs or other)
+    return "; ".join(only_before or parts_before), "; ".join(only_after or parts_after)
 
 
 def _describe_class(layer: nn.Module) -> str:
     cls = type(layer)
-    own = _own_classes(cls)
+    own_classes = _own_classes(cls)
     options = []
     for name, value in sorted(vars(layer).items()):
         # of installed classes, private attributes are derived or notes of a library
-        if name in _BASE or (name.startswith("_") and not own):
+        if name in _BASE or (name.startswith("_") and not own_classes):
             continue
         options.append(f"{name}={_describe(value, ())}")
     text = f"{cls.__name__}({', '.join(options)})"
-    return f"{text}; code {_digest(_describe_code(own))}" if own else text
+    return f"{text}; code {_digest(_describe_code(own_classes))}" if own_classes else text
 
 
 def _describe_tensors(path: str, layer: nn.Module, named: dict[int, str]) -> Iterator[str]:
@@ -161,10 +165,10 @@ def _form(tensor: Tensor) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    whole = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    if whole.numel() == 0:
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    if dense.numel() == 0:
         return b""
-    return whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _is_installed(module: str) -> bool:

@@ -61,13 +61,13 @@ LAYERS: frozenset[type[nn.Module]] = frozenset(
 A subclass does not count: it may do anything.
 """
 
-OWN = ("fedlowrank.models.", "fedlowrank.adapters.lora.lora_layers", "fedlowrank.testing.check")
+OWN_MODULES = ("fedlowrank.models.", "fedlowrank.adapters.lora.lora_layers", "fedlowrank.testing.check")
 """Where this package's layers are defined. Their ``forward`` is deterministic."""
 
-LIBRARIES = ("transformers.models.", "transformers.activations", "peft.")
+LIBRARY_MODULES = ("transformers.models.", "transformers.activations", "peft.")
 """Where layers are defined that compute the same in training as in evaluation, if none of their rates of dropout is above 0."""
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Tables of hooks that a layer has."""
 
 
@@ -85,7 +85,7 @@ def find_other_layer(module: nn.Module, libraries: bool = False) -> str | None:
 
     Args:
         module: the model.
-        libraries: whether layers of :data:`LIBRARIES` without random numbers count as standard.
+        libraries: whether layers of :data:`LIBRARY_MODULES` without random numbers count as standard.
     """
     for name, layer in module.named_modules():
         if not _is_standard_layer(layer) and not (libraries and _is_fixed_layer(layer)):
@@ -100,13 +100,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 def count_hooks(module: nn.Module) -> int:
     """How many forward and backward hooks are registered on layers, and on all modules."""
-    everywhere = sum(len(getattr(torch_module, f"_global{name}")) for name in HOOKS)
-    return everywhere + sum(len(getattr(layer, name)) for layer in module.modules() for name in HOOKS)
+    everywhere = sum(len(getattr(torch_module, f"_global{name}")) for name in HOOK_TABLES)
+    return everywhere + sum(len(getattr(layer, name)) for layer in module.modules() for name in HOOK_TABLES)
 
 
 def _is_standard_layer(layer: nn.Module) -> bool:
     kind = type(layer)
-    if kind not in LAYERS and not kind.__module__.startswith(OWN):
+    if kind not in LAYERS and not kind.__module__.startswith(OWN_MODULES):
         return False
     if "forward" in layer.__dict__:
         return False
@@ -118,7 +118,7 @@ def _is_standard_layer(layer: nn.Module) -> bool:
 
 def _is_fixed_layer(layer: nn.Module) -> bool:
     """Whether a layer of a library has its own forward pass and no random numbers: no rate of dropout, jitter or noise."""
-    if not type(layer).__module__.startswith(LIBRARIES) or "forward" in layer.__dict__:
+    if not type(layer).__module__.startswith(LIBRARY_MODULES) or "forward" in layer.__dict__:
         return False
     rates = [v for n, v in vars(layer).items() if any(word in n for word in ("drop", "jitter", "noise"))]
     return all(not rate for rate in rates if isinstance(rate, int | float))

@@ -23,7 +23,7 @@ ABSENT: Any = object()
 
 
 class Stateless:
-    """What ``torch.func.functional_call`` does, without its search for every name in every call.
+    """Calls a module as ``torch.func.functional_call`` does, without a search for every name in every call.
 
     Args:
         module: whose submodules, parameters and buffers are in place already.
@@ -34,8 +34,8 @@ class Stateless:
         self._slots: dict[str, Slot] = {}
         for prefix, layer in module.named_modules(remove_duplicate=False):
             for table in (layer._parameters, layer._buffers):
-                for own in table:
-                    self._slots[f"{prefix}.{own}".lstrip(".")] = table, own
+                for local_name in table:
+                    self._slots[f"{prefix}.{local_name}".lstrip(".")] = table, local_name
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Call the module with some of its parameters and buffers exchanged.
@@ -53,14 +53,14 @@ class Stateless:
     def install(self, params: Params, saved: SavedSlots) -> None:
         """Put tensors in place of parameters and buffers, and append the former values to ``saved``."""
         for name, tensor in params.items():
-            table, own = self._slots[name]
-            saved.append((table, own, table[own]))
-            table[own] = tensor
+            table, local_name = self._slots[name]
+            saved.append((table, local_name, table[local_name]))
+            table[local_name] = tensor
 
     def current(self, name: str) -> Tensor:
         """The current tensor of a name."""
-        table, own = self._slots[name]
-        tensor: Tensor = table[own]
+        table, local_name = self._slots[name]
+        tensor: Tensor = table[local_name]
         return tensor
 
 
@@ -71,29 +71,30 @@ def is_within(name: str, module: str | None) -> bool:
 
 def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by the identity of the tensor: several where weights are tied."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return found
+        names.setdefault(id(parameter), []).append(name)
+    return names
 
 
 def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Of a parameter that several layers hold, its further names, by the first.
+    """The further names of each parameter that several layers share, by its first name.
 
-    The weight below a LoRA layer of PEFT is that layer's own: what moves it, as FLoRA does, does not move the other one.
+    The weight below a LoRA layer of PEFT counts as that layer's own: a method that moves it, such as FLoRA, does not move the
+    weight of the other layer.
     """
     tied = [names for names in names_of_parameters(module).values() if len(names) > 1]
-    return {first: tuple(more) for first, *more in tied if ".base_layer." not in first}
+    return {first: tuple(further) for first, *further in tied if ".base_layer." not in first}
 
 
 def restore_slots(saved: SavedSlots) -> None:
     """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
     while saved:
-        table, own, value = saved.pop()
+        table, local_name, value = saved.pop()
         if value is ABSENT:
-            del table[own]
+            del table[local_name]
         else:
-            table[own] = value
+            table[local_name] = value
 
 
 @contextlib.contextmanager
@@ -114,16 +115,16 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for table, own in zip(tables, former, strict=True):
+        for table, former_values in zip(tables, former, strict=True):
             table.clear()
-            table.update(own)
+            table.update(former_values)
         for m, mode in modes:
             m.training = mode
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(t is not None and nn.parameter.is_lazy(t) for t in own)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None and nn.parameter.is_lazy(t) for t in tensors)
 
 
 @contextlib.contextmanager
@@ -131,9 +132,9 @@ def exchange_slots(slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator
     """Exchange the values of slots within a block, and restore the former ones."""
     saved: SavedSlots = []
     try:
-        for table, own, value in slots:
-            saved.append((table, own, table[own]))
-            table[own] = value
+        for table, local_name, value in slots:
+            saved.append((table, local_name, table[local_name]))
+            table[local_name] = value
         yield
     finally:
         restore_slots(saved)

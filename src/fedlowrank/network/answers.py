@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..core.contract.method import ClientInfo, Pass
-from ..core.contract.model import Model
+from ..core.contract import ClientInfo, EngineModel, Pass
 from ..results.client_metrics import Metric
+from ..results.client_numbers import CLIENT_NUMBERS, PARAMETERS, ROUTE
 from ..results.evaluation import SPLITS
-from ..results.measurements import ACCURACIES_OF_TEXTS, ACCURACY, LOSS, PARAMETERS, ROUTE, Block
+from ..results.measurements import ClientTable
 from .messages import Answer, MessageError
 from .validation.uploads import RefusedReplyError
 
@@ -43,7 +43,7 @@ def steps_of(passes: Mapping[str, Pass], examples: int) -> dict[str, int]:
 
 
 def check_counts(
-    answer: Answer, passes: Mapping[str, Pass], trained: Sequence[str], model: Model, examples: int
+    answer: Answer, passes: Mapping[str, Pass], trained: Sequence[str], model: EngineModel, examples: int
 ) -> None:
     """Compare what a client counted with what its examples imply; raises RefusedReplyError.
 
@@ -69,12 +69,12 @@ def check_counts(
         raise RefusedReplyError(answer.client, "it reports losses that cannot be", not_finite=not is_finite)
 
 
-def weights_of(model: Model) -> int:
+def weights_of(model: EngineModel) -> int:
     """Parameter count of a model, frozen parameters included."""
     return max(1, model.parameters, sum(p.numel() for p in model.module.parameters()))
 
 
-def inputs_of(model: Model) -> int:
+def inputs_of(model: EngineModel) -> int:
     """Numbers in one input of a model."""
     example = model.example
     inputs = example.values() if isinstance(example, dict) else [example]
@@ -82,7 +82,7 @@ def inputs_of(model: Model) -> int:
 
 
 def check_evaluation(
-    evaluation: Block, client: ClientInfo, model: Model, metrics: Mapping[str, Metric]
+    evaluation: ClientTable, client: ClientInfo, model: EngineModel, metrics: Mapping[str, Metric]
 ) -> None:
     """Check that an evaluation is complete and its values are possible; raises RefusedReplyError.
 
@@ -92,35 +92,30 @@ def check_evaluation(
         model: of the client.
         metrics: that it must hold besides accuracy and loss, by name.
     """
-    bounds = {
-        ACCURACY: (0.0, 1.0),
-        **dict.fromkeys(ACCURACIES_OF_TEXTS, (0.0, 1.0)),
-        PARAMETERS: (0.0, float(SLACK * weights_of(model))),
-        # a loss, a metric and a route may be NaN, of a model whose training diverged
-        LOSS: (-math.inf, math.inf),
-        ROUTE: (0.0, 1.0),
-        **{name: (m.bounds[0] - ROUNDING, m.bounds[1] + ROUNDING) for name, m in metrics.items()},
-    }
-    never_nan = (ACCURACY, *ACCURACIES_OF_TEXTS, PARAMETERS)
-    named = {c.name for c in evaluation.columns}
-    further = [*metrics, *(name for name in ACCURACIES_OF_TEXTS if name in named)]
+    numbers = {name: CLIENT_NUMBERS[name] for name in _measured_numbers(evaluation)}
+    bounds = {name: number.bounds for name, number in numbers.items()}
+    bounds |= {name: (m.bounds[0] - ROUNDING, m.bounds[1] + ROUNDING) for name, m in metrics.items()}
+    bounds[PARAMETERS] = (0.0, float(SLACK * weights_of(model)))
     series = evaluation.series()
-    found = [(column.name, column.series, column.split) for column in evaluation.columns]
-    expected = {
-        (name, own, split) for name in (ACCURACY, LOSS, *further) for own in series for split in SPLITS
+    places = {
+        "scores": [(name, split) for name in series for split in SPLITS],
+        "model": [(name, "") for name in series],
+        "clusters": [(str(cluster), "") for cluster in range(len(evaluation.series(ROUTE)))],
+        "data": [],
     }
-    expected |= {(PARAMETERS, own, "") for own in series}
-    expected |= {(ROUTE, str(cluster), "") for cluster in range(len(evaluation.series(ROUTE)))}
+    expected = {(name, *place) for name, number in numbers.items() for place in places[number.about]}
+    expected |= {(name, *place) for name in metrics for place in places["scores"]}
+    columns = [(column.name, column.series, column.split) for column in evaluation.columns]
     is_valid = (
         evaluation.clients == [client.id]
         and len(series) > 0
-        and len(found) == len(expected)
-        and set(found) == expected
+        and len(columns) == len(expected)
+        and set(columns) == expected
         and all(len(column.values) == 1 for column in evaluation.columns)
         and not any(
             value < bounds[column.name][0]
             or value > bounds[column.name][1]
-            or (math.isnan(value) and column.name in never_nan)
+            or (math.isnan(value) and column.name in numbers and not numbers[column.name].may_be_nan)
             for column in evaluation.columns
             for value in column.values
             if value is not None
@@ -129,6 +124,12 @@ def check_evaluation(
     )
     if not is_valid:
         raise RefusedReplyError(client.id, "its evaluation is impossible")
+
+
+def _measured_numbers(evaluation: ClientTable) -> list[str]:
+    """Names of the numbers that an evaluation has or should have, besides metrics of the run."""
+    named = {column.name for column in evaluation.columns}
+    return [name for name, number in CLIENT_NUMBERS.items() if number.is_required or name in named]
 
 
 def _digits(number: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MAX_EXPONENT = 10
+MAX_PAUSE_EXPONENT = 10
 """The longest pause is 2 to this power, in rounds."""
 
 
@@ -31,7 +31,7 @@ class Backoff:
         count = self.counts[client] = self.counts.get(client, 0) + 1
         if not self.after or count < self.after:
             return 0
-        pause: int = 2 ** min(count - self.after, MAX_EXPONENT)
+        pause: int = 2 ** min(count - self.after, MAX_PAUSE_EXPONENT)
         self.until[client] = round + 1 + pause
         return pause
 
@@ -40,6 +40,6 @@ class Backoff:
         self.counts.pop(client, None)
         self.until.pop(client, None)
 
-    def paused(self, round: int) -> set[int]:
+    def list_paused(self, round: int) -> set[int]:
         """The clients that get no order after so many completed rounds."""
         return {client for client, until in self.until.items() if round < until}

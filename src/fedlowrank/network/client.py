@@ -28,7 +28,7 @@ from filelock import FileLock
 from ..config.assembly import Shares, assemble
 from ..config.experiment import ExperimentConfig
 from ..core import tree
-from ..core.contract.method import AnyMethod
+from ..core.contract import AnyMethod
 from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically, write_json
 from ..core.io.private_files import make_private_folder, refuse_readable
@@ -40,8 +40,8 @@ from ..engines.engine import ClientJob
 from ..engines.sequential import Sequential
 from ..results.client_metrics import choose_metrics
 from ..results.evaluation import evaluate_client
-from ..results.local_model import LocalModel, local_model
-from ..results.measurements import Block
+from ..results.local_model import LocalModel, make_local_model
+from ..results.measurements import ClientTable
 from ..rounds.participation.participants import Participants
 from ..rounds.setup.averaged_statistics import average_statistics
 from ..rounds.setup.preparation import check_parts, place_data
@@ -58,17 +58,17 @@ from .messages import (
     RefusedOrderError,
     Registration,
     RegistrationRequest,
-    one_line,
-    sections,
+    digest_sections,
+    to_one_line,
 )
 from .persistence.client_memory import ClientMemory, ForgottenError
-from .persistence.input_columns import digest_columns, short_columns
-from .secure.contributions import contribution_of, grid_of, vector_of
+from .persistence.input_columns import digest_columns, shorten_columns
+from .secure.contributions import compute_contribution, encode_contribution, make_grid
 from .secure.distributed_noise import DistributedNoise, describe_collusion
 from .secure.participation import Participation
 from .secure.signing import MemberKeys, MemberSigner
-from .site.allowance import Allowance, Asked, most_trainings
-from .site.audit_log import AUDIT, SiteAudit, explain
+from .site.allowance import Allowance, RunRequests, max_trainings
+from .site.audit_log import AUDIT_FILE, SiteAudit, explain_error
 from .site.evaluations import coarsen, coarsen_losses
 from .site.signatures import check_signature, payload_digest
 from .site.site_settings import SiteSettings
@@ -77,11 +77,11 @@ logger = logging.getLogger(__name__)
 
 CLIENT_FILE = "client.json"
 
-REJECTION = "rejected.txt"
+REJECTION_FILE = "rejected.txt"
 """Name of the file in a client's folder that says why the server does not let it take part."""
 
-SMALL_DOWNLOAD = 64 << 20
-"""Bytes that any download may have."""
+BASE_DOWNLOAD_BYTES = 64 << 20
+"""Bytes that a download may have in addition to four times the model."""
 
 
 def prepare(
@@ -109,37 +109,37 @@ def prepare(
         ConfigError: if the folder is of another client or experiment, or other users can read it.
         CheckpointError: if it cannot be written.
     """
-    data, tables = tree.encode(_packed(shares.data[client])), experiment.to_dict()
-    made = {
+    data, tables = tree.encode(_pack_data(shares.data[client])), experiment.to_dict()
+    contents = {
         "client": client,
         "tables": tables,
         "classes": list(shares.classes),
         "columns": list(shares.columns),
         "clients": len(shares.data),
         "data": digest_of(data),
-        "site": _stored_site(site or SiteSettings(), experiment),
+        "site": _encode_site(site or SiteSettings(), experiment),
         "parts": [],
     }
     if experiment.run.privacy.kind != "none":
-        made["parts"] = sketch_examples(shares.data[client].train) if parts is None else list(parts)
+        contents["parts"] = sketch_examples(shares.data[client].train) if parts is None else list(parts)
     make_private_folder(folder)
     path = folder / CLIENT_FILE
     if path.exists():
         stored = _read_client_file(path)
-        if stored["client"] != client or sections(stored["tables"]) != sections(tables):
+        if stored["client"] != client or digest_sections(stored["tables"]) != digest_sections(tables):
             raise ConfigError(
                 f"{folder} is the folder of client {stored['client']} of another experiment or of one that "
                 "was changed, such as in run.rounds. Choose another folder, or remove it with the client's "
                 "states. What was spent of its privacy is counted by its data, whatever the folder."
             )
     write_atomically(folder / "data.tree", data)
-    write_json(path, seal(made))
+    write_json(path, seal(contents))
 
 
-def own_share(
+def read_own_share(
     experiment: ExperimentConfig, client: int, clients: int, data: Path, test: Path | None = None
 ) -> Shares:
-    """The shares of an experiment whose client has all examples of a file or folder of its own.
+    """Read the shares of an experiment in which one client has all examples of a file or folder.
 
     The experiment's section ``split`` divides them into training, validation and test examples; ``test`` is
     the path of the test examples, if the experiment's source takes one.
@@ -156,14 +156,14 @@ def own_share(
             f"--test {test}: split.kind {kind!r} does not use test data of its own, so they would be ignored. "
             "Leave --test out, or set split.kind to 'whole_test' in the experiment of the server and all clients."
         )
-    own = {**tables["data"], "path": str(data.resolve())}
-    own.pop("test", None)
+    data_table = {**tables["data"], "path": str(data.resolve())}
+    data_table.pop("test", None)
     if test is not None:
-        own["test"] = str(test.resolve())
-    alone = {**tables, "data": own, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
-    _check_own_scale(experiment, {**alone, "data": {**own, "normalize": "none"}})
+        data_table["test"] = str(test.resolve())
+    own_tables = {**tables, "data": data_table, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
+    _check_own_scale(experiment, {**own_tables, "data": {**data_table, "normalize": "none"}})
     try:
-        shares = ExperimentConfig.parse(alone).shares()
+        shares = ExperimentConfig.parse(own_tables).shares()
     except DataError as error:
         if kind != "own_test":
             raise
@@ -171,20 +171,26 @@ def own_share(
             f"{error} With --data and --test, set split.kind to 'whole_test' in the experiment of the server and all "
             "clients: each client is then tested on its own test data."
         ) from error
-    return place_share(shares, client, clients)
+    return place_share_of_client(shares, client, clients)
 
 
 def _check_own_scale(experiment: ExperimentConfig, unscaled: dict[str, Any]) -> None:
     """Refuse a ``data.normalize`` that every client would fit to its own file; ``unscaled`` is without it."""
-    how, source = experiment.data.preparation.normalize, experiment.data.source
+    normalization, source = experiment.data.preparation.normalize, experiment.data.source
     if isinstance(source, Csv) and source.missing == "mean":
         logger.warning(
             "data.missing = 'mean': empty cells get the mean of this client's own file, not that of all clients"
         )
-    if experiment.language is not None or how not in ("scale", "standard"):
+    if experiment.language is not None or normalization not in ("scale", "standard"):
         return
     x = ExperimentConfig.parse(unscaled).data.load(experiment.run.seed).train.inputs
-    if how == "scale" and isinstance(x, torch.Tensor) and x.ndim > 2 and x.amin() >= 0 and x.amax() <= 1:
+    if (
+        normalization == "scale"
+        and isinstance(x, torch.Tensor)
+        and x.ndim > 2
+        and x.amin() >= 0
+        and x.amax() <= 1
+    ):
         # bytes of images were divided by 255, so that nearly the same map fits all clients
         if x.amin() > 0 or x.amax() < 1:
             logger.warning(
@@ -195,18 +201,18 @@ def _check_own_scale(experiment: ExperimentConfig, unscaled: dict[str, Any]) -> 
             )
         return
     raise ConfigError(
-        f"data.normalize is {how!r} (the default is 'scale'), which join --data would fit to this client's own "
+        f"data.normalize is {normalization!r} (the default is 'scale'), which join --data would fit to this client's own "
         "file: the same value would mean another input at each client. In the experiment of the server and all "
         "clients, set data.normalize to 'standard_per_client', if each client may have its own mean and standard "
         "deviation; or agree on constants, convert all files by them, and set it to 'none'."
     )
 
 
-def place_share(shares: Shares, client: int, clients: int) -> Shares:
+def place_share_of_client(shares: Shares, client: int, clients: int) -> Shares:
     """Shares in which one client has the first share's examples and all others have none."""
-    mine = shares.data[0]
-    absent = ClientData(_empty(mine.train), _empty(mine.val), _empty(mine.test))
-    data = tuple(mine if i == client else absent for i in range(clients))
+    own_data = shares.data[0]
+    absent = ClientData(_empty_like(own_data.train), _empty_like(own_data.val), _empty_like(own_data.test))
+    data = tuple(own_data if i == client else absent for i in range(clients))
     return dataclasses.replace(shares, data=data, notes=())
 
 
@@ -227,19 +233,19 @@ class ClientRuntime:
         stored = _read_client_file(folder / CLIENT_FILE)
         self.client: int = stored["client"]
         self.clients: int = stored["clients"]
-        self.made, self.engine = _shared(json.dumps(stored["tables"], sort_keys=True))
+        self.experiment, self.engine = _load_shared(json.dumps(stored["tables"], sort_keys=True))
         self.classes = tuple(stored["classes"])
         # a folder of an earlier release has none
         self.columns = tuple(stored.get("columns", ()))
-        self.is_private = self.made.run.privacy.kind != "none"
-        self.is_secure = self.made.run.secure.on
-        self.tells_nothing = self.is_private or self.is_secure
+        self.is_private = self.experiment.run.privacy.kind != "none"
+        self.is_secure = self.experiment.run.secure.on
+        self.is_confidential = self.is_private or self.is_secure
         """Whether sizes, losses and evaluations stay with the client."""
         self.signer: MemberSigner | None = None
         """Signs the client's part of secure sums; the node sets it."""
         # a folder of an earlier release has no such entry
         self.site = SiteSettings(**stored.get("site", {}))
-        self.audit = SiteAudit(folder / AUDIT)
+        self.audit = SiteAudit(folder / AUDIT_FILE)
         # a folder of an earlier release has none
         self._parts: list[str] | None = stored.get("parts")
         try:
@@ -249,33 +255,33 @@ class ClientRuntime:
                     f"{folder / 'data.tree'} is damaged: its digest is not the one in client.json. Run "
                     "`fedlowrank join` again with the same --data and --folder to write it again."
                 )
-            self.data = _unpacked(tree.decode(data))
+            self.data = _unpack_data(tree.decode(data))
         except OSError as error:
             raise CheckpointError(f"{folder / 'data.tree'} is missing or damaged: {error}") from error
 
     @cached_property
     def language(self) -> Any:
         """The base model, or None."""
-        return self.made.load_language(self.classes)
+        return self.experiment.load_language(self.classes)
 
     @cached_property
     def _draws(self) -> Participants:
         """How the server draws clients."""
-        return Participants(self.clients, self.made.run, self.federation.key)
+        return Participants(self.clients, self.experiment.run, self.federation.key)
 
     @cached_property
     def budget(self) -> Budget | None:
         """The client's own account of its privacy, in a file of its folder; None where nothing is private."""
         if not self.is_private:
             return None
-        run, draws = self.made.run, self._draws
+        run, draws = self.experiment.run, self._draws
         budget = Budget(run.privacy, draws.sampling, run.rounds, run.participation, seeded=False)
         budget.open(self.folder / LEDGER)
         return budget
 
     def _site_ledger(self, run: str) -> SiteLedger | None:
         """The site's ledger of privacy in a run; None where nothing is private, or the run is a simulation."""
-        privacy = self.made.run.privacy
+        privacy = self.experiment.run.privacy
         parts = sketch_examples(self.data.train) if self._parts is None else self._parts
         if privacy.kind == "none" or not parts:
             return None
@@ -284,7 +290,7 @@ class ClientRuntime:
             tuple(parts),
             float(privacy.delta or 0),
             privacy.accountant,
-            self.made.default_method,
+            self.experiment.default_method,
             str(self.folder.absolute()),
         )
         # several clients of one machine may take part in a run
@@ -305,15 +311,15 @@ class ClientRuntime:
         """
         if (budget := self.budget) is None:
             return ""
-        site, clip = self._site_ledger(order.run), float(self.made.run.clipping.norm or 0.0)
+        site, clip = self._site_ledger(order.run), float(self.experiment.run.clipping.norm or 0.0)
         if not budget.is_local:
-            why = "" if site is None else self._follow(site, budget, order, clip)
+            reason = "" if site is None else self._charge_server_noise(site, budget, order, clip)
         else:
-            why = self._charge_own_noise(site, budget, order, clip, newest) if order.train else ""
-        if not why:
+            reason = self._charge_own_noise(site, budget, order, clip, newest) if order.train else ""
+        if not reason:
             return ""
-        # what other runs have spent is not the server's to know
-        logger.info("round %d is refused: %s", order.round + 1, why)
+        # the server must not learn what other runs have spent
+        logger.info("round %d is refused: %s", order.round + 1, reason)
         return f"its privacy budget, privacy.epsilon = {budget.privacy.epsilon}, is spent"
 
     def _charge_own_noise(
@@ -330,7 +336,7 @@ class ClientRuntime:
             budget.charge(order.round, clip, [self.client])
         return ""
 
-    def _follow(self, site: SiteLedger, budget: Budget, order: Order, clip: float) -> str:
+    def _charge_server_noise(self, site: SiteLedger, budget: Budget, order: Order, clip: float) -> str:
         """Charge the rounds of a server that adds the noise; returns why they exceed the budget, or ""."""
         if not (order.train or (order.last and order.round)):
             return ""
@@ -346,9 +352,12 @@ class ClientRuntime:
     @cached_property
     def method(self) -> AnyMethod:
         """The experiment's method; its updates are protected as the experiment says."""
-        run, draws = self.made.run, self._draws
-        method, task = self.made.build_method(self.made.default_method), self.federation.task(run.rounds)
-        check_parts(method, self.federation, self.made.run_here.micro_batch)
+        run, draws = self.experiment.run, self._draws
+        method, task = (
+            self.experiment.build_method(self.experiment.default_method),
+            self.federation.task(run.rounds),
+        )
+        check_parts(method, self.federation, self.experiment.run_here.micro_batch)
         method = average_statistics(method, task, run)
         return protect(method, task, run.trust, self.budget, expected=draws.expected, deployed=True)
 
@@ -360,36 +369,38 @@ class ClientRuntime:
         """
         if self.site.max_download:
             return self.site.max_download
-        task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
+        task, info = self.federation.task(self.experiment.run.rounds), self.federation.infos[self.client]
         module = task.model(info).module
         model = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
         first = self.method.download(self.method.server_init(task), info)
-        return SMALL_DOWNLOAD + 4 * (model + tree.encoded_size(first))
+        return BASE_DOWNLOAD_BYTES + 4 * (model + tree.encoded_size(first))
 
-    def registration(self) -> tuple[Registration, bytes]:
+    def make_registration(self) -> tuple[Registration, bytes]:
         """Header and payload of its registration.
 
         Under privacy and secure sums it holds no size of the data, and a digest of the names of the inputs.
         """
         sizes = 1, 0, 0
-        if not self.tells_nothing:
+        if not self.is_confidential:
             sizes = len(self.data.train), len(self.data.val), len(self.data.test)
         header = Registration(
             self.client,
             sizes[0],
             sizes[1:],
-            sections(self.made.to_dict()),
+            digest_sections(self.experiment.to_dict()),
             {} if self.language is None else self.language.files,
             versions(),
         )
         form: dict[str, Any] = {
-            "x": _empty(self.data.train).inputs,
-            "y": _empty(self.data.train).y,
+            "x": _empty_like(self.data.train).inputs,
+            "y": _empty_like(self.data.train).y,
             "classes": list(self.classes),
         }
         if self.columns:
             # names of inputs may be values of a column of text
-            columns = [digest_columns(self.columns)] if self.tells_nothing else short_columns(self.columns)
+            columns = (
+                [digest_columns(self.columns)] if self.is_confidential else shorten_columns(self.columns)
+            )
             form["columns"] = [*columns]
         return header, tree.encode(form)
 
@@ -409,7 +420,7 @@ class ClientRuntime:
             RefusedOrderError: if the message is not the server's, or of another run.
             FedlowrankError: if it cannot be read, or the folder is damaged.
         """
-        made: Registration | Answer
+        header_sent: Registration | Answer
         try:
             if self.site.order_key:
                 check_signature(self.site.order_key, kind, self.client, header, payload, signature)
@@ -419,17 +430,17 @@ class ClientRuntime:
                 if request.run:
                     Allowance(self.folder, self.site.runs).check_run(request.run)
                 if request.rejection:
-                    why = one_line(request.rejection, 1000)
-                    write_atomically(self.folder / REJECTION, why.encode())
-                    raise RefusedOrderError(f"the server does not let this client take part: {why}")
-                made, upload = self.registration()
+                    reason = to_one_line(request.rejection, 1000)
+                    write_atomically(self.folder / REJECTION_FILE, reason.encode())
+                    raise RefusedOrderError(f"the server does not let this client take part: {reason}")
+                header_sent, upload = self.make_registration()
             else:
-                made, upload = self.answer(Order.from_json(header), payload)
+                header_sent, upload = self.answer(Order.from_json(header), payload)
         except RefusedOrderError as error:
-            self.audit.refused(kind, str(error))
+            self.audit.log_refusal(kind, str(error))
             raise
-        text = made.to_json()
-        self.audit.left(kind, text, upload)
+        text = header_sent.to_json()
+        self.audit.log_reply(kind, text, upload)
         return text, upload
 
     def answer(self, order: Order, payload: bytes) -> tuple[Answer, bytes]:
@@ -445,7 +456,7 @@ class ClientRuntime:
             with lock:
                 return self._answer(order, payload, reply)
         except RefusedOrderError as error:
-            self.audit.refused("order", str(error))
+            self.audit.log_refusal("order", str(error))
             return dataclasses.replace(reply, problem=str(error), kind="other"), b""
         except ForgottenError as error:
             expected = (
@@ -453,18 +464,18 @@ class ClientRuntime:
             )
             return dataclasses.replace(reply, problem=f"{expected}: {self.explain(error)}", kind="state"), b""
         except CheckpointError as error:
-            why = f"its folder cannot be read or written: {self.explain(error)}"
-            return dataclasses.replace(reply, problem=why, kind="disk"), b""
+            reason = f"its folder cannot be read or written: {self.explain(error)}"
+            return dataclasses.replace(reply, problem=reason, kind="disk"), b""
 
     def explain(self, error: BaseException) -> str:
         """What the server learns of an error: its text stays in the audit log unless the site sends error texts."""
-        return explain(error, self.audit, self.site)
+        return explain_error(error, self.audit, self.site)
 
     def _answer(self, order: Order, payload: bytes, reply: Answer) -> tuple[Answer, bytes]:
         digest = hashlib.blake2b(order.to_json().encode() + payload, digest_size=16).hexdigest()
-        run, rounds = _run_name(order.run), self.made.run.rounds
+        run, rounds = _check_run_name(order.run), self.experiment.run.rounds
         allowance = Allowance(self.folder, self.site.runs)
-        # before anything of the run is made
+        # before any file of the run is written
         allowance.check_run(run)
         if not 0 <= order.round <= (rounds - 1 if order.train else rounds):
             raise RefusedOrderError(
@@ -478,22 +489,22 @@ class ClientRuntime:
                 if self.is_secure
                 else "an order to mask an update came, and the experiment has no secure sums"
             )
-        memory = ClientMemory(self.folder / run, self.made.run.keep_checkpoints)
-        before = memory.answer_to(digest)
+        memory = ClientMemory(self.folder / run, self.experiment.run.keep_checkpoints)
+        before = memory.find_answer(digest)
         if before is not None:
             return Answer.from_json(before[0]), before[1]
         if order.step:
             self._participation.require(order)
         newest, branch = max(memory.stamps, default=0), memory.branch
         # a state that is missing is reported below
-        old = order.round + 1 < newest and order.stamp in (0, *memory.stamps)
-        if order.branch < branch or (order.branch == branch and old):
+        is_old = order.round + 1 < newest and order.stamp in (0, *memory.stamps)
+        if order.branch < branch or (order.branch == branch and is_old):
             raise RefusedOrderError(
                 f"an order of round {order.round + 1} came when one of round {newest} had been answered"
             )
         asked = allowance.of(run)
-        works = order.train or order.last
-        if works and self.site.runs and asked.trainings >= most_trainings(rounds):
+        adds_training = order.train or order.last
+        if adds_training and self.site.runs and asked.trainings >= max_trainings(rounds):
             raise RefusedOrderError(
                 f"this client has trained {asked.trainings} times for a run of {rounds} rounds; it trains no more"
             )
@@ -503,27 +514,32 @@ class ClientRuntime:
                 "--max-download)"
             )
         # booleans and small values take more memory than bytes of a message
-        down = tree.move(tree.decode(payload, memory=2 * self.max_download), self.made.run_here.device)
-        state, method = tree.move(memory.at(order.stamp), self.made.run_here.device), self.method
+        down = tree.move(tree.decode(payload, memory=2 * self.max_download), self.experiment.run_here.device)
+        state, method = (
+            tree.move(memory.read_state(order.stamp), self.experiment.run_here.device),
+            self.method,
+        )
         federation = self.federation
         task, info = federation.task(rounds), federation.infos[self.client]
         if state is None:
             state = self.engine.boundary(method.client_init(task, info))
         # on the disk before anything is computed: whether it fails tells of the examples, too
-        asked = dataclasses.replace(asked, trainings=asked.trainings + works)
-        if evaluates := self._may_evaluate(order, asked, digest):
+        asked = dataclasses.replace(asked, trainings=asked.trainings + adds_training)
+        if may_evaluate := self._may_evaluate(order, asked, digest):
             asked = dataclasses.replace(asked, round=order.round, order=digest)
         allowance.count(run, asked)
-        if evaluates or order.last:
+        if may_evaluate or order.last:
             before_last = max(order.round - 1, 0)
             try:
-                here = local_model(method, federation, task, self.engine, state, info, before_last, down=down)
-                if evaluates:
-                    reply = dataclasses.replace(reply, evaluation=self._evaluation(here))
+                here = make_local_model(
+                    method, federation, task, self.engine, state, info, before_last, down=down
+                )
+                if may_evaluate:
+                    reply = dataclasses.replace(reply, evaluation=self._evaluate(here))
                 if order.last:
                     self._write_model(memory.folder / "model", here, order.round)
             except Exception as error:
-                # that of the disk says nothing of the examples
+                # an error of the disk says nothing of the examples
                 if not self.is_private or isinstance(error, CheckpointError):
                     raise
                 logger.warning(
@@ -533,7 +549,7 @@ class ClientRuntime:
                     memory.folder / "model",
                     type(error).__name__,
                     error,
-                    self.made.run.privacy.kind,
+                    self.experiment.run.privacy.kind,
                 )
         if not order.train:
             if order.last:
@@ -547,16 +563,16 @@ class ClientRuntime:
         if outcome.error is not None:
             why = f"its training failed: {self.explain(outcome.error)}"
             return dataclasses.replace(reply, problem=why, kind="training"), b""
-        if not self.tells_nothing:
-            # all of it tells of the client's data
+        if not self.is_confidential:
+            # steps, operations and losses depend on the client's data
             meter = outcome.meter
             losses = dict(meter.losses) if self.site.evaluation != "none" else {}
             if self.site.evaluation == "rounded":
                 losses = coarsen_losses(losses, len(self.data.train))
             reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=losses)
-        # a method whose clients send nothing replies all the same
+        # a client replies even if its method sends nothing
         upload = (
-            self._mask(order, outcome.upload, down, payload_digest(payload))
+            self._mask_upload(order, outcome.upload, down, payload_digest(payload))
             if self.is_secure
             else tree.encode(outcome.upload)
         )
@@ -583,47 +599,51 @@ class ClientRuntime:
         if self.budget is None or self.budget.is_local:
             return None
         logger.info(describe_collusion(self.budget, self.clients))
-        norm = float(self.made.run.clipping.norm or 0.0)
+        norm = float(self.experiment.run.clipping.norm or 0.0)
         return DistributedNoise(norm, self.budget.noise, self.clients, self._grid)
 
     @cached_property
     def _grid(self) -> FixedPoint:
-        return grid_of(self.made.run.secure, self.clients)
+        return make_grid(self.experiment.run.secure, self.clients)
 
-    def _mask(self, order: Order, upload: Any, down: Any, digest: str) -> bytes:
+    def _mask_upload(self, order: Order, upload: Any, down: Any, digest: str) -> bytes:
         """The masked contribution of an upload that was made from a download with that digest."""
-        task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
+        task, info = self.federation.task(self.experiment.run.rounds), self.federation.infos[self.client]
         # on the CPU, as the server's arithmetic
         server, upload, down = (tree.move(v, "cpu") for v in (self.method.server_init(task), upload, down))
-        contribution = contribution_of(self.method, upload, down, info, server)
+        contribution = compute_contribution(self.method, upload, down, info, server)
         return self._participation.mask(
-            order, lambda: vector_of(contribution, self._grid, self._own_noise), digest
+            order, lambda: encode_contribution(contribution, self._grid, self._own_noise), digest
         )
 
-    def _may_evaluate(self, order: Order, asked: Asked, digest: str) -> bool:
+    def _may_evaluate(self, order: Order, asked: RunRequests, digest: str) -> bool:
         """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""
-        if not order.evaluate or self.tells_nothing or self.site.evaluation == "none":
+        if not order.evaluate or self.is_confidential or self.site.evaluation == "none":
             return False
         if not self.site.runs or order.round > asked.round or digest == asked.order:
             return True
-        why = f"models of round {order.round} were to be evaluated when those of {asked.round} had been"
-        self.audit.refused("evaluation", why)
+        reason = f"models of round {order.round} were to be evaluated when those of {asked.round} had been"
+        self.audit.log_refusal("evaluation", reason)
         return False
 
-    def _evaluation(self, here: LocalModel) -> Block:
-        """What the client's models are worth, as it may leave the site."""
-        run, task = self.made.run, self.federation.task(self.made.run.rounds)
+    def _evaluate(self, here: LocalModel) -> ClientTable:
+        """Evaluate the client's models and round the results as the site's settings say."""
+        run, task = self.experiment.run, self.federation.task(self.experiment.run.rounds)
         metrics = choose_metrics(run.metrics, self.data.train, task.classes, task.loss)
         # on the device of the models
         info, data = self.federation.infos[self.client], self.federation.clients[self.client]
-        found = evaluate_client(here, info, data, metrics, task.loss)
-        return coarsen(found, self.data) if self.site.evaluation == "rounded" else found
+        evaluation = evaluate_client(here, info, data, metrics, task.loss)
+        return coarsen(evaluation, self.data) if self.site.evaluation == "rounded" else evaluation
 
     @cached_property
     def federation(self) -> Federation:
         """The federation as a client sees it: its own examples, and only the number of other clients."""
-        shares = place_share(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
-        return place_data(assemble(self.made, shares, here=frozenset({self.client})), self.made.run_here)
+        shares = place_share_of_client(
+            Shares((self.data,), self.classes, (), self.language), self.client, self.clients
+        )
+        return place_data(
+            assemble(self.experiment, shares, here=frozenset({self.client})), self.experiment.run_here
+        )
 
     def _write_model(self, folder: Path, here: LocalModel, round: int) -> None:
         params = {n: t.detach().cpu().contiguous() for n, t in here.personal().items()}
@@ -641,22 +661,22 @@ class ClientRuntime:
             self.language.write_one(folder / "adapter", here.personal(), round, self.client)
 
 
-def _stored_site(site: SiteSettings, experiment: ExperimentConfig) -> dict[str, Any]:
-    """A site's settings as they are stored; under differential privacy no text of an error may leave."""
+def _encode_site(site: SiteSettings, experiment: ExperimentConfig) -> dict[str, Any]:
+    """Encode a site's settings for its folder; under differential privacy no error text may leave the site."""
     is_private = experiment.run.privacy.kind != "none"
     return dataclasses.asdict(dataclasses.replace(site, send_errors=site.send_errors and not is_private))
 
 
-def explain_at(folder: Path, error: BaseException) -> str:
+def explain_error_at(folder: Path, error: BaseException) -> str:
     """What the server learns of an error of a client whose folder may be damaged; see :meth:`ClientRuntime.explain`."""
     try:
         site = SiteSettings(**_read_client_file(folder / CLIENT_FILE).get("site", {}))
     except (CheckpointError, TypeError):
         site = SiteSettings()
-    return explain(error, SiteAudit(folder / AUDIT), site)
+    return explain_error(error, SiteAudit(folder / AUDIT_FILE), site)
 
 
-def _run_name(run: str) -> str:
+def _check_run_name(run: str) -> str:
     """The name of a run's folder; refuses a path, because the server chooses the name."""
     if not (run.isalnum() and run.isascii() and len(run) <= 64):
         raise ConfigError(f"the server calls its run {run[:80]!r}, which is not a valid name")
@@ -664,11 +684,11 @@ def _run_name(run: str) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
+def _load_shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
     """The experiment and the engine, which the clients of one process share."""
-    made, engine = ExperimentConfig.parse(json.loads(tables)), Sequential()
-    engine.micro_batch = made.run_here.micro_batch
-    return made, engine
+    experiment, engine = ExperimentConfig.parse(json.loads(tables)), Sequential()
+    engine.micro_batch = experiment.run_here.micro_batch
+    return experiment, engine
 
 
 def _read_client_file(path: Path) -> dict[str, Any]:
@@ -682,7 +702,7 @@ def _read_client_file(path: Path) -> dict[str, Any]:
     return stored
 
 
-def _packed(data: ClientData) -> dict[str, Any]:
+def _pack_data(data: ClientData) -> dict[str, Any]:
     parts = {
         s: {"x": e.inputs, "y": e.y}
         for s, e in (("train", data.train), ("val", data.val), ("test", data.test))
@@ -690,11 +710,11 @@ def _packed(data: ClientData) -> dict[str, Any]:
     return {**parts, "notes": list(data.notes), "quarter_turns": data.quarter_turns}
 
 
-def _unpacked(stored: dict[str, Any]) -> ClientData:
+def _unpack_data(stored: dict[str, Any]) -> ClientData:
     train, val, test = (Examples(stored[s]["x"], stored[s]["y"]) for s in ("train", "val", "test"))
     return ClientData(train, val, test, tuple(stored["notes"]), stored["quarter_turns"])
 
 
-def _empty(examples: Examples) -> Examples:
-    """Zero examples of the same form."""
+def _empty_like(examples: Examples) -> Examples:
+    """Return zero examples with the types and shapes of these."""
     return examples.take(torch.arange(0))

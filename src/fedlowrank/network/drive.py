@@ -22,14 +22,20 @@ from ..rounds.logs.loggers import check_loggers
 from ..rounds.outcome.result import Result
 from ..rounds.plan import Plan, rounds_of
 from ..rounds.restore import restore_run
-from ..rounds.round_loop import rounds
+from ..rounds.round_loop import run_rounds
 from ..rounds.simulate import run_description, threads
 from ..storage.checkpoint import rounds_kept
 from ..storage.digest import digest_of
 from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from .network_run import NetworkRun
-from .operation.validation_decline import PausedError, describe_fall, find_fall, suspects, worst_shapes
+from .operation.validation_decline import (
+    PausedError,
+    describe_fall,
+    find_fall,
+    find_suspects,
+    find_worst_shapes,
+)
 from .persistence.account import Account
 from .persistence.audit import Audit
 from .persistence.registry import ClientRegistry
@@ -41,22 +47,22 @@ from .transport import Transport
 logger = logging.getLogger(__name__)
 
 
-def clients_of(made: ExperimentConfig) -> int:
+def count_clients(experiment: ExperimentConfig) -> int:
     """The number of clients of an experiment; raises ConfigError if it is not set."""
-    count = made.network.clients or getattr(made.partition, "clients", None)
+    count = experiment.network.clients or getattr(experiment.partition, "clients", None)
     if count is None:
         raise ConfigError("how many clients there are depends on the data; set network.clients")
     return int(count)
 
 
-def check_count(made: ExperimentConfig, clients: int, shares: int) -> None:
+def check_client_count(experiment: ExperimentConfig, clients: int, shares: int) -> None:
     """Refuse fewer clients than the experiment's own data are divided among; the others' data would have no client.
 
     Raises:
         ConfigError: if there are fewer.
     """
     if clients < shares:
-        field = "network.clients" if made.network.clients else "partition.clients"
+        field = "network.clients" if experiment.network.clients else "partition.clients"
         raise ConfigError(
             f"{field} is {clients}, but the experiment's data have {shares} clients, so that the data of "
             f"{shares - clients} would be left out. Set it to {shares} on the server and on all clients."
@@ -65,7 +71,7 @@ def check_count(made: ExperimentConfig, clients: int, shares: int) -> None:
 
 def drive(
     transport: Transport,
-    made: ExperimentConfig,
+    experiment: ExperimentConfig,
     out: Path,
     *,
     resume: bool = False,
@@ -83,7 +89,7 @@ def drive(
 
     Args:
         transport: carries the messages.
-        made: the experiment.
+        experiment: the experiment.
         out: run folder.
         resume: go on from the folder's last checkpoint.
         keys: the client of each node's key; None if keys are not checked.
@@ -95,18 +101,22 @@ def drive(
         member_keys: public keys of all clients, for secure sums; None without a roster.
         federation: names those who take part, whose privacy is spent under central noise; "" takes what the
             experiment says of the data.
-        at_site: whether the site's ledger has an account of central noise; not of a simulation's.
+        at_site: whether the site's ledger counts the run's central noise; False in a simulation.
 
     Raises:
         NetworkError: if too few clients register or reply.
         PausedError: if the clients' validation fell by more than ``network.max_fall``.
         FedlowrankError: if the experiment, the folder and the clients do not fit each other.
     """
-    name, settings = made.default_method, made.network
-    method, count, limits = made.build_method(name), clients_of(made), made.network.limits
+    name, settings = experiment.default_method, experiment.network
+    method, count, limits = (
+        experiment.build_method(name),
+        count_clients(experiment),
+        experiment.network.limits,
+    )
     # run.json keeps the experiment's engine, with which `fedlowrank resume` compares
-    protocol = dataclasses.replace(made.run_here, checkpoint_every=1, representations=0, adapters=())
-    if made.run.adapters:
+    protocol = dataclasses.replace(experiment.run_here, checkpoint_every=1, representations=0, adapters=())
+    if experiment.run.adapters:
         raise ConfigError(
             "run.adapters writes models of simulated clients; over a network the server and each client write their "
             "own at the end of the run. Leave run.adapters out"
@@ -120,13 +130,13 @@ def drive(
         )
     account = Account.read(out) if resume else Account()
     plan = Plan.read(out) if resume else None
-    before = rounds_of(out) if resume else None
-    if before not in (None, protocol.rounds):
+    earlier_rounds = rounds_of(out) if resume else None
+    if earlier_rounds not in (None, protocol.rounds):
         raise CheckpointError(
-            f"{out}: run.rounds was {before} and is {protocol.rounds}, but over a network server and clients "
+            f"{out}: run.rounds was {earlier_rounds} and is {protocol.rounds}, but over a network server and clients "
             "agree on the rounds before the first. Set it back, or start a new run in other folders."
         )
-    registry = ClientRegistry(made, count, limits.max_examples, keys, limits.examples_ratio, promised)
+    registry = ClientRegistry(experiment, count, limits.max_examples, keys, limits.examples_ratio, promised)
     registry.restore(account.clients)
     account.paused = ""
     engine = NetworkEngine(
@@ -139,13 +149,15 @@ def drive(
         member_keys=member_keys,
     )
     _wait_for_start(engine, settings.enough(count - len(account.excluded)))
-    with threads(made.run.threads), contextlib.ExitStack() as stack:
-        run = NetworkRun(method, registry.federation(), protocol, engine, plan)
+    with threads(experiment.run.threads), contextlib.ExitStack() as stack:
+        run = NetworkRun(method, registry.build_federation(), protocol, engine, plan)
         if run.budget is not None and not run.budget.is_local and at_site:
-            earlier = run.budget.count_site(_site_ledger(made, account.run, count, out, federation))
+            earlier = run.budget.count_site(
+                _make_site_ledger(experiment, account.run, count, out, federation)
+            )
             if earlier:
                 logger.info(earlier)
-        description = run_description(run, made.describe_run(name) if config is None else config)
+        description = run_description(run, experiment.describe_run(name) if config is None else config)
         folder = stack.enter_context(RunFolder(out, description, run.clients()))
         records: list[RoundRecord] = []
         if resume:
@@ -154,7 +166,7 @@ def drive(
             folder.create(force=False)
 
         def write_account() -> None:
-            account.clients = registry.rows()
+            account.clients = registry.count_examples()
             # not in run.json, for other network settings do not make another run
             account.settings = dataclasses.asdict(settings)
             account.write(out)
@@ -168,36 +180,38 @@ def drive(
                 logger.info(
                     "round %d of %d: %d replies, %.1f s", record.round, protocol.rounds, replies, seconds
                 )
-            if said := _find_fall(engine, records, out):
+            if fall_report := _find_fall(engine, records, out):
                 # a person who resumes the run as it is accepts the fall
-                account.paused, account.watched_from = said.removeprefix("paused: "), record.round - 1
+                account.paused, account.watched_from = fall_report.removeprefix("paused: "), record.round - 1
                 write_account()
-                engine.audit.paused(record.round, said)
-                raise PausedError(said)
+                engine.audit.log_pause(record.round, fall_report)
+                raise PausedError(fall_report)
 
         write_account()
-        result = Result(run, rounds(run, folder, records, progress, callbacks, after_round))
-        if said := _find_fall(engine, records, out):
-            logger.warning("the run is over, and %s", said.removeprefix("paused: "))
+        result = Result(run, run_rounds(run, folder, records, progress, callbacks, after_round))
+        if fall_report := _find_fall(engine, records, out):
+            logger.warning("the run is over, and %s", fall_report.removeprefix("paused: "))
         _write_model(run, out)
     return result
 
 
-def _site_ledger(made: ExperimentConfig, run: str, clients: int, out: Path, federation: str) -> SiteLedger:
-    """The ledger of a server, in which all its runs count that some of the same clients take part in."""
+def _make_site_ledger(
+    experiment: ExperimentConfig, run: str, clients: int, out: Path, federation: str
+) -> SiteLedger:
+    """Make the ledger in which all runs of this server with the same clients are counted."""
     if not federation:
-        tables = made.to_dict()
+        tables = experiment.to_dict()
         federation = json.dumps([tables.get(name) for name in ("data", "partition", "split", "concept")])
     digests = tuple(digest_of(federation.encode(), str(i).encode()) for i in range(clients))
-    privacy, folder = made.run.privacy, str(out.absolute())
-    described = SiteRun(
-        "server", digests, float(privacy.delta or 0), privacy.accountant, made.default_method, folder
+    privacy, folder = experiment.run.privacy, str(out.absolute())
+    site_run = SiteRun(
+        "server", digests, float(privacy.delta or 0), privacy.accountant, experiment.default_method, folder
     )
-    return SiteLedger(f"{run}-server", described)
+    return SiteLedger(f"{run}-server", site_run)
 
 
 def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], out: Path) -> str:
-    """What is said where the clients' validation has fallen too far; empty if it has not."""
+    """Describe a fall of the clients' validation beyond the limit; return "" if there is none."""
     account, settings = engine.account, engine.settings
     if not engine.describes:
         return ""
@@ -205,9 +219,9 @@ def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], out: Path)
     if fall is None:
         return ""
     rounds = range(fall.best + 1, fall.round + 1)
-    named = suspects(account.shapes, rounds, settings.limits.update_ratio)
-    everyone = worst_shapes(account.shapes, rounds)
-    return describe_fall(fall, named, everyone, out, rounds_kept(out / "checkpoint"))
+    suspected = find_suspects(account.shapes, rounds, settings.limits.update_ratio)
+    worst = find_worst_shapes(account.shapes, rounds)
+    return describe_fall(fall, suspected, worst, out, rounds_kept(out / "checkpoint"))
 
 
 def _wait_for_start(engine: NetworkEngine, needed: int) -> None:
@@ -216,12 +230,12 @@ def _wait_for_start(engine: NetworkEngine, needed: int) -> None:
     logger.info("waiting for %d of %d clients", needed, registry.clients)
 
     def ready(present: set[int]) -> list[int]:
-        return [i for i in registry.majority(present) if i not in excluded]
+        return [i for i in registry.find_majority(present) if i not in excluded]
 
     engine.wait_for_clients(engine.settings.wait, lambda: len(ready(nodes())) >= needed)
     clients = ready(present := nodes())
     for client, why in registry.fix_form(present).items():
-        engine.audit.rejected(client, why)
+        engine.audit.log_rejection(client, why)
         logger.info("client %d was rejected: %s", client, why)
     engine.send_notices()
     if len(clients) < needed:

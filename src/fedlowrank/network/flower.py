@@ -1,6 +1,6 @@
 """Any method over Flower: the server's half as a ServerApp, a client's half as a ClientApp.
 
-Only this module, :mod:`.intake`, :mod:`.replies`, :mod:`.access` and the scripts :mod:`.deploy.node` and
+Only this module, :mod:`.message_bounds`, :mod:`.replies`, :mod:`.access` and the scripts :mod:`.deploy.node` and
 :mod:`.deploy.guard` import flwr.
 
 ``server`` and ``client`` are the components of a Flower app. Their inputs:
@@ -44,14 +44,14 @@ from ..core.io.atomic_files import as_checkpoint_error
 from ..core.io.private_files import private_umask
 from ..rounds.simulate import threads
 from ..storage.run_folder import RunFolder
-from .client import CLIENT_FILE, ClientRuntime, explain_at, prepare
-from .drive import check_count, clients_of, drive
-from .enrollment.roster import ROSTER, KeyRoster
-from .intake import Intake
-from .messages import RefusedOrderError, one_line, sections
+from .client import CLIENT_FILE, ClientRuntime, explain_error_at, prepare
+from .drive import check_client_count, count_clients, drive
+from .enrollment.roster import ROSTER_FILE, KeyRoster
+from .message_bounds import BoundedClient
+from .messages import RefusedOrderError, digest_sections, to_one_line
 from .replies import Replies
 from .secure.signing import MemberKeys, MemberSigner
-from .site.audit_log import AUDIT, SiteAudit
+from .site.audit_log import AUDIT_FILE, SiteAudit
 from .site.signatures import OrderSigner
 from .site.site_settings import SiteSettings
 from .transport import NodeMessage, Response
@@ -63,10 +63,10 @@ ORDER_KEY = "FEDLOWRANK_ORDER_KEY"
 FEDERATION = "FEDLOWRANK_FEDERATION"
 """Names of environment variables."""
 
-DISCONNECTED = frozenset({3, 5})
+DISCONNECTION_CODES = frozenset({3, 5})
 """Flower's error codes after which the node must register again: message unavailable, node unavailable."""
 
-MEANINGS = {
+ERROR_MEANINGS = {
     1: "its client could not load the app",
     2: "its client met an error",
     3: "the message expired, or its node left, before it was fetched",
@@ -77,10 +77,10 @@ MEANINGS = {
 }
 """Flower's error codes; Flower's own reason may be blank."""
 
-ORDER = "train.order"
+ORDER_TYPE = "train.order"
 """Flower's type of messages that have a payload."""
 
-_TYPES = {"registration": "query.registration", "order": ORDER}
+_MESSAGE_TYPES = {"registration": "query.registration", "order": ORDER_TYPE}
 
 
 def to_records(header: str, payload: bytes, signature: str = "") -> RecordDict:
@@ -104,14 +104,14 @@ def from_records(records: RecordDict) -> tuple[str, bytes]:
     return header, payload
 
 
-def signature_of(records: RecordDict) -> str:
+def read_signature(records: RecordDict) -> str:
     """The signature of a message, or "" if it has none."""
     signature = records.config_records["header"].get("signature", "")
     return signature if isinstance(signature, str) else ""
 
 
-NODES_SECONDS = 1.0
-"""Seconds for which the nodes that can be reached are not asked for again."""
+NODES_MAX_AGE = 1.0
+"""Seconds for which the list of reachable nodes is reused."""
 
 
 class GridTransport:
@@ -122,17 +122,19 @@ class GridTransport:
         self._open: dict[str, NodeMessage] = {}
         self._unsent: list[NodeMessage] = []
         self._nodes, self._nodes_at = set[int](), -math.inf
-        self._intake: Intake | None = None
+        self._bounded_client: BoundedClient | None = None
         self._replies: Replies | None = None
         if isinstance(grid, HttpGrid):
             self._replies = Replies(grid, grid._runtime_client)
             # a reply is fetched piece by piece; one that is too large is not read to its end
-            self._intake = Intake(grid._runtime_client, lambda asked: self._open[asked].max_bytes)
-            grid._client = self._intake  # type: ignore[assignment]  # of another class, on purpose
+            self._bounded_client = BoundedClient(
+                grid._runtime_client, lambda asked: self._open[asked].max_bytes
+            )
+            grid._client = self._bounded_client  # type: ignore[assignment]  # another class, on purpose
 
     def nodes(self) -> set[int]:
         """The nodes that can be reached; the server is asked at most once a second, for a busy one takes as long to answer."""
-        if time.monotonic() - self._nodes_at > NODES_SECONDS:
+        if time.monotonic() - self._nodes_at > NODES_MAX_AGE:
             self._nodes = set(self._grid.get_node_ids())
             self._nodes_at = time.monotonic()
         return set(self._nodes)
@@ -143,7 +145,7 @@ class GridTransport:
             FlowerMessage(
                 to_records(m.header, m.payload, m.signature),
                 m.node,
-                _TYPES[m.kind],
+                _MESSAGE_TYPES[m.kind],
                 ttl=seconds,
                 group_id=group,
             )
@@ -163,8 +165,8 @@ class GridTransport:
             Response(m.node, m.kind, problem="its node went away", disconnected=True) for m in self._unsent
         ]
         self._unsent = []
-        for asked, why in self._replies.refused().items() if self._replies is not None else ():
-            if (message := self._open.pop(asked, None)) is not None:
+        for message_id, why in self._replies.take_refused().items() if self._replies is not None else ():
+            if (message := self._open.pop(message_id, None)) is not None:
                 responses.append(Response(message.node, message.kind, too_large=why))
         if self._open:
             responses += self._responses(self._grid.pull_messages(list(self._open)))
@@ -179,23 +181,27 @@ class GridTransport:
 
     def _responses(self, replies: Iterable[FlowerMessage]) -> Iterator[Response]:
         for reply in replies:
-            asked = reply.metadata.reply_to_message_id
-            message = self._open.pop(asked, None)
+            message_id = reply.metadata.reply_to_message_id
+            message = self._open.pop(message_id, None)
             if message is None:
                 continue
             self._open = {
                 i: m for i, m in self._open.items() if (m.node, m.kind) != (message.node, message.kind)
             }
             make = functools.partial(Response, message.node, message.kind)
-            if self._intake is not None and self._replies is not None and asked in self._intake.refused:
-                name, why = self._intake.take_refused(asked)
+            if (
+                self._bounded_client is not None
+                and self._replies is not None
+                and message_id in self._bounded_client.refused
+            ):
+                name, why = self._bounded_client.take_refused(message_id)
                 self._replies.remove(name)
                 yield make(too_large=why)
             elif reply.has_error():
                 code, reason = reply.error.code, (reply.error.reason or "").strip()
-                meaning = MEANINGS.get(code, "an error that this release does not know")
+                meaning = ERROR_MEANINGS.get(code, "an error that this release does not know")
                 problem = f"{meaning} (Flower's error {code}{f': {reason}' if reason else ''})"
-                yield make(problem=problem[:500], disconnected=code in DISCONNECTED)
+                yield make(problem=problem[:500], disconnected=code in DISCONNECTION_CODES)
             else:
                 try:
                     yield make(*from_records(reply.content))
@@ -203,42 +209,42 @@ class GridTransport:
                     yield make(problem=str(error))
 
 
-def client_app(folder_of: Callable[[Context], Path]) -> ClientApp:
+def make_client_app(folder_of: Callable[[Context], Path]) -> ClientApp:
     """Make the ClientApp of the clients whose folders a function finds."""
     app = ClientApp()
 
     @app.query("registration")
     def register(message: FlowerMessage, context: Context) -> FlowerMessage:
-        return _answered("registration", message, functools.partial(folder_of, context))
+        return _answer("registration", message, functools.partial(folder_of, context))
 
     @app.train("order")
     def order(message: FlowerMessage, context: Context) -> FlowerMessage:
-        return _answered("order", message, functools.partial(folder_of, context))
+        return _answer("order", message, functools.partial(folder_of, context))
 
     return app
 
 
-def _answered(
+def _answer(
     kind: Literal["registration", "order"], message: FlowerMessage, folder_of: Callable[[], Path]
 ) -> FlowerMessage:
-    """The client's reply to a message. Flower would send the text of an exception, which may hold data."""
+    """Answer a message as the client. Flower would send the text of an exception, which may hold data."""
     try:
         header, payload = from_records(message.content)
-        runtime = runtime_at(str(folder_of()))
-        with threads(runtime.made.run.threads):
-            reply = runtime.reply(kind, header, payload, signature_of(message.content))
+        runtime = load_runtime(str(folder_of()))
+        with threads(runtime.experiment.run.threads):
+            reply = runtime.reply(kind, header, payload, read_signature(message.content))
         return FlowerMessage(to_records(*reply), reply_to=message)
     except Exception as error:  # noqa: BLE001 - whatever a client raises, its server learns the class
-        return error_reply(message, error, folder_of)
+        return make_error_reply(message, error, folder_of)
 
 
-def error_reply(
+def make_error_reply(
     message: FlowerMessage,
     error: Exception,
     folder_of: Callable[[], Path],
     code: int = ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
 ) -> FlowerMessage:
-    """The reply of a client that has none; its reason holds nothing of the client's data.
+    """Make an error reply; its reason holds nothing of the client's data.
 
     Args:
         message: that is answered.
@@ -254,13 +260,13 @@ def error_reply(
         reason = type(error).__name__
         # without a folder there is no log for the text
         with contextlib.suppress(ConfigError, DataError):
-            reason = explain_at(folder_of(), error)
+            reason = explain_error_at(folder_of(), error)
     with contextlib.suppress(FedlowrankError):
-        SiteAudit(folder_of() / AUDIT).left("error", reason, b"")
-    return FlowerMessage(Error(code, one_line(reason)), reply_to=message)
+        SiteAudit(folder_of() / AUDIT_FILE).log_reply("error", reason, b"")
+    return FlowerMessage(Error(code, to_one_line(reason)), reply_to=message)
 
 
-def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
+def make_server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
     """Make a ServerApp of a function."""
     app = ServerApp()
     app.main()(run)
@@ -268,7 +274,7 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
 
 
 @functools.lru_cache(maxsize=256)
-def runtime_at(folder: str) -> ClientRuntime:
+def load_runtime(folder: str) -> ClientRuntime:
     """The client runtime of a folder, which a process reads once."""
     runtime = ClientRuntime(Path(folder))
     runtime.signer = _SIGNERS.get(folder)
@@ -283,8 +289,8 @@ def sign_as(folder: Path, signer: MemberSigner) -> None:
     _SIGNERS[str(folder)] = signer
 
 
-def _folder(context: Context) -> Path:
-    """The folder of this node's client; prepared now if it was not before."""
+def _find_client_folder(context: Context) -> Path:
+    """Return the folder of this node's client; prepare it if it does not exist yet."""
     config = context.node_config
     if "folder" in config:
         return Path(str(config["folder"]))
@@ -293,18 +299,20 @@ def _folder(context: Context) -> Path:
             "this node does not know which client it is. Start it by `fedlowrank join`, or give it "
             "--node-config 'folder=\"...\"' or 'partition-id=0'"
         )
-    made, client = _from_run_config(context), int(config["partition-id"])
+    experiment, client = _read_run_config(context), int(config["partition-id"])
     state = Path(str(config.get("state", Path.home() / ".fedlowrank")))
     # one node may serve runs of several experiments with the same name
-    digest = hashlib.blake2b(json.dumps(sections(made.to_dict())).encode(), digest_size=6).hexdigest()
-    folder = state / f"{made.name}-{digest}" / f"client-{client}"
+    digest = hashlib.blake2b(
+        json.dumps(digest_sections(experiment.to_dict())).encode(), digest_size=6
+    ).hexdigest()
+    folder = state / f"{experiment.name}-{digest}" / f"client-{client}"
     if not (folder / CLIENT_FILE).exists():
         # its node runs what the server sends, in any number of runs
-        prepare(folder, made, client, made.shares(), SiteSettings(runs=0))
+        prepare(folder, experiment, client, experiment.shares(), SiteSettings(runs=0))
     return folder
 
 
-def _from_run_config(context: Context) -> ExperimentConfig:
+def _read_run_config(context: Context) -> ExperimentConfig:
     text = context.run_config.get("experiment")
     if not isinstance(text, str):
         raise ConfigError("the app's config holds no experiment; make the app by `fedlowrank app FILE.toml`")
@@ -314,18 +322,18 @@ def _from_run_config(context: Context) -> ExperimentConfig:
 def _serve(grid: Grid, context: Context) -> None:
     env = os.environ
     tables = json.loads(Path(env[EXPERIMENT]).read_text()) if EXPERIMENT in env else None
-    made = _from_run_config(context) if tables is None else ExperimentConfig.parse(tables)
-    default = f"runs/{made.name}/{made.default_method}-s{made.run.seed}"
+    experiment = _read_run_config(context) if tables is None else ExperimentConfig.parse(tables)
+    default = f"runs/{experiment.name}/{experiment.default_method}-s{experiment.run.seed}"
     out = Path(env.get(OUT) or str(context.run_config.get("folder") or default))
     keys = None
     if NODES in env:
         keys = {int(n): int(c) for n, c in json.loads(Path(env[NODES]).read_text()).items()}
     signer = OrderSigner.read(Path(env[ORDER_KEY])) if ORDER_KEY in env else None
     members = None
-    if ORDER_KEY in env and made.run.secure.on:
+    if ORDER_KEY in env and experiment.run.secure.on:
         folder = Path(env[ORDER_KEY]).parent
-        members = MemberKeys.of(KeyRoster.read(folder / ROSTER, folder / "ca.crt"))
-    with _logging(Path(env[LOG]) if LOG in env else None):
+        members = MemberKeys.of(KeyRoster.read(folder / ROSTER_FILE, folder / "ca.crt"))
+    with _log_to(Path(env[LOG]) if LOG in env else None):
         try:
             if RunFolder.is_failed_start(out):
                 RunFolder.move_aside(out)
@@ -338,7 +346,7 @@ def _serve(grid: Grid, context: Context) -> None:
                 transport = GridTransport(grid)
                 drive(
                     transport,
-                    made,
+                    experiment,
                     out,
                     resume=resume,
                     keys=keys,
@@ -362,7 +370,7 @@ class _OneLine(logging.Formatter):
 
 
 @contextlib.contextmanager
-def _logging(file: Path | None) -> Iterator[None]:
+def _log_to(file: Path | None) -> Iterator[None]:
     """Log to the standard output, and to a file that ``fedlowrank serve`` follows."""
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     handlers[0].setFormatter(logging.Formatter("fedlowrank: %(message)s"))
@@ -383,20 +391,20 @@ def _logging(file: Path | None) -> Iterator[None]:
             handler.close()
 
 
-client = client_app(_folder)
-server = server_app(_serve)
+client = make_client_app(_find_client_folder)
+server = make_server_app(_serve)
 
 
-def _without_bounds(made: ExperimentConfig) -> ExperimentConfig:
-    """The experiment in which no update is shortened and no run pauses, unless its tables say otherwise."""
-    network = made.to_dict().get("network", {})
+def _remove_default_bounds(experiment: ExperimentConfig) -> ExperimentConfig:
+    """Return the experiment with update_ratio and max_fall off, unless its tables set them."""
+    network = experiment.to_dict().get("network", {})
     ratio = network.get("limits", {}).get("update_ratio", 0.0)
     fall = network.get("max_fall", 0.0)
-    return made.overlay({"network": {"max_fall": fall, "limits": {"update_ratio": ratio}}})
+    return experiment.overlay({"network": {"max_fall": fall, "limits": {"update_ratio": ratio}}})
 
 
-def simulation(
-    made: ExperimentConfig,
+def run_flower_simulation(
+    experiment: ExperimentConfig,
     out: Path,
     clients: Path,
     *,
@@ -415,16 +423,16 @@ def simulation(
         raise ConfigError("Flower's simulation needs Ray: pip install 'fedlowrank[network-simulation]'")
     from flwr.simulation import run_simulation
 
-    made = _without_bounds(made)
-    shares, count = made.shares(), clients_of(made)
-    check_count(made, count, len(shares.data))
+    experiment = _remove_default_bounds(experiment)
+    shares, count = experiment.shares(), count_clients(experiment)
+    check_client_count(experiment, count, len(shares.data))
     if count > len(shares.data):
         raise ConfigError(
             f"network.clients is {count}, but the experiment's data have {len(shares.data)} clients. Set it to "
             f"{len(shares.data)}"
         )
     for i in range(count):
-        prepare(clients / str(i), made, i, shares, SiteSettings.simulated(), parts=())
+        prepare(clients / str(i), experiment, i, shares, SiteSettings.simulated(), parts=())
     sizes = [len(data.train) for data in shares.data]
     errors: list[FedlowrankError] = []
 
@@ -433,13 +441,13 @@ def simulation(
         try:
             transport = GridTransport(grid)
             settings: dict[str, Any] = {"resume": resume, "config": config, "promised": sizes}
-            drive(transport, made, out, progress=True, at_site=False, **settings)
+            drive(transport, experiment, out, progress=True, at_site=False, **settings)
         except FedlowrankError as error:
             # Flower would wrap it in one of its own
             errors.append(error)
 
-    app = client_app(lambda context: clients / str(context.node_config["partition-id"]))
+    app = make_client_app(lambda context: clients / str(context.node_config["partition-id"]))
     resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    run_simulation(server_app(run), app, count, backend_config=resources)
+    run_simulation(make_server_app(run), app, count, backend_config=resources)
     if errors:
         raise errors[0]

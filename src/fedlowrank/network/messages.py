@@ -16,15 +16,15 @@ from typing import Any, Literal, TypeVar
 import pydantic
 
 from ..core.errors import FedlowrankError
-from ..results.measurements import Block
+from ..results.measurements import ClientTable
 
 H = TypeVar("H", bound="Header")
 
 Step = Literal["", "announce", "share", "mask", "agree", "reveal"]
 """A step of a secure sum; "" without one."""
 
-PROTOCOL = 7
-"""Raised whenever messages change."""
+PROTOCOL_VERSION = 7
+"""Version of the messages; it goes up with every change of their form."""
 
 
 class MessageError(FedlowrankError):
@@ -52,14 +52,14 @@ class Header:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the whole"
             raise MessageError(
-                one_line(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")
+                to_one_line(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")
             ) from error
         return header
 
 
-def one_line(text: str, most: int = 500) -> str:
-    """Text of another machine as one short line, so that it cannot forge a line of a log."""
-    return "".join(c if c.isprintable() else " " for c in text[:most])
+def to_one_line(text: str, max_length: int = 500) -> str:
+    """Make one short line of another machine's text, so that the text cannot forge a line of a log."""
+    return "".join(c if c.isprintable() else " " for c in text[:max_length])
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Registration(Header):
         sections: digest of each section of its experiment that must equal the server's.
         base: digest of each file of its base model, by name; empty without one.
         versions: of its software.
-        protocol: :data:`PROTOCOL`.
+        protocol: :data:`PROTOCOL_VERSION`.
     """
 
     client: int
@@ -82,7 +82,7 @@ class Registration(Header):
     sections: dict[str, str]
     base: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    protocol: int = PROTOCOL
+    protocol: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,16 @@ class Answer(Header):
     steps: int = 0
     flops: int = 0
     losses: dict[str, float] = field(default_factory=dict)
-    evaluation: Block | None = None
+    evaluation: ClientTable | None = None
     parcel: dict[str, str] = field(default_factory=dict)
 
 
-# made once: making one takes longer than reading a message
+# built once: building an adapter takes longer than reading a message
 _ADAPTERS: dict[type[Header], pydantic.TypeAdapter[Any]] = {
     c: pydantic.TypeAdapter(c) for c in (Registration, RegistrationRequest, Order, Answer)
 }
 
-LOCAL = frozenset({
+LOCAL_FIELDS = frozenset({
     "data.path", "data.test", "language.path", "language.offline", "run.device", "run.threads", "run.engine",
     "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
     "run.micro_batch",
@@ -168,18 +168,20 @@ LOCAL = frozenset({
 })  # fmt: skip
 """Fields in which a client may differ from the server: paths, its machine, the server's own settings."""
 
-_UNSHARED = frozenset({"local", "network", "reference", "compare", "seeds", "vary", "title", "paper"})
+_UNSHARED_SECTIONS = frozenset(
+    {"local", "network", "reference", "compare", "seeds", "vary", "title", "paper"}
+)
 """Sections that are not compared."""
 
 
-def sections(tables: Mapping[str, Any]) -> dict[str, str]:
+def digest_sections(tables: Mapping[str, Any]) -> dict[str, str]:
     """Digest of each section of an experiment in which server and clients must agree."""
     digests = {}
     for section, value in tables.items():
-        if section in _UNSHARED:
+        if section in _UNSHARED_SECTIONS:
             continue
         if isinstance(value, Mapping):
-            value = {k: v for k, v in value.items() if f"{section}.{k}" not in LOCAL}
+            value = {k: v for k, v in value.items() if f"{section}.{k}" not in LOCAL_FIELDS}
             if not value:
                 continue
         text = json.dumps(value, sort_keys=True)

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ..core.contract import AnyMethod, ClientInfo, ServerView
 from ..core.contract.contribution import Aggregator
-from ..core.contract.method import AnyMethod, ClientInfo, ServerView
 from ..core.errors import ConfigError
 from ..data.federation import Federation
 from ..engines.engine import ClientJob
-from ..results.measurements import ROUTE, Block
+from ..results.client_numbers import ROUTE
+from ..results.measurements import ClientTable
 from ..results.records import RoundRecord
 from ..rounds.inspection import aggregator_of
 from ..rounds.participation.devices import Devices
@@ -24,20 +25,20 @@ from ..rounds.run_settings import RunSettings
 from ..trust.protection import decompress_upload
 from .secure.contributions import (
     check_reads_no_examples,
-    contribution_of,
-    form_of,
-    grid_of,
-    vector_size,
+    compute_contribution,
+    count_numbers,
+    make_grid,
+    make_zero_contribution,
 )
 from .secure.distributed_noise import DistributedNoise, check_settings, describe_collusion
 from .secure.rounds import SecureRounds, SecureTotal, check_one_download
 from .server import NetworkEngine
 from .validation.uploads import (
-    FAULTS,
+    FAULT_TYPES,
     RefusedReplyError,
     Templates,
-    checked_contribution,
-    checked_update,
+    make_contribution,
+    update_server,
     update_without_faulty,
 )
 
@@ -87,7 +88,7 @@ class NetworkRun(Run):
         engine.templates = Templates(self.method, self.task)
         engine.metrics = self.evaluator.metrics
         if settings.secure.on:
-            engine.secure = self._secure_rounds()
+            engine.secure = self._make_secure_rounds()
         engine.compares = settings.privacy.kind != "central" and engine.secure is None
         engine.shortens = settings.robust.rule == "mean"
         engine.describes = (
@@ -97,7 +98,7 @@ class NetworkRun(Run):
             self.method, upload, client, self.state.server
         )
 
-    def _secure_rounds(self) -> SecureRounds:
+    def _make_secure_rounds(self) -> SecureRounds:
         """The secure sums of the run; raises ConfigError or TaskError if it can have none over a network."""
         settings, keys = self.settings, self.engine.member_keys
         if keys is None:
@@ -121,16 +122,16 @@ class NetworkRun(Run):
         info, server = self.federation.infos[0], self.state.server
         down = self.method.download(server, info)
         template = self.engine.templates.of(info, down)
-        like = form_of(self.method, template.form, info, server)
+        like = make_zero_contribution(self.method, template.form, info, server)
         # raises TaskError where clients, who do not know the state, could not make it
-        contribution_of(self.method, template.form, down, info, server)
+        compute_contribution(self.method, template.form, down, info, server)
         infos, key = self.federation.infos, self.federation.key / "trial"
         check_reads_no_examples(self.method, like, server, ServerView(self.task, 0, key, infos))
         check_one_download(self.method, server, infos)
-        clients, grid = len(infos), grid_of(settings.secure, len(infos))
+        clients, grid = len(infos), make_grid(settings.secure, len(infos))
         if self.budget is not None and not self.budget.is_local:
             DistributedNoise(float(settings.clipping.norm or 0.0), self.budget.noise, clients, grid).check(
-                vector_size(like)
+                count_numbers(like)
             )
             logger.info(describe_collusion(self.budget, clients))
         return SecureRounds(clients, keys, grid, like)
@@ -158,8 +159,10 @@ class NetworkRun(Run):
                 self.unsaved.add(client)
         self.engine.reset_clients.clear()
         if shortened := self.engine.shortened:
-            kept = {str(client): float(f"{share:.4g}") for client, share in sorted(shortened.items())}
-            record = dataclasses.replace(record, observed={**record.observed, "shortened": kept})
+            lengths = {str(client): float(f"{share:.4g}") for client, share in sorted(shortened.items())}
+            record = dataclasses.replace(
+                record, server_metrics={**record.server_metrics, "shortened": lengths}
+            )
         return record
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
@@ -168,7 +171,7 @@ class NetworkRun(Run):
             # it is in the total already
             return None
         try:
-            return checked_contribution(self.method, upload, self.weigh_client(info), self.state.server)
+            return make_contribution(self.method, upload, self.weigh_client(info), self.state.server)
         except RefusedReplyError as error:
             raise RefusedError(self.engine.refuse(error, self.round)) from error
 
@@ -176,8 +179,8 @@ class NetworkRun(Run):
         """See the base class; replies on which the update fails are refused, and the others are used."""
         before = self.state.server
         try:
-            server = checked_update(self.method, before, total, view)
-        except FAULTS:
+            server = update_server(self.method, before, total, view)
+        except FAULT_TYPES:
             if self.inspection is not None or self.engine.secure is not None:
                 # what the rule made of each reply is gone
                 raise
@@ -199,32 +202,32 @@ class NetworkRun(Run):
                 results.discard_reply(client, reason)
         return self.engine.boundary(server)
 
-    def evaluation(self) -> Block | None:
-        """None: the evaluation arrives with the next round trip, see :meth:`late`."""
+    def evaluation(self) -> ClientTable | None:
+        """None: the evaluation arrives with the next round trip, see :meth:`take_late_evaluation`."""
         return None
 
-    def late(self) -> Block | None:
+    def take_late_evaluation(self) -> ClientTable | None:
         """The evaluation of the previous round, from the last round trip."""
         evaluations = self.engine.evaluations
         if not evaluations:
             return None
         # only evaluations of the same series can be compared; the majority decides
-        for what in (_series_of, _clusters_of):
-            measured = {client: what(evaluations[client]) for client in sorted(evaluations)}
+        for property_of in (_name_series, _count_clusters):
+            measured = {client: property_of(evaluations[client]) for client in sorted(evaluations)}
             # a client with few examples sends no shares of clusters
-            known = Counter(own for own in measured.values() if own is not None)
-            usual = [own for own, _ in known.most_common(1)]
-            for client in [client for client, own in measured.items() if own not in (None, *usual)]:
+            known = Counter(value for value in measured.values() if value is not None)
+            usual = [value for value, _ in known.most_common(1)]
+            for client in [client for client, value in measured.items() if value not in (None, *usual)]:
                 logger.info(
                     "client %d measures other things than most clients; its evaluation is left out", client
                 )
                 del evaluations[client]
-        return Block.join([*evaluations.values()])
+        return ClientTable.join([*evaluations.values()])
 
     def finish(self) -> None:
         """Tell the clients that the run is over, so that they commit their states and write their models."""
         self._prepare()
-        self.engine.finish([self._job(i) for i in self.federation.infos], self.round)
+        self.engine.finish([self._make_job(i) for i in self.federation.infos], self.round)
 
     def _prepare(self) -> None:
         """Take in changed sizes, and tell the engine what to evaluate."""
@@ -236,22 +239,22 @@ class NetworkRun(Run):
         # under differential privacy and secure sums, clients send no evaluations
         self.engine.evaluate = is_due = self.is_due() and self.budget is None and self.engine.secure is None
         training = set() if self.is_over else {i.id for i in self.participants(self.round)}
-        others = [i for i in self.evaluated if is_due and i.id not in training]
-        self.engine.evaluation_jobs = [self._job(i) for i in others]
+        evaluating = [i for i in self.evaluated if is_due and i.id not in training]
+        self.engine.evaluation_jobs = [self._make_job(i) for i in evaluating]
 
-    def _job(self, info: ClientInfo) -> ClientJob:
+    def _make_job(self, info: ClientInfo) -> ClientJob:
         return ClientJob(self.state_of(info), self.method.download(self.state.server, info), info)
 
     def clients(self) -> list[dict[str, Any]]:
         """One row for each client, without its class counts, which the server does not know."""
-        known = self.engine.registry.rows()
+        known = self.engine.registry.count_examples()
         empty = {"train": 0, "val": 0, "test": 0}
         return [{**row, **known.get(row["id"], empty), "classes": {}} for row in super().clients()]
 
 
-def _series_of(evaluation: Block) -> tuple[str, ...] | None:
+def _name_series(evaluation: ClientTable) -> tuple[str, ...] | None:
     return tuple(evaluation.series())
 
 
-def _clusters_of(evaluation: Block) -> int | None:
+def _count_clusters(evaluation: ClientTable) -> int | None:
     return len(evaluation.series(ROUTE)) or None

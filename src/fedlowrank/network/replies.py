@@ -1,4 +1,4 @@
-"""How the server's half limits replies and removes those that it does not want from Flower's database.
+"""Limits the size of replies, and removes unwanted replies from Flower's database.
 
 The guard of the SuperLink (:mod:`.access`) keeps to the limits, and hands out no reply of which a piece is
 missing. Where no guard is, as in an app that was submitted by hand, nothing is limited before it is stored.
@@ -26,23 +26,23 @@ class Replies:
 
     def __init__(self, grid: HttpGrid, client: Any) -> None:
         self._grid, self._client = grid, client
-        self._is_guarded = guard.TOKEN in os.environ
+        self._is_guarded = guard.TOKEN_VARIABLE in os.environ
 
     def limit(self, limits: Mapping[int, int]) -> None:
         """Limit the bytes of the replies to the next messages, by node."""
         self._ask(limits=limits)
 
-    def refused(self) -> dict[str, str]:
-        """Why replies were refused, by the message; each is returned once, and removed."""
-        found: dict[str, tuple[str, str]] = self._ask().get("refused", {})
-        for name, _ in found.values():
+    def take_refused(self) -> dict[str, str]:
+        """Return why replies were refused, by the message, and remove them; each is returned once."""
+        refused: dict[str, tuple[str, str]] = self._ask().get("refused", {})
+        for name, _ in refused.values():
             self.remove(name)
-        return {asked: why for asked, (_, why) in found.items()}
+        return {message_id: why for message_id, (_, why) in refused.items()}
 
-    def close(self, asked: Collection[str]) -> None:
-        """Take no more of the replies to these messages, and remove what came of them."""
-        if asked:
-            for name in self._ask(close=asked).get("dropped", ()):
+    def close(self, message_ids: Collection[str]) -> None:
+        """Refuse further replies to these messages, and remove the replies that have arrived."""
+        if message_ids:
+            for name in self._ask(close=message_ids).get("dropped", ()):
                 self.remove(name)
 
     def remove(self, name: str) -> None:
@@ -59,10 +59,13 @@ class Replies:
             return {}
 
         def post() -> Any:
-            answer = self._client._client.post(f"{self._client._base_url}{guard.REPLIES}", json=asked)
+            answer = self._client._client.post(f"{self._client._base_url}{guard.REPLIES_PATH}", json=request)
             answer.raise_for_status()
             return answer
 
-        asked = {"limits": {str(node): most for node, most in (limits or {}).items()}, "close": list(close)}
-        found: dict[str, Any] = self._client._retry_invoker.invoke(post).json()
-        return found
+        request = {
+            "limits": {str(node): max_bytes for node, max_bytes in (limits or {}).items()},
+            "close": list(close),
+        }
+        reply: dict[str, Any] = self._client._retry_invoker.invoke(post).json()
+        return reply

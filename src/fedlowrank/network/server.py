@@ -15,45 +15,45 @@ from typing import Any
 
 from ..config.sections.network_section import NetworkSettings
 from ..core import tree
-from ..core.contract.method import AnyMethod, ClientInfo, Pass, Task
+from ..core.contract import AnyMethod, ClientInfo, Pass, Task
 from ..core.errors import FedlowrankError
 from ..data.federation import Federation
 from ..engines.engine import ClientJob, ClientResult, Engine
 from ..results.client_metrics import Metric
-from ..results.measurements import Block
+from ..results.measurements import ClientTable
 from ..training.trainer import Meter
 from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
 from .backoff import Backoff
-from .messages import Answer, Order, RegistrationRequest, Step, one_line
-from .operation.activity import ROUNDS, LastReply, UpdateShape
+from .messages import Answer, Order, RegistrationRequest, Step, to_one_line
+from .operation.activity import MAX_DESCRIBED_ROUNDS, LastReply, UpdateShape
 from .operation.grace import Grace
 from .persistence.account import Account
-from .persistence.audit import Audit, digits
+from .persistence.audit import Audit, round_digits
 from .persistence.registry import ClientRegistry, UnregisteredNodeError
 from .persistence.spool import Spool
 from .secure.member import SecureSumError
 from .secure.rounds import SecureRounds
 from .secure.signing import MemberKeys
 from .site.signatures import OrderSigner, payload_digest
-from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, NodeMessage, Response, Transport
-from .validation.directions import cosines, update_by_place
+from .transport import POLL_SECONDS, REGISTRATION_SECONDS, Exchange, NodeMessage, Response, Transport
+from .validation.directions import collect_update, compute_cosines
 from .validation.norm_clipping import Strikes, shorten_upload
-from .validation.norms import PRODUCTS, NormBound, PartNorms, Shortening, measure_norms, relative_steps
+from .validation.norms import PRODUCTS_SUFFIX, NormBound, PartNorms, Shortening, measure_norms, relative_steps
 from .validation.uploads import (
     Blocklist,
     RefusedReplyError,
     Templates,
-    checked_decode,
-    inspect,
+    decode_checked,
+    inspect_upload,
     max_upload_bytes,
 )
 
 logger = logging.getLogger(__name__)
 
-LAST_ORDERS = 5
-"""How often clients are told that the run is over, as long as some come back; one that always does delays no end."""
+MAX_LAST_ORDERS = 5
+"""Times that clients are told that the run is over while some of them reconnect."""
 
-NOTICE_WAIT = 10.0
+NOTICE_SECONDS = 10.0
 """Seconds in which a client must confirm that it was told why it does not take part."""
 
 
@@ -61,11 +61,11 @@ class NetworkError(FedlowrankError):
     """The clients of a run cannot be reached, or too few of them reply."""
 
 
-def _lost(why: str, diverged: bool = False, refused: bool = False) -> ClientResult:
-    return ClientResult(None, None, Meter(), lost=why, diverged=diverged, refused=refused)
+def _make_lost_result(why: str, diverged: bool = False, refused: bool = False) -> ClientResult:
+    return ClientResult(None, None, Meter(), lost=why, has_diverged=diverged, is_refused=refused)
 
 
-def _as_it_is(upload: Any, client: ClientInfo) -> Any:
+def _keep_upload(upload: Any, client: ClientInfo) -> Any:
     del client
     return upload
 
@@ -108,7 +108,7 @@ class NetworkEngine(Engine):
     audit: Audit = Audit()
     signer: OrderSigner | None = None
     evaluate: bool = False
-    evaluations: dict[int, Block] = dataclasses.field(default_factory=dict)
+    evaluations: dict[int, ClientTable] = dataclasses.field(default_factory=dict)
     reset_clients: set[int] = dataclasses.field(default_factory=set)
     evaluation_jobs: list[ClientJob] = dataclasses.field(default_factory=list)
     sizes: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ class NetworkEngine(Engine):
     compares: bool = True
     shortens: bool = True
     describes: bool = False
-    decode: Callable[[Any, ClientInfo], Any] = _as_it_is
+    decode: Callable[[Any, ClientInfo], Any] = _keep_upload
     shortened: dict[int, float] = dataclasses.field(default_factory=dict)
     member_keys: MemberKeys | None = None
     secure: SecureRounds | None = None
@@ -127,12 +127,12 @@ class NetworkEngine(Engine):
     _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
     _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
     _logged_long: set[int] = dataclasses.field(default_factory=set)
-    _told: set[int] = dataclasses.field(default_factory=set)
-    _asked: dict[int, int] = dataclasses.field(default_factory=dict)
-    _answered: set[int] = dataclasses.field(default_factory=set)
+    _notified_nodes: set[int] = dataclasses.field(default_factory=set)
+    _asked_nodes: dict[int, int] = dataclasses.field(default_factory=dict)
+    _clients_that_answered: set[int] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._exchange = Exchange(self.transport, self.settings.wait, self.registry.name_of)
+        self._exchange = Exchange(self.transport, self.settings.wait, self.registry.describe_node)
         self.blocklist = Blocklist(self.settings.limits.ban_after, self.account.refused)
         limits = self.settings.limits
         self.bound = NormBound(limits.refuse_ratio, self.account.updates)
@@ -157,8 +157,8 @@ class NetworkEngine(Engine):
         for attempt in range(self.settings.attempts):
             if attempt:
                 pending = self._prepare_attempt(pending)
-            others = [] if attempt else self.evaluation_jobs
-            results |= dict(self._round_trip(pending, others, round, needed - good))
+            evaluating = [] if attempt else self.evaluation_jobs
+            results |= dict(self._round_trip(pending, evaluating, round, needed - good))
             if self.compares:
                 self._check_norms(results, round)
             pending = [j for j in jobs if results[j.client.id].lost is not None]
@@ -174,15 +174,15 @@ class NetworkEngine(Engine):
                 "lower network.min_replies."
             )
         used = {j.client.id: j for j in jobs if results[j.client.id].lost is None}
-        long = self._find_long(used, round)
+        shortenings = self._find_shortenings(used, round)
         for job in jobs:
             client, result = job.client.id, results[job.client.id]
             if client in used:
                 # one upload in memory at a time
                 upload = self.spool.get(client)
-                if client in long:
+                if client in shortenings:
                     upload = shorten_upload(
-                        self.decode(upload, job.client), self._reference(job), long[client].bounds
+                        self.decode(upload, job.client), self._find_reference(job), shortenings[client].bounds
                     )
                 result = dataclasses.replace(result, upload=upload)
             yield result
@@ -204,7 +204,7 @@ class NetworkEngine(Engine):
             messages.append(self._order_message(client, order, b"", payload_digest(b""), MAX_HEADER))
             clients[messages[-1].node] = client
         deadline = self.settings.deadline
-        for response in self._exchange.replies(messages, f"{step}-{round + 1}", deadline):
+        for response in self._exchange.run_round_trip(messages, f"{step}-{round + 1}", deadline):
             if response.kind == "registration":
                 self._register(response)
                 continue
@@ -221,7 +221,7 @@ class NetworkEngine(Engine):
         if response.problem:
             if response.disconnected:
                 self.registry.registered[client].node = None
-            return one_line(response.problem)
+            return to_one_line(response.problem)
         if response.too_large:
             raise RefusedReplyError(client, response.too_large)
         info = self.templates.task.clients[client]
@@ -248,73 +248,75 @@ class NetworkEngine(Engine):
         signature = "" if self.signer is None else self.signer.sign("order", client, header, digest)
         return NodeMessage(node, "order", header, payload, max_bytes, signature)
 
-    def _reference(self, job: ClientJob) -> Any:
-        """What the upload of a client is compared with."""
+    def _find_reference(self, job: ClientJob) -> Any:
+        """Return the reference that the upload of a client is compared with."""
         return self.templates.method.describe_update(job.down, job.client, self.templates.task).reference
 
-    def _find_long(self, used: Mapping[int, ClientJob], round: int) -> dict[int, Shortening]:
+    def _find_shortenings(self, used: Mapping[int, ClientJob], round: int) -> dict[int, Shortening]:
         """The updates that are to be shortened, by client; those that are too long are counted and logged."""
         ratio = self.settings.limits.update_ratio
         if not (self.compares and self.shortens and ratio):
             return {}
         ratios = {c: 1.0 if self.strikes.is_reached(c) else ratio for c in self._norms}
-        found = self.bound.shortenings(self._norms, ratios, self._reach(), ratio, round)
-        found = {client: found[client] for client in used if client in found}
+        shortenings = self.bound.plan_shortenings(self._norms, ratios, self._find_reach(), ratio, round)
+        shortenings = {client: shortenings[client] for client in used if client in shortenings}
         for client in used:
-            if self.strikes.add(client, client in found and found[client].is_strike):
+            if self.strikes.add(client, client in shortenings and shortenings[client].is_strike):
                 logger.info(
                     "client %d is held to the usual norm: %d of its last updates were above %g times that "
                     "(network.limits.strikes)", client, self.strikes.after, ratio
                 )  # fmt: skip
-        for client, one in found.items():
-            self.shortened[client] = one.kept
-            self.audit.shortened(client, round, one.length, one.kept)
+        for client, shortening in shortenings.items():
+            self.shortened[client] = shortening.kept
+            self.audit.log_shortening(client, round, shortening.length, shortening.kept)
             if client not in self._logged_long:
                 self._logged_long.add(client)
                 logger.info(
                     "round %d: the update of client %d is %.3g times as long as usual; %.3g of its length is used "
                     "(network.limits.update_ratio; with the counts in network.examples, a client with more examples "
                     "may have a longer one). Later rounds of this client are in the audit log alone.",
-                    round + 1, client, one.length, one.kept
+                    round + 1, client, shortening.length, shortening.kept
                 )  # fmt: skip
-        return found
+        return shortenings
 
-    def _reach(self) -> dict[int, float]:
-        """By what the bound of each client that replied is multiplied; see :mod:`.validation.norms`."""
+    def _find_reach(self) -> dict[int, float]:
+        """Return the factor on the norm bound of each client that replied; see :mod:`.validation.norms`."""
         if self.registry.promised:
-            return relative_steps(self._steps(), self._norms)
+            return relative_steps(self._count_steps(), self._norms)
         usual = median_low([n for n in self.sizes if n] or [1])
         return {c: min(1.0, usual / max(1, self.sizes[c])) for c in self._norms}
 
-    def _steps(self) -> dict[int, int]:
+    def _count_steps(self) -> dict[int, int]:
         """Steps of each client that replied, by the examples by which it is weighted: more are only a claim."""
         passes = self.templates.method.local_passes()
         return {c: sum(steps_of(passes, max(1, self.sizes[c])).values()) for c in self._norms}
 
     def _describe_updates(self, used: Mapping[int, ClientJob], round: int) -> None:
-        """Keep length and direction of the updates of a round, as they were sent."""
+        """Store length and direction of the updates of a round, before any was shortened."""
         by_change: dict[int, dict[str, bool]] = {c: {} for c in used}
         lengths: dict[int, float] = {}
         for part in sorted({p for norms in self._norms.values() for p in norms}):
             norms = {c: measured[part] for c, measured in self._norms.items() if part in measured}
-            for client, found in self.bound.lengths(part, norms, round).items():
+            for client, length in self.bound.measure_lengths(part, norms, round).items():
                 if client in used:
-                    by_change[client][part.removesuffix(PRODUCTS)] = found.by_change
-                    if found.usual > 0:
-                        lengths[client] = max(lengths.get(client, 0.0), found.size / found.usual)
+                    by_change[client][part.removesuffix(PRODUCTS_SUFFIX)] = length.by_change
+                    if length.usual > 0:
+                        lengths[client] = max(lengths.get(client, 0.0), length.size / length.usual)
 
         def update(client: int) -> Any:
             job = used[client]
             upload = self.decode(self.spool.get(client), job.client)
-            return update_by_place(upload, self._reference(job), by_change[client])
+            return collect_update(upload, self._find_reference(job), by_change[client])
 
         shapes = {
-            c: UpdateShape(digits(lengths[c]) if c in lengths else None, None if x is None else digits(x))
-            for c, x in cosines(update, sorted(used)).items()
+            c: UpdateShape(
+                round_digits(lengths[c]) if c in lengths else None, None if x is None else round_digits(x)
+            )
+            for c, x in compute_cosines(update, sorted(used)).items()
         }
-        kept = {t: found for t, found in self.account.shapes.items() if t <= round}
-        kept[round + 1] = shapes
-        self.account.shapes = dict(sorted(kept.items())[-ROUNDS:])
+        earlier_shapes = {t: length for t, length in self.account.shapes.items() if t <= round}
+        earlier_shapes[round + 1] = shapes
+        self.account.shapes = dict(sorted(earlier_shapes.items())[-MAX_DESCRIBED_ROUNDS:])
 
     def _wait_for_members(self, clients: set[int], least: int) -> None:
         """Register clients that came back, if too few for a secure sum are connected: rounds would be lost till then."""
@@ -326,7 +328,7 @@ class NetworkEngine(Engine):
         nodes, registry = self.transport.nodes, self.registry
         if len(wanted) >= least:
             self.wait_for_clients(
-                self.settings.wait, lambda: len(wanted & registry.reachable(nodes())) >= least
+                self.settings.wait, lambda: len(wanted & registry.find_reachable(nodes())) >= least
             )
 
     def _prepare_attempt(self, pending: list[ClientJob]) -> list[ClientJob]:
@@ -334,7 +336,7 @@ class NetworkEngine(Engine):
         known = {j.client.id for j in pending if self.sizes[j.client.id]}
         wanted = {i for i in known - self.account.excluded.keys() if not self.blocklist.is_blocked(i)}
         nodes = self.transport.nodes
-        self.wait_for_clients(self.settings.wait, lambda: wanted <= self.registry.reachable(nodes()))
+        self.wait_for_clients(self.settings.wait, lambda: wanted <= self.registry.find_reachable(nodes()))
         return [
             dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.reset_clients else j
             for j in pending
@@ -342,16 +344,16 @@ class NetworkEngine(Engine):
 
     def _check_norms(self, results: dict[int, ClientResult], round: int) -> None:
         """Refuse replies with outlying update norms; they do not count towards the blocklist."""
-        for client, why in self.bound.outliers(self._norms, self._steps(), round).items():
+        for client, why in self.bound.find_outliers(self._norms, self._count_steps(), round).items():
             if results[client].lost is None:
                 error = RefusedReplyError(client, why, counts=False)
-                results[client] = _lost(self.refuse(error, round), refused=True)
+                results[client] = _make_lost_result(self.refuse(error, round), refused=True)
 
     def refuse(self, error: RefusedReplyError, round: int) -> str:
         """Log a refused reply, drop its evaluation and count it; returns the reason for the record."""
-        client, why = error.client, one_line(str(error), 1000)
+        client, why = error.client, to_one_line(str(error), 1000)
         self.evaluations.pop(client, None)
-        self.audit.refused(client, round, why)
+        self.audit.log_refusal(client, round, why)
         self.account.refusals.append({"round": round + 1, "client": client, "reason": why})
         if error.counts and self.blocklist.add_refusal(client):
             logger.info(self.blocklist.reason(client))
@@ -360,21 +362,23 @@ class NetworkEngine(Engine):
     def finish(self, jobs: list[ClientJob], round: int) -> None:
         """Tell all clients that the run is over, and collect their last evaluations."""
         self.evaluations = {}
-        self._answered = set()
+        self._clients_that_answered = set()
         asked: dict[int, int] = {}
-        for _ in range(LAST_ORDERS):
+        for _ in range(MAX_LAST_ORDERS):
             for _ in self._round_trip([], jobs, round, len(jobs), last=True):
                 pass
-            asked |= self._asked
+            asked |= self._asked_nodes
             # clients that came, or came back, while the others were waited for
-            requests = self._registration_requests(self.transport.nodes())
-            for response in self._exchange.replies(requests, "registration", NOTICE_WAIT) if requests else ():
+            requests = self._make_registration_requests(self.transport.nodes())
+            for response in (
+                self._exchange.run_round_trip(requests, "registration", NOTICE_SECONDS) if requests else ()
+            ):
                 self._register(response)
             present, registered = self.transport.nodes(), self.registry.registered
             jobs = [
                 job
                 for job in jobs
-                if (client := job.client.id) not in self._answered
+                if (client := job.client.id) not in self._clients_that_answered
                 and self._reason_to_skip(client, present, set()) is None
                 and asked.get(client) != registered[client].node
             ]
@@ -393,12 +397,12 @@ class NetworkEngine(Engine):
 
     def send_notices(self) -> None:
         """Tell rejected clients why they do not take part, and wait a moment until they confirm it."""
-        notices = self._notices(self.transport.nodes())
+        notices = self._make_notices(self.transport.nodes())
         if notices:
-            for response in self._exchange.replies(notices, "registration", NOTICE_WAIT):
+            for response in self._exchange.run_round_trip(notices, "registration", NOTICE_SECONDS):
                 self._register(response)
 
-    def _notices(self, present: set[int]) -> list[NodeMessage]:
+    def _make_notices(self, present: set[int]) -> list[NodeMessage]:
         """Messages to rejected clients, which say why; signed, and to known keys only, if keys are checked."""
         notices = self.registry.take_notices(present)
         if self.signer is not None:
@@ -410,27 +414,29 @@ class NetworkEngine(Engine):
                 signature = self.signer.sign("registration", keys[notice.node], header, digest)
                 signed.append(dataclasses.replace(notice, header=header, signature=signature))
             notices = signed
-        self._told |= {notice.node for notice in notices}
+        self._notified_nodes |= {notice.node for notice in notices}
         return notices
 
     def wait_for_clients(self, seconds: float, is_enough: Callable[[], bool]) -> None:
         """Register nodes until there are enough of them, or the time is up."""
         end = time.monotonic() + seconds
-        while not is_enough() and (left := end - time.monotonic()) > 0:
-            requests = self._registration_requests(self.transport.nodes())
+        while not is_enough() and (seconds_left := end - time.monotonic()) > 0:
+            requests = self._make_registration_requests(self.transport.nodes())
             # short, so that new nodes are found while others still hash their base model
-            responses = self._exchange.replies(requests, "registration", min(left, POLL_SECONDS))
+            responses = self._exchange.run_round_trip(
+                requests, "registration", min(seconds_left, POLL_SECONDS)
+            )
             accepted = [self._register(r) for r in responses]
             if not any(accepted) and not self._exchange.pending:
                 # a rejected node is not asked again at once
-                time.sleep(min(left, 1.0 if requests else 0.1))
+                time.sleep(min(seconds_left, 1.0 if requests else 0.1))
 
-    def _registration_requests(self, present: set[int]) -> list[NodeMessage]:
+    def _make_registration_requests(self, present: set[int]) -> list[NodeMessage]:
         """Requests to all present nodes that are not registered, and notices to those that were rejected.
 
         They are signed, and sent to known keys only, if keys are checked.
         """
-        requests, notices = self.registry.registration_requests(present), self._notices(present)
+        requests, notices = self.registry.make_requests(present), self._make_notices(present)
         if self.signer is None:
             return requests + notices
         header, digest = RegistrationRequest(self.account.run).to_json(), payload_digest(b"")
@@ -448,22 +454,22 @@ class NetworkEngine(Engine):
 
     def _register(self, response: Response) -> bool:
         """Register the client of a node; whether it was accepted."""
-        if response.node in self._told:
+        if response.node in self._notified_nodes:
             # it confirms that it was told why it was rejected
-            self._told.discard(response.node)
+            self._notified_nodes.discard(response.node)
             return False
         before = self.registry.rejections.get(response.node)
         try:
             client = self.registry.register(response, self.transport.nodes())
         except UnregisteredNodeError as error:
             if self.registry.rejections[response.node] != before:
-                self.audit.rejected(self.registry.client_of(response.node), str(error))
+                self.audit.log_rejection(self.registry.find_client(response.node), str(error))
                 logger.info(str(error))
             return False
         examples = self.registry.registered[client].examples
-        self.audit.registered(client, examples)
+        self.audit.log_registration(client, examples)
         logger.info("client %d is registered, with %d examples", client, examples)
-        caps = self.registry.capped_clients()
+        caps = self.registry.describe_capped_clients()
         for why in (why for other, why in caps.items() if self._logged_caps.get(other) != why):
             logger.info(why)
         self._logged_caps = caps
@@ -481,12 +487,12 @@ class NetworkEngine(Engine):
             needed: good replies after which the others are waited for no longer than :attr:`grace` says.
             last: whether the run is over; then every client is waited for.
         """
-        paused = set() if last else self.backoff.paused(round)
+        paused = set() if last else self.backoff.list_paused(round)
         if sum(j.client.id not in paused for j in train) < self.settings.min_replies:
             # the round needs them
             paused = set()
         present = self.transport.nodes()
-        messages = self._registration_requests(present)
+        messages = self._make_registration_requests(present)
         training = {j.client.id for j in train}
         asked: dict[int, ClientJob] = {}
         payloads: dict[int, tuple[bytes, str]] = {}
@@ -504,7 +510,7 @@ class NetworkEngine(Engine):
                     why, refused = f"client {client} is left out: {self.refuse(error, round)}", True
             if why is not None:
                 if trains:
-                    yield client, _lost(why, refused=refused)
+                    yield client, _make_lost_result(why, refused=refused)
                 continue
             stamp = int(job.state["stamp"])
             run, branch = self.account.run, self.account.branch
@@ -519,14 +525,14 @@ class NetworkEngine(Engine):
             messages.append(self._order_message(client, order, *payloads[id(job.down)], max_bytes))
             asked[messages[-1].node] = job
         del payloads
-        self._asked = {job.client.id: node for node, job in asked.items()}
-        deadline = self.settings.deadline if asked else min(self.settings.deadline, REGISTRATION_WAIT)
+        self._asked_nodes = {job.client.id: node for node, job in asked.items()}
+        deadline = self.settings.deadline if asked else min(self.settings.deadline, REGISTRATION_SECONDS)
         good, start = 0, time.monotonic()
 
         def limit() -> float:
             return deadline if last or not asked or good < needed else self.grace.limit(deadline)
 
-        for response in self._exchange.replies(messages, f"round-{round + 1}", deadline, limit):
+        for response in self._exchange.run_round_trip(messages, f"round-{round + 1}", deadline, limit):
             if response.kind == "registration":
                 self._register(response)
                 continue
@@ -534,14 +540,14 @@ class NetworkEngine(Engine):
             job = asked.pop(response.node)
             client = job.client.id
             result = self._check_reply(response, job, round, client in training)
-            self.audit.reply(response, client, round, result.lost)
+            self.audit.log_reply(response, client, round, result.lost)
             self._remember(response, client, round, seconds, result.lost is None)
             good += result.lost is None
             if response.disconnected:
                 # it is asked again if it comes back, as the same node, too
-                self._asked.pop(client, None)
+                self._asked_nodes.pop(client, None)
             elif result.lost is None:
-                self._answered.add(client)
+                self._clients_that_answered.add(client)
             if client in training:
                 yield client, result
             elif result.lost:
@@ -552,7 +558,7 @@ class NetworkEngine(Engine):
             if pause := self.backoff.record_timeout(client, round):
                 why += f"; it is paused for {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
             if client in training:
-                yield client, _lost(why)
+                yield client, _make_lost_result(why)
             else:
                 logger.info(why)
 
@@ -602,7 +608,7 @@ class NetworkEngine(Engine):
             if response.disconnected:
                 # its sizes stay known
                 self.registry.registered[client.id].node = None
-            return _lost(f"no reply of client {client.id}: {one_line(response.problem)}")
+            return _make_lost_result(f"no reply of client {client.id}: {to_one_line(response.problem)}")
         self.backoff.record_reply(client.id)
         method, limits = self.templates.method, self.settings.limits
         norms: dict[str, PartNorms] = {}
@@ -615,24 +621,24 @@ class NetworkEngine(Engine):
             if answer.problem:
                 if answer.kind == "state" and self.settings.forgotten == "begin":
                     self.reset_clients.add(client.id)
-                return _lost(
-                    f"client {client.id}: {one_line(answer.problem)}", diverged=answer.kind == "training"
+                return _make_lost_result(
+                    f"client {client.id}: {to_one_line(answer.problem)}", diverged=answer.kind == "training"
                 )
             model = self.templates.task.model(client)
             if trains and self.secure is not None:
                 return self._take_vector(response, client, round)
             if trains:
                 template = self.templates.of(client, job.down)
-                upload = inspect(response.payload, template, client, limits)
+                upload = inspect_upload(response.payload, template, client, limits)
                 norms = measure_norms(
-                    checked_decode(self.decode, upload, client, method.title), self._reference(job)
+                    decode_checked(self.decode, upload, client, method.title), self._find_reference(job)
                 )
                 passes, trained = method.local_passes(), template.trained
             check_counts(answer, passes, trained, model, self.registry.registered[client.id].examples)
             if answer.evaluation is not None:
                 check_evaluation(answer.evaluation, client, model, self.metrics)
         except RefusedReplyError as error:
-            return _lost(self.refuse(error, round), error.not_finite, refused=True)
+            return _make_lost_result(self.refuse(error, round), error.not_finite, refused=True)
         if answer.evaluation is not None and self.evaluate:
             self.evaluations[client.id] = answer.evaluation
         if not trains:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 logger = logging.getLogger(__name__)
 
-REGISTRATION_WAIT = 60.0
+REGISTRATION_SECONDS = 60.0
 """Seconds for which a round without any reachable client waits for registrations."""
 
 POLL_SECONDS = 1.0
@@ -105,7 +105,7 @@ class Exchange:
         self._asked: dict[int, float] = {}
         self._last_log = -math.inf
 
-    def replies(
+    def run_round_trip(
         self,
         messages: Sequence[NodeMessage],
         group: str,
@@ -161,8 +161,8 @@ class Exchange:
     def _log_late_registrations(self) -> None:
         """Name the nodes whose registration takes long, at most once a minute."""
         now = time.monotonic()
-        late = {n: now - t for n, t in sorted(self.pending.items()) if now - t >= REGISTRATION_WAIT / 2}
-        if late and now - self._last_log >= REGISTRATION_WAIT:
+        late = {n: now - t for n, t in sorted(self.pending.items()) if now - t >= REGISTRATION_SECONDS / 2}
+        if late and now - self._last_log >= REGISTRATION_SECONDS:
             self._last_log = now
             nodes = ", ".join(f"{self.name(n)} ({seconds:.0f} s)" for n, seconds in late.items())
             logger.info(

@@ -16,7 +16,7 @@ from .statistics.significance import ALPHA
 from .tables.number_formats import MISSING, format_p, format_signed
 
 ONE_SEED = "A test over the clients of one seed says nothing about other seeds."
-NAMED = 3  # most methods that a sentence names one by one
+MAX_NAMED_METHODS = 3  # most methods that a sentence names one by one
 
 
 class Finding(NamedTuple):
@@ -134,16 +134,16 @@ def _describe_groups(family: Family) -> str:
 
 def _describe_others(others: Sequence[Versus], first: Versus, family: Family) -> str:
     worse, level = [one for one in others if one.is_worse], [one for one in others if one.is_open]
-    found = []
+    sentences = []
     if worse:
         also = "also " if first.is_worse else ""
         is_all = first.is_worse and len(worse) == len(family.others) - 1 > 1
         names = f"all {len(worse)} others" if is_all else _list(worse, family)
-        found.append(f"It is {also}significantly better than {names} (p < {ALPHA:.2g}).")
+        sentences.append(f"It is {also}significantly better than {names} (p < {ALPHA:.2g}).")
     if level:
         least = f"{'p' if len(level) == 1 else 'smallest p'} = {format_p(min(one.p for one in level))}"
-        found.append(f"No difference from {_list(level, family)} can be seen ({least}).")
-    return " ".join(found)
+        sentences.append(f"No difference from {_list(level, family)} can be seen ({least}).")
+    return " ".join(sentences)
 
 
 def _describe_one(one: Versus, family: Family) -> str:
@@ -167,23 +167,25 @@ def _describe_one(one: Versus, family: Family) -> str:
 
 def _describe_test(family: Family) -> str:
     """Names the test, and says what was not tested and what the test cannot tell."""
-    found = [f"{family.test[:1].upper()}{family.test[1:]}."] if family.test else []
+    sentences = [f"{family.test[:1].upper()}{family.test[1:]}."] if family.test else []
     if family.is_over_clients:
-        found.append(ONE_SEED)
+        sentences.append(ONE_SEED)
     bimodal = [_name(group, family) for group, result in family.ranked if result.modes]
     if bimodal and family.test:
-        found.append(f"Seeds of {join_words(bimodal)} succeed or fail, so a test of means is a rough guide.")
+        sentences.append(
+            f"Seeds of {join_words(bimodal)} succeed or fail, so a test of means is a rough guide."
+        )
     diverged = [(_name(group, family), result.diverged) for group, result in family.ranked if result.diverged]
     if diverged:
         names = join_words([f"{name} ({what})" for name, what in diverged])
-        found.append(f"Diverged, so last and not tested: {names}.")
+        sentences.append(f"Diverged, so last and not tested: {names}.")
     whole = [group for group, result in family.ranked if not result.diverged]
     untested = [one for one in family.others if one.group in whole and not (one.is_worse or one.is_open)]
     if untested:
         verb = "has" if len(untested) == 1 else "have"
         few = f"{verb} no seed with the same clients as the best, or only one client"
-        found.append(f"Not tested: {_list(untested, family)}, which {few}.")
-    return " ".join(found)
+        sentences.append(f"Not tested: {_list(untested, family)}, which {few}.")
+    return " ".join(sentences)
 
 
 def sends_nothing(group: RunGroup) -> bool:
@@ -233,8 +235,8 @@ def _name(group: RunGroup, family: Family) -> str:
 
 def _list(others: Sequence[Versus], family: Family) -> str:
     names = [_name(one.group, family) for one in others]
-    if len(names) > NAMED + 1:
-        names = [*names[:NAMED], f"{len(names) - NAMED} others"]
+    if len(names) > MAX_NAMED_METHODS + 1:
+        names = [*names[:MAX_NAMED_METHODS], f"{len(names) - MAX_NAMED_METHODS} others"]
     return join_words(names)
 
 

@@ -64,8 +64,8 @@ def rank_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
     for experiment in experiments:
         for text, some in experiment.variations.items():
             where = [f"in {experiment.name}"] * (len(experiments) > 1) + [f"with {text}"] * bool(text)
-            if found := rank_series(some, experiment.measure):
-                tables.append(_rank_table(experiment.measure, found, " ".join(["", *where])))
+            if series := rank_series(some, experiment.measure):
+                tables.append(_rank_table(experiment.measure, series, " ".join(["", *where])))
     return tables
 
 
@@ -215,15 +215,15 @@ def rank_curves(group: RunGroup) -> dict[str, RankCurve]:
     Weights that not all seeds have, or whose rank was zero before training, are left out.
     """
     tables = [table for run in group.runs if len(table := run.table.of_rounds("ranks"))]
-    found = {}
+    curves = {}
     for name in tables[0].columns if tables else ():
         if all(name in table and table[name].notna().all() and table[name].iloc[0] > 0 for table in tables):
             percent = curve_over_seeds([100 * table[name] / table[name].iloc[0] for table in tables])
             if len(percent):
                 first = float(np.mean([table[name].iloc[0] for table in tables]))
                 last = float(np.mean([table.at[percent.index[-1], name] for table in tables]))
-                found[name] = RankCurve(percent, first, last)
-    return found
+                curves[name] = RankCurve(percent, first, last)
+    return curves
 
 
 def last_ranks(group: RunGroup) -> dict[str, float]:

@@ -25,7 +25,7 @@ from .statistics.groups import RunGroup
 from .statistics.setting_names import SECTIONS, value_text
 from .tables.comparison_tables import Comparison, compare_experiments, comparison_markdown, to_csv
 
-TITLES = 3  # most experiments that the title of a page names
+MAX_TITLES = 3  # most experiments that the title of a page names
 
 
 def write_report(
@@ -133,7 +133,7 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
         "summary": table.summary,
         "sweeps": table.sweeps,
         "answers": table.answers,
-        "tables": [*table.blocks.values(), *table.ranks],
+        "tables": [*table.result_tables.values(), *table.ranks],
         "footnotes": table.footnotes,
         "result": placed.get("result"),
         "curve": placed.get("curve"),
@@ -173,5 +173,5 @@ def _format_versions(run: RunRecord) -> str:
 def _join_titles(titles: Sequence[str]) -> str:
     """Titles of the experiments as one: all of a few, else the first and how many more there are."""
     distinct = list(dict.fromkeys(titles))
-    more = len(distinct) - TITLES
-    return "; ".join(distinct[:TITLES]) + (f"; and {more} more" if more > 0 else "")
+    further_titles = len(distinct) - MAX_TITLES
+    return "; ".join(distinct[:MAX_TITLES]) + (f"; and {further_titles} more" if further_titles > 0 else "")

@@ -88,18 +88,20 @@ def _describe(values: Mapping[str, Any], names: Sequence[str] = ()) -> str:
 
 def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader must know before trusting the comparison of one experiment."""
-    found = []
+    warnings = []
     for group in groups:
         repeated = "was given more than once; its first run counts."
-        found += [f"{group.label}: seed {seed} {repeated}" for seed in group.repeated]
+        warnings += [f"{group.label}: seed {seed} {repeated}" for seed in group.repeated]
         status = [f"seed {run.record.seed} {run.status}" for run in group.runs if run.status]
         if status:
-            found.append(f"{group.label}: {'; '.join(status)}. Its numbers are those of the rounds it has.")
+            warnings.append(
+                f"{group.label}: {'; '.join(status)}. Its numbers are those of the rounds it has."
+            )
         status = [f"seed {run.record.seed} {run.status}" for run in group.left_out]
         if status:
-            found.append(f"{group.label}: {'; '.join(status)}. No result counts it.")
-        found += _find_unequal_sizes(group)
-        found += [
+            warnings.append(f"{group.label}: {'; '.join(status)}. No result counts it.")
+        warnings += _find_unequal_sizes(group)
+        warnings += [
             f"{group.label}: seed {run.record.seed} {message}."
             for run in group.runs
             if not run.status and (message := str(run.record.status.get("message", "")))
@@ -107,11 +109,11 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
         for measure, one, many in ((ACCURACY, "accuracy", "accuracies"), (LOSS, "loss", "losses")):
             if bad := int(group.results(measure=measure)["non_finite"].sum()):
                 clients = count(bad, f"client {one}", f"client {many}")
-                found.append(f"{group.label}: {clients} not finite, left out.")
+                warnings.append(f"{group.label}: {clients} not finite, left out.")
         if without := int(group.results()["without"].fillna(0).max() or 0) if len(group.results()) else 0:
             clients = count(without, "client")
-            found.append(f"{group.label}: {clients} without a test result left out of all means.")
-        found += _find_unevaluated(group)
+            warnings.append(f"{group.label}: {clients} without a test result left out of all means.")
+        warnings += _find_unevaluated(group)
     series: dict[str, list[str]] = {}
     for group in groups:
         if group.headline is not None:
@@ -119,12 +121,14 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
     if len(series) > 1:
         named = "; ".join(f"{name}: {', '.join(labels)}" for name, labels in series.items())
         noun = groups[0].measure.noun
-        found.append(f"The methods are judged by different series of {noun} ({on_one_line(named)}).")
+        warnings.append(f"The methods are judged by different series of {noun} ({on_one_line(named)}).")
     if len({len(group.results()) for group in groups}) > 1:
-        found.append("The methods have different numbers of seeds.")
+        warnings.append("The methods have different numbers of seeds.")
     remarks = (run.record.config.get("remarks") for group in groups for run in group.runs)
-    found += dict.fromkeys(on_one_line(r) for listed in remarks if isinstance(listed, list) for r in listed)
-    return found + collapse_warnings(groups) + _find_differences(groups)
+    warnings += dict.fromkeys(
+        on_one_line(r) for listed in remarks if isinstance(listed, list) for r in listed
+    )
+    return warnings + collapse_warnings(groups) + _find_differences(groups)
 
 
 def _find_unevaluated(group: RunGroup) -> list[str]:
@@ -143,7 +147,7 @@ def _find_unequal_sizes(group: RunGroup) -> list[str]:
     first = group.first
     sizes = {run: _count_examples(run.record) for run in group.runs}
     here = _count_examples(first)
-    found = []
+    warnings = []
     for run in group.runs[1:]:
         # seeds draw other clients: rounding may move an example of each of them to another part
         least = max(len(first.clients), len(run.record.clients))
@@ -152,8 +156,8 @@ def _find_unequal_sizes(group: RunGroup) -> list[str]:
                 f"seed {record.seed} has {train} training, {val} validation and {test} test examples"
                 for record, (train, val, test) in ((first, here), (run.record, sizes[run]))
             ]
-            found.append(f"{group.label}: {' and '.join(texts)}. Are these seeds of the same data?")
-    return found
+            warnings.append(f"{group.label}: {' and '.join(texts)}. Are these seeds of the same data?")
+    return warnings
 
 
 def _count_examples(run: RunRecord) -> tuple[int, ...]:
@@ -216,12 +220,12 @@ def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
     """Settings, other than methods and what is varied, in which the runs of one experiment differ."""
     varied = {last_part(key) for group in groups for key, _ in group.vary}
     every = [run.settings for group in groups for run in group.runs]
-    found = []
+    differences = []
     for key in dict.fromkeys(key for one in every for key in one):
         values = dict.fromkeys(one.get(key, "none") for one in every)
         if len(values) > 1 and not key.startswith("method.") and last_part(key) not in varied:
-            found.append(f"{on_one_line(key)} ({on_one_line(', '.join(values), 80)})")
-    return [f"The runs differ in more than their methods: {'; '.join(found)}."] if found else []
+            differences.append(f"{on_one_line(key)} ({on_one_line(', '.join(values), 80)})")
+    return [f"The runs differ in more than their methods: {'; '.join(differences)}."] if differences else []
 
 
 def warn_of_mixture(experiments: Sequence[ComparedExperiment]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..results.records import RunRecord
-from ..results.scalars import scalars
+from ..results.scalars import list_scalars
 from ..rounds.logs.loggers import summary_writer
 
 
@@ -25,7 +25,7 @@ def export_tensorboard(run: RunRecord, folder: Path) -> None:
     writer, total = summary_writer(folder), 0
     try:
         for record in run.rounds:
-            for tag, value in scalars(record, run.clients, total).items():
+            for tag, value in list_scalars(record, run.clients, total).items():
                 writer.add_scalar(tag, value, record.round)
             total += record.bytes_up + record.bytes_down
     finally:

@@ -30,44 +30,46 @@ def describe_trust(run: RunRecord) -> list[str]:
     """Sentences on protection of updates, their rule and the attack; none by default."""
     tables = ("compression", "clipping", "privacy", "robust", "attack", "secure")
     compression, clipping, privacy, robust, attack, secure = (run.section("run", name) for name in tables)
-    found = []
+    parts = []
     if uplink := compression.get("uplink"):
         feedback = ", with error feedback" if compression.get("error_feedback") else ""
-        found.append(f"Updates are compressed: {on_one_line(uplink)}{feedback}.")
+        parts.append(f"Updates are compressed: {on_one_line(uplink)}{feedback}.")
     if norm := clipping.get("norm"):
         quantile = clipping.get("quantile")
         follows = f" at first; the bound follows the {quantile:g} quantile of their norms" if quantile else ""
-        found.append(f"Updates are clipped to a norm of {norm:g}{follows}.")
+        parts.append(f"Updates are clipped to a norm of {norm:g}{follows}.")
     if privacy.get("kind", "none") != "none":
-        found.append(_describe_privacy(run, privacy))
+        parts.append(_describe_privacy(run, privacy))
     if (rule := robust.get("rule", "mean")) != "mean":
         weighed = ", weighed by examples" if robust.get("weights") == "examples" else ""
         share = (
             f", with at most {format_number(100 * robust['hostile'])} % hostile" if rule in COUNTING else ""
         )
-        found.append(f"The server takes {RULES.get(rule, on_one_line(rule))} of the replies{share}{weighed}.")
+        parts.append(f"The server takes {RULES.get(rule, on_one_line(rule))} of the replies{share}{weighed}.")
     if attack.get("kind", "none") != "none":
-        found.append(_describe_attack(run, attack))
+        parts.append(_describe_attack(run, attack))
     if secure.get("on"):
-        found.append(
+        parts.append(
             f"Sums are secure: of numbers in ±{secure['bound']:g}, quantized to {secure['bits']} bits, the "
             f"server learns the total, if {format_number(100 * secure['threshold'])} % of the clients reply."
         )
-    return found
+    return parts
 
 
 def _describe_privacy(run: RunRecord, privacy: Mapping[str, Any]) -> str:
-    recorded = [record.observed["privacy"] for record in run.rounds if "privacy" in record.observed]
+    recorded = [
+        record.server_metrics["privacy"] for record in run.rounds if "privacy" in record.server_metrics
+    ]
     numbers = {
         "noise multiplier σ": recorded[0]["noise"] if recorded else privacy.get("noise"),
         "budget ε": privacy.get("epsilon"),
         "δ": privacy.get("delta"),
     }
-    found = ", ".join(f"{name} = {value:.4g}" for name, value in numbers.items() if value is not None)
+    settings = ", ".join(f"{name} = {value:.4g}" for name, value in numbers.items() if value is not None)
     of = "in which one client has other data" if is_replacing(run) else "that differ by one client"
     kind, accountant = on_one_line(privacy["kind"]), on_one_line(privacy.get("accountant"))
     scope = f"ε is for federations {of} (accountant {accountant})"
-    return f"Differential privacy of clients, {kind}: {found}; {scope}."
+    return f"Differential privacy of clients, {kind}: {settings}; {scope}."
 
 
 def is_replacing(run: RunRecord) -> bool:
@@ -127,7 +129,7 @@ def trust_row(group: RunGroup) -> dict[str, float | None]:
         "hostile_weight": [hostile_weight(run) for run in group.runs],
         "epsilon": [_last(run, "privacy", "epsilon") for run in group.runs],
     }
-    return {name: found.mean for name, values in numbers.items() if (found := estimate(values))}
+    return {name: interval.mean for name, values in numbers.items() if (interval := estimate(values))}
 
 
 def _last(run: RunStatistics, kind: str, name: str) -> float:

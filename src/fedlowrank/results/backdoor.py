@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..core.contract.method import ClientInfo
+from ..core.contract import ClientInfo
 from ..data.federation import Federation
 from ..trust.attacks import with_trigger
 from ..trust.trust_settings import Attack
@@ -31,15 +31,15 @@ def backdoor_success(
     Returns:
         The mean over the clients that have such examples; None if there are none.
     """
-    found: list[float] = []
+    rates: list[float] = []
     for info in clients:
         triggered = with_trigger(federation.clients[info.id].test, attack)
         if not len(triggered):
             continue
-        made = model_of(info)
-        predict = next(iter(made.predictors.values()))
+        model = model_of(info)
+        predict = next(iter(model.predictors.values()))
         with torch.inference_mode():
-            rate = measure(predict, pool_of(made.model, [triggered])).accuracy[0]
+            rate = measure(predict, pool_of(model.model, [triggered])).accuracy[0]
         if rate is not None:
-            found.append(rate)
-    return sum(found) / len(found) if found else None
+            rates.append(rate)
+    return sum(rates) / len(rates) if rates else None

@@ -24,6 +24,7 @@ from ..core.arguments.user_code import import_named
 from ..core.errors import ConfigError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import Examples
+from .client_numbers import CLIENT_NUMBERS, reserved_names
 
 Reals = NDArray[np.float64]
 Labels = NDArray[Any]
@@ -37,8 +38,8 @@ def softmax(scores: Reals) -> Reals:
     # scores of a model that diverged give NaN
     with np.errstate(invalid="ignore"):
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-        found: Reals = powers / powers.sum(axis=1, keepdims=True)
-    return found
+        probabilities: Reals = powers / powers.sum(axis=1, keepdims=True)
+    return probabilities
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Metric:
         of_labels: the same from scores and targets ``[n, classes]`` of zeros and ones, where every class of an
             example is present or absent; None where there is no such metric.
         lower_is_better: whether a smaller value is better, as of an error; None for a function of the user's own.
+        title: its name as a heading; empty for the name with spaces.
     """
 
     about: str
@@ -65,6 +67,7 @@ class Metric:
     above: int = 0
     of_labels: Callable[[Reals, Labels], float | None] | None = None
     lower_is_better: bool | None = False
+    title: str = ""
 
 
 def _f1(average: Literal["macro", "weighted"], scores: Reals, labels: Labels) -> float:
@@ -114,13 +117,13 @@ def _intersection_of_labels(scores: Reals, targets: Labels) -> float:
 
 
 def _mean_of_labels(
-    of: Callable[[NDArray[np.bool_], Reals], float], scores: Reals, targets: Labels
+    metric: Callable[[NDArray[np.bool_], Reals], float], scores: Reals, targets: Labels
 ) -> float | None:
     """Mean of a metric of each class; None where a class is present in all examples or in none."""
     is_present = targets > 0.5
     if is_present.all(0).any() or not is_present.any(0).all():
         return None
-    return float(np.mean([of(is_present[:, c], scores[:, c]) for c in range(scores.shape[1])]))
+    return float(np.mean([metric(is_present[:, c], scores[:, c]) for c in range(scores.shape[1])]))
 
 
 def _balanced_accuracy(scores: Reals, labels: Labels) -> float:
@@ -133,7 +136,8 @@ def _counts(scores: Reals, labels: Labels) -> tuple[Labels, Labels, Labels]:
     """Of each class how many examples are right, have it as label, and are predicted to have it."""
     chosen, classes = scores.argmax(1), scores.shape[1]
     hits, labeled, predicted = (
-        np.bincount(of, minlength=classes) for of in (labels[chosen == labels], labels, chosen)
+        np.bincount(classes_of_examples, minlength=classes)
+        for classes_of_examples in (labels[chosen == labels], labels, chosen)
     )
     return hits, labeled, predicted
 
@@ -163,7 +167,7 @@ def log_odds(scores: Reals) -> Reals:
 
 
 def _one_versus_rest(
-    of: Callable[[NDArray[np.bool_], Reals], float], scores: Reals, labels: Labels
+    metric: Callable[[NDArray[np.bool_], Reals], float], scores: Reals, labels: Labels
 ) -> float | None:
     """Mean over the classes present of a metric of each class against all others; None for one class.
 
@@ -173,9 +177,9 @@ def _one_versus_rest(
     if len(present) < 2:
         return None
     if scores.shape[1] == 2:
-        return of(labels == 1, scores[:, 1] - scores[:, 0])
+        return metric(labels == 1, scores[:, 1] - scores[:, 0])
     ranking = log_odds(scores)
-    return float(np.mean([of(labels == c, ranking[:, c]) for c in present]))
+    return float(np.mean([metric(labels == c, ranking[:, c]) for c in present]))
 
 
 def _area_under_roc(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
@@ -197,9 +201,9 @@ def _average_precision(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
 
 def _top(k: int, scores: Reals, labels: Labels) -> float:
     """Share of examples whose class is among the first k; of equal scores the higher class number comes first."""
-    own = np.take_along_axis(scores, labels[:, None], axis=1)
+    score_of_label = np.take_along_axis(scores, labels[:, None], axis=1)
     is_later = np.arange(scores.shape[1]) > labels[:, None]
-    before = (scores > own) | ((scores == own) & is_later)
+    before = (scores > score_of_label) | ((scores == score_of_label) & is_later)
     return float((before.sum(1) < k).mean())
 
 
@@ -229,12 +233,16 @@ def _determination(outputs: Reals, targets: Labels) -> float | None:
 
 METRICS: Mapping[str, Metric] = {
     "macro_f1": Metric(
-        "F1 score, mean over classes", partial(_f1, "macro"), of_labels=partial(_f1_of_labels, "macro")
+        "F1 score, mean over classes",
+        partial(_f1, "macro"),
+        of_labels=partial(_f1_of_labels, "macro"),
+        title="macro F1",
     ),
     "weighted_f1": Metric(
         "F1 score, mean over classes weighted by examples",
         partial(_f1, "weighted"),
         of_labels=partial(_f1_of_labels, "weighted"),
+        title="weighted F1",
     ),
     "micro_f1": Metric("F1 score over all classes at once", _micro_f1, of_labels=_micro_f1_of_labels),
     "mean_iou": Metric(
@@ -247,6 +255,7 @@ METRICS: Mapping[str, Metric] = {
         "area under the ROC curve, one versus rest, mean over the classes present",
         partial(_one_versus_rest, _area_under_roc),
         of_labels=partial(_mean_of_labels, _area_under_roc),
+        title="AUROC",
     ),
     "average_precision": Metric(
         "average precision, one versus rest, mean over the classes present",
@@ -254,18 +263,27 @@ METRICS: Mapping[str, Metric] = {
         of_labels=partial(_mean_of_labels, _average_precision),
     ),
     "top3": Metric(
-        "share of examples whose class has one of the 3 highest scores", partial(_top, 3), above=3
+        "share of examples whose class has one of the 3 highest scores",
+        partial(_top, 3),
+        above=3,
+        title="top-3 accuracy",
     ),
     "top5": Metric(
-        "share of examples whose class has one of the 5 highest scores", partial(_top, 5), above=5
+        "share of examples whose class has one of the 5 highest scores",
+        partial(_top, 5),
+        above=5,
+        title="top-5 accuracy",
     ),
-    "ece": Metric("expected calibration error, 15 bins", _calibration_error, lower_is_better=True),
+    "ece": Metric(
+        "expected calibration error, 15 bins", _calibration_error, lower_is_better=True, title="ECE"
+    ),
     "rmse": Metric(
         "root mean squared error of a regression",
         _root_mean_square,
         "regression",
         (0.0, math.inf),
         lower_is_better=True,
+        title="RMSE",
     ),
     "mae": Metric(
         "mean absolute error of a regression",
@@ -273,9 +291,14 @@ METRICS: Mapping[str, Metric] = {
         "regression",
         (0.0, math.inf),
         lower_is_better=True,
+        title="MAE",
     ),
     "r2": Metric(
-        "coefficient of determination of a regression", _determination, "regression", (-math.inf, 1.0)
+        "coefficient of determination of a regression",
+        _determination,
+        "regression",
+        (-math.inf, 1.0),
+        title="R²",
     ),
 }
 """Metrics by name."""
@@ -287,15 +310,15 @@ _OF_LABELS = {
 }
 
 
-def check_names(given: Any) -> tuple[str, ...]:
+def check_names(metrics: Any) -> tuple[str, ...]:
     """The names in ``run.metrics``; imports nothing.
 
     Raises:
         ConfigError: if it is no list, or a name is unknown; the message names the nearest metric.
     """
-    if isinstance(given, str):
-        raise ConfigError(f"run.metrics is a list of names, such as [{given!r}]")
-    names = tuple(given)
+    if isinstance(metrics, str):
+        raise ConfigError(f"run.metrics is a list of names, such as [{metrics!r}]")
+    names = tuple(metrics)
     for name in names:
         if not isinstance(name, str):
             known = getattr(name, "__name__", "function")
@@ -303,7 +326,7 @@ def check_names(given: Any) -> tuple[str, ...]:
                 f"run.metrics holds names; a function of your own is named 'module:{known}', in a script or "
                 f"notebook '__main__:{known}'; it is {name!r}"
             )
-        if name in ("accuracy", "loss"):
+        if name in CLIENT_NUMBERS and CLIENT_NUMBERS[name].is_required:
             raise ConfigError(f"run.metrics: {name} is always measured; leave it out")
         if ":" not in name and name not in METRICS:
             raise ConfigError(
@@ -318,54 +341,40 @@ def check_names(given: Any) -> tuple[str, ...]:
 OwnMetrics = Mapping[str, Callable[..., Any]]
 """Functions ``metric(scores, targets)`` of a user, by name."""
 
-RESERVED = (
-    "round",
-    "client",
-    "unseen",
-    "hostile",
-    "series",
-    "split",
-    "n",
-    "counted_labels",
-    "accuracy",
-    "loss",
-)
-"""Columns of tables of results, so no name of a metric."""
 
-
-def split_metrics(given: Any) -> tuple[Any, OwnMetrics]:
+def split_metrics(metrics: Any) -> tuple[Any, OwnMetrics]:
     """Split the metrics that are passed in Python into names, and functions by their names.
 
     Args:
-        given: names of metrics, and functions ``metric(scores, targets)``.
+        metrics: names of metrics, and functions ``metric(scores, targets)``.
 
     Raises:
         ConfigError: if a function has no name of its own, or the name of something else.
     """
-    if callable(given):
-        raise ConfigError(f"run.metrics is a list, such as [{_name_of(given)}]")
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        return given, {}
+    if callable(metrics):
+        raise ConfigError(f"run.metrics is a list, such as [{_name_of(metrics)}]")
+    if isinstance(metrics, str) or not isinstance(metrics, Iterable):
+        return metrics, {}
     names: list[Any] = []
-    own: dict[str, Callable[..., Any]] = {}
-    for one in given:
-        if not callable(one):
-            names.append(one)
+    functions: dict[str, Callable[..., Any]] = {}
+    for metric in metrics:
+        if not callable(metric):
+            names.append(metric)
             continue
-        name = _name_of(one)
-        if isinstance(one, type):
+        name = _name_of(metric)
+        if isinstance(metric, type):
             raise ConfigError(f"run.metrics: {name} is a class; pass an object of it, such as {name}()")
         if not name.isidentifier():
             raise ConfigError(
                 f"run.metrics: {name} has no name for tables; define it by def NAME(scores, targets)"
             )
-        if name in METRICS or name in RESERVED or name in own:
+        if name in METRICS or name in reserved_names() or name in functions:
             raise ConfigError(
-                f"run.metrics: a function is called {name!r} as {'another one' if name in own else 'something else'} "
+                f"run.metrics: a function is called {name!r} as {'another one' if name in functions else 'something else'} "
                 "in tables of results; rename it"
             )
-        own[name] = one
-    return names, own
+        functions[name] = metric
+    return names, functions
 
 
 def _name_of(function: Any) -> str:
@@ -378,7 +387,7 @@ def choose_metrics(
     examples: Examples,
     classes: int,
     loss: Loss = AUTO,
-    own: OwnMetrics | None = None,
+    functions: OwnMetrics | None = None,
 ) -> dict[str, Metric]:
     """The metrics of those names, for a task.
 
@@ -387,20 +396,20 @@ def choose_metrics(
         examples: of any client, for the form of its labels.
         classes: number of classes; 0 for a regression.
         loss: of the task, which says whether real targets are several labels an example.
-        own: functions of the user by name.
+        functions: functions of the user by name.
 
     Raises:
         ConfigError: if a metric does not fit the task, or its function cannot be imported.
     """
-    if (names or own) and loss.predicts_tokens(examples.y):
+    if (names or functions) and loss.predicts_tokens(examples.y):
         raise ConfigError(
             "run.metrics needs one label for each example, and language models have one for each token; "
             "leave it empty. Accuracy and loss are always measured, and `fedlowrank score` scores what the "
             "models write."
         )
     chosen = {name: METRICS[name] if name in METRICS else _import_metric(name) for name in names}
-    chosen |= {name: _own_metric(function) for name, function in (own or {}).items()}
-    task = "regression" if examples.regression else "classes"
+    chosen |= {name: _own_metric(function) for name, function in (functions or {}).items()}
+    task = "regression" if examples.is_regression else "classes"
     if loss.is_binary(examples.y):
         task = "labels"
         chosen = {name: _OF_LABELS.get(name, metric) for name, metric in chosen.items()}
@@ -451,8 +460,8 @@ def compute(name: str, metric: Metric, scores: Reals, labels: Labels) -> float |
         is_number = (scores < math.inf).all() and np.isfinite(highest).all()
         return metric.compute(scores, labels) if is_number else math.nan
     try:
-        found = metric.compute(scores, labels)
-        return None if found is None else float(found)
+        value = metric.compute(scores, labels)
+        return None if value is None else float(value)
     except Exception as error:
         # whatever the user's code raises
         form = f"scores {[*scores.shape]} and labels {[*labels.shape]}"

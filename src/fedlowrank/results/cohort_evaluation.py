@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.contract.client_model import ClientModel, Predictor
+from ..core.contract import AnyMethod, ClientInfo, ClientModel, ClientView, EngineModel, Task
+from ..core.contract.client_model import Predictor
 from ..core.contract.hook_results import check_client_model
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
-from ..core.contract.model import Model
+from ..training.client_tensors.client_tensor import NoRuleError, with_rows
+from ..training.client_tensors.control_flow import DifferingError, split_clients
 from ..training.cohorts.cohort_view import Cohort
-from ..training.cohorts.control_flow import DifferingError, split_clients
 from ..training.local_data import channels_last
-from ..training.stacked import UnsupportedError, with_rows
 from .client_metrics import Metric
 from .local_model import LocalModel
-from .scoring import AT_ONCE, Scores, ScoringPool, measure_scores
+from .scoring import EXAMPLES_PER_LOSS_CALL, Scores, ScoringPool, measure_scores
 
-UNEVEN = 2
+MAX_PADDING_FACTOR = 2
 """How many times as many examples are scored as there are, where clients have fewer than others, before a cohort is divided."""
 
 
@@ -54,27 +53,25 @@ class CohortModels:
         view = ClientView(info, task, model, round, key, cohort.trainer)
         self._infos, self._pool, self._key = infos, pool, key
         with torch.inference_mode(False):
-            made = check_client_model(method, method.client_model(state, message, view))
-            whole = method.server_model(server, state, view)
-        self._made = made
-        self.model: Model = view.model
-        self._server = whole
+            self._client_model = check_client_model(method, method.client_model(state, message, view))
+            self._server = method.server_model(server, state, view)
+        self.model: EngineModel = view.model
 
     def predictors(self) -> dict[str, Predictor]:
         """Functions from inputs of all clients ``[K·b, ...]`` to scores by series, the headline first."""
-        return LocalModel(self._made, self.model, self._key, self._server).predictors
+        return LocalModel(self._client_model, self.model, self._key, self._server).predictors
 
     def sizes(self) -> list[tuple[dict[str, int], list[float]]]:
         """Of each client the parameter count of every series, and the shares of clusters."""
         count, names = len(self._infos), [*self.predictors()]
-        parts = split_clients(dict(self._made.parts), count)
-        routes = split_clients(self._made.routes, count)
-        found = []
-        for own, shares in zip(parts, routes, strict=True):
-            made = ClientModel({}, self._made.series, own, shares)
-            local = LocalModel(made, self.model, self._key, self._server)
-            found.append(({name: local.count_parameters(name) for name in names}, local.routes or []))
-        return found
+        parts = split_clients(dict(self._client_model.parts), count)
+        routes = split_clients(self._client_model.routes, count)
+        sizes = []
+        for parts_of_client, shares in zip(parts, routes, strict=True):
+            client_model = ClientModel({}, self._client_model.series, parts_of_client, shares)
+            local = LocalModel(client_model, self.model, self._key, self._server)
+            sizes.append(({name: local.count_parameters(name) for name in names}, local.routes or []))
+        return sizes
 
     def score(self, sets: int, metrics: Mapping[str, Metric]) -> dict[str, tuple[Tensor, Scores]]:
         """The scores of every series on the examples of all clients, and what they are worth.
@@ -86,21 +83,22 @@ class CohortModels:
         Raises:
             DifferingError: to divide the cohort into clients with 1, 2 to 3, 4 to 7, 8 to 15 ... examples, if most of what
                 would be scored is padding.
-            UnsupportedError: if the scores are not one row an example, or padding does not pay.
+            NoRuleError: if the scores are not one row an example, or padding does not pay.
         """
         lengths = self._pool.lengths
         counts = [sum(lengths[k : k + sets]) for k in range(0, len(lengths), sets)]
-        if len(counts) * max(counts) > UNEVEN * sum(counts):
+        if len(counts) * max(counts) > MAX_PADDING_FACTOR * sum(counts):
             # models that are parameters alone are scored together one after another, without padding
-            if not callable(self._made.params) and not any(map(callable, self._made.series.values())):
-                raise UnsupportedError("clients with very different numbers of examples")
+            model = self._client_model
+            if not callable(model.params) and not any(map(callable, model.series.values())):
+                raise NoRuleError("clients with very different numbers of examples")
             raise DifferingError([count.bit_length() for count in counts])
         (whole,) = self._pool.passes
-        found = {}
-        for name, predict in self.predictors().items():
+        scores_of_series = {}
+        for series, predict in self.predictors().items():
             scores = score_by_rows(predict, whole.x, counts)
-            found[name] = scores, measure_scores([(scores, whole.y)], self._pool, metrics)
-        return found
+            scores_of_series[series] = scores, measure_scores([(scores, whole.y)], self._pool, metrics)
+        return scores_of_series
 
 
 def score_by_rows(predict: Predictor, inputs: Any, counts: Sequence[int]) -> Tensor:
@@ -112,7 +110,7 @@ def score_by_rows(predict: Predictor, inputs: Any, counts: Sequence[int]) -> Ten
         counts: examples of each client.
 
     Raises:
-        UnsupportedError: if a score is not one row an example.
+        NoRuleError: if a score is not one row an example.
     """
     clients, longest, total = len(counts), max(counts), sum(counts)
     lengths = torch.tensor(counts, device=inputs.device)
@@ -122,13 +120,13 @@ def score_by_rows(predict: Predictor, inputs: Any, counts: Sequence[int]) -> Ten
     # a client with fewer examples repeats its last one; one without any has another's, which is not used
     places = starts[:, None] + torch.minimum(columns, (lengths - 1).clamp(min=0)[:, None])
     places = places.clamp(max=total - 1)
-    width = max(1, AT_ONCE // clients)
+    width = max(1, EXAMPLES_PER_LOSS_CALL // clients)
     parts = []
     with with_rows():
         for first in range(0, longest, width):
             index = places[:, first : first + width]
             scores = predict(channels_last(inputs.index_select(0, index.flatten())))
             if len(scores) != index.numel():
-                raise UnsupportedError("scores that are not one row an example")
+                raise NoRuleError("scores that are not one row an example")
             parts.append(scores.as_subclass(Tensor).unflatten(0, index.shape))
     return torch.cat(parts, 1)[is_own]

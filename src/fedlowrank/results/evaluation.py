@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.contract.download_cache import Downloads
-from ..core.contract.method import AnyMethod, ClientInfo, Task
 from ..core.contract.training_request import Trainer
 from ..core.errors import naming
 from ..core.key import generator_states
@@ -21,14 +21,15 @@ from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import ClientData
 from ..data.federation import Federation
 from ..engines.engine import Engine
+from ..training.client_tensors.client_tensor import NoRuleError
 from ..training.cohorts.closeness import full_precision, is_close
 from ..training.cohorts.cohort_view import Cohort
 from ..training.kept_optimizers import split_optimizers
-from ..training.stacked import UnsupportedError
 from .client_metrics import Metric
+from .client_numbers import ACCURACY, COUNTED_LABELS, LOSS, PARAMETERS, ROUTE
 from .cohort_evaluation import CohortModels
-from .local_model import LocalModel, local_model
-from .measurements import ACCURACY, COUNTED_LABELS, LOSS, PARAMETERS, ROUTE, Block, Column
+from .local_model import LocalModel, make_local_model
+from .measurements import ClientTable, Column
 from .scoring import (
     Scores,
     ScoringPool,
@@ -45,13 +46,13 @@ ModelsOfClients = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
 
 SPLITS = ("val", "test")
 
-BLOCK = 4096
-"""Examples of the clients in a block, the unit of work that an engine maps over."""
+EXAMPLES_PER_WORK_ITEM = 4096
+"""Examples of the clients in one item of the work that an engine maps over."""
 
-CACHE = 1 << 30
+MAX_CACHED_BYTES = 1 << 30
 """Bytes of concatenated inputs that are kept from one evaluation to the next."""
 
-_NAMED = 5
+_MAX_NAMED_CLIENTS = 5
 """Clients that one warning names."""
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Evaluator:
         method: says how a client infers.
         federation: the clients.
         task: what is learnt.
-        engine: maps over blocks of clients; also executes what a method does to its model before it infers
+        engine: maps over items of clients; also executes what a method does to its model before it infers
             (adaptation on *training* data).
         metrics: besides accuracy and loss, by name.
     """
@@ -99,7 +100,7 @@ class Evaluator:
         round: int,
         clients: Sequence[ClientInfo] | None = None,
         trained: bool = True,
-    ) -> Block:
+    ) -> ClientTable:
         """Accuracy, loss, further metrics, size and shares of clusters of every client's model, and labels that count.
 
         Args:
@@ -110,8 +111,8 @@ class Evaluator:
             trained: False before the first round, when models may be equal by chance.
         """
 
-        def model_of(info: ClientInfo, verbs: Trainer | None = None) -> LocalModel:
-            return local_model(
+        def model_of(info: ClientInfo, trainer: Trainer | None = None) -> LocalModel:
+            return make_local_model(
                 self.method,
                 self.federation,
                 self.task,
@@ -120,24 +121,24 @@ class Evaluator:
                 info,
                 round,
                 server=server,
-                verbs=verbs,
+                trainer=trainer,
             )
 
-        def work(block: Sequence[ClientInfo]) -> dict[str, Any]:
+        def work(item: Sequence[ClientInfo]) -> dict[str, Any]:
             if self.engine.has_cohorts and self._fits_cohorts and not self._is_global:
-                found = self._evaluate_cohorts(block, server, state_of, round, model_of, trained)
-                return Block.join(found).as_json()
-            return self._evaluate_block(block, model_of).as_json()
+                tables = self._evaluate_cohorts(item, server, state_of, round, model_of, trained)
+                return ClientTable.join(tables).as_json()
+            return self._evaluate_models(item, model_of).as_json()
 
-        blocks = self._blocks(self.federation.infos if clients is None else clients)
+        items = self._divide_work(self.federation.infos if clients is None else clients)
         self._pools, self._former_pools = {}, self._pools
-        found = self.engine.each(work, blocks)
+        tables = self.engine.each(work, items)
         self._former_pools = {}
-        measured = Block.join([Block.from_json(block) for block in found])
+        measured = ClientTable.join([ClientTable.from_json(table) for table in tables])
         self._warn_of_not_finite(measured)
-        return Block(measured.clients, measured.columns + self._counted_labels(measured.clients))
+        return ClientTable(measured.clients, measured.columns + self._count_labels(measured.clients))
 
-    def _counted_labels(self, clients: Sequence[int]) -> list[Column]:
+    def _count_labels(self, clients: Sequence[int]) -> list[Column]:
         """How many labels of each client count; nothing where these are the numbers of examples."""
         parts = {(i, split): getattr(self.federation.clients[i], split) for i in clients for split in SPLITS}
         for key in parts.keys() - self._labels.keys():
@@ -148,9 +149,9 @@ class Evaluator:
             Column(COUNTED_LABELS, "", split, [self._labels[i, split] for i in clients]) for split in SPLITS
         ]
 
-    def _warn_of_not_finite(self, measured: Block) -> None:
+    def _warn_of_not_finite(self, measured: ClientTable) -> None:
         """Name once each client whose loss is not finite."""
-        found: dict[int, str] = {}
+        descriptions: dict[int, str] = {}
         for column in measured.columns:
             for client, loss in zip(measured.clients, column.values, strict=True):
                 if column.name != LOSS or loss is None or math.isfinite(loss) or client in self._not_finite:
@@ -158,34 +159,36 @@ class Evaluator:
                 n = len(getattr(self.federation.clients[client], column.split))
                 examples = f"{n} {column.split} example{'' if n == 1 else 's'}"
                 title = self.federation.infos[client].title
-                found.setdefault(client, f"{title} ({column.series} model, {examples})")
-        self._not_finite |= found.keys()
-        if found:
-            named = [*found.values()]
+                descriptions.setdefault(client, f"{title} ({column.series} model, {examples})")
+        self._not_finite |= descriptions.keys()
+        if descriptions:
+            named = [*descriptions.values()]
             logger.warning(
                 "the loss is not finite at %s%s: its scores hold a NaN or an infinity. Tables leave the loss out of "
                 "means over clients and count it, loggers write NaN, and such examples count as wrong",
-                ", ".join(named[:_NAMED]),
-                f" and {len(named) - _NAMED} more clients" if len(named) > _NAMED else "",
+                ", ".join(named[:_MAX_NAMED_CLIENTS]),
+                f" and {len(named) - _MAX_NAMED_CLIENTS} more clients"
+                if len(named) > _MAX_NAMED_CLIENTS
+                else "",
             )
 
-    def _blocks(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
-        """Consecutive clients with about BLOCK examples together; the same for every engine."""
-        blocks: list[list[ClientInfo]] = []
-        examples = BLOCK
+    def _divide_work(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
+        """Consecutive clients with about EXAMPLES_PER_WORK_ITEM examples together; the same for every engine."""
+        items: list[list[ClientInfo]] = []
+        examples = EXAMPLES_PER_WORK_ITEM
         for info in infos:
-            if examples >= BLOCK:
-                blocks.append([])
+            if examples >= EXAMPLES_PER_WORK_ITEM:
+                items.append([])
                 examples = 0
-            blocks[-1].append(info)
+            items[-1].append(info)
             examples += self._examples[info.id]
-        return blocks
+        return items
 
     @property
     def _is_global(self) -> bool:
         """Whether all clients use the server's own model as it is."""
-        own = self.task.architectures.values()
-        return self.method.one_model and not any(model.buffers or model.couples for model in own)
+        models = self.task.architectures.values()
+        return self.method.one_model and not any(model.buffers or model.couples for model in models)
 
     def _evaluate_cohorts(
         self,
@@ -195,55 +198,56 @@ class Evaluator:
         round: int,
         model_of: Callable[..., LocalModel],
         trained: bool,
-    ) -> list[Block]:
+    ) -> list[ClientTable]:
         """Evaluate clients of one form by one call of the method, and others as other engines do."""
         # of clients outside of cohorts, whose models are scored together where they can be
         others: dict[int, Trainer] = {}
 
-        def alone(place: int, trainer: Trainer) -> None:
+        def keep_trainer(place: int, trainer: Trainer) -> None:
             others[infos[place].id] = trainer
 
-        def together(cohort: Cohort) -> list[Block | None]:
+        def evaluate_cohort(cohort: Cohort) -> list[ClientTable | None]:
             try:
                 return evaluate(cohort)
-            except (Exception, UnsupportedError):
+            except (Exception, NoRuleError):
                 # an operation without a rule, or the method's own error, which a client alone raises; the models of the
                 # next evaluation are scored as in other engines
                 self._fits_cohorts = False
                 raise
 
-        def evaluate(cohort: Cohort) -> list[Block | None]:
-            some = [infos[k] for k in cohort.places]
-            kind = some[0].architecture
-            pool = self._pool([info.id for info in some])
-            model = self.task.model(some[0])
+        def evaluate(cohort: Cohort) -> list[ClientTable | None]:
+            members = [infos[k] for k in cohort.places]
+            kind = members[0].architecture
+            pool = self._pool([info.id for info in members])
+            model = self.task.model(members[0])
             if pool is None or model.couples or model.has_hooks or self._cohort_is_equal.get(kind) is False:
-                raise UnsupportedError("models that are evaluated client by client")
-            models = CohortModels(self.method, self.task, server, round, some, cohort, pool)
-            known = self._cohort_is_equal.get(kind)
-            with torch.inference_mode(), contextlib.nullcontext() if known else full_precision():
+                raise NoRuleError("models that are evaluated client by client")
+            models = CohortModels(self.method, self.task, server, round, members, cohort, pool)
+            is_known_equal = self._cohort_is_equal.get(kind)
+            with torch.inference_mode(), contextlib.nullcontext() if is_known_equal else full_precision():
                 scores = models.score(len(SPLITS), self.metrics)
-                if known is None:
-                    is_equal = self._is_as_alone(some, scores, model_of)
+                if is_known_equal is None:
+                    is_equal = self._is_as_alone(members, scores, model_of)
                     # models that are not trained yet are compared again
                     if not is_equal or trained:
                         self._cohort_is_equal[kind] = is_equal
                     if not is_equal:
-                        raise UnsupportedError("scores that are others for one client alone")
-            return [
-                _block_of(
-                    [i.id for i in some], {name: of for name, (_, of) in scores.items()}, models.sizes()
-                )
-            ]
+                        raise NoRuleError("scores that are others for one client alone")
+            scores_of_series = {series: of_series for series, (_, of_series) in scores.items()}
+            return [_table_of_scores([i.id for i in members], scores_of_series, models.sizes())]
 
         downloads = Downloads(self.method, server)
-        clients = [(info, (split_optimizers(state_of(info))[0], downloads.to(info))) for info in infos]
-        found = self.engine.map_clients(self.method, self.federation, round, clients, alone, together)
-        blocks = [block for block in found if block is not None]
+        clients = [
+            (info, (split_optimizers(state_of(info))[0], downloads.message_to(info))) for info in infos
+        ]
+        results = self.engine.map_clients(
+            self.method, self.federation, round, clients, keep_trainer, evaluate_cohort
+        )
+        tables = [table for table in results if table is not None]
         if others:
             rest = [info for info in infos if info.id in others]
-            blocks.append(self._evaluate_block(rest, lambda info: model_of(info, others[info.id])))
-        return blocks
+            tables.append(self._evaluate_models(rest, lambda info: model_of(info, others[info.id])))
+        return tables
 
     def _is_as_alone(
         self,
@@ -254,19 +258,20 @@ class Evaluator:
         """Whether the scores of the last client that has examples are those that it gives alone."""
         ends = list(itertools.accumulate(self._examples[i.id] for i in infos))
         place = max((k for k, i in enumerate(infos) if self._examples[i.id]), default=0)
-        own = slice(ends[place] - self._examples[infos[place].id], ends[place])
+        rows = slice(ends[place] - self._examples[infos[place].id], ends[place])
         data = self.federation.clients[infos[place].id]
         pool = ScoringPool([getattr(data, split) for split in SPLITS], loss=self.federation.loss)
-        if own.start == own.stop:
+        if rows.start == rows.stop:
             return True
         predictors = model_of(infos[place]).predictors
         return predictors.keys() == scores.keys() and all(
-            is_close(scores[name][0][own], all_scores(predict, pool)) for name, predict in predictors.items()
+            is_close(scores[name][0][rows], all_scores(predict, pool)) for name, predict in predictors.items()
         )
 
-    def _evaluate_block(
+    def _evaluate_models(
         self, infos: Sequence[ClientInfo], model_of: Callable[[ClientInfo], LocalModel]
-    ) -> Block:
+    ) -> ClientTable:
+        """Evaluate the models of clients, those with the same tensors or of the same module in one pass."""
         groups: dict[Any, list[int]] = {}
         models: dict[Any, LocalModel] = {}
         is_global = self._is_global
@@ -278,7 +283,7 @@ class Evaluator:
                 shared = shared or model.identity or info.id
                 models.setdefault(shared, model)
             groups.setdefault(shared, []).append(place)
-        parts = []
+        tables = []
         kinds: dict[Any, list[tuple[LocalModel, list[int]]]] = {}
         used = {id(model.model): model.model for model in models.values()}
         is_standard = {i: model.is_standard for i, model in used.items()}
@@ -292,15 +297,15 @@ class Evaluator:
             together = [(model, [infos[place] for place in places]) for model, places in same]
             scores = self._score_together(together)
             if scores is not None:
-                parts.append(_block(together, scores))
+                tables.append(_table_of_models(together, scores))
                 continue
             for model, clients in together:
                 for info in clients:
                     client = model if len(clients) == 1 else model_of(info)
                     data = self.federation.clients[info.id]
                     with naming(f"{info.title}, whose examples are evaluated as one batch"):
-                        parts.append(evaluate_client(client, info, data, self.metrics, self.federation.loss))
-        return Block.join(parts)
+                        tables.append(evaluate_client(client, info, data, self.metrics, self.federation.loss))
+        return ClientTable.join(tables)
 
     def _score_together(self, models: ModelsOfClients) -> dict[str, Scores] | None:
         """Scores of models of one module on the splits of their clients, by series.
@@ -320,9 +325,9 @@ class Evaluator:
         with torch.inference_mode():
             if model.name in self._is_separable:
                 return _measure(models, pool, self.metrics)
-            return self._checked(models, pool)
+            return self._score_with_check(models, pool)
 
-    def _checked(self, models: ModelsOfClients, pool: ScoringPool) -> dict[str, Scores] | None:
+    def _score_with_check(self, models: ModelsOfClients, pool: ScoringPool) -> dict[str, Scores] | None:
         """Scores by a module; None if it mixes examples of a batch or draws random numbers.
 
         Whether it does is found by comparing the scores of the first client that has examples with those
@@ -333,19 +338,19 @@ class Evaluator:
         first, i = clients[place]
         data = self.federation.clients[i]
         alone = ScoringPool([getattr(data, split) for split in SPLITS], loss=self.federation.loss)
-        own = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
+        sets_of_first = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
         is_equal = True
         with first.key.global_generators(data.train.y.device), full_precision():
             before = generator_states()
-            found = _measure(models, pool, self.metrics)
+            scores = _measure(models, pool, self.metrics)
             for name, predict in first.predictors.items():
-                expected, got = measure(predict, alone).risk, found[name].risk[own]
-                is_equal = is_equal and all(map(_is_close, expected, got))
-            draws = generator_states() != before
-        self._is_separable[first.model.name] = is_equal and not draws
-        if is_equal and not draws:
-            return found
-        why = "draws random numbers" if draws else "mixes the examples of a batch"
+                expected, computed = measure(predict, alone).risk, scores[name].risk[sets_of_first]
+                is_equal = is_equal and all(map(_is_close, expected, computed))
+            is_random = generator_states() != before
+        self._is_separable[first.model.name] = is_equal and not is_random
+        if is_equal and not is_random:
+            return scores
+        why = "draws random numbers" if is_random else "mixes the examples of a batch"
         logger.warning("model %s %s: it is evaluated client by client", first.model.name, why)
         return None
 
@@ -356,9 +361,9 @@ class Evaluator:
         if pool is None:
             data = [self.federation.clients[i] for i in clients]
             pool = concatenate(
-                [getattr(own, split) for own in data for split in SPLITS], self.federation.loss
+                [getattr(of_client, split) for of_client in data for split in SPLITS], self.federation.loss
             )
-        if pool is not None and sum(p.bytes for p in self._pools.values()) + pool.bytes <= CACHE:
+        if pool is not None and sum(p.bytes for p in self._pools.values()) + pool.bytes <= MAX_CACHED_BYTES:
             self._pools[key] = pool
         return pool
 
@@ -369,40 +374,42 @@ def evaluate_client(
     data: ClientData,
     metrics: Mapping[str, Metric] | None = None,
     loss: Loss = AUTO,
-) -> Block:
+) -> ClientTable:
     """What one client's models are worth on its own examples by the loss of the task, with further metrics by name."""
     device = data.train.y.device
     # a layer that is not standard may draw random numbers in evaluation, too
-    draws = contextlib.nullcontext() if client.model.is_standard else client.key.global_generators(device)
-    with torch.inference_mode(), draws:
+    generators = (
+        contextlib.nullcontext() if client.model.is_standard else client.key.global_generators(device)
+    )
+    with torch.inference_mode(), generators:
         pool = pool_of(client.model, [getattr(data, split) for split in SPLITS], loss)
         scores = {name: measure(predict, pool, metrics) for name, predict in client.predictors.items()}
-        return _block([(client, [info])], scores)
+        return _table_of_models([(client, [info])], scores)
 
 
 def _measure(models: ModelsOfClients, pool: ScoringPool, metrics: Mapping[str, Metric]) -> dict[str, Scores]:
     """Scores of models on the splits of their clients, by series."""
     predictors = [(model.predictors, len(SPLITS) * len(infos)) for model, infos in models]
     return {
-        name: measure_each([(of[name], sets) for of, sets in predictors], pool, metrics)
-        for name in predictors[0][0]
+        series: measure_each([(of_model[series], sets) for of_model, sets in predictors], pool, metrics)
+        for series in predictors[0][0]
     }
 
 
-def _block(models: ModelsOfClients, scores: Mapping[str, Scores]) -> Block:
-    """What was measured of clients, given the scores of each series on the splits of one client after another."""
+def _table_of_models(models: ModelsOfClients, scores: Mapping[str, Scores]) -> ClientTable:
+    """The table of the clients of models, given the scores of each series on the splits of one client after another."""
     sizes = [
         ({series: model.count_parameters(series) for series in scores}, model.routes or [])
         for model, infos in models
         for _ in infos
     ]
-    return _block_of([info.id for _, infos in models for info in infos], scores, sizes)
+    return _table_of_scores([info.id for _, infos in models for info in infos], scores, sizes)
 
 
-def _block_of(
+def _table_of_scores(
     clients: list[int], scores: Mapping[str, Scores], sizes: Sequence[tuple[Mapping[str, int], list[float]]]
-) -> Block:
-    """What was measured of clients.
+) -> ClientTable:
+    """The table of clients, given their scores and sizes.
 
     Args:
         clients: their identifiers.
@@ -411,28 +418,30 @@ def _block_of(
     """
     tables: dict[str, dict[str, list[float | None]]] = {
         ACCURACY: {
-            series: of.accuracy if of.accuracy_name == ACCURACY else [None] * len(of.accuracy)
-            for series, of in scores.items()
+            series: scored.accuracy if scored.accuracy_name == ACCURACY else [None] * len(scored.accuracy)
+            for series, scored in scores.items()
         },
-        LOSS: {series: [_shorten(v) for v in of.risk] for series, of in scores.items()},
+        LOSS: {series: [_shorten(v) for v in scored.risk] for series, scored in scores.items()},
     }
-    for name in sorted({of.accuracy_name for of in scores.values()} - {ACCURACY}):
-        tables[name] = {series: of.accuracy for series, of in scores.items()}
+    for name in sorted({scored.accuracy_name for scored in scores.values()} - {ACCURACY}):
+        tables[name] = {series: scored.accuracy for series, scored in scores.items()}
     for name in next(iter(scores.values())).metrics:
-        tables[name] = {series: [_shorten(v) for v in of.metrics[name]] for series, of in scores.items()}
+        tables[name] = {
+            series: [_shorten(v) for v in scored.metrics[name]] for series, scored in scores.items()
+        }
     columns = [
         Column(name, series, split, values[k :: len(SPLITS)])
-        for name, of in tables.items()
-        for series, values in of.items()
+        for name, values_of_series in tables.items()
+        for series, values in values_of_series.items()
         for k, split in enumerate(SPLITS)
     ]
     columns += [Column(PARAMETERS, series, "", [counts[series] for counts, _ in sizes]) for series in scores]
     routes = [shares for _, shares in sizes]
     columns += [
-        Column(ROUTE, str(cluster), "", [of[cluster] if cluster < len(of) else None for of in routes])
+        Column(ROUTE, str(cluster), "", [s[cluster] if cluster < len(s) else None for s in routes])
         for cluster in range(max(map(len, routes)))
     ]
-    return Block(clients, columns)
+    return ClientTable(clients, columns)
 
 
 def _shorten(value: float | None) -> float | None:

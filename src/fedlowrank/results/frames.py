@@ -13,12 +13,11 @@ import numpy as np
 import pandas as pd
 
 from ..core.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from .measurements import COSTS, COUNTED_LABELS, Measurements
+from .client_numbers import COUNTED_LABELS, FRAME_KEYS
+from .measurements import COSTS, Measurements
 from .records import RoundRecord, RunRecord, describe_missing
 
 logger = logging.getLogger(__name__)
-
-KEYS = ("round", "client", "unseen", "hostile", "series", "split", "n")
 
 ALL = "all"
 """In the place of a series: rows of every one."""
@@ -59,7 +58,7 @@ def client_frame(table: Measurements, *, last: bool = False, series: str | None 
         for name in _choose_series(series, known):
             for split in table.splits(t, name):
                 n = table.examples(split, table.clients)[who]
-                columns = dict(zip(KEYS, (t, who, is_unseen, is_hostile, name, split, n), strict=True))
+                columns = dict(zip(FRAME_KEYS, (t, who, is_unseen, is_hostile, name, split, n), strict=True))
                 if (labels := table.row(t, COUNTED_LABELS, "", split)) is not None:
                     columns[COUNTED_LABELS] = labels[who]
                 for metric in names:
@@ -67,12 +66,12 @@ def client_frame(table: Measurements, *, last: bool = False, series: str | None 
                     columns[metric] = math.nan if row is None else row[who]
                 parts.append(pd.DataFrame(columns))
     if not parts:
-        return pd.DataFrame(columns=[*KEYS, "accuracy", "loss"])
+        return pd.DataFrame(columns=[*FRAME_KEYS, "accuracy", "loss"])
     frame = pd.concat(parts, ignore_index=True)
     client_names = table.column("name")
     if any(client_names.values()):
         named = [client_names.get(i) or "" for i in frame["client"]]
-        frame.insert(KEYS.index("client") + 1, "client_name", named)
+        frame.insert(FRAME_KEYS.index("client") + 1, "client_name", named)
     return frame
 
 
@@ -186,10 +185,10 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
         >>> runs = load_runs("runs/", last=True).query("split == 'test' and not unseen")  # doctest: +SKIP
         >>> runs.groupby(["method", "seed"])["accuracy"].mean()  # doctest: +SKIP
     """
-    found = _load_records(folder)
-    _require_series(series, _series_of(record.rounds for _, record in found), f"no run in {folder}")
+    records = _load_records(folder)
+    _require_series(series, _series_of(record.rounds for _, record in records), f"no run in {folder}")
     parts = []
-    for name, record in found:
+    for name, record in records:
         if series in (None, ALL, *_series_of([record.rounds])):
             parts.append(_labeled(client_frame(record.measurements, last=last, series=series), name, record))
     return _joined(parts)
@@ -219,14 +218,16 @@ def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
     """The runs below a folder with their paths, without those that were moved aside."""
     root = Path(folder)
     folders = sorted(path.parent for path in root.rglob("run.json"))
-    kept = [f for f in folders if not re.search(r"\.old-\d+(/|$)", f.relative_to(root).as_posix())]
-    if not kept:
+    current = [f for f in folders if not re.search(r"\.old-\d+(/|$)", f.relative_to(root).as_posix())]
+    if not current:
         raise CheckpointError(f"{root} holds no run: neither it nor a folder below it has a run.json")
-    found = [(root.name if f == root else f.relative_to(root).as_posix(), RunRecord.load(f)) for f in kept]
-    for _, record in found:
+    records = [
+        (root.name if f == root else f.relative_to(root).as_posix(), RunRecord.load(f)) for f in current
+    ]
+    for _, record in records:
         if record.missing:
             logger.warning("%s: %s; they have no rows", record.folder, describe_missing(record.missing))
-    return found
+    return records
 
 
 def _labeled(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:
@@ -251,7 +252,7 @@ def _joined(parts: Any) -> pd.DataFrame:
     """One table of several, the columns of runs first."""
     tables = [table for table in parts if len(table)]
     if not tables:
-        return pd.DataFrame(columns=["run", "experiment", "method", "seed", *KEYS, "accuracy", "loss"])
+        return pd.DataFrame(columns=["run", "experiment", "method", "seed", *FRAME_KEYS, "accuracy", "loss"])
     # the columns that come before the round are those of runs
     labels = [name for t in tables for name in t.columns[: list(t.columns).index("round")]]
     others = [name for t in tables for name in t.columns]

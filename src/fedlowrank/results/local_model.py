@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ..core import tree
-from ..core.contract.client_model import ClientModel, ModelSum, Predictor
+from ..core.contract import AnyMethod, ClientInfo, ClientModel, ClientView, EngineModel, Task
+from ..core.contract.client_model import ModelSum, Predictor
 from ..core.contract.hook_results import check_client_model
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
-from ..core.contract.model import Model
 from ..core.contract.training_request import Trainer
 from ..core.key import Key
 from ..core.tree import Params
@@ -36,7 +35,7 @@ class LocalModel:
     """
 
     client_model: ClientModel
-    model: Model
+    model: EngineModel
     key: Key
     server: Params | None = None
 
@@ -45,21 +44,24 @@ class LocalModel:
         """Functions from inputs to scores by series, the headline first."""
         return {
             name: value if callable(value) else partial(self.model.apply, value)
-            for name, value in self._series().items()
+            for name, value in self._list_series().items()
         }
 
     @property
     def identity(self) -> Any:
         """Equal for clients with the same tensors in the same module; None if a function gives them."""
-        made = self.client_model
+        own = self.client_model
         # what a function computes lies in other memory each time
-        if any(callable(of) for of in made.series.values()) or (callable(made.params) and not made.series):
+        if any(map(callable, own.series.values())) or (callable(own.params) and not own.series):
             return None
-        series = self._series()
-        tensors = [(name, key, t.data_ptr()) for name, of in series.items() for key, t in of.items()]
+        tensors = [
+            (series, name, t.data_ptr())
+            for series, params in self._list_series().items()
+            for name, t in params.items()
+        ]
         return id(self.model), tuple(tensors)
 
-    def _series(self) -> dict[str, Any]:
+    def _list_series(self) -> dict[str, Any]:
         series: dict[str, Params | Predictor] = dict(self.client_model.series)
         if not series:
             series["personal"] = self.client_model.whole()
@@ -106,7 +108,7 @@ class LocalModel:
         )
 
 
-def local_model(
+def make_local_model(
     method: AnyMethod,
     federation: Federation,
     task: Task,
@@ -117,7 +119,7 @@ def local_model(
     *,
     server: Any = None,
     down: Any = None,
-    verbs: Trainer | None = None,
+    trainer: Trainer | None = None,
 ) -> LocalModel:
     """The model that a client would use now.
 
@@ -132,15 +134,15 @@ def local_model(
         round: counted from 0.
         server: state of the server, where it is known here.
         down: what the client was sent, where the server is elsewhere.
-        verbs: executes what the method asks of the client's data; None for the engine's way.
+        trainer: executes what the method asks of the client's data; None for the engine's way.
     """
-    trainer = engine.trainer(method, federation, round, info)
-    known = server is not None or down is None
+    of_engine = engine.trainer(method, federation, round, info)
+    is_server_here = server is not None or down is None
     state, task = install_buffers(task, split_optimizers(state)[0])
-    model = task.model(info).with_local_statistics(trainer.inputs, trainer.whose)
-    view = ClientView(info, task, model, round, trainer.data.key, verbs or trainer)
+    model = task.model(info).with_local_statistics(of_engine.inputs, of_engine.whose)
+    view = ClientView(info, task, model, round, of_engine.data.key, trainer or of_engine)
     with torch.inference_mode(False):
-        message = tree.canonical(method.download(server, info)) if known else down
-        made = check_client_model(method, method.client_model(state, message, view))
-        whole = method.server_model(server, state, view) if known else None
-    return LocalModel(made, view.model, view.key / "evaluation", whole)
+        message = tree.canonical(method.download(server, info)) if is_server_here else down
+        client_model = check_client_model(method, method.client_model(state, message, view))
+        server_params = method.server_model(server, state, view) if is_server_here else None
+    return LocalModel(client_model, view.model, view.key / "evaluation", server_params)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .client_metrics import METRICS
+from .client_numbers import ACCURACY, CLIENT_NUMBERS, COUNTED_LABELS, ROUTE, list_further_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,30 +31,13 @@ COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", 
 TRAINING_LOSS = "training_loss"
 """Name of the mean loss of a pass over the steps of a round."""
 
-ACCURACY, LOSS, PARAMETERS, ROUTE = "accuracy", "loss", "parameters", "route"
-
-TOKEN_ACCURACY, PAIR_ACCURACY, RETRIEVAL = "token_accuracy", "pair_accuracy", "retrieval_accuracy"
-"""Shares of tokens that a language model predicts, of pairs of responses that it puts in order, and of anchors that are
-nearest to their own positive in a batch. They are no accuracy: such models are judged by their loss."""
-
-ACCURACIES_OF_TEXTS = TOKEN_ACCURACY, PAIR_ACCURACY, RETRIEVAL
-
-"""Names of the numbers that every evaluation has of a client, the last one of methods with clusters."""
-
-COUNTED_LABELS = "counted_labels"
-"""Number of a client's labels over which its accuracy and its loss are means: of labels of pixels or tokens, and where
-some are left out (``loss.ignore_index``). Without it they are means over examples."""
-
-_ALWAYS = (ACCURACY, LOSS, PARAMETERS, ROUTE, COUNTED_LABELS)
-
 COLUMNS = ("round", "client", "series", "split", "name", "value")
 
 
 def is_lower_better(name: str) -> bool | None:
     """Whether a smaller value of a number of clients is better; None for a metric of the user's own and for sizes."""
-    if name in METRICS:
-        return METRICS[name].lower_is_better
-    return {LOSS: True, **dict.fromkeys((ACCURACY, *ACCURACIES_OF_TEXTS), False)}.get(name)
+    number = METRICS.get(name) or CLIENT_NUMBERS.get(name)
+    return None if number is None else number.lower_is_better
 
 
 @dataclass(frozen=True)
@@ -74,7 +58,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Block:
+class ClientTable:
     """What was measured of some clients at one time: what an evaluation makes and a client's answer carries.
 
     Attributes:
@@ -86,7 +70,7 @@ class Block:
     columns: list[Column]
 
     def as_json(self) -> dict[str, Any]:
-        """The block as values of JSON, which share its lists."""
+        """The table as values of JSON, which share its lists."""
         return {"clients": self.clients, "columns": [vars(column) for column in self.columns]}
 
     @classmethod
@@ -95,15 +79,15 @@ class Block:
         return cls(list(value["clients"]), [Column(**column) for column in value["columns"]])
 
     @classmethod
-    def join(cls, blocks: Sequence[Block]) -> Self:
-        """The block of the clients of all, in the order of their identifiers."""
-        places = {i: place for place, i in enumerate(sorted(i for block in blocks for i in block.clients))}
+    def join(cls, tables: Sequence[ClientTable]) -> Self:
+        """The table of the clients of all, in the order of their identifiers."""
+        places = {i: place for place, i in enumerate(sorted(i for table in tables for i in table.clients))}
         rows: dict[tuple[str, str, str], list[float | None]] = {}
-        for block in blocks:
-            for column in block.columns:
+        for table in tables:
+            for column in table.columns:
                 key = column.name, column.series, column.split
                 row = rows.setdefault(key, [None] * len(places))
-                for i, value in zip(block.clients, column.values, strict=True):
+                for i, value in zip(table.clients, column.values, strict=True):
                     row[places[i]] = value
         return cls([*places], [Column(*key, values) for key, values in rows.items()])
 
@@ -114,7 +98,7 @@ class Block:
     @property
     def metrics(self) -> list[str]:
         """Names of the further metrics."""
-        return list(dict.fromkeys(column.name for column in self.columns if column.name not in _ALWAYS))
+        return list_further_metrics(column.name for column in self.columns)
 
     def values(
         self, name: str = ACCURACY, split: str = "test", series: str | None = None
@@ -203,10 +187,10 @@ def mean_over_clients(values: Iterable[float | None]) -> float | None:
 
 def _mean_of_row(row: Floats) -> float | None:
     """The same of a row of :func:`as_row`."""
-    found = {name: statistic[0] for name, statistic in summarize(row[None]).items()}
-    if found["non_finite"]:
+    statistics = {name: statistic[0] for name, statistic in summarize(row[None]).items()}
+    if statistics["non_finite"]:
         return math.nan
-    return None if math.isnan(found["mean"]) else float(found["mean"])
+    return None if math.isnan(statistics["mean"]) else float(statistics["mean"])
 
 
 def score_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
@@ -257,12 +241,12 @@ class Measurements:
         """Append a number of a round."""
         self._of_rounds.setdefault((name, series), {})[round] = value
 
-    def append_clients(self, round: int, block: Block) -> None:
-        """Append what was measured of clients; those that are not in the block have no values."""
-        self._evaluated[round] = block.clients
-        for column in block.columns:
-            row = np.full(max([len(self._clients), *(i + 1 for i in block.clients)]), math.nan)
-            row[block.clients] = as_row(column.values)
+    def append_clients(self, round: int, measured: ClientTable) -> None:
+        """Append what was measured of clients; those that are not in it have no values."""
+        self._evaluated[round] = measured.clients
+        for column in measured.columns:
+            row = np.full(max([len(self._clients), *(i + 1 for i in measured.clients)]), math.nan)
+            row[measured.clients] = as_row(column.values)
             self._of_clients.setdefault((column.name, column.series, column.split), {})[round] = row
 
     @property
@@ -303,7 +287,7 @@ class Measurements:
     @property
     def metrics(self) -> list[str]:
         """Names of the further metrics."""
-        return list(dict.fromkeys(name for name, _, _ in self._of_clients if name not in _ALWAYS))
+        return list_further_metrics(name for name, _, _ in self._of_clients)
 
     def of_clients(self, name: str, series: str, split: str = "") -> pd.DataFrame:
         """A number of all clients: a row a round, a column a client; NaN without a value, infinite if not finite."""
@@ -371,16 +355,18 @@ class Measurements:
         rows = self._of_clients.get((name, series, split), {})
         count = len(next(iter(rows.values()), ()))
         places = self.who(who, count)
-        found = {t: row[places] for t, row in rows.items() if np.isfinite(row[places]).any()}
-        values = np.array(list(found.values()), dtype=np.float64).reshape(len(found), len(places))
-        flags = [np.isin(places, self.evaluated(t)) for t in found]
+        rows_with_values = {t: row[places] for t, row in rows.items() if np.isfinite(row[places]).any()}
+        values = np.array(list(rows_with_values.values()), dtype=np.float64).reshape(
+            len(rows_with_values), len(places)
+        )
+        flags = [np.isin(places, self.evaluated(t)) for t in rows_with_values]
         scores = summarize(
             values,
-            np.array([self.weights(t, split, count)[places] for t in found]).reshape(values.shape),
+            np.array([self.weights(t, split, count)[places] for t in rows_with_values]).reshape(values.shape),
             lower_is_better=is_lower_better(name),
             is_evaluated=np.array(flags, dtype=np.bool_).reshape(values.shape),
         )
-        return pd.DataFrame(scores, index=list(found))
+        return pd.DataFrame(scores, index=list(rows_with_values))
 
     def mean(self, name: str, series: str, split: str, who: Who = "honest") -> float | None:
         """The mean of :func:`mean_over_clients` after the last round that has the number; None without a value."""
@@ -416,14 +402,14 @@ class Measurements:
             return {}
         # choices rarely change from round to round, and one index takes longer than all the rest
         scores: dict[bytes, float] = {}
-        found = {}
+        recovery_by_round = {}
         for t, routes in rounds.items():
             choice = np.where(np.isfinite(routes).all(axis=1), routes.argmax(axis=1), -1).tobytes()
             if choice not in scores:
                 scores[choice] = score_recovery(routes, truth)
             if not math.isnan(scores[choice]):
-                found[t] = scores[choice]
-        return found
+                recovery_by_round[t] = scores[choice]
+        return recovery_by_round
 
     def __iter__(self) -> Iterator[tuple[int, int, str, str, str, float]]:
         """The rows; a client without a value has none."""

@@ -23,7 +23,7 @@ from ..core.learning.losses import Loss
 from ..storage.digest import read_sealed
 from ..storage.run_files import (
     FORMAT,
-    METRICS,
+    RECORDS_FILE,
     STATUS,
     actual_status,
     completed_rounds,
@@ -33,7 +33,8 @@ from ..storage.run_files import (
     read_lines,
     salvage_lines,
 )
-from .measurements import ACCURACY, COSTS, LOSS, TRAINING_LOSS, Block, Measurements, mean_over_clients
+from .client_numbers import ACCURACY, LOSS
+from .measurements import COSTS, TRAINING_LOSS, ClientTable, Measurements, mean_over_clients
 
 NO_RECORD = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 """What :meth:`RoundRecord.from_json` raises where a line is none of its own."""
@@ -68,7 +69,7 @@ class RoundRecord:
         restored: True if the record was lost and only the evaluation was repeated from a checkpoint: what the
             round cost is not known; else None.
         ranks: of the server's low-rank weights by name, after the round.
-        observed: what the method says of its server after the round, such as the weight of each client's
+        server_metrics: what the method measures of its server after the round, such as the weight of each client's
             reply.
     """
 
@@ -84,9 +85,9 @@ class RoundRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
-    measured: Block | None = None
+    measured: ClientTable | None = None
     ranks: dict[str, int] = field(default_factory=dict)
-    observed: dict[str, dict[str, float]] = field(default_factory=dict)
+    server_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     simulated_seconds: float | None = None
     excluded_from_means: list[int] | None = None
     restored: bool | None = None
@@ -102,7 +103,7 @@ class RoundRecord:
         # a third of the time of json.loads
         fields = from_json(line)
         measured = fields.pop("measured", None)
-        return cls(**fields, measured=None if measured is None else Block.from_json(measured))
+        return cls(**fields, measured=None if measured is None else ClientTable.from_json(measured))
 
     @property
     def is_evaluated(self) -> bool:
@@ -175,7 +176,7 @@ class RoundRecord:
             "seconds": self.seconds,
             TRAINING_LOSS: self.loss,
             "ranks": self.ranks,
-            **(self.observed or {}),
+            **(self.server_metrics or {}),
         }
         for name, numbers in kinds.items():
             for series, value in numbers.items():
@@ -195,9 +196,9 @@ class RunRecord:
         folder: where it lies.
         config: contents of ``run.json``.
         clients: contents of ``clients.json``.
-        rounds: contents of :data:`METRICS`, in ascending order.
+        rounds: contents of :data:`RECORDS_FILE`, in ascending order.
         status: contents of ``status.json``.
-        missing: rounds that were completed and of which :data:`METRICS` has lost the record, or all of it but the
+        missing: rounds that were completed and of which :data:`RECORDS_FILE` has lost the record, or all of it but the
             evaluation.
     """
 
@@ -228,12 +229,14 @@ class RunRecord:
             rounds = [RoundRecord.from_json(line) for line in read_lines(folder)]
         except (OSError, zlib.error, *NO_RECORD) as error:
             raise CheckpointError(
-                f"{folder / METRICS} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
+                f"{folder / RECORDS_FILE} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
                 "which keeps the rounds that can be read."
             ) from error
         numbers = [record.round for record in rounds]
         if numbers != sorted(set(numbers)):
-            raise CheckpointError(f"{folder / METRICS} is damaged: its rounds are {numbers}, not ascending")
+            raise CheckpointError(
+                f"{folder / RECORDS_FILE} is damaged: its rounds are {numbers}, not ascending"
+            )
         known = {record.round for record in rounds if not record.restored}
         missing = tuple(t for t in range(max([completed, *numbers[-1:]]) + 1) if t not in known)
         return cls(folder, config, clients, rounds, actual_status(folder, status), missing)
@@ -310,8 +313,8 @@ def describe_missing(rounds: Sequence[int]) -> str:
             spans.append([t])
     texts = [" to ".join(map(str, span)) for span in spans]
     listed = " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
-    what = "record of round" if len(rounds) == 1 else "records of rounds"
-    return f"the {what} {listed} {'is' if len(rounds) == 1 else 'are'} lost"
+    subject = "record of round" if len(rounds) == 1 else "records of rounds"
+    return f"the {subject} {listed} {'is' if len(rounds) == 1 else 'are'} lost"
 
 
 def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]]:
@@ -323,21 +326,21 @@ def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]
     """
     damage = ""
     try:
-        found = [RoundRecord.from_json(line) for line in read_lines(folder)]
+        records = [RoundRecord.from_json(line) for line in read_lines(folder)]
     except (OSError, zlib.error, *NO_RECORD) as error:
-        damage, found = f": {error}", []
-        with as_checkpoint_error(f"cannot read {folder / METRICS}"):
+        damage, records = f": {error}", []
+        with as_checkpoint_error(f"cannot read {folder / RECORDS_FILE}"):
             lines = salvage_lines(folder)
         for line in lines:
             with contextlib.suppress(*NO_RECORD):
-                found.append(RoundRecord.from_json(line))
-    by_round = {record.round: record for record in found if record.round <= round}
+                records.append(RoundRecord.from_json(line))
+    by_round = {record.round: record for record in records if record.round <= round}
     missing = [t for t in range(round + 1) if t not in by_round]
     if missing:
         logger.warning(
             "%s is missing or damaged%s: %s, with their results and costs. The run goes on from its checkpoint "
             "after round %d with the same bits. For all records, run it again from the start in another folder.",
-            folder / METRICS,
+            folder / RECORDS_FILE,
             damage,
             describe_missing(missing),
             round,

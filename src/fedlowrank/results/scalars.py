@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .measurements import ACCURACY, LOSS, Measurements
+from .client_numbers import ACCURACY, LOSS
+from .measurements import Measurements
 from .records import RoundRecord
 
 
-def scalars(record: RoundRecord, clients: Sequence[Mapping[str, Any]], bytes_before: int) -> dict[str, float]:
+def list_scalars(
+    record: RoundRecord, clients: Sequence[Mapping[str, Any]], bytes_before: int
+) -> dict[str, float]:
     """Turn the record of a round into numbers by tag.
 
     Tags are ``accuracy/<series>/<split>`` (unweighted mean over clients, in [0, 1]),
@@ -33,14 +36,16 @@ def scalars(record: RoundRecord, clients: Sequence[Mapping[str, Any]], bytes_bef
                 tag = f"{name}/{series}/{split}"
                 means[tag] = table.mean(name, series, split)
                 means[f"{tag}/unseen"] = table.mean(name, series, split, "unseen")
-    found: dict[str, float | None] = {
+    numbers_by_tag: dict[str, float | None] = {
         "routes/recovery": table.recovery().get(record.round),
         "bytes/up": record.bytes_up,
         "bytes/down": record.bytes_down,
         "bytes/total": bytes_before + record.bytes_up + record.bytes_down,
         "privacy/epsilon": table.last("privacy", "epsilon"),
     }
-    found |= {f"loss/{name}": value for name, value in record.loss.items()}
-    found |= {f"seconds/{kind}": value for kind, value in record.seconds.items()}
-    numbers = {tag: value for tag, value in found.items() if value is not None and math.isfinite(value)}
+    numbers_by_tag |= {f"loss/{name}": value for name, value in record.loss.items()}
+    numbers_by_tag |= {f"seconds/{kind}": value for kind, value in record.seconds.items()}
+    numbers = {
+        tag: value for tag, value in numbers_by_tag.items() if value is not None and math.isfinite(value)
+    }
     return {tag: mean for tag, mean in means.items() if mean is not None} | numbers

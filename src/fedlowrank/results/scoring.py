@@ -1,20 +1,22 @@
-"""Accuracy, loss and further metrics of a predictor on sets of examples, found in one pass over all sets."""
+"""Where accuracy and loss are defined: quotients of :class:`ExampleSums`.
+
+They and further metrics of a predictor on sets of examples are computed in one pass over all sets.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..core.contract import Batch, EngineModel
 from ..core.contract.client_model import Predictor
-from ..core.contract.method import Batch
-from ..core.contract.model import Model
 from ..core.learning.batch_losses import example_losses
 from ..core.learning.contrastive_losses import EVALUATION_BATCH, nearest_is_own
 from ..core.learning.losses import AUTO, Loss, class_axis
@@ -22,18 +24,37 @@ from ..core.learning.preference_losses import difference_of_chosen
 from ..core.tree import wide_type
 from ..data.dataset import Examples
 from ..models.coupling import mixes_examples
-from ..training.local_data import CHUNK, channels_last, chunk_size, gather
+from ..training.local_data import MAX_CHUNK, channels_last, chunk_size, gather
 from .client_metrics import Metric, compute
-from .measurements import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
+from .client_numbers import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
 
-AT_ONCE = 4096
+EXAMPLES_PER_LOSS_CALL = 4096
 """Examples whose losses are computed in one call."""
 
-SMALL = 1024
+MAX_SMALL_INPUT = 1024
 """Numbers of an input up to which twice as many examples are scored at once: fewer calls of layers."""
 
-FEW = 16
+MIN_ADJACENT_CLASSES = 16
 """Classes from which on a softmax over adjacent scores fills the vector registers of a CPU."""
+
+
+N = TypeVar("N", Tensor, float)
+
+
+class ExampleSums(NamedTuple, Generic[N]):
+    """Of a set, accuracy = ``right / asked`` and mean loss = ``loss / weight``. Of examples ``[n]``, what each adds to them.
+
+    Attributes:
+        right: answers that are right.
+        asked: answers that count; 0 where there is no accuracy.
+        loss: loss times ``weight``.
+        weight: of the example in the mean loss; 0 of a text in which no token is to be predicted.
+    """
+
+    right: N
+    asked: N
+    loss: N
+    weight: N
 
 
 class ScoringPool:
@@ -42,7 +63,7 @@ class ScoringPool:
     Args:
         parts: the sets.
         whole: the examples of all sets, one after another; None to go through set by set.
-        at_once: whether each set is one batch; only where they are gone through set by set.
+        one_batch_each: whether each set is one batch; only where they are gone through set by set.
         loss: of the task.
         vocabulary: of a language model; see :func:`fedlowrank.training.local_data.chunk_size`.
 
@@ -54,21 +75,21 @@ class ScoringPool:
         self,
         parts: Sequence[Examples],
         whole: Examples | None = None,
-        at_once: bool = False,
+        one_batch_each: bool = False,
         loss: Loss = AUTO,
         vocabulary: int | None = None,
     ) -> None:
-        self.at_once, self.loss, self.vocabulary = at_once, loss, vocabulary
+        self.one_batch_each, self.loss, self.vocabulary = one_batch_each, loss, vocabulary
         self.lengths = [len(part) for part in parts]
         self.passes = [part for part in parts if len(part)] if whole is None else [whole]
         self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
 
 
-def pool_of(model: Model, parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
+def pool_of(model: EngineModel, parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
     """Sets of examples, each of them one batch if the model mixes the examples of a batch."""
     is_long = any(len(part) > chunk_size(part, model.vocabulary) for part in parts)
-    at_once = is_long and mixes_examples(model)
-    return ScoringPool(parts, at_once=at_once, loss=loss, vocabulary=model.vocabulary)
+    mixes = is_long and mixes_examples(model)
+    return ScoringPool(parts, one_batch_each=mixes, loss=loss, vocabulary=model.vocabulary)
 
 
 def concatenate(parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool | None:
@@ -141,37 +162,38 @@ def measure_scores(
     if not pool.passes:
         nothing: list[float | None] = [None] * len(pool.lengths)
         return Scores(nothing, nothing, dict.fromkeys(metrics or (), nothing))
-    tables: list[Tensor] = []
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    terms: list[Tensor] = []
+    entries: list[tuple[Tensor, Tensor, Tensor]] = []
     scores: list[Tensor] = []
     labels: list[Tensor] = []
     count = 0
 
     def settle() -> None:
-        joined, wanted = torch.cat(scores), torch.cat(labels)
-        tables.append(_table(joined, Batch(None, wanted, loss=pool.loss)))
+        joined_scores, joined_labels = torch.cat(scores), torch.cat(labels)
+        # one tensor [n, 4], in the order of the fields
+        terms.append(torch.stack(_sum_terms(joined_scores, Batch(None, joined_labels, loss=pool.loss)), 1))
         if metrics:
-            kept.append(labeled_entries(joined, wanted, pool.loss))
+            entries.append(labeled_entries(joined_scores, joined_labels, pool.loss))
 
     for part, targets in scored:
         scores.append(part)
         labels.append(targets)
         count += len(targets)
         # texts are as wide as their batch, and scores of pixels are many
-        if count >= AT_ONCE or scores[-1].ndim > 2:
+        if count >= EXAMPLES_PER_LOSS_CALL or scores[-1].ndim > 2:
             settle()
             scores, labels, count = [], [], 0
     if scores:
         settle()
-    table = torch.cat(tables)
-    lengths = torch.tensor(pool.lengths, device=table.device)
+    terms_of_examples = torch.cat(terms)
+    lengths = torch.tensor(pool.lengths, device=terms_of_examples.device)
     # numbers stay on the device until this one read
-    sums = torch.segment_reduce(table, "sum", lengths=lengths).tolist()
-    # of texts in which no token is to be predicted the weight is zero
+    totals = torch.segment_reduce(terms_of_examples, "sum", lengths=lengths).tolist()
+    sums: list[ExampleSums[float]] = [ExampleSums(*total) for total in totals]
     return Scores(
-        [right / count if count else None for right, count, _, _ in sums],
-        [lost / weight if weight else None for _, _, lost, weight in sums],
-        _further_metrics(kept, pool.lengths, metrics) if metrics else {},
+        [of_set.right / of_set.asked if of_set.asked else None for of_set in sums],
+        [of_set.loss / of_set.weight if of_set.weight else None for of_set in sums],
+        _further_metrics(entries, pool.lengths, metrics) if metrics else {},
         _name_accuracy(pool),
     )
 
@@ -183,10 +205,10 @@ def _name_accuracy(pool: ScoringPool) -> str:
 
 
 def _further_metrics(
-    kept: Sequence[tuple[Tensor, Tensor, Tensor]], lengths: Sequence[int], metrics: Mapping[str, Metric]
+    entries: Sequence[tuple[Tensor, Tensor, Tensor]], lengths: Sequence[int], metrics: Mapping[str, Metric]
 ) -> dict[str, list[float | None]]:
     """Metrics of each set, given the scores and labels of all sets, one after another."""
-    scores, labels, counts = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
+    scores, labels, counts = (torch.cat(parts).cpu() for parts in zip(*entries, strict=True))
     ends = np.append(0, np.cumsum(counts.numpy()))[np.cumsum(lengths)[:-1]]
     # exact, and NumPy knows no bfloat16
     parts = np.split(scores.double().numpy(), ends), np.split(labels.numpy(), ends)
@@ -209,9 +231,9 @@ def _batches(
     counts = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]
     for examples in pool.passes:
         first, size = 0, chunk_size(examples, pool.vocabulary)
-        if not isinstance(examples.x, dict) and examples.x.shape[1:].numel() <= SMALL:
+        if not isinstance(examples.x, dict) and examples.x.shape[1:].numel() <= MAX_SMALL_INPUT:
             size *= 2
-        if pool.at_once:
+        if pool.one_batch_each:
             size = len(examples)
         if pool.loss.couples:
             size = EVALUATION_BATCH
@@ -266,22 +288,22 @@ def labeled_entries(scores: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tens
     return scores[counts], y[counts], counts.flatten(1).sum(1) if y.ndim > 1 else counts.long()
 
 
-def _table(scores: Tensor, batch: Batch) -> Tensor:
-    """Of each example how many answers are right and count, its loss and its weight ``[n, 4]``."""
+def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
+    """What each example adds to the sums of its set, float64 ``[n]``."""
     y, loss = batch.y, batch.loss
-    lost, weights = _each_loss(scores, batch), batch.weights
-    ones = torch.ones_like(lost)
+    losses, weights = _each_loss(scores, batch), batch.weights
+    ones = torch.ones_like(losses)
     if loss.couples:
         right, asked = nearest_is_own(scores), ones
     elif loss.is_preference:
         right, asked = difference_of_chosen(scores, y) > 0, ones
     elif y.is_floating_point():
-        right, asked = _right_entries(scores, y) if loss.is_binary(y) else (ones, torch.zeros_like(lost))
+        right, asked = _right_entries(scores, y) if loss.is_binary(y) else (ones, torch.zeros_like(losses))
     elif weights is not None:
         right, asked = (scores[:, :-1].argmax(-1) == y[:, 1:]).sum(1), weights
     elif scores.ndim != y.ndim + 1 or (loss.is_own and scores.shape[class_axis(scores)] < 2):
         # a function of the user's own alone knows what the scores mean
-        right, asked = ones, torch.zeros_like(lost)
+        right, asked = ones, torch.zeros_like(losses)
     else:
         counts = y != loss.ignore_index
         is_right = (scores.argmax(class_axis(scores)) == y) & counts
@@ -289,11 +311,11 @@ def _table(scores: Tensor, batch: Batch) -> Tensor:
             (is_right, counts) if y.ndim == 1 else (is_right.flatten(1).sum(1), counts.flatten(1).sum(1))
         )
     count, weight = (ones, ones) if weights is None else (weights, weights)
-    if (of_loss := loss.weigh(y)) is not None:
-        count, weight = of_loss
+    if (class_weights := loss.weigh(y)) is not None:
+        count, weight = class_weights
     # of scores with a NaN, argmax gives the place of the NaN
-    right = torch.where(lost.isnan(), 0.0, right.double())
-    return torch.stack([right, asked.double(), lost.double() * count, weight.double()], 1)
+    right = torch.where(losses.isnan(), 0.0, right.double())
+    return ExampleSums(right, asked.double(), losses.double() * count, weight.double())
 
 
 def _right_entries(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -313,7 +335,7 @@ def _each_loss(scores: Tensor, batch: Batch) -> Tensor:
     if batch.loss.is_own:
         # what a function of the user's own does to its arguments in place is its own affair
         return example_losses(scores.clone(), replace(batch, y=y.clone()))
-    if batch.loss != AUTO or y.ndim > 1 or scores.shape[1] >= FEW or len(y) < CHUNK:
+    if batch.loss != AUTO or y.ndim > 1 or scores.shape[1] >= MIN_ADJACENT_CLASSES or len(y) < MAX_CHUNK:
         return example_losses(scores, batch)
     by_class = scores.to(wide_type(scores.dtype)).t().contiguous()
     return functional.cross_entropy(by_class.unsqueeze(0), y.unsqueeze(0), reduction="none").squeeze(0)

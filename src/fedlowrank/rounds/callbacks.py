@@ -13,7 +13,8 @@ from ..core.arguments.field_checks import check_arguments
 from ..core.arguments.user_code import import_named
 from ..core.errors import ConfigError
 from ..data.federation import Federation
-from ..results.measurements import LOSS, is_lower_better
+from ..results.client_numbers import LOSS
+from ..results.measurements import is_lower_better
 from ..results.ranking import exceeds
 from ..results.records import RoundRecord
 from .run_settings import RunSettings
@@ -211,10 +212,10 @@ def as_callbacks(given: RoundCallback | Sequence[RoundCallback] | None) -> list[
     callbacks = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
     for callback in callbacks:
         if isinstance(callback, type) or not callable(callback):
-            what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
+            description = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
             raise ConfigError(
                 "a callback is a function of a round's record, or an object such as EarlyStopping(); not "
-                f"{what}"
+                f"{description}"
             )
     return callbacks
 
@@ -232,8 +233,10 @@ def settings_callbacks(settings: RunSettings) -> list[RoundCallback]:
     Raises:
         ConfigError: if one of ``run.callbacks`` cannot be imported or called.
     """
-    found: list[RoundCallback] = [] if settings.patience is None else [EarlyStopping(settings.patience)]
+    callbacks: list[RoundCallback] = [] if settings.patience is None else [EarlyStopping(settings.patience)]
     for name in settings.callbacks:
         named = import_named(name, "run.callbacks")
-        found += as_callbacks(named() if isinstance(named, type) and issubclass(named, Callback) else named)
-    return found
+        callbacks += as_callbacks(
+            named() if isinstance(named, type) and issubclass(named, Callback) else named
+        )
+    return callbacks

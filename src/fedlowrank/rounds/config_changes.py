@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..core.contract.method import AnyMethod
+from ..core.contract import AnyMethod
 from ..core.errors import CheckpointError
 from ..core.learning.optimizer import LocalSchedule, Schedule
 from ..models.fingerprint import compare_layers
@@ -38,20 +38,20 @@ def changes_of(stored: Any, now: Any, method: AnyMethod) -> list[str]:
     before, after = (_rounds(c) for c in (stored, now))
     if not isinstance(before, int) or not isinstance(after, int) or before == after:
         return differences(stored, now)
-    more = differences({**stored, "run": {**stored["run"], "rounds": after}}, now)
+    other_changes = differences({**stored, "run": {**stored["run"], "rounds": after}}, now)
     if after < before:
-        return [f"run.rounds was {before} and is {after}, but a run can only get more rounds", *more]
+        return [f"run.rounds was {before} and is {after}, but a run can only get more rounds", *other_changes]
     for name, schedule in _find_schedules(method, ""):
         if schedule.is_over(after - 1):
-            more.append(
+            other_changes.append(
                 f"run.rounds was {before} and is {after}, but {name} with rounds = {schedule.rounds} has fallen to a "
                 f"learning rate of 0 before round {after}, which would train nothing"
             )
     if not method.uses_rounds:
-        return more
+        return other_changes
     why = f"{method.title} plans its rounds by how many there are"
     others = f"{before} of {after} are others than {before} of {before}"
-    return [f"run.rounds was {before} and is {after}; {why}, so {others}", *more]
+    return [f"run.rounds was {before} and is {after}; {why}, so {others}", *other_changes]
 
 
 def check_changes(folder: Path, stored: Any, now: Any, method: AnyMethod) -> None:
@@ -83,16 +83,16 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
     if isinstance(stored, dict) and isinstance(now, dict):
         if path == "models":
             return _model_differences(stored, now)
-        found: list[str] = []
+        texts: list[str] = []
         for key in sorted({*stored, *now}, key=str):
             here = f"{path}.{key}" if path else str(key)
             if here in FREE_TO_CHANGE:
                 continue
             if key not in stored or key not in now:
-                found.append(f"{here} is only in the {'stored' if key in stored else 'new'} configuration")
+                texts.append(f"{here} is only in the {'stored' if key in stored else 'new'} configuration")
             else:
-                found += differences(stored[key], now[key], here)
-        return found
+                texts += differences(stored[key], now[key], here)
+        return texts
     if stored == now:
         return []
     if path.startswith("code."):
@@ -107,16 +107,16 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
 
 def _model_differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """In which layers the models of two configurations differ, by name of the architecture."""
-    found = []
+    texts = []
     for name in sorted({*stored, *now}):
         if name not in stored or name not in now:
-            found.append(f"model {name} is only in the {'stored' if name in stored else 'new'} configuration")
+            texts.append(f"model {name} is only in the {'stored' if name in stored else 'new'} configuration")
             continue
         before, after = stored[name], now[name]
         layers = compare_layers(before.get("layers") or {}, after["layers"])
-        found += [f"model {name}: {text}" for text in layers]
+        texts += [f"model {name}: {text}" for text in layers]
         if not layers and before.get("frozen") != after.get("frozen"):
-            found.append(
+            texts.append(
                 f"model {name}: its frozen parameters or buffers have other values. No checkpoint holds them; load "
                 "the weights that the run was made with"
             )
@@ -124,5 +124,5 @@ def _model_differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]
             old, new = (
                 {k: v for k, v in m.items() if k not in ("layers", "frozen")} for m in (before, after)
             )
-            found += differences(old, new, f"models.{name}")
-    return found
+            texts += differences(old, new, f"models.{name}")
+    return texts

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, map_contributions
-from ..core.contract.method import AnyMethod, ClientInfo, Task
-from ..core.contract.update import Update
+from ..core.contract import AnyMethod, ClientInfo, Each, Mean, Sum, Task, Update
+from ..core.contract.contribution import Aggregator, contribution_leaves, map_contributions
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..data.federation import Federation
@@ -28,17 +27,17 @@ from ..trust.robust import (
     krum_weights,
     norm_factors,
 )
-from ..trust.secure_sums import LEAST_REPLIES, SecureAggregator
+from ..trust.secure_sums import MIN_REPLIES, SecureAggregator
 from ..trust.trust_settings import Robust, Trust
 from ..trust.updates import (
-    blocks,
-    gram,
-    norm,
-    products_of,
-    shrink,
-    update_of,
-    update_with_dense_reference,
-    with_update,
+    clip_update,
+    compute_gram_matrix,
+    compute_norm,
+    compute_update,
+    compute_update_parts,
+    describe_dense_update,
+    replace_update,
+    split_products,
 )
 from .round_results import Contribute, RoundResults
 from .run_settings import RunSettings
@@ -103,33 +102,33 @@ class Inspection:
             TaskError: if the rule cannot be applied to these uploads.
         """
         method, infos = self.method, {c.id: c for c in self.task.clients}
-        found = {i: decompress_upload(method, u, infos[i], server) for i, u in uploads.items()}
-        definitions = {i: self._update(infos[i], server) for i in found}
-        references = {i: one.reference for i, one in definitions.items()}
+        received = {i: decompress_upload(method, u, infos[i], server) for i, u in uploads.items()}
+        definitions = {i: self._update(infos[i], server) for i in received}
+        references = {i: definition.reference for i, definition in definitions.items()}
         if self.trust.attack.kind in ON_UPDATES:
-            updates = {i: update_of(u, references[i]) for i, u in found.items()}
+            updates = {i: compute_update(u, references[i]) for i, u in received.items()}
             sent = attack_updates(updates, self.hostile, self.trust.attack, key)
-            changed = {i for i in found if i in self.hostile}
-            found |= {i: with_update(found[i], references[i], sent[i]) for i in changed}
-        weights = dict.fromkeys(found, 1.0)
-        if self.trust.robust.rule in WEIGHING and found:
-            weights = self._weigh(found, definitions, infos, refused)
+            changed = {i for i in received if i in self.hostile}
+            received |= {i: replace_update(received[i], references[i], sent[i]) for i in changed}
+        weights = dict.fromkeys(received, 1.0)
+        if self.trust.robust.rule in WEIGHING and received:
+            weights = self._weigh(received, definitions, infos, refused)
             if self.trust.robust.rule == "norm_bound":
-                for i, u in found.items():
-                    found[i] = self._bounded(u, definitions[i], weights[i])
-        return {i: u for i, u in found.items() if weights[i] > 0}, weights
+                for i, u in received.items():
+                    received[i] = self._bounded(u, definitions[i], weights[i])
+        return {i: u for i, u in received.items() if weights[i] > 0}, weights
 
     def least_replies(self, count: int, refused: int = 0) -> int:
         """How many replies the rule needs, see :func:`least_replies`."""
         return least_replies(self.trust.robust, count, refused)
 
     def judge_round(
-        self, found: RoundResults, contribute: Contribute, server: Any, key: Key
+        self, results: RoundResults, contribute: Contribute, server: Any, key: Key
     ) -> dict[str, dict[str, float]]:
         """Add what the replies of a round contribute that have waited for each other.
 
         Args:
-            found: the results of the round.
+            results: the results of the round.
             contribute: maps an upload to a contribution.
             server: the state of the server.
             key: randomness of the attack.
@@ -143,10 +142,10 @@ class Inspection:
         infos = {c.id: c for c in self.task.clients}
 
         def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
-            refused = len(found.refused)
+            refused = len(results.refused)
             needed = self.least_replies(len(uploads) + refused, refused)
             if uploads and len(uploads) < needed:
-                found.aggregator.reason = (
+                results.aggregator.reason = (
                     f"{self.trust.robust.rule} needs at least {needed} replies, and there were {len(uploads)}"
                 )
                 return {}
@@ -159,7 +158,7 @@ class Inspection:
         def contribute_weighted(info: ClientInfo, upload: Any) -> Any:
             return self.reweight(contribute(info, upload), weights[info.id] / counts[info.id], len(used))
 
-        found.contribute_together(judge, contribute_weighted)
+        results.contribute_together(judge, contribute_weighted)
         if self.trust.robust.rule not in WEIGHING:
             return {}
         return {"weight": {str(i): float(f"{w:.6g}") for i, w in weights.items()}}
@@ -180,7 +179,7 @@ class Inspection:
 
     def _update(self, info: ClientInfo, server: Any) -> Update:
         down = self.method.download(server, info)
-        return update_with_dense_reference(self.method, down, info, self.task)
+        return describe_dense_update(self.method, down, info, self.task)
 
     def _weigh(
         self,
@@ -192,15 +191,17 @@ class Inspection:
         rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
         if rule == "norm_bound":
             norms = [
-                norm(u, definitions[i].reference, definitions[i].scale, effective=effective)
+                compute_norm(u, definitions[i].reference, definitions[i].scale, effective=effective)
                 for i, u in uploads.items()
             ]
-            found = norm_factors(torch.tensor(norms, dtype=torch.float64))
+            weights = norm_factors(torch.tensor(norms, dtype=torch.float64))
         else:
             try:
-                products = gram(
+                products = compute_gram_matrix(
                     [
-                        blocks(u, definitions[i].reference, definitions[i].scale, effective=effective)
+                        compute_update_parts(
+                            u, definitions[i].reference, definitions[i].scale, effective=effective
+                        )
                         for i, u in uploads.items()
                     ]
                 )
@@ -210,11 +211,11 @@ class Inspection:
                     f"form: {error}. Choose norm_bound."
                 ) from error
             if rule == "geometric_median":
-                found = geometric_median_weights(products, self._counts(infos, list(uploads)))
+                weights = geometric_median_weights(products, self._counts(infos, list(uploads)))
             else:
                 hostile = _hostile(self.trust.robust, n + refused, refused)
-                found = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
-        return dict(zip(uploads, found.tolist(), strict=True))
+                weights = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
+        return dict(zip(uploads, weights.tolist(), strict=True))
 
     def _counts(self, infos: Mapping[int, ClientInfo], clients: Sequence[int]) -> Tensor:
         """By how much each client counts, float64 ``[n]``."""
@@ -228,8 +229,8 @@ class Inspection:
     def _bounded(self, upload: Any, definition: Update, factor: float) -> Any:
         if factor >= 1:
             return upload
-        size = norm(upload, definition.reference, definition.scale, effective=self.effective)
-        return shrink(
+        size = compute_norm(upload, definition.reference, definition.scale, effective=self.effective)
+        return clip_update(
             upload, definition.reference, factor * size, definition.scale, effective=self.effective
         )[0]
 
@@ -275,9 +276,9 @@ def check_replies(trust: Trust, count: int) -> None:
             f"robust.rule = {trust.robust.rule!r} needs at least {needed} replies a round, and {count} clients are "
             f"drawn; raise run.participation{cure}"
         )
-    if trust.secure.on and count < LEAST_REPLIES:
+    if trust.secure.on and count < MIN_REPLIES:
         raise ConfigError(
-            f"secure.on needs at least {LEAST_REPLIES} replies a round, for the sum of one is what a client sent, and "
+            f"secure.on needs at least {MIN_REPLIES} replies a round, for the sum of one is what a client sent, and "
             f"{count} clients are drawn; raise run.participation"
         )
 
@@ -305,7 +306,7 @@ def averages_factors(contribution: Any) -> bool:
     """Whether the server averages factors, not products; then (cB, A/c) is another reply than (B, A)."""
 
     def holds(value: Any) -> bool:
-        if products_of(value):
+        if split_products(value):
             return True
         return any(holds(child) for _, child in tree.children(value) or ())
 

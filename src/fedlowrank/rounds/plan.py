@@ -11,7 +11,7 @@ from ..storage.digest import read_sealed
 from ..storage.run_files import CONFIG, LEDGER
 from ..trust.privacy.ledger import PrivacyLedger
 
-EVALUATIONS = 50
+MIN_EVALUATIONS = 50
 """Evaluations that a run has at least, however much they cost."""
 
 
@@ -34,7 +34,7 @@ class Plan:
     @classmethod
     def of(cls, rounds: int) -> Plan:
         """The plan of a new run."""
-        return cls(max(1, rounds // EVALUATIONS))
+        return cls(max(1, rounds // MIN_EVALUATIONS))
 
     @classmethod
     def read(cls, folder: Path) -> Plan | None:
@@ -48,22 +48,22 @@ class Plan:
         stored = _read(folder)
         if "plan" not in stored:
             rounds = rounds_of(folder)
-            found = None if rounds is None else cls.of(rounds)
-            return found and cls(found.interval, PrivacyLedger(folder / LEDGER).noise)
+            plan = None if rounds is None else cls.of(rounds)
+            return plan and cls(plan.interval, PrivacyLedger(folder / LEDGER).noise)
         try:
-            found = cls(**stored["plan"])
-            if type(found.interval) is not int or found.interval < 1:
-                raise ValueError(found.interval)
-            if found.noise is not None and not (type(found.noise) is float and found.noise > 0):
-                raise ValueError(found.noise)
-            if not isinstance(found.engine, str):
-                raise TypeError(found.engine)
+            plan = cls(**stored["plan"])
+            if type(plan.interval) is not int or plan.interval < 1:
+                raise ValueError(plan.interval)
+            if plan.noise is not None and not (type(plan.noise) is float and plan.noise > 0):
+                raise ValueError(plan.noise)
+            if not isinstance(plan.engine, str):
+                raise TypeError(plan.engine)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{folder / 'run.json'} is damaged: the plan {stored['plan']!r} must hold an interval and a noise. "
                 "Restore the file from a copy"
             ) from error
-        return found
+        return plan
 
 
 def rounds_of(folder: Path) -> int | None:

@@ -17,11 +17,11 @@ from ..storage.run_folder import RunFolder
 from .callbacks import CallbackList, RoundCallback
 from .logs.loggers import make_loggers
 from .logs.progress import bar, run_label
-from .outcome.representations import representations
+from .outcome.representations import compute_representations
 from .run import Run
 
 
-def rounds(
+def run_rounds(
     run: Run,
     folder: RunFolder | None,
     records: list[RoundRecord],
@@ -66,7 +66,7 @@ def rounds(
         if run.evaluates_late:
             loop.pass_on()
         if folder is not None:
-            folder.save_representations(representations(run, settings.representations))
+            folder.save_representations(compute_representations(run, settings.representations))
     return records
 
 
@@ -95,8 +95,8 @@ class _Loop:
         self._show, self._after_round = show, after_round
         self._callbacks = CallbackList(callbacks)
         log = run.settings.log
-        made = [] if folder is None else make_loggers(log, folder.path, folder.config, folder.clients)
-        self._loggers = CallbackList(made)
+        loggers = [] if folder is None else make_loggers(log, folder.path, folder.config, folder.clients)
+        self._loggers = CallbackList(loggers)
 
     def begin(self) -> None:
         """Begin callbacks and loggers with the records that are complete."""
@@ -153,9 +153,9 @@ class _Loop:
 
     def settle(self) -> None:
         """Enter what is only known now into the last record."""
-        found = self._run.late()
-        if found is not None:
-            self._replace_last(dataclasses.replace(self._records[-1], measured=found))
+        late_evaluation = self._run.take_late_evaluation()
+        if late_evaluation is not None:
+            self._replace_last(dataclasses.replace(self._records[-1], measured=late_evaluation))
             self._show(self._records[-1])
 
     def _replace_last(self, record: RoundRecord) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from ..core import tree
+from ..core.contract import ClientInfo
 from ..core.contract.contribution import Aggregator
-from ..core.contract.method import ClientInfo
+from ..core.errors import NonFiniteUploadError
 from ..engines.engine import ClientResult
 from ..storage.client_store import ClientStore
 from ..training.cohorts.cohort_uploads import CohortContribution, CohortUploads
@@ -19,16 +20,15 @@ from ..training.trainer import Meter
 from .participation.communication import Volume
 from .participation.devices import RoundTiming
 
-BATCH = 256
+MAX_WAITING_STATES = 256
 """States that are stored together: each time, the whole index of the store is copied."""
 
-
-SMALL = 1 << 20
+MAX_SHARED_BYTES = 1 << 20
 """Bytes of a tensor up to which it shares memory pages; the system gives larger ones their own."""
 
 
 def _compact(t: Tensor) -> Tensor:
-    return t.clone() if t.nbytes <= SMALL else t
+    return t.clone() if t.nbytes <= MAX_SHARED_BYTES else t
 
 
 class Clock:
@@ -80,7 +80,8 @@ class RoundResults:
         clients: who takes part.
         lost_replies: replies that are lost whatever happens, by client, with the reason.
         unlucky: clients whose reply is lost unless it is lost for another reason.
-        drop_diverged: whether a client whose training diverged is left out; otherwise its error is raised.
+        drop_diverged: whether a client is left out whose training diverged or whose upload is not finite; otherwise an
+            error is raised.
         store: an empty one, for the states of clients.
         aggregator: of their contributions.
         timing: of the round by the simulated clock.
@@ -139,16 +140,24 @@ class RoundResults:
                 to take them one by one.
 
         Raises:
-            NonFiniteError: if its training diverged, and that is to stop the run.
+            NonFiniteError: if its training diverged or its upload is not finite, and that is to stop the run.
         """
         self.meters.append(result.meter)
         self.volume.add(info.id, result.upload, result.cohort)
-        reason = self._reason_lost(info, result)
+        missed = self._record_time(info, result)
+        # a reply that is lost whatever happens is not looked at
+        is_listed = str(info.id) in self._lost_replies
+        path = None if is_listed else _find_not_finite(result)
+        self._raise_if_diverged(info, result, path)
+        divergence = None if is_listed else _describe_divergence(info, result, path)
+        if divergence is not None:
+            self.not_finite[info.id] = divergence
+        reason = self._reason_lost(info, result, divergence, missed)
         # a rule that needs the contributions one by one has an aggregator of its own
         is_cohort = (
             result.cohort is not None and self._uploads is None and type(self.aggregator) is Aggregator
         )
-        if reason is not None and (result.refused or info.id in self.not_finite):
+        if reason is not None and (result.is_refused or divergence is not None):
             self.refused.add(info.id)
         if reason is None and result.upload is not None:
             if self._uploads is not None:
@@ -163,10 +172,10 @@ class RoundResults:
             self.lost[str(info.id)] = reason
             return
         self.arrived.add(info.id)
-        if found := result.meter.losses.values():
-            self._losses_of[info.id] = sum(found) / len(found)
+        if losses := result.meter.losses.values():
+            self._losses_of[info.id] = sum(losses) / len(losses)
         self._waiting[info.id] = result.state
-        if len(self._waiting) >= BATCH:
+        if len(self._waiting) >= MAX_WAITING_STATES:
             self._store()
 
     def _contribute(self, info: ClientInfo, upload: Any, contribute: Contribute) -> str | None:
@@ -240,24 +249,51 @@ class RoundResults:
         values = {n: [m.losses[n] for m in self.meters if n in m.losses] for n in names}
         return {n: sum(losses) / len(losses) for n, losses in values.items()}
 
-    def _reason_lost(self, info: ClientInfo, result: ClientResult) -> str | None:
-        missed = self.timing.add(info.id, self.volume.of(info.id), result.meter.flops)
-        if result.error is not None and result.lost is None and not self._drops_diverged:
+    def _record_time(self, info: ClientInfo, result: ClientResult) -> str | None:
+        """Add a client to the simulated clock; give the reason why its reply does not arrive in time, or None."""
+        return self.timing.add(info.id, self.volume.of(info.id), result.meter.flops)
+
+    def _raise_if_diverged(self, info: ClientInfo, result: ClientResult, path: str | None) -> None:
+        """Stop the run, if it is to stop, where training met a NaN or the upload holds one at that path."""
+        if self._drops_diverged or result.lost is not None:
+            return
+        if result.error is not None:
             raise result.error
-        if str(info.id) in self._lost_replies:
-            return self._lost_replies[str(info.id)]
-        if result.lost is not None:
-            if result.diverged:
-                self.not_finite[info.id] = result.lost
-            return result.lost
-        is_finite = result.cohort is not None and result.cohort.is_finite(result.place)
-        where = tree.not_finite(result.upload) if result.error is None and not is_finite else None
-        if result.error is not None or where is not None:
-            reason = f"the reply of {info.title} holds a NaN or an infinity at {where}; it was dropped"
-            if result.error is not None:
-                reason = f"{result.error.finding}; its reply was dropped. {result.error.cure}."
-            self.not_finite[info.id] = reason
-            return self.not_finite[info.id]
-        if missed is not None:
-            return missed
+        if path is not None:
+            raise NonFiniteUploadError(info.id, self.timing.round, path, info.title)
+
+    def _reason_lost(
+        self, info: ClientInfo, result: ClientResult, divergence: str | None, missed: str | None
+    ) -> str | None:
+        """Why the reply of a client is not used; None if it is.
+
+        Args:
+            info: the client.
+            result: of its work.
+            divergence: what :func:`_describe_divergence` says of it.
+            missed: what :meth:`_record_time` says of it.
+        """
+        for reason in (self._lost_replies.get(str(info.id)), result.lost, divergence, missed):
+            if reason is not None:
+                return reason
         return "the reply was lost" if info.id in self._unlucky else None
+
+
+def _find_not_finite(result: ClientResult) -> str | None:
+    """Path of the first NaN or infinity in an upload; None without one, and where training failed."""
+    if result.error is not None or result.lost is not None:
+        return None
+    if result.cohort is not None and result.cohort.is_finite(result.place):
+        return None
+    return tree.not_finite(result.upload)
+
+
+def _describe_divergence(info: ClientInfo, result: ClientResult, path: str | None) -> str | None:
+    """Say that a reply was dropped because its training diverged or its upload is not finite at a path; None if neither."""
+    if result.lost is not None:
+        return result.lost if result.has_diverged else None
+    if result.error is not None:
+        return f"{result.error.finding}; its reply was dropped. {result.error.cure}."
+    if path is not None:
+        return f"the reply of {info.title} holds a NaN or an infinity at {path}; it was dropped"
+    return None

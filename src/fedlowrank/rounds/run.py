@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..core import tree
+from ..core.contract import AnyMethod, ClientInfo, ServerView
 from ..core.contract.contribution import Aggregator
 from ..core.contract.download_cache import Downloads
 from ..core.contract.hook_results import check_server_state
-from ..core.contract.method import AnyMethod, ClientInfo, ServerView
 from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.engine import ClientJob, Engine
@@ -20,8 +20,8 @@ from ..engines.jobs import LazyJobs
 from ..results.backdoor import backdoor_success
 from ..results.client_metrics import OwnMetrics, choose_metrics
 from ..results.evaluation import Evaluator
-from ..results.local_model import LocalModel, local_model
-from ..results.measurements import Block
+from ..results.local_model import LocalModel, make_local_model
+from ..results.measurements import ClientTable
 from ..results.records import RoundRecord
 from ..storage.client_store import ClientStore, LazyMapping
 from ..storage.state import State
@@ -49,7 +49,7 @@ from .setup.preparation import (
 )
 from .setup.single_examples import check_single_examples
 
-MANY = 1000
+MAX_CLIENTS_TO_EVALUATE_ALL = 1000
 """Clients up to which all are evaluated; of more, half of this number."""
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Run:
     """
 
     evaluates_late: ClassVar[bool] = False
-    """Whether a round's evaluation is known only after the next round, by :meth:`late`."""
+    """Whether a round's evaluation is known only after the next round, by :meth:`take_late_evaluation`."""
 
     is_deployed: ClassVar[bool] = False
     """Whether the clients are on other machines, which must not know what noise is drawn."""
@@ -182,7 +182,7 @@ class Run:
         """How a client would infer now, and what its models are made of."""
         t = max(self.round - 1, 0)
         server, state = self.state.server, self.state_of(info)
-        return local_model(
+        return make_local_model(
             self.method, self.federation, self.task, self.engine, state, info, t, server=server
         )
 
@@ -218,8 +218,8 @@ class Run:
         rows = zip(self.federation.describe(), self.federation.infos, strict=True)
         hostile = [{"hostile": i.id in self.hostile} if self.hostile else {} for i in self.federation.infos]
         return [
-            {**row, "cluster": i.cluster, "unseen": i.id in self.draws.unseen, **more}
-            for (row, i), more in zip(rows, hostile, strict=True)
+            {**row, "cluster": i.cluster, "unseen": i.id in self.draws.unseen, **hostile_flag}
+            for (row, i), hostile_flag in zip(rows, hostile, strict=True)
         ]
 
     def step(self, lost_replies: Mapping[str, str] | None = None) -> RoundRecord:
@@ -237,7 +237,7 @@ class Run:
             sent, downloads = Volume(), Downloads(self.method, self.state.server)
 
             def job(info: ClientInfo) -> ClientJob:
-                down = downloads.to(info)
+                down = downloads.message_to(info)
                 sent.add(info.id, down)
                 return ClientJob(self.state_of(info), down, info)
 
@@ -248,7 +248,7 @@ class Run:
                 infos,
                 lost_replies or {},
                 unlucky,
-                self.settings.on_nan == "drop",
+                self._drops_diverged,
                 self.state.clients.empty(),
                 self.aggregator(infos, t),
                 RoundTiming(self.device_clock, t, sent),
@@ -263,14 +263,14 @@ class Run:
                 with clock("train"):
                     # what an engine does after the last client
                     next(clients, None)
-            observed = {}
+            server_metrics = {}
             if self.inspection is not None:
                 key = self.federation.key / "attack" / t
-                observed = self.inspection.judge_round(results, self.contribute, self.state.server, key)
+                server_metrics = self.inspection.judge_round(results, self.contribute, self.state.server, key)
             server = self._server_step(results, t)
         self._warn_of_dropped(results)
         warn_of_few_replies(self.trust.robust, len(results.aggregator.contributed), t)
-        observed = {**observed, **self._clipped_numbers(results.aggregator)}
+        server_metrics = {**server_metrics, **self._clipped_numbers(results.aggregator)}
         self.unsaved |= results.arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
         last = self.state.losses
@@ -289,12 +289,21 @@ class Run:
             steps=sum(m.steps for m in meters),
             flops=sum(m.flops for m in meters),
             loss=results.mean_losses(),
-            observed=observed,
+            server_metrics=server_metrics,
             simulated_seconds=results.timing.seconds,
         )
         if t == 0:
             self.plan_evaluations(record.flops)
         return self._add_evaluation(record, clock)
+
+    @property
+    def _drops_diverged(self) -> bool:
+        """Whether the run goes on without replies that are not finite.
+
+        Under privacy it does not stop, because that would tell of a client's data, and over a network it does not, because
+        one client could stop it.
+        """
+        return self.settings.on_nan == "drop" or self.budget is not None or self.is_deployed
 
     def _warn_of_dropped(self, results: RoundResults) -> None:
         """Name once each client whose reply is left out because it is not finite."""
@@ -415,7 +424,9 @@ class Run:
         infos = self.federation.infos
         count = self.settings.evaluate_clients
         if count is None:
-            count = len(infos) if len(infos) <= MANY else MANY // 2
+            count = (
+                len(infos) if len(infos) <= MAX_CLIENTS_TO_EVALUATE_ALL else MAX_CLIENTS_TO_EVALUATE_ALL // 2
+            )
         order = (self.federation.key / "evaluated").numpy().permutation(len(infos))[:count]
         return [infos[i] for i in sorted(order.tolist())]
 
@@ -425,16 +436,16 @@ class Run:
 
     def evaluate_last(self, record: RoundRecord) -> RoundRecord:
         """The record of a round that turned out to be the last one, evaluated."""
-        found = self._add_evaluation(record, clock := Clock())
+        evaluated_record = self._add_evaluation(record, clock := Clock())
         seconds, cpu = {**record.seconds, **clock.wall}, {**record.cpu_seconds, **clock.cpu}
-        return dataclasses.replace(found, seconds=seconds, cpu_seconds=cpu)
+        return dataclasses.replace(evaluated_record, seconds=seconds, cpu_seconds=cpu)
 
-    def evaluation(self) -> Block | None:
-        """What the models are worth now; None where it is only known later, see :meth:`late`."""
+    def evaluation(self) -> ClientTable | None:
+        """What the models are worth now; None where it is only known later, see :meth:`take_late_evaluation`."""
         t = max(self.round - 1, 0)
         return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated, self.round > 0)
 
-    def late(self) -> Block | None:
+    def take_late_evaluation(self) -> ClientTable | None:
         """The evaluation of the last round but one, if :meth:`evaluation` did not know it; else None."""
         return None
 
@@ -448,25 +459,27 @@ class Run:
         rate = backdoor_success(self.federation, honest, self.trust.attack, self.local_model)
         if rate is None:
             return record
-        return dataclasses.replace(record, observed={**record.observed, "backdoor": {"success": rate}})
+        return dataclasses.replace(
+            record, server_metrics={**record.server_metrics, "backdoor": {"success": rate}}
+        )
 
     def _add_evaluation(self, record: RoundRecord, clock: Clock) -> RoundRecord:
         if self.excluded_from_means and self.is_due():
             record = dataclasses.replace(record, excluded_from_means=sorted(self.excluded_from_means))
-        found = None
+        measured = None
         if self.is_due():
             with clock("evaluate"):
-                found = self.evaluation()
+                measured = self.evaluation()
                 record = self._with_backdoor(record)
-        metrics = {**record.observed, **self.method.metrics(self.state.server)}
+        metrics = {**record.server_metrics, **self.method.server_metrics(self.state.server)}
         # by privacy loss distributions, ε takes as long as a round of a small model
-        if self.budget is not None and (found is not None or self.trust.privacy.accountant == "rdp"):
+        if self.budget is not None and (measured is not None or self.trust.privacy.accountant == "rdp"):
             metrics["privacy"] = self.budget.describe()
         return dataclasses.replace(
             record,
-            measured=found,
+            measured=measured,
             ranks={name: int(rank) for name, rank in metrics.pop("ranks", {}).items()},
-            observed=metrics,
+            server_metrics=metrics,
             seconds=clock.wall,
             cpu_seconds=clock.cpu,
         )

@@ -72,8 +72,9 @@ class RunSettings(CheckedFields):
             N`` goes back to one.
         keep_best: keep the state of the round with the best mean validation accuracy beside the last, in
             ``best/``.
-        on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on. Under
-            ``privacy`` it does not apply: the client sends an update of zeros and keeps its state.
+        on_nan: when a client's training meets a NaN or an infinity, or the upload after a finite training holds one: stop
+            the run, or drop that client's reply and go on. Under ``privacy`` it does not apply: the client sends an update
+            of zeros and keeps its state. Over a network such a reply is always dropped, so that no client can stop the run.
         lost_replies: probability that a reply is lost on its way, to study its effect.
         target: test accuracy whose cost is reported, in (0, 1]; by default the report chooses
             one (docs/how-to/report.md).

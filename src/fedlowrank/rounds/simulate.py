@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ..core.arguments.field_checks import ALIASES, check_arguments, find_argument, list_arguments
-from ..core.contract.method import AnyMethod, Method
+from ..core.contract import AnyMethod, Method
 from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.federation import Federation
@@ -32,7 +32,7 @@ from .logs.loggers import check_loggers
 from .outcome.result import Result
 from .plan import Plan
 from .restore import restore_run
-from .round_loop import rounds
+from .round_loop import run_rounds
 from .run import Run
 from .run_settings import RunSettings
 from .stored_settings import unwrap
@@ -139,7 +139,7 @@ def simulate(
         if folder is None:
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
-            return Result(run, rounds(run, None, [], progress, callbacks))
+            return Result(run, run_rounds(run, None, [], progress, callbacks))
         with RunFolder(Path(folder), run_description(run, config or {}), run.clients()) as target:
             if resume:
                 records = restore_run(run, target)
@@ -148,7 +148,7 @@ def simulate(
             else:
                 target.create(force)
                 records = []
-            return Result(run, rounds(run, target, records, progress, callbacks))
+            return Result(run, run_rounds(run, target, records, progress, callbacks))
 
 
 def _check_keep_best(federation: Federation, folder: str | Path | None) -> None:
@@ -208,9 +208,9 @@ def reopen(
 
 def run_description(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     """What goes into ``run.json``; an entry ``variant`` names the method as the experiment does."""
-    found = {**describe_run(run.method, run.federation, run.settings), **config}
-    found["method"] |= found.pop("variant", {})
-    return {**found, "plan": dataclasses.asdict(run.plan)}
+    description = {**describe_run(run.method, run.federation, run.settings), **config}
+    description["method"] |= description.pop("variant", {})
+    return {**description, "plan": dataclasses.asdict(run.plan)}
 
 
 def describe_run(method: AnyMethod, federation: Federation, settings: RunSettings) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def describe_run(method: AnyMethod, federation: Federation, settings: RunSetting
         **({"base": federation.companion.describe()} if federation.companion is not None else {}),
         **({"remarks": said} if (said := _remarks(method, federation, settings)) else {}),
         **({"loss": _describe_loss(federation.loss)} if federation.loss != AUTO else {}),
-        **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.active else {}),
+        **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.is_active else {}),
     }
 
 
@@ -270,12 +270,12 @@ def _describe_model(architecture: Architecture, federation: Federation) -> dict[
     }
 
 
-def _settings(given: dict[str, Any], federation: Federation, method: AnyMethod) -> RunSettings:
+def _settings(settings: dict[str, Any], federation: Federation, method: AnyMethod) -> RunSettings:
     known = [f.name for f in dataclasses.fields(RunSettings)]
-    for name in given:
+    for name in settings:
         if name not in known:
-            raise ConfigError(_explain_unknown(name, given[name], method))
-    chosen = RunSettings(**{"seed": federation.seed, **given})
+            raise ConfigError(_explain_unknown(name, settings[name], method))
+    chosen = RunSettings(**{"seed": federation.seed, **settings})
     if chosen.seed != federation.seed:
         raise ConfigError(
             f"the federation has seed {federation.seed}, so the run cannot have seed {chosen.seed}"
@@ -285,19 +285,19 @@ def _settings(given: dict[str, Any], federation: Federation, method: AnyMethod) 
 
 def _explain_unknown(name: str, value: Any, method: AnyMethod) -> str:
     """The message about an argument that :func:`simulate` does not have, and where it belongs."""
-    what = f"simulate has no argument {name!r}"
+    problem = f"simulate has no argument {name!r}"
     own = [n for n in inspect.signature(simulate).parameters if n not in ("method", "federation", "settings")]
     known = [*own, *(f.name for f in dataclasses.fields(RunSettings))]
-    if found := _find_place(name, value, method):
-        return f"{what}. {found}"
+    if place := _find_place(name, value, method):
+        return f"{problem}. {place}"
     if others := [cls.title for cls in METHODS.values() if name in list_arguments(cls)]:
-        return f"{what}, and {method.title} has none. Methods that have it: {', '.join(others)}"
+        return f"{problem}, and {method.title} has none. Methods that have it: {', '.join(others)}"
     elsewhere = [*list_arguments(RunSettings), *list_arguments(type(method)), *_DATA]
     for names in (known, elsewhere):
         parts = [one for one in names if name.endswith(f"_{one}") or one.startswith(f"{name}_")]
         if near := parts or difflib.get_close_matches(name, names, n=1, cutoff=0.75):
-            return f"{what}. Did you mean {near[0]!r}? {_find_place(near[0], value, method)}".rstrip()
-    return f"{what}. Known: {', '.join(map(repr, sorted(known)))}."
+            return f"{problem}. Did you mean {near[0]!r}? {_find_place(near[0], value, method)}".rstrip()
+    return f"{problem}. Known: {', '.join(map(repr, sorted(known)))}."
 
 
 _DATA = [n for n in inspect.signature(Federation.from_arrays).parameters if n != "self"]
@@ -308,12 +308,12 @@ def _find_place(name: str, value: Any, method: AnyMethod) -> str:
     cls = type(method)
     if name in {f.name for f in dataclasses.fields(RunSettings)}:
         return ""
-    if found := find_argument(cls, name, value, method):
-        field = found.partition("=")[0]
+    if place := find_argument(cls, name, value, method):
+        field = place.partition("=")[0]
         owner = "the method" if field in (name, ALIASES.get(name)) else f"the {field} of the method"
-        return f"It belongs to {owner}: simulate({cls.__name__}({found}), ...)."
-    if found := find_argument(RunSettings, name, value):
-        return f"Write {found}."
+        return f"It belongs to {owner}: simulate({cls.__name__}({place}), ...)."
+    if place := find_argument(RunSettings, name, value):
+        return f"Write {place}."
     if name in _DATA:
         return f"It belongs to the data: Federation.from_arrays(..., {name}=...)."
     return ""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.contract.method import AnyMethod
+from ..core.contract import AnyMethod
 from ..models.zoo import ModelSettings
 from ..trust.protection import Protected
 from .run_settings import RunSettings
@@ -34,27 +34,27 @@ def add_defaults(stored: Mapping[str, Any], method: AnyMethod) -> dict[str, Any]
     Returns:
         The configuration; a section that is missing as a whole stays missing.
     """
-    found = dict(stored)
+    completed = dict(stored)
     known: dict[str, Any] = {"run": RunSettings(), "model": ModelSettings()}
     for name, settings in known.items():
         if isinstance(stored.get(name), dict):
-            found[name] = _complete(stored[name], settings)
+            completed[name] = _complete(stored[name], settings)
     own = stored.get("method")
     if isinstance(own, dict) and isinstance(own.get("fields"), dict):
-        found["method"] = {**own, "fields": _complete(own["fields"], unwrap(method))}
-    return found
+        completed["method"] = {**own, "fields": _complete(own["fields"], unwrap(method))}
+    return completed
 
 
 def _complete(stored: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     """Add the fields of a dataclass that a table lacks and that have a default, also within nested tables."""
-    found = dict(stored)
+    completed = dict(stored)
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if field.name not in stored:
-            found |= _default(field)
+            completed |= _default(field)
         elif dataclasses.is_dataclass(value) and isinstance(stored[field.name], dict):
-            found[field.name] = _complete(stored[field.name], value)
-    return found
+            completed[field.name] = _complete(stored[field.name], value)
+    return completed
 
 
 def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -68,5 +68,5 @@ def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
     is_table = dataclasses.is_dataclass(default) and not isinstance(default, type)
     table = {field.name: dataclasses.asdict(default) if is_table else default}
     # as it is read back: tuples become lists, keys become strings
-    found: dict[str, Any] = json.loads(json.dumps(table))
-    return found
+    defaults: dict[str, Any] = json.loads(json.dumps(table))
+    return defaults

@@ -70,14 +70,14 @@ def digest_base_files(folder: Path) -> dict[str, str]:
     Raises:
         DataError: if a file cannot be read.
     """
-    found = {}
+    digests = {}
     for name in find_base_files(folder):
         try:
             with (folder / name).open("rb") as file:
-                found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+                digests[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         except OSError as error:
             raise DataError(f"the file {name} of the base model cannot be read: {error}") from error
-    return found
+    return digests
 
 
 def combine_file_digests(files: Mapping[str, str]) -> str:
@@ -96,15 +96,17 @@ def compare_base_files(theirs: Mapping[str, str], ours: Mapping[str, str]) -> st
         theirs: of :func:`digest_base_files`; may come from another machine.
         ours: what it is compared with.
     """
-    found = []
+    differences = []
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) == ours.get(name):
             continue
         shown = name if len(name) < 100 and name.isprintable() else "a file with an invalid name"
-        what = "is missing" if name not in theirs else "is not expected" if name not in ours else "differs"
-        found.append(f"{shown} {what}")
-    more = f" and {len(found) - _SHOWN} more files" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+        difference = (
+            "is missing" if name not in theirs else "is not expected" if name not in ours else "differs"
+        )
+        differences.append(f"{shown} {difference}")
+    rest = f" and {len(differences) - _SHOWN} more files" if len(differences) > _SHOWN else ""
+    return ", ".join(differences[:_SHOWN]) + rest
 
 
 def _shards(index: Path) -> set[str]:

@@ -57,18 +57,18 @@ class _File:
 
     def read(self, entry: _Entry) -> bytes:
         """The bytes of a state, compared with their digest."""
-        what = f"the checkpoint file {self.path} is missing or cannot be read"
-        with as_checkpoint_error(what), self.path.open("rb") as file:
+        problem = f"the checkpoint file {self.path} is missing or cannot be read"
+        with as_checkpoint_error(problem), self.path.open("rb") as file:
             file.seek(entry.offset)
-            found = file.read(entry.size)
-        if digest_of(found) != entry.digest:
+            content = file.read(entry.size)
+        if digest_of(content) != entry.digest:
             raise CheckpointError(
                 f"the checkpoint file {self.path} is damaged: a state has another digest than when it was "
                 "written.",
                 python="Restore it from a copy, or train anew in another folder.",
                 command="Restore it from a copy, or go back to an earlier checkpoint (fedlowrank resume RUN --round N).",
             )
-        return found
+        return content
 
     def decode(self, entry: _Entry | None) -> Any:
         """A state."""
@@ -96,8 +96,8 @@ def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     files = _files(folder)
-    kept = [f for f in files if f.path.suffix == KEPT and f.round < round][::-1][: keep - 1]
-    copied = _to_copy([f for f in files if f not in kept], files, changed, round)
+    whole_files = [f for f in files if f.path.suffix == KEPT and f.round < round][::-1][: keep - 1]
+    copied = _to_copy([f for f in files if f not in whole_files], files, changed, round)
 
     def states() -> Iterator[tuple[int | None, bytes | None]]:
         yield None, tree.encode(server)
@@ -159,15 +159,15 @@ def tidy(folder: Path, keep: int | None = None) -> None:
         for path in folder.glob("*.part"):
             path.unlink()
         files = _files(folder)
-        kept = [f for f in files if f.path.suffix == KEPT]
-        for file in [] if keep is None else kept[:-keep]:
+        whole_files = [f for f in files if f.path.suffix == KEPT]
+        for file in [] if keep is None else whole_files[:-keep]:
             # first it stops being a checkpoint, for it may need files that are removed now
             file.path.rename(file.path.with_suffix(STATES))
         if keep is not None:
-            kept = kept[-keep:]
-        needed = {f.round for f, _ in _newest(files, kept[0].round).values()}
+            whole_files = whole_files[-keep:]
+        needed = {f.round for f, _ in _newest(files, whole_files[0].round).values()}
         for file in files:
-            if file.round < kept[0].round and file.round not in needed:
+            if file.round < whole_files[0].round and file.round not in needed:
                 file.path.with_suffix(STATES).unlink(missing_ok=True)
 
 
@@ -218,15 +218,15 @@ def go_back(folder: Path, round: int) -> None:
         CheckpointError: if none of that round is kept, or a file of it is missing or damaged; nothing has
             changed then.
     """
-    kept = rounds_kept(folder)
-    if round not in kept:
-        listed = ", ".join(map(str, kept))
+    stored_rounds = rounds_kept(folder)
+    if round not in stored_rounds:
+        listed = ", ".join(map(str, stored_rounds))
         raise CheckpointError(
             f"{folder} keeps the checkpoints after rounds {listed}, and none after round {round}. Choose one "
             "of these; run.keep_checkpoints says how many later rounds keep."
         )
     files = _files(folder)
-    if round != kept[-1]:
+    if round != stored_rounds[-1]:
         (chosen,) = (f for f in files if f.round == round)
         chosen.decode(chosen.server)
         for file, entry in _newest(files, round).values():

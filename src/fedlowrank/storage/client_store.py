@@ -17,7 +17,7 @@ from ..core import tree
 from ..core.errors import CheckpointError
 from ..core.io.atomic_files import as_checkpoint_error
 
-_BATCH = 256
+_STATES_BETWEEN_CHECKS = 256
 """States added between two checks of the memory limit."""
 
 
@@ -53,8 +53,8 @@ class LazyMapping(Mapping[int, Any]):
         of: loads the state of a client.
     """
 
-    def __init__(self, clients: Iterable[int], of: Callable[[int], Any]) -> None:
-        self._clients, self._of = dict.fromkeys(clients), of
+    def __init__(self, clients: Iterable[int], states: Callable[[int], Any]) -> None:
+        self._clients, self._of = dict.fromkeys(clients), states
 
     def __getitem__(self, client: int) -> Any:
         """The state of a client."""
@@ -104,12 +104,12 @@ class ClientStore(Mapping[int, Any]):
             return place.value
         try:
             with as_checkpoint_error(f"cannot read the state of client {client} at {place.path}"):
-                found = tree.decode(place.path.read_bytes())
+                state = tree.decode(place.path.read_bytes())
         except tree.TreeError as error:
             raise CheckpointError(
                 f"the state of client {client} at {place.path} is damaged: {error}"
             ) from error
-        return tree.map_leaves(lambda t: t.to(self._device), found)
+        return tree.map_leaves(lambda t: t.to(self._device), state)
 
     def __iter__(self) -> Iterator[int]:
         """Clients, in the order in which their states last changed."""
@@ -125,15 +125,15 @@ class ClientStore(Mapping[int, Any]):
 
     def empty(self) -> ClientStore:
         """An empty store that uses the same folder."""
-        made = ClientStore(self._limit, self._device)
-        made._store, made._names = self._store, self._names
-        return made
+        store = ClientStore(self._limit, self._device)
+        store._store, store._names = self._store, self._names
+        return store
 
     def only(self, clients: Set[int]) -> ClientStore:
         """The store with the states of these clients alone."""
-        made = self.empty()
-        made._places = {c: p for c, p in self._places.items() if c in clients}
-        return made
+        store = self.empty()
+        store._places = {c: p for c, p in self._places.items() if c in clients}
+        return store
 
     def __or__(self, new: Mapping[int, Any]) -> ClientStore:
         """The store with new states of some clients.
@@ -141,20 +141,20 @@ class ClientStore(Mapping[int, Any]):
         Raises:
             CheckpointError: if memory is short and the disk full.
         """
-        made = self.empty()
-        made._places = {c: p for c, p in self._places.items() if c not in new}
+        store = self.empty()
+        store._places = {c: p for c, p in self._places.items() if c not in new}
         if isinstance(new, ClientStore):
             # those on the disk stay there
-            made._places |= new._places
-            made._store, made._names = new._store or self._store, new._names if new._store else self._names
-            made._spill()
-            return made
+            store._places |= new._places
+            store._store, store._names = new._store or self._store, new._names if new._store else self._names
+            store._spill()
+            return store
         for some in _batched(new):
             for client in some:
                 value = new[client]
-                made._places[client] = _InMemory(value, 0 if self._limit is None else tree.nbytes(value))
-            made._spill()
-        return made
+                store._places[client] = _InMemory(value, 0 if self._limit is None else tree.nbytes(value))
+            store._spill()
+        return store
 
     def _spill(self) -> None:
         """Move states to disk until the rest is within the limit."""
@@ -190,5 +190,5 @@ def _remove(path: Path, owner: int) -> None:
 
 def _batched(new: Mapping[int, Any]) -> Iterator[tuple[int, ...]]:
     clients = iter(new)
-    while some := tuple(itertools.islice(clients, _BATCH)):
+    while some := tuple(itertools.islice(clients, _STATES_BETWEEN_CHECKS)):
         yield some

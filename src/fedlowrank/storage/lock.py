@@ -110,7 +110,7 @@ def is_alive(identity: dict[str, Any]) -> bool:
 def read_holder(folder: Path) -> dict[str, Any]:
     """The process that has or had the lock, as :func:`identify_process` describes it; empty if none."""
     try:
-        found = json.loads((folder / LOCK).read_text())
+        holder = json.loads((folder / LOCK).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}

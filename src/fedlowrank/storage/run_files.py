@@ -32,7 +32,7 @@ from ..core.io.atomic_files import as_checkpoint_error, parse_json, read_json
 from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
 
-FORMAT = 2
+FORMAT = 3
 """Of a run folder."""
 
 CONFIG, CLIENTS, STATUS = "run.json", "clients.json", "status.json"
@@ -53,9 +53,11 @@ ACCOUNT = "network.json"
 LEDGER = "privacy.jsonl"
 """Name of the ledger of privacy in a run folder, and in a client's folder."""
 
-METRICS = "metrics.jsonl.gz"
-ANSWERS = "answers.jsonl"
+RECORDS_FILE = "metrics.jsonl.gz"
 """Name of the file of records. Every line is a gzip member of its own, appended by one write."""
+
+ANSWERS = "answers.jsonl"
+"""Name of the file of answers of language models to fixed prompts."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -117,10 +119,10 @@ def seal_run(folder: str | Path) -> None:
     write_sealed(folder / STATUS, read_json(folder / STATUS, dict))
 
 
-def encode_representations(found: Mapping[str, Tensor]) -> bytes:
+def encode_representations(representations: Mapping[str, Tensor]) -> bytes:
     """The content of :data:`REPRESENTATIONS`: tensors in the format safetensors, their digest in its metadata."""
-    digest = digest_of(safetensors.torch.save(dict(found)))
-    return safetensors.torch.save(dict(found), metadata={KEY: digest})
+    digest = digest_of(safetensors.torch.save(dict(representations)))
+    return safetensors.torch.save(dict(representations), metadata={KEY: digest})
 
 
 def read_representations(folder: Path) -> dict[str, Tensor] | None:
@@ -134,15 +136,15 @@ def read_representations(folder: Path) -> dict[str, Tensor] | None:
         return None
     with as_checkpoint_error(f"cannot read {path}"):
         data = path.read_bytes()
-    found: dict[str, Tensor] = {}
+    representations: dict[str, Tensor] = {}
     with contextlib.suppress(safetensors.SafetensorError, ValueError):
-        found = safetensors.torch.load(data)
-    if encode_representations(found) != data:
+        representations = safetensors.torch.load(data)
+    if encode_representations(representations) != data:
         raise CheckpointError(
             f"{path} is damaged or was changed by hand: its digest is not that of its tensors. Restore it from a "
             "copy, or remove it: the report has no embedding plot then."
         )
-    return found
+    return representations
 
 
 def completed_rounds(folder: Path, status: Mapping[str, Any]) -> int:
@@ -154,19 +156,19 @@ def completed_rounds(folder: Path, status: Mapping[str, Any]) -> int:
 
 
 def encode_line(line: str) -> bytes:
-    """What is appended to :data:`METRICS`: a gzip member of its own."""
+    """What is appended to :data:`RECORDS_FILE`: a gzip member of its own."""
     # equal records make equal bytes, so no time stamp
     return gzip.compress((line + "\n").encode(), mtime=0)
 
 
 def read_lines(folder: Path) -> list[bytes]:
-    """The lines of :data:`METRICS` in a run folder, without one that a killed process left incomplete.
+    """The lines of :data:`RECORDS_FILE` in a run folder, without one that a killed process left incomplete.
 
     Raises:
         OSError: if there is no such file, or it is damaged.
         zlib.error: likewise.
     """
-    path, lines = folder / METRICS, []
+    path, lines = folder / RECORDS_FILE, []
     # a member begins with this byte, and ends with it only after a line of 500 MB
     data = io.BytesIO(path.read_bytes().removesuffix(b"\x1f"))
     with gzip.open(data) as file, contextlib.suppress(EOFError):
@@ -195,12 +197,12 @@ def read_answers(folder: Path) -> list[dict[str, Any]]:
 
 
 def salvage_lines(folder: Path) -> list[bytes]:
-    """The lines of a damaged :data:`METRICS` whose checksum is right; none if there is no such file.
+    """The lines of a damaged :data:`RECORDS_FILE` whose checksum is right; none if there is no such file.
 
     Raises:
         OSError: if the file cannot be read.
     """
-    path, lines = folder / METRICS, []
+    path, lines = folder / RECORDS_FILE, []
     if not path.exists():
         return []
     # every line is a gzip member, which begins with the same bytes
@@ -219,12 +221,12 @@ _MEMBER = b"\x1f\x8b\x08" + bytes(5)
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
     """Run folders among folders and directly below them, without those that were moved aside."""
-    found: list[Path] = []
+    folders_of_runs: list[Path] = []
     for folder in folders:
         inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
         inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
-        found += [folder] if (folder / "run.json").exists() or not inner else inner
-    return found
+        folders_of_runs += [folder] if (folder / "run.json").exists() or not inner else inner
+    return folders_of_runs
 
 
 def actual_status(folder: Path, status: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from .run_files import (
     CONFIG,
     FORMAT,
     LEDGER,
-    METRICS,
+    RECORDS_FILE,
     REPRESENTATIONS,
     STATUS,
     encode_line,
@@ -40,12 +40,12 @@ from .state import State
 logger = logging.getLogger(__name__)
 
 _BEFORE_THE_FIRST_CHECKPOINT = {
-    "run.json", "clients.json", METRICS, "status.json", "network.json", "lock", "checkpoint",
+    "run.json", "clients.json", RECORDS_FILE, "status.json", "network.json", "lock", "checkpoint",
     LEDGER, "logging.json", "tensorboard",
 }  # fmt: skip
 
 
-SECONDS = 10.0
+SECONDS_BETWEEN_CHECKPOINTS = 10.0
 """Between two checkpoints, unless ``run.checkpoint_every`` says how many rounds."""
 
 
@@ -90,7 +90,7 @@ class RunFolder:
             self.path.mkdir(parents=True)
         self._lock.enter_context(exclusive(self.path))
         write_atomically(self.path / CLIENTS, encode_json_rows(self.clients))
-        write_atomically(self.path / METRICS, b"")
+        write_atomically(self.path / RECORDS_FILE, b"")
         self.status("running", 0)
         # last, for a folder counts as a run once it holds this file
         write_config(self.path, self.config)
@@ -147,26 +147,29 @@ class RunFolder:
     def append(self, line: str) -> None:
         """Add the record of a round, a line of JSON."""
         with (
-            as_checkpoint_error(f"cannot write {self.path / METRICS}"),
-            (self.path / METRICS).open("ab") as file,
+            as_checkpoint_error(f"cannot write {self.path / RECORDS_FILE}"),
+            (self.path / RECORDS_FILE).open("ab") as file,
         ):
             file.write(encode_line(line))
 
     def rewrite(self, lines: Iterable[str]) -> None:
         """Replace all records, each a line of JSON."""
-        write_atomically(self.path / METRICS, map(encode_line, lines))
+        write_atomically(self.path / RECORDS_FILE, map(encode_line, lines))
 
     def reconfigure(self) -> None:
         """Write the configuration again, where only what is free to change has changed."""
         write_config(self.path, self.config)
 
     def is_due(self, round: int, last: int, every: int | None) -> bool:
-        """Whether a checkpoint follows a round: the first, the last, and each ``every``-th or in :data:`SECONDS`."""
+        """Whether a checkpoint follows a round.
+
+        It follows the first, the last, and each ``every``-th or one after :data:`SECONDS_BETWEEN_CHECKPOINTS`.
+        """
         if round == last:
             return True
         if every is not None:
             return round % every == 0
-        return self._saved is None or time.monotonic() - self._saved >= SECONDS
+        return self._saved is None or time.monotonic() - self._saved >= SECONDS_BETWEEN_CHECKPOINTS
 
     def save(self, state: State, changed: Iterable[int], keep: int) -> None:
         """Write a checkpoint.
@@ -177,8 +180,8 @@ class RunFolder:
             keep: how many checkpoints are kept, this one included.
         """
         with (
-            as_checkpoint_error(f"cannot write {self.path / METRICS}"),
-            (self.path / METRICS).open("rb+") as file,
+            as_checkpoint_error(f"cannot write {self.path / RECORDS_FILE}"),
+            (self.path / RECORDS_FILE).open("rb+") as file,
         ):
             os.fsync(file.fileno())
         states = LazyMapping(sorted(changed), state.clients.__getitem__)
@@ -243,10 +246,10 @@ class RunFolder:
         same &= before.get("callbacks", []) == now["callbacks"]
         return same and status.get("state") == "finished" and status.get("rounds") == round
 
-    def save_representations(self, found: dict[str, Tensor]) -> None:
+    def save_representations(self, representations: dict[str, Tensor]) -> None:
         """Keep test representations for pictures."""
-        if found:
-            write_atomically(self.path / REPRESENTATIONS, encode_representations(found))
+        if representations:
+            write_atomically(self.path / REPRESENTATIONS, encode_representations(representations))
 
 
 def versions() -> dict[str, str]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core import tree
+from ..core.contract import AnyMethod, ServerView
 from ..core.contract.contribution import Aggregator
-from ..core.contract.method import AnyMethod, ServerView
 from ..core.errors import FedlowrankError, TaskError
 from ..core.learning.optimizer import SGD
 from ..data.federation import Federation
@@ -91,26 +91,26 @@ def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
     Returns:
         One finding a check; a check that raises fails, with the error as its detail.
     """
-    found = []
+    findings = []
     at = Trajectory(method, device)
     for name, test in _CHECKS.items():
         try:
             detail = test(at)
         except Exception as error:  # noqa: BLE001 - a user's method may raise anything
             detail = f"{type(error).__name__}: {error}{_place(method, error)}"
-        found.append(CheckFinding(name, detail is None, detail or ""))
-    return found
+        findings.append(CheckFinding(name, detail is None, detail or ""))
+    return findings
 
 
 def _place(method: AnyMethod, error: Exception) -> str:
     """Where an error arose: the last line in the method's own file, or the last of all."""
     frames = traceback.extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(method).__module__), "__file__", None)
-    own = [frame for frame in frames if frame.filename == file]
-    if not own and isinstance(error, FedlowrankError):
+    own_frames = [frame for frame in frames if frame.filename == file]
+    if not own_frames and isinstance(error, FedlowrankError):
         # its message says what to write, and no line of the method was reached
         return ""
-    last = (own or frames)[-1]
+    last = (own_frames or frames)[-1]
     return f" ({Path(last.filename).name}:{last.lineno})"
 
 
@@ -150,9 +150,9 @@ class Trajectory:
         **settings: Any,
     ) -> Run:
         """A run before its first round, of the method and on a small federation unless others are given."""
-        given: dict[str, Any] = {"rounds": total, "participation": 0.8, "device": self.device, **settings}
+        arguments: dict[str, Any] = {"rounds": total, "participation": 0.8, "device": self.device, **settings}
         data = small_federation(self.method.heterogeneous) if on is None else on
-        return _UnevaluatedRun(method or self.method, data, RunSettings(**given), engine or Sequential())
+        return _UnevaluatedRun(method or self.method, data, RunSettings(**arguments), engine or Sequential())
 
     def go(self, engine: Engine, total: int = ROUNDS) -> Any:
         """Server state and client states after three of ``total`` rounds with an engine."""
@@ -190,12 +190,12 @@ def _states(run: Run) -> Any:
 
 
 def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
-    theirs = dict(tree.leaves(b))
-    mine = dict(tree.leaves(a))
-    if mine.keys() != theirs.keys():
-        return f"the states differ in structure at {sorted(mine.keys() ^ theirs.keys())[0]}"
-    for path, x in mine.items():
-        y = theirs[path]
+    second_leaves = dict(tree.leaves(b))
+    first_leaves = dict(tree.leaves(a))
+    if first_leaves.keys() != second_leaves.keys():
+        return f"the states differ in structure at {sorted(first_leaves.keys() ^ second_leaves.keys())[0]}"
+    for path, x in first_leaves.items():
+        y = second_leaves[path]
         if x.shape != y.shape or not torch.allclose(
             x.double(), y.double(), rtol=rtol, atol=atol, equal_nan=True
         ):
@@ -249,8 +249,8 @@ def _pure(at: Trajectory) -> str | None:
     random = torch.get_rng_state()
     for _ in range(2):
         run.step()
-    held = tree.encode(_states(run))
-    if held != at.encoded(2):
+    encoded = tree.encode(_states(run))
+    if encoded != at.encoded(2):
         return "two equal runs end in different states"
     uploads = _uploads(run)
     _updated(run, uploads)
@@ -260,7 +260,7 @@ def _pure(at: Trajectory) -> str | None:
     now = tree.encode([a.initial for a in run.federation.architectures.values()])
     return (
         None
-        if held == tree.encode(_states(run)) and initial == now
+        if encoded == tree.encode(_states(run)) and initial == now
         else "a function of the method changes its input in place"
     )
 
@@ -272,7 +272,7 @@ def _impure_function(at: Trajectory) -> str | None:
         for _ in range(2):
             run.step()
         run.evaluation()
-        run.method.metrics(run.state.server)
+        run.method.server_metrics(run.state.server)
         for info in run.federation.infos[:1]:
             run.method.describe_update(run.method.download(run.state.server, info), info, run.task)
     except ImpureError as error:
@@ -343,8 +343,8 @@ def _mean_accuracy(run: Run) -> float:
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         predict = next(iter(run.local_model(info).predictors.values()))
         with torch.inference_mode():
-            found = measure(predict, ScoringPool([data.train, data.val, data.test])).accuracy
-        shares += [share for share in found if share is not None]
+            accuracy = measure(predict, ScoringPool([data.train, data.val, data.test])).accuracy
+        shares += [share for share in accuracy if share is not None]
     return sum(shares) / len(shares)
 
 
@@ -354,8 +354,8 @@ def _unseen(at: Trajectory) -> str | None:
     unseen = [i for i in run.federation.infos if i.id not in seen]
     if not unseen and run.state.clients:
         return "every client took part; nothing was tested"
-    found = run.evaluation()
-    tables = [found.by_client(series=series) for series in found.series()] if found else []
+    evaluation = run.evaluation()
+    tables = [evaluation.by_client(series=series) for series in evaluation.series()] if evaluation else []
     values = [table[i.id] for table in tables for i in unseen]
     return (
         None
@@ -391,14 +391,14 @@ def _measured(at: Trajectory) -> str | None:
 def _adds_up(at: Trajectory) -> str | None:
     run = at.run(2)
     for info in run.federation.infos:
-        made = run.local_model(info)
-        predictors = made.predictors
+        local = run.local_model(info)
+        predictors = local.predictors
         x = run.federation.clients[info.id].train.inputs
-        for name, parts in made.parts.items():
+        for name, parts in local.parts.items():
             if name not in predictors:
                 return f"ClientModel.parts names the series {name!r}; series has {sorted(predictors)}"
             with torch.inference_mode():
-                whole = made.model.apply(sum_parts(parts, made.model.initial), x)
+                whole = local.model.apply(sum_parts(parts, local.model.initial), x)
                 if not torch.allclose(whole, predictors[name](x), rtol=1e-4, atol=1e-5):
                     model = f"the model that client {info.id} infers by"
                     return f"the parts of series {name!r} do not add up to {model}"
@@ -409,8 +409,8 @@ def _one_model(at: Trajectory) -> str | None:
     if not at.method.one_model:
         return None
     run = at.run(2)
-    first, *others = run.federation.infos
-    for info in others:
+    first, *rest = run.federation.infos
+    for info in rest:
         gap = _same(run.personal(info), run.personal(first))
         if info.architecture == first.architecture and gap is not None:
             return f"client {info.id} uses another model than client {first.id}; leave out one_model: {gap}"

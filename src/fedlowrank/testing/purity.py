@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import tree
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Each, Mean, Sum
-from ..core.contract.method import ClientInfo, ClientView, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, ServerView, Sum, Task, Update
 from ..core.contract.wrapper import MethodWrapper
 from ..core.errors import FedlowrankError
 
@@ -36,8 +33,8 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
 
     def local_update(self, state: Any, down: Any, view: ClientView) -> tuple[Any, Any]:
         """See the base class."""
-        found: tuple[Any, Any] = self._twice("local_update", state=state, down=down, view=view)
-        return found
+        result: tuple[Any, Any] = self._twice("local_update", state=state, down=down, view=view)
+        return result
 
     def contribution(self, upload: Any, client: ClientInfo, server: Any) -> Any:
         """See the base class."""
@@ -49,21 +46,21 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
 
     def describe_update(self, down: Any, client: ClientInfo, task: Task) -> Update:
         """See the base class."""
-        found: Update = self._twice("describe_update", down=down, client=client, task=task)
-        return found
+        update: Update = self._twice("describe_update", down=down, client=client, task=task)
+        return update
 
     def client_model(self, state: Any, down: Any, view: ClientView) -> ClientModel:
         """See the base class."""
-        found: ClientModel = self._twice("client_model", state=state, down=down, view=view)
-        return found
+        client_model: ClientModel = self._twice("client_model", state=state, down=down, view=view)
+        return client_model
 
     def server_model(self, server: Any, state: Any, view: ClientView) -> Any:
         """See the base class."""
         return self._twice("server_model", server=server, state=state, view=view)
 
-    def metrics(self, server: Any) -> Any:
+    def server_metrics(self, server: Any) -> Any:
         """See the base class."""
-        return self._twice("metrics", server=server)
+        return self._twice("server_metrics", server=server)
 
     def _twice(self, hook: str, **arguments: Any) -> Any:
         trees = {n: a for n, a in arguments.items() if n in ("server", "state", "down", "upload", "total")}
@@ -88,16 +85,16 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
 def _content(value: Any) -> Any:
     """What is compared of an argument or a result."""
     if isinstance(value, ClientModel):
-        series = {name: of for name, of in value.series.items() if not callable(of)}
+        series = {name: predictor for name, predictor in value.series.items() if not callable(predictor)}
         return _content([dict(value.whole()), series, value.routes])
     if isinstance(value, Update):
         return _content(value.reference), value.scale
     if isinstance(value, (Mean, Sum, Each)):
         return type(value), _content(value.value), getattr(value, "weight", None)
     if isinstance(value, dict):
-        return [(key, _content(one)) for key, one in value.items()]
+        return [(key, _content(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return [_content(one) for one in value]
+        return [_content(item) for item in value]
     try:
         return tree.encode(value)
     except tree.TreeError:

@@ -1,1 +1,1 @@
-"""One client's local pass: trainer, steps, shortcuts of optimizers, several clients at once."""
+"""Local training: the passes of one client, and of many clients at once."""

@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..core.contract.model import Model
+from ..core.contract import EngineModel
 from .local_data import BatchSize
 
 
@@ -71,7 +71,7 @@ def _is_made_of_others(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-def forward_flops(model: Model) -> int:
+def forward_flops(model: EngineModel) -> int:
     """Floating-point operations of a forward pass of one example."""
     with torch.inference_mode(), FlopCounter() as counter:
         model.probe(model.example)
@@ -174,6 +174,6 @@ def _fit_texts(count: Callable[[int, int], int], unit: int) -> TextCost | None:
     constant = one - linear * unit - square * unit**2
     batch_token, over = divmod(batch_two - batch_one, unit)
     batch = batch_one - batch_token * unit
-    found = TextCost(constant - batch, linear - batch_token, square, batch, batch_token)
-    exact = not (rest or left or over) and batch >= 0 and batch_token >= 0
-    return found if exact and found.of(2, 4 * unit) == count(2, 4 * unit) else None
+    cost = TextCost(constant - batch, linear - batch_token, square, batch, batch_token)
+    is_exact = not (rest or left or over) and batch >= 0 and batch_token >= 0
+    return cost if is_exact and cost.of(2, 4 * unit) == count(2, 4 * unit) else None

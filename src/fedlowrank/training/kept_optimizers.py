@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.method import ClientInfo
+from ..core.contract import ClientInfo
 from ..core.contract.training_request import KeptState, Request, Trainer
 from ..core.errors import TaskError
 from ..core.learning.optimizer import OptimizerState
@@ -76,10 +76,10 @@ class KeepingTrainer:
     def _train(self, request: Request) -> Any:
         if not request.optimizer.keep:
             return self._trainer.train(request)
-        name, known = request.name, self._states.get(request.name, [])
+        name, states = request.name, self._states.get(request.name, [])
         place = self._taken[name]
         self._taken[name] += 1
-        before = known[place] if place < len(known) else None
+        before = states[place] if place < len(states) else None
         if before is not None:
             self._check(request, before)
         kept = KeptState(before)
@@ -100,8 +100,8 @@ class KeepingTrainer:
         """What the client stores; a pass that this round did not take, or fewer times, keeps its states."""
         if self.has_failed:
             return StateWithOptimizers(client_state, self._states) if self._states else client_state
-        left = {name: known[self._taken[name] :] for name, known in self._states.items()}
-        states = left | {name: [*found, *left.get(name, [])] for name, found in self._next.items()}
+        remaining = {name: known[self._taken[name] :] for name, known in self._states.items()}
+        states = remaining | {name: [*taken, *remaining.get(name, [])] for name, taken in self._next.items()}
         return StateWithOptimizers(client_state, states) if states else client_state
 
     def _check(self, request: Request, before: OptimizerState) -> None:
@@ -123,10 +123,10 @@ def _shapes(value: Any) -> dict[str, list[int]]:
 
 def slot_like(start: Any, tensors: Sequence[Tensor | None]) -> Any:
     """One of the values that an optimizer keeps of each parameter, as a tree; 0 where it keeps none yet."""
-    found = iter(tensors)
+    remaining = iter(tensors)
 
     def fill(p: Tensor) -> Tensor:
-        t = next(found)
+        t = next(remaining)
         return tree.widen(p).new_zeros(p.shape) if t is None else t.detach()
 
     return tree.map_leaves(fill, start)

@@ -12,29 +12,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.contract.method import Batch, ClientInfo, Pass
+from ..core.contract import Batch, ClientInfo, Pass
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.learning.losses import AUTO, Loss
 from ..data.augment import NO_AUGMENT, Augment
 from ..data.dataset import Examples
 from ..data.text.batches import (
-    MULTIPLE,
-    length_buckets,
-    padded_width,
-    sequence_lengths,
-    trim,
+    WIDTH_MULTIPLE,
+    draw_length_buckets,
+    measure_lengths,
+    round_up_width,
+    trim_padding,
     truncate_columns,
 )
 
-CHUNK = 256
-"""Examples at once without a gradient: enough to keep a core busy, few enough for its cache."""
+MAX_CHUNK = 256
+"""Examples at once without a gradient, at most: enough to keep a core busy, few enough for its cache."""
 
-TOKENS = 4096
+MAX_CHUNK_TOKENS = 4096
 """Tokens at once without a gradient, at most."""
 
-SCORES = TOKENS << 15
-"""Scores of tokens at once without a gradient, at most: half a gigabyte. A vocabulary of 32,768 allows all :data:`TOKENS`."""
+MAX_CHUNK_SCORES = MAX_CHUNK_TOKENS << 15
+"""Scores of tokens at once without a gradient, at most: half a gigabyte. A vocabulary of 32,768 allows
+:data:`MAX_CHUNK_TOKENS` tokens."""
 
 
 def chunk_size(examples: Examples, vocabulary: int | None = None) -> int:
@@ -46,11 +47,15 @@ def chunk_size(examples: Examples, vocabulary: int | None = None) -> int:
     """
     width = _width(examples)
     if width is None or not isinstance(examples.x, dict):
-        return CHUNK
+        return MAX_CHUNK
     # both responses of a pair
     tokens = examples.x["attention_mask"].shape[1:].numel()
-    most = TOKENS if vocabulary is None or examples.y.ndim < 2 else min(TOKENS, SCORES // vocabulary)
-    return max(1, min(CHUNK, most // tokens))
+    max_tokens = (
+        MAX_CHUNK_TOKENS
+        if vocabulary is None or examples.y.ndim < 2
+        else min(MAX_CHUNK_TOKENS, MAX_CHUNK_SCORES // vocabulary)
+    )
+    return max(1, min(MAX_CHUNK, max_tokens // tokens))
 
 
 def _width(examples: Examples) -> int | None:
@@ -105,7 +110,7 @@ class LocalData:
             for _ in itertools.count() if sweep.epochs is None else range(sweep.epochs):
                 if lengths is not None:
                     seen = lengths if part is None else lengths[part]
-                    batches = length_buckets(seen, sweep.batch_size, generator)
+                    batches = draw_length_buckets(seen, sweep.batch_size, generator)
                 else:
                     places, size = torch.randperm(n, generator=generator), sweep.batch_size
                     batches = [places[a : a + size] for a in range(0, n, size)] if n > size else [places]
@@ -140,7 +145,7 @@ class LocalData:
     def batches(self, name: str) -> Iterator[Batch]:
         """The batches of a pass, as it trains on them."""
         order, indices = self.order(name), self.indices(name)
-        if not self.augment.active:
+        if not self.augment.is_active:
             for step, (index, columns) in enumerate(zip(indices, self.columns(name), strict=True)):
                 yield gather(self.examples, index, step, columns, self.loss)
             return
@@ -152,20 +157,20 @@ class LocalData:
             batch = gather(self.examples, index, step, loss=self.loss)
             yield replace(batch, x=self.augment.change(batch.x, draw, self.quarter_turns))
 
-    def chunks(self, equal_width: bool = False, whole: bool = False) -> Iterator[Batch]:
+    def chunks(self, equal_width: bool = False, in_one: bool = False) -> Iterator[Batch]:
         """All examples once, in their own order and as they are, in chunks of like sizes.
 
         Args:
             equal_width: whether texts are as wide as in one batch of all examples.
-            whole: whether they are a single chunk.
+            in_one: whether they are a single chunk.
         """
-        for places in self.chunk_places(whole):
+        for places in self.chunk_places(in_one):
             yield self.chunk(places, equal_width)
 
-    def chunk_places(self, whole: bool = False) -> list[slice]:
+    def chunk_places(self, in_one: bool = False) -> list[slice]:
         """Where the examples of each chunk lie."""
         n = len(self.examples)
-        parts = 1 if whole else -(-n // chunk_size(self.examples))
+        parts = 1 if in_one else -(-n // chunk_size(self.examples))
         size, longer = divmod(n, max(1, parts))
         ends = [k * size + min(k, longer) for k in range(parts + 1)]
         return [slice(a, b) for a, b in itertools.pairwise(ends)]
@@ -208,20 +213,20 @@ class LocalData:
         """Where the last token of each example ends ``[n]``, or None where examples are no texts."""
         if _width(self.examples) is None or not isinstance(self.examples.x, dict):
             return None
-        ends = sequence_lengths(self.examples.x["attention_mask"])
-        found: np.ndarray = (ends if ends.ndim == 1 else ends.amax(1)).cpu().numpy()
-        return found
+        ends = measure_lengths(self.examples.x["attention_mask"])
+        last_tokens: np.ndarray = (ends if ends.ndim == 1 else ends.amax(1)).cpu().numpy()
+        return last_tokens
 
     def _columns(self, some: np.ndarray | slice) -> int | None:
         """Columns of the batch of some examples, without a host synchronization; None if no texts."""
-        return None if self._ends is None else padded_width(int(self._ends[some].max()))
+        return None if self._ends is None else round_up_width(int(self._ends[some].max()))
 
     def size(self, index: Tensor) -> BatchSize:
         """The size of the batch of these examples."""
         if self.lengths is None:
             return (index.numel(),)
         longest = max(1, int(self.lengths.numpy()[index.numpy()].max()))
-        return len(index), min(-(-longest // MULTIPLE) * MULTIPLE, _width(self.examples) or 0)
+        return len(index), min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, _width(self.examples) or 0)
 
     def _generator(self, purpose: str, name: str) -> torch.Generator:
         return (self.key / purpose / list(self.passes).index(name)).generator()
@@ -245,7 +250,7 @@ def gather(
     if isinstance(x, dict):
         picked = {n: t.index_select(0, index) for n, t in x.items()}
         if _width(examples) is not None:
-            picked, y = trim(picked, y) if columns is None else truncate_columns(picked, y, columns)
+            picked, y = trim_padding(picked, y) if columns is None else truncate_columns(picked, y, columns)
         return Batch(picked, y, step=step, loss=loss)
     return Batch(channels_last(x.index_select(0, index)), y, step=step, loss=loss)
 

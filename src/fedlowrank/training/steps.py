@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.method import Batch, ProximalTerm
+from ..core.contract import Batch, ProximalTerm
 from ..core.contract.training_request import Request
 from ..core.learning.batch_losses import check_loss
 from ..core.learning.optimizer import SGD, OptimizerState, Rates, clip
@@ -19,7 +19,7 @@ from .local_data import channels_last
 T = TypeVar("T")
 
 
-class Work:
+class PassSteps:
     """The parameters of a pass while they are trained: copies of its start, changed in place by every step.
 
     A pass over a part of a model whose parameters are all frozen has none: its steps change nothing.
@@ -124,8 +124,8 @@ class Work:
         if self.linear is not None:
             grads = list(torch._foreach_sub(grads, self.linear))
         if self.center is not None:
-            away = torch._foreach_sub(params, self.center)
-            grads = list(torch._foreach_add(grads, away, alpha=self.strength))
+            distance = torch._foreach_sub(params, self.center)
+            grads = list(torch._foreach_add(grads, distance, alpha=self.strength))
         if request.optimizer.clip is not None:
             grads = self.clipped(grads, request.optimizer.clip)
         depends = self.linear is not None or self.center is not None

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.contract import AnyMethod, Batch, ClientInfo, ClientView, EngineModel, Task
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, Batch, ClientInfo, ClientView, Task
-from ..core.contract.model import Model
 from ..core.contract.training_request import Request
 
 T = TypeVar("T")
@@ -24,7 +23,7 @@ class TracingTrainer:
         trained: names of the passes that were trained, in order.
     """
 
-    def __init__(self, method: AnyMethod, task: Task, model: Model) -> None:
+    def __init__(self, method: AnyMethod, task: Task, model: EngineModel) -> None:
         self.passes = method.local_passes()
         self.task = task
         self.model = model

@@ -1,4 +1,4 @@
-"""The verb that engines supply: one pass of a client over its own data."""
+"""The trainer of one client: executes its training passes and sums over its training data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.method import Batch, ClientInfo
+from ..core.contract import Batch, ClientInfo
 from ..core.contract.training_request import Request
 from ..core.errors import LossError, NonFiniteError, naming
 from ..core.key import Key
@@ -24,7 +24,7 @@ from ..models.statistics.local_statistics import infer_by
 from .captured_variables import code_of
 from .flops import FlopCounter, FlopLedger
 from .local_data import BatchSize, LocalData, chunk_size, gather, size_of
-from .steps import Work, layout
+from .steps import PassSteps, layout
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ _BATCHES_OF_ONE = (
 
 @dataclass
 class Meter:
-    """What one client's work of a round cost.
+    """The cost of one client's work in a round.
 
     Attributes:
         steps: optimizer steps.
@@ -51,12 +51,12 @@ class Meter:
     losses: dict[str, float] = field(default_factory=dict)
 
 
-SMALL_STEP = 1 << 14
+MAX_BATCHED_STEP = 1 << 14
 """Tokens of a batch times numbers of each up to which models of transformers train faster for many clients together."""
 
 
 class PassTrainer(Protocol):
-    """Takes the steps of a pass instead of :func:`descend`, as a trainer of another library."""
+    """Takes the steps of a pass instead of :func:`descend`, such as a trainer of another library."""
 
     def __call__(
         self, request: Request, data: LocalData, model: Architecture, round: int, micro_batch: int | None
@@ -117,27 +117,27 @@ class LocalTrainer:
     def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)
-        standard = self.is_standard(request)
-        repeatable = all(m.may_run_again for m in self.models)
-        if not standard and repeatable:
+        is_standard = self.is_standard(request)
+        is_repeatable = all(m.may_run_again for m in self.models)
+        if not is_standard and is_repeatable:
             self.fit_cost(request, kind)
-        training = contextlib.nullcontext() if standard else self._in_training(self.data.key / name)
-        own: PassTrainer | None = self.model.pass_trainer
+        training = contextlib.nullcontext() if is_standard else self._in_training(self.data.key / name)
+        pass_trainer: PassTrainer | None = self.model.pass_trainer
         try:
             with training, naming(self.whose, _BATCHES_OF_ONE):
-                if standard or (own is not None and not self.ledger.is_fitted(kind)):
+                if is_standard or (pass_trainer is not None and not self.ledger.is_fitted(kind)):
                     self.count(request, kind)
-                if own is not None:
-                    end, losses = own(request, self.data, self.model, self.round, self.micro_batch)
+                if pass_trainer is not None:
+                    end, losses = pass_trainer(request, self.data, self.model, self.round, self.micro_batch)
                 else:
                     end, losses = descend(
                         request,
                         self.data.batches(name),
                         self.round,
                         self.micro_batch,
-                        self._counting(kind, standard),
+                        self._counting(kind, is_standard),
                         self.steps(name),
-                        self.whose if self.may_halve and repeatable else None,
+                        self.whose if self.may_halve and is_repeatable else None,
                     )
         except LossError as error:
             where = f"{self.data.info.title}, round {self.round}, pass {name!r}"
@@ -160,12 +160,12 @@ class LocalTrainer:
 
     def _has_own_functions(self, *functions: Callable[..., Any] | None) -> bool:
         """Whether functions and loss are this package's."""
-        own = all(
+        are_own = all(
             (getattr(f, "__module__", None) or "").startswith("fedlowrank.")
             for f in functions
             if f is not None
         )
-        return own and not self.data.loss.is_own
+        return are_own and not self.data.loss.is_own
 
     def may_stack(self, request: Request) -> bool:
         """Whether an engine may take the steps of many clients together: only the models may be more than standard."""
@@ -190,7 +190,7 @@ class LocalTrainer:
             return "only models of transformers on texts are trained together beside standard ones"
         rows = max(min(p.batch_size, len(self.data.examples)) for p in self.data.passes.values())
         size = rows * self.data.width * model.hidden_size
-        if size <= SMALL_STEP:
+        if size <= MAX_BATCHED_STEP:
             return None
         return f"a step of {rows} x {self.data.width} tokens of {model.hidden_size} numbers is as fast alone"
 
@@ -225,15 +225,15 @@ class LocalTrainer:
         work = None
         for size, i in {self.data.size(i): i for i in self.data.order(request.name)}.items():
             if not self.ledger.knows(kind, size):
-                work = work or Work(request, self.round)
+                work = work or PassSteps(request, self.round)
                 with self.ledger.counting(kind, size):
                     work.gradient(work.loss(gather(self.data.examples, i, loss=self.data.loss)))
 
     def fit_cost(self, request: Request, kind: Any) -> None:
-        """Learn what steps on texts cost from a few short ones, which are not taken; nothing of other data."""
+        """Estimate the cost of steps on texts from a few short ones, which are counted and not taken; other data is skipped."""
         if self.data.width is None or self.ledger.has_tried(kind):
             return
-        work = Work(request, self.round)
+        work = PassSteps(request, self.round)
 
         def count(texts: int, tokens: int) -> int:
             first = torch.zeros(texts, dtype=torch.int64)
@@ -264,7 +264,7 @@ class LocalTrainer:
 
     def inputs(self) -> Iterator[Any]:
         """The inputs of all examples, chunk by chunk, of which batch normalizations take statistics."""
-        return (b.x for b in self.data.chunks(equal_width=True, whole=self._in_one_chunk()))
+        return (b.x for b in self.data.chunks(equal_width=True, in_one=self._in_one_chunk()))
 
     def _in_one_chunk(self) -> bool:
         """Whether examples without a gradient must be in one chunk, because a model mixes those of a batch."""
@@ -286,25 +286,25 @@ class LocalTrainer:
         sizes: Counter[BatchSize] = Counter()
         params = layout(params)
         kind = self.kind_of(statistic, params, constants)
-        standard = self.has_standard(statistic)
-        counting = self._counting(kind, standard)
+        is_standard = self.has_standard(statistic)
+        counting = self._counting(kind, is_standard)
         draws = (
             contextlib.nullcontext()
-            if standard
+            if is_standard
             else (self.data.key / "total").global_generators(self.data.examples.y.device)
         )
         with torch.no_grad(), draws, infer_by(self.inputs, self.whose), naming(self.whose):
             if any(model.couples for model in self.models):
                 self.meter.flops += self._count_statistics(statistic, params, constants)
-            if standard:
+            if is_standard:
                 self.count_total(statistic, params, constants, kind)
-            for batch in self.data.chunks(whole=self._in_one_chunk()):
+            for batch in self.data.chunks(in_one=self._in_one_chunk()):
                 with counting(batch):
                     part = statistic(params, batch, *constants)
                 sizes[size_of(batch)] += 1
                 part = tree.widen(part)
                 sums = [part if not sums else tree.add(sums[0], part)]
-        if not standard:
+        if not is_standard:
             self.meter.flops += self.ledger.total(kind, sizes)
         return tree.canonical(sums[0])
 
@@ -326,7 +326,7 @@ class LocalTrainer:
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
     ) -> int:
         """Find the statistics of batch normalizations, and what they cost beside the examples themselves."""
-        batch = next(self.data.chunks(whole=self._in_one_chunk()))
+        batch = next(self.data.chunks(in_one=self._in_one_chunk()))
         counts: list[int] = []
         for _ in range(2):
             with FlopCounter() as counter:
@@ -360,7 +360,7 @@ def descend(
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
     """
-    work = Work(request, round, steps)
+    work = PassSteps(request, round, steps)
     losses: list[Tensor] = []
     for batch in batches:
         at_once = len(batch) if micro_batch is None else min(micro_batch, len(batch))
@@ -390,12 +390,12 @@ def descend(
     return work.now, torch.stack(losses)
 
 
-def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor | None]]:
+def _gradient(work: PassSteps, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor | None]]:
     """The loss of a batch and its gradient."""
     if micro_batch is None or len(batch) <= micro_batch:
-        whole = work.loss(batch)
-        found = work.gradient(whole)  # checks that the loss is a number first
-        return whole.detach(), found
+        loss = work.loss(batch)
+        gradient = work.gradient(loss)  # checks that the loss is a number first
+        return loss.detach(), gradient
     weights, device = batch.weights, batch.y.device
     of_loss = batch.loss.weigh(batch.y)
     mean = None if of_loss is None else of_loss[1].double().mean()

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from ..core import tree
-from ..core.contract.contribution import Each, Mean, Sum, contribution_leaves, map_contributions
-from ..core.contract.method import AnyMethod, ClientInfo, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract import AnyMethod, ClientInfo, Each, Mean, ServerView, Sum, Task, Update
+from ..core.contract.contribution import contribution_leaves, map_contributions
 from ..core.errors import TaskError
 from ..training.tracing import trace_upload
-from .updates import update_of
+from .updates import compute_update
 
 ABILITIES = {
     "secure": "secure sums",
@@ -33,7 +32,7 @@ ABILITIES = {
 
 _WEIGHTS = "and robust rules put weights in their place"
 
-_MANY = 100_000
+_MANY_EXAMPLES = 100_000
 """Examples of a client that would take other numbers of steps than one with a single example."""
 
 
@@ -160,7 +159,7 @@ def _why_it_reads_examples(trial: _Trial, upload: Any, where: str) -> str | None
 
     reduced = map_contributions(total, trial.contribution(upload, one))
     view = ServerView(trial.task, 0, trial.task.key / "trial", [one])
-    views = [view, dataclasses.replace(view, replied=[dataclasses.replace(one, examples=_MANY)])]
+    views = [view, dataclasses.replace(view, replied=[dataclasses.replace(one, examples=_MANY_EXAMPLES)])]
     few, many = (tree.tensors(trial.method.server_update(trial.server, reduced, v)) for v in views)
     if all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(few, many, strict=True)):
         return None
@@ -179,10 +178,10 @@ def _form(contribution: Any) -> list[Any]:
 
 def _sends_more(trial: _Trial, upload: Any) -> str | None:
     """What a client sends that noise on its update cannot hide."""
-    covered = update_of(upload, trial.reference).keys()
-    more = [path.strip("/") for path, _ in tree.leaves(upload) if path not in covered]
-    if more:
-        return f"its clients send {', '.join(_short(more))}, which is no update"
+    covered = compute_update(upload, trial.reference).keys()
+    uncovered = [path.strip("/") for path, _ in tree.leaves(upload) if path not in covered]
+    if uncovered:
+        return f"its clients send {', '.join(_short(uncovered))}, which is no update"
     if plain := [path.strip("/") or "a number" for path in _plain_values(upload)]:
         return f"its clients send {', '.join(_short(plain))}, which is no tensor, so that no noise is added to it"
     if _varies(trial, upload):
@@ -232,8 +231,8 @@ def _not_central(trials: list[_Trial], upload: Any) -> str | None:
 def _nothing_to_compress(trial: _Trial, upload: Any) -> str | None:
     if _varies(trial, upload):
         return "it compresses or selects what it sends itself"
-    update = update_of(upload, trial.reference)
-    alone = update.keys() - update_of(upload, trial.reference, compared=True).keys()
+    update = compute_update(upload, trial.reference)
+    alone = update.keys() - compute_update(upload, trial.reference, compared=True).keys()
     if alone:
         what = ", ".join(_short(sorted(path.strip("/") for path in alone)))
         return f"{what}: its clients send it compared with nothing that both sides know"

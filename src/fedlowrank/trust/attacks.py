@@ -178,26 +178,26 @@ def attack_updates(
     forms = {client: _form(client, update) for client, update in updates.items()}
     out, shared = dict(updates), dict[Any, Params]()
     for client in updates.keys() & hostile:
-        own, form = updates[client], forms[client]
+        own_update, form = updates[client], forms[client]
         if attack.kind in ("sign_flip", "scaled"):
             factor = -strength if attack.kind == "sign_flip" else strength
-            out[client] = {name: factor * t for name, t in own.items()}
+            out[client] = {name: factor * t for name, t in own_update.items()}
             continue
         if form not in shared:
-            same = [c for c in updates if forms[c] == form]
-            bad = [updates[c] for c in same if c in hostile]
-            good = [updates[c] for c in same if c not in hostile]
+            of_form = [c for c in updates if forms[c] == form]
+            hostile_updates = [updates[c] for c in of_form if c in hostile]
+            honest_updates = [updates[c] for c in of_form if c not in hostile]
             if attack.kind == "alie":
-                z = alie_z(len(same), len(bad)) if attack.strength is None else attack.strength
-                shared[form] = _shifted_mean(bad, z)
+                z = alie_z(len(of_form), len(hostile_updates)) if attack.strength is None else attack.strength
+                shared[form] = _shifted_mean(hostile_updates, z)
             else:
-                shared[form] = _shifted_mean(good or bad, 0.0)
+                shared[form] = _shifted_mean(honest_updates or hostile_updates, 0.0)
         mean = shared[form]
         if attack.kind == "gaussian":
             out[client] = _noise(mean, strength * _root_mean_square(mean), key / client)
         else:
             factor = -strength if attack.kind == "inner_product" else 1.0
-            out[client] = {name: factor * mean[name] for name in own}
+            out[client] = {name: factor * mean[name] for name in own_update}
     return out
 
 
@@ -227,7 +227,7 @@ def _strength(attack: Attack) -> float:
 
 
 def _check_labels(examples: Examples, attack: Attack) -> None:
-    if examples.regression or examples.is_dense:
+    if examples.is_regression or examples.is_dense:
         raise DataError(
             f"attack.kind = {attack.kind!r} needs one class label for each example. Choose an attack on "
             "updates, such as 'sign_flip'."

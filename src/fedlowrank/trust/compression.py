@@ -105,8 +105,8 @@ def _encode(stages: tuple[Stage, ...], update: Params, key: Key) -> Iterator[Com
     """The update as it is before the first stage and after each."""
     for path, x in update.items():
         if not isinstance(x, Tensor) or x.dtype not in DTYPES.values():
-            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TaskError(f"the update of {path!r} is of type {found}; known are {', '.join(DTYPES)}")
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TaskError(f"the update of {path!r} is of type {kind}; known are {', '.join(DTYPES)}")
     step = Compressed({path: update[path].detach().cpu() for path in sorted(update)}, [])
     for stage in (None, *stages):
         if stage is not None:

@@ -28,12 +28,21 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean, Sum, contribution_leaves, map_contributions
+from ..core.contract import (
+    AnyMethod,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    KeepsSumOfUploads,
+    Mean,
+    ServerView,
+    Sum,
+    Task,
+    Update,
+)
+from ..core.contract.contribution import contribution_leaves, map_contributions
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, ServerView, Task
 from ..core.contract.model import without_data
-from ..core.contract.update import KeepsSumOfUploads, Update
 from ..core.contract.wrapper import MethodWrapper
 from ..core.errors import NonFiniteError
 from ..core.key import Key
@@ -47,20 +56,20 @@ from .privacy.noise import NoiseSource, gaussian
 from .stages import Stage
 from .trust_settings import Trust
 from .updates import (
-    norm,
-    reference_numbers,
+    clip_update,
+    compute_norm,
+    compute_update,
+    describe_dense_update,
+    read_reference,
+    remove_compared,
     replace_numbers,
-    shrink,
-    update_of,
-    update_with_dense_reference,
-    with_compared,
-    with_update,
-    without_compared,
+    replace_update,
+    restore_compared,
 )
 
 logger = logging.getLogger(__name__)
 
-_ROUNDING = 1e-6
+_NORM_TOLERANCE = 1e-6
 """Relative difference of norms that two machines may find of one update."""
 
 
@@ -143,13 +152,13 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The method's, in a decoded upload; a compressed upload has one form."""
-        found = self._update(down.message, client)
+        update = self._update(down.message, client)
         within = torch.zeros(1) if self.is_adaptive else None
-        form = None if self._stages or found.form is None else Upload(found.form, None, within)
-        return Update(Upload(found.reference, None, None), found.scale, form)
+        form = None if self._stages or update.form is None else Upload(update.form, None, within)
+        return Update(Upload(update.reference, None, None), update.scale, form)
 
     def _update(self, message: Any, client: ClientInfo) -> Update:
-        return update_with_dense_reference(self.inner, message, client, self.task)
+        return describe_dense_update(self.inner, message, client, self.task)
 
     def server_init(self, task: Task) -> ServerState:
         """The method's, and the first clipping norm."""
@@ -191,17 +200,17 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         follow = functools.partial(self._follow, state.inner, inner, down.message, view)
         if not self._stages:
             return ClientState(follow(upload), None), Upload(upload, None, within)
-        update = update_of(upload, reference, compared=True)
+        update = compute_update(upload, reference, compared=True)
         key, feedback = view.key / "compression", self.trust.compression.error_feedback
-        like = reference_numbers(reference, reference)
-        rest, residual = without_compared(upload, reference), None
+        like = read_reference(reference, reference)
+        rest, residual = remove_compared(upload, reference), None
         if feedback:
             # what compression loses is sent later, so that sums of all that was sent agree up to what waits
             compressed, residual = with_feedback(self._stages, update, state.residual, key, like)
         else:
             compressed = compress(self._stages, tree.cast_like(update, like), key)
             if isinstance(self.inner, KeepsSumOfUploads):
-                upload = with_compared(rest, reference, decompress(self._stages, compressed, like))
+                upload = restore_compared(rest, reference, decompress(self._stages, compressed, like))
         return ClientState(follow(upload), residual), Upload(rest, compressed, within)
 
     def _follow(self, before: Any, after: Any, message: Any, view: ClientView, sent: Any) -> Any:
@@ -218,7 +227,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
     def _without_change(self, reference: Any, down: Download, view: ClientView) -> Any:
         """The upload of a client that has learnt nothing, in the form that one without data finds."""
         upload, _ = trace_upload(self.inner, self.task, view.info, down.message)
-        return replace_numbers(upload, reference_numbers(upload, reference))
+        return replace_numbers(upload, read_reference(upload, reference))
 
     def _clip_update(self, upload: Any, definition: Update, down: Download) -> tuple[Any, Tensor | None]:
         bound = self.trust.clipping.norm if down.clip is None else down.clip
@@ -226,26 +235,26 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             return upload, None
         # noise hides numbers that are sent, so their norm is bounded; else it is the effective update's
         effective, reference = self.trust.privacy.kind == "none", definition.reference
-        upload, size = shrink(upload, reference, bound, definition.scale, effective=effective)
+        upload, size = clip_update(upload, reference, bound, definition.scale, effective=effective)
         if not effective and not math.isfinite(size):
             # what cannot be bounded is not sent
-            upload = replace_numbers(upload, reference_numbers(upload, reference))
+            upload = replace_numbers(upload, read_reference(upload, reference))
         return upload, torch.tensor([float(size <= bound)]) if self.is_adaptive else None
 
     def _with_local_noise(self, upload: Any, reference: Any, down: Download, view: ClientView) -> Any:
         # in float64, and rounded once
-        update = {path: u.double() for path, u in update_of(upload, reference).items()}
+        update = {path: u.double() for path, u in compute_update(upload, reference).items()}
         bound = self.trust.clipping.norm if down.clip is None else down.clip
         noise = gaussian(update, self.noise * float(bound or 0.0), self._source(view.key))
-        return with_update(upload, reference, {path: u + noise[path] for path, u in update.items()})
+        return replace_update(upload, reference, {path: u + noise[path] for path, u in update.items()})
 
     def decode(self, upload: Upload, client: ClientInfo, server: ServerState) -> Upload:
         """The upload with the update that came out of its compressed form; :meth:`contribution` takes either."""
         if upload.update is None:
             return upload
         reference = self._update(self.inner.download(server.inner, client), client).reference
-        like = reference_numbers(reference, reference)
-        rest = with_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
+        like = read_reference(reference, reference)
+        rest = restore_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
         return Upload(rest, None, upload.within)
 
     def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> Any:
@@ -253,17 +262,19 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         upload = self.decode(upload, client, server)
         if self.is_central:
             down = self.inner.download(server.inner, client)
-            found: Any = {"sum": Sum(self.change(upload, Download(down, None), client, server))}
+            contribution: Any = {"sum": Sum(self.change(upload, Download(down, None), client, server))}
         else:
             # a client's number of examples is data, so under privacy no weight depends on it
             client = client if self.trust.privacy.kind == "none" else _unweighted(client)
-            found = self.inner.contribution(self._bound(upload.rest, client, server), client, server.inner)
+            contribution = self.inner.contribution(
+                self._bound(upload.rest, client, server), client, server.inner
+            )
         if upload.within is None:
-            return found
+            return contribution
         # b - 1/2, whose sum a client changes by at most 1/2
         within = upload.within.double().clamp(0, 1) - 0.5
         count = Sum(torch.ones_like(within), counts=True)
-        return {"method": found, "within": Sum(within, counts=True), "count": count}
+        return {"method": contribution, "within": Sum(within, counts=True), "count": count}
 
     def _bound(self, upload: Any, client: ClientInfo, server: ServerState) -> Any:
         """The upload with an update of at most the clipping norm, which a hostile client may have exceeded.
@@ -276,12 +287,12 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             return upload
         bound = server.clip if self.is_adaptive else trust.clipping.norm
         update = self._update(self.inner.download(server.inner, client), client)
-        size = norm(upload, update.reference, update.scale)
-        if size <= bound * (1 + _ROUNDING):
+        size = compute_norm(upload, update.reference, update.scale)
+        if size <= bound * (1 + _NORM_TOLERANCE):
             return upload
         if not math.isfinite(size):
-            return replace_numbers(upload, reference_numbers(upload, update.reference))
-        return shrink(upload, update.reference, bound, update.scale)[0]
+            return replace_numbers(upload, read_reference(upload, update.reference))
+        return clip_update(upload, update.reference, bound, update.scale)[0]
 
     def change(self, upload: Upload, down: Download, client: ClientInfo, server: ServerState) -> Params:
         """What an upload adds to the contribution of the reference, its norm at most the clipping norm.
@@ -375,10 +386,10 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         """The method's."""
         return self.inner.server_model(server.inner, state.inner, view)
 
-    def metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
+    def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """The method's, and the clipping norm where it changes."""
         clip = {"clipping": {"norm": server.clip}} if self.is_adaptive else {}
-        return {**self.inner.metrics(server.inner), **clip}
+        return {**self.inner.server_metrics(server.inner), **clip}
 
 
 def protect(

@@ -17,22 +17,23 @@ from torch import Tensor
 
 from ..adapters.mixtures.mixture import Pairs
 from ..core import tree
-from ..core.contract.contribution import Aggregator, Each, Mean, Sum
+from ..core.contract import Each, Mean, Sum
+from ..core.contract.contribution import Aggregator
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..linalg.delta import split_svd
 from ..linalg.factored import Factored
 from ..linalg.pair import Pair
 from ..linalg.randomized_svd import leading_triplets
-from .updates import products_of
+from .updates import split_products
 
 CoordinateRule = Callable[[Tensor, Tensor], Tensor]
 """Maps values ``[n, ...]`` and weights ``[n]`` to ``[...]``."""
 COORDINATE_RULES = ("median", "trimmed_mean")
 REAL = torch.float64
 # relative difference up to which two sums of weights are equal but for rounding
-TIE = 1e-12
+TIE_TOLERANCE = 1e-12
 # numbers of all clients that a coordinate rule takes at a time, to bound the memory of its copies
-BLOCK_ENTRIES = 2**21
+MAX_BLOCK_ENTRIES = 2**21
 
 
 def hostile_count(share: float, n: int) -> int:
@@ -133,8 +134,8 @@ def coordinate_median(values: Tensor, weights: Tensor) -> Tensor:
     ordered, index = values.sort(0)
     below = w[index].cumsum(0)
     half = below[-1:] / 2
-    lower = ordered.gather(0, (below < half * (1 - TIE)).sum(0, keepdim=True))
-    upper = ordered.gather(0, (below <= half * (1 + TIE)).sum(0, keepdim=True))
+    lower = ordered.gather(0, (below < half * (1 - TIE_TOLERANCE)).sum(0, keepdim=True))
+    upper = ordered.gather(0, (below <= half * (1 + TIE_TOLERANCE)).sum(0, keepdim=True))
     return ((lower.to(REAL) + upper.to(REAL)) / 2)[0].to(values.dtype)
 
 
@@ -163,9 +164,9 @@ def trimmed_mean(values: Tensor, weights: Tensor, trim: int) -> Tensor:
     by_weight = w.argsort(stable=True)
     ordered, index = torch.sort(values[by_weight], dim=0, stable=True)
     shares = w[by_weight][index[trim : n - trim]]
-    found = (shares * ordered[trim : n - trim]).sum(0) / shares.sum(0)
+    mean = (shares * ordered[trim : n - trim]).sum(0) / shares.sum(0)
     # not even rounding may leave the range of the values
-    return found.to(values.dtype).clamp(ordered[trim], ordered[n - trim - 1])
+    return mean.to(values.dtype).clamp(ordered[trim], ordered[n - trim - 1])
 
 
 def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: float, scale: float = 1.0) -> Any:
@@ -190,19 +191,19 @@ def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: floa
     _check_rule(rule)
     for value, weight in zip(trees, weights, strict=True):
         _check_leaf(trees[0], value, weight)
-    kept = [value for value, weight in zip(trees, weights, strict=True) if weight > 0]
-    if not kept:
+    counted = [value for value, weight in zip(trees, weights, strict=True) if weight > 0]
+    if not counted:
         raise tree.TreeError(f"a robust mean needs a weight above 0; there were {len(trees)} trees")
     shares = torch.tensor([w for w in weights if w > 0], dtype=REAL)
-    trim = min(hostile_count(hostile, len(kept)), (len(kept) - 1) // 2)
+    trim = min(hostile_count(hostile, len(counted)), (len(counted) - 1) // 2)
 
     def apply(values: Tensor, w: Tensor) -> Tensor:
         # in half precision a sum would be rounded before it is scaled
-        given = values if scale == 1 else tree.widen(values)
-        found = coordinate_median(given, w) if rule == "median" else trimmed_mean(given, w, trim)
-        return found if scale == 1 else (scale * found).to(values.dtype)
+        wide = values if scale == 1 else tree.widen(values)
+        reduced = coordinate_median(wide, w) if rule == "median" else trimmed_mean(wide, w, trim)
+        return reduced if scale == 1 else (scale * reduced).to(values.dtype)
 
-    return _reduce_nodes(kept, shares, apply)
+    return _reduce_nodes(counted, shares, apply)
 
 
 class RobustAggregator(Aggregator):
@@ -239,11 +240,11 @@ class RobustAggregator(Aggregator):
 
     def _value(self, path: str, kind: type) -> Any:
         # a client that was refused at a later leaf did not contribute
-        given = [self._totals[path][client] for client in self.contributed]
-        values, weights = [value for value, _ in given], [weight for _, weight in given]
+        contributions = [self._totals[path][client] for client in self.contributed]
+        values, weights = [value for value, _ in contributions], [weight for _, weight in contributions]
         if path in self._counts:
             return tree.map_leaves(lambda *ts: torch.stack(ts).sum(0), values[0], *values[1:])
-        scale = len(given) if kind is Sum else 1.0
+        scale = len(contributions) if kind is Sum else 1.0
         return robust_mean(values, weights, self._rule, self._hostile, scale) if any(weights) else None
 
 
@@ -254,12 +255,12 @@ def _reduce_nodes(nodes: Sequence[Any], weights: Tensor, rule: CoordinateRule) -
         flat = [t.detach().reshape(-1) for t in nodes]
         blocks = _row_blocks(len(flat[0]), len(flat))
         return torch.cat([rule(torch.stack([t[i] for t in flat]), weights) for i in blocks]).view_as(first)
-    if products_of(first):
-        columns = zip(*(products_of(node) for node in nodes), strict=True)
-        found = [_reduce_products(pairs, weights, rule) for pairs in columns]
+    if split_products(first):
+        columns = zip(*(split_products(node) for node in nodes), strict=True)
+        reduced = [_reduce_products(pairs, weights, rule) for pairs in columns]
         if isinstance(first, Pair):
-            return found[0]
-        return Pairs(torch.stack([p.b for p in found]), torch.stack([p.a.mT for p in found]))
+            return reduced[0]
+        return Pairs(torch.stack([p.b for p in reduced]), torch.stack([p.a.mT for p in reduced]))
     if isinstance(first, (list, tuple)):
         return type(first)(_reduce_nodes(children, weights, rule) for children in zip(*nodes, strict=True))
     if isinstance(first, dict) or dataclasses.is_dataclass(first):
@@ -274,14 +275,14 @@ def _reduce_products(pairs: Sequence[Pair], weights: Tensor, rule: CoordinateRul
     blocks = _row_blocks(b.shape[1], len(a) * a.shape[2])
     product = torch.cat([rule(b[:, rows] @ a, weights) for rows in blocks])
     triplets = Factored(*leading_triplets(product, pairs[0].rank))
-    found = split_svd(triplets, pairs[0].rank)
-    found.a[triplets.rank :] = rule(a[:, triplets.rank :], weights)
-    return Pair(found.b.to(pairs[0].b), found.a.to(pairs[0].a))
+    pair = split_svd(triplets, pairs[0].rank)
+    pair.a[triplets.rank :] = rule(a[:, triplets.rank :], weights)
+    return Pair(pair.b.to(pairs[0].b), pair.a.to(pairs[0].a))
 
 
 def _row_blocks(rows: int, width: int) -> list[slice]:
     """Blocks of rows of ``width`` numbers; at least one, so that a tensor without rows keeps its form."""
-    step = max(1, BLOCK_ENTRIES // width)
+    step = max(1, MAX_BLOCK_ENTRIES // width)
     return [slice(i, i + step) for i in range(0, max(1, rows), step)]
 
 

@@ -32,29 +32,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.contribution import (
-    Aggregator,
-    Each,
-    Mean,
-    Sum,
-    contribution_leaves,
-    fault_of,
-    map_contributions,
-)
+from ..core.contract import Each, Mean, Sum
+from ..core.contract.contribution import Aggregator, contribution_leaves, fault_of, map_contributions
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from .trust_settings import SecureSums
 
 logger = logging.getLogger(__name__)
 
-LEAST_REPLIES = 2
+MIN_REPLIES = 2
 """Clients in a sum, at least: the sum of one is what it sent."""
 
-COARSE = 1e-3
+MAX_FINE_STEP = 1e-3
 """Step of a value above which rounding is likely to show: a round of training moves many weights by less."""
 
 Vector = NDArray[np.uint64]  # numbers modulo 2^64: numpy's sums wrap by themselves
-SECRET = 15  # bytes of a secret: with its padding, one block of the sharing scheme
+SECRET_BYTES = 15  # bytes of a secret: with its padding, one block of the sharing scheme
 
 
 @functools.cache
@@ -68,9 +61,9 @@ def _load(module: str) -> Any:
 
 
 def warn_of_coarse_grid(settings: SecureSums) -> None:
-    """Say so where values are rounded to steps above :data:`COARSE`."""
+    """Say so where values are rounded to steps above :data:`MAX_FINE_STEP`."""
     step = grid_step(settings)
-    if step > COARSE:
+    if step > MAX_FINE_STEP:
         logger.warning(
             "secure.bits = %d and secure.bound = %g: every number that clients send is rounded to a multiple of %.2g, and "
             "many changes of a round are smaller. Raise secure.bits (22 by default) or lower secure.bound",
@@ -103,10 +96,10 @@ def align(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]
     kinds, expected = (map_contributions(lambda _, x: type(x).__name__, c) for c in (contribution, like))
     if kinds != expected:
         raise tree.TreeError(f"its leaves are {kinds}, those of others {expected}")
-    found, aligned = dict(contribution_leaves(contribution)), list[tuple[Any, list[Tensor]]]()
+    leaves, aligned = dict(contribution_leaves(contribution)), list[tuple[Any, list[Tensor]]]()
     for path, leaf in contribution_leaves(like):
-        aligned.append((found[path], []))
-        tree.map_leaves(lambda _, t, to=aligned[-1][1]: to.append(t), leaf.value, found[path].value)
+        aligned.append((leaves[path], []))
+        tree.map_leaves(lambda _, t, to=aligned[-1][1]: to.append(t), leaf.value, leaves[path].value)
         for a, b in zip(tree.tensors(leaf.value), aligned[-1][1], strict=True):
             if (a.dtype, a.shape) != (b.dtype, b.shape):
                 raise tree.TreeError(f"at {path!r} it has {b.dtype} {[*b.shape]}, not {a.dtype} {[*a.shape]}")
@@ -194,8 +187,8 @@ class MaskingPlan:
         m, reach = len(present), 2 * max(0, len(present) - 1).bit_length()
         order, near, count = key.numpy().permutation(m), range(-reach, reach + 1), min(2 * reach + 1, m)
         places = {present[p]: sorted({int(order[(i + d) % m]) for d in near}) for i, p in enumerate(order)}
-        self.holders = {client: [present[p] for p in found] for client, found in places.items()}
-        self.least = max(LEAST_REPLIES, math.ceil(threshold * clients - 1e-9))
+        self.holders = {client: [present[p] for p in holders] for client, holders in places.items()}
+        self.least = max(MIN_REPLIES, math.ceil(threshold * clients - 1e-9))
         self.needed = min(count, self.least if count == m else math.ceil(threshold * count / 2))
 
 
@@ -210,8 +203,8 @@ def expand(seed: bytes, size: int) -> Vector:
 
 def combine(shares: Sequence[bytes]) -> bytes:
     """The secret of which these are shares, if they are enough and right."""
-    found: bytes = _load("flwr.common.secure_aggregation.crypto.shamir").combine_shares(list(shares))
-    return found
+    secret: bytes = _load("flwr.common.secure_aggregation.crypto.shamir").combine_shares(list(shares))
+    return secret
 
 
 class KeyPair:
@@ -286,7 +279,9 @@ class MaskedSum:
             return f"{len(self.replied)} clients replied, and {self._plan.least} must"
         total, needed = np.copy(self._sum), self._plan.needed
         for client, holders in self._plan.holders.items():
-            shares = [found[client] for found in revealed if client in found][:needed]
+            shares = [shares_by_owner[client] for shares_by_owner in revealed if client in shares_by_owner][
+                :needed
+            ]
             if len(shares) < needed:
                 return f"{len(shares)} holders of shares of client {client} replied, and {needed} must"
             secret = combine(shares)
@@ -335,7 +330,7 @@ class SecureAggregator(Aggregator):
 
         def make(client: int) -> MaskingClient:
             own = key / "client" / client
-            seed, secret = ((own / name).numpy().bytes(SECRET) for name in ("own mask", "key pair"))
+            seed, secret = ((own / name).numpy().bytes(SECRET_BYTES) for name in ("own mask", "key pair"))
             return MaskingClient(client, seed, secret, self._plan.least)
 
         self._clients = {c: make(c) for c in present}

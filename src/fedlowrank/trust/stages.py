@@ -105,9 +105,9 @@ class Int8(Stage):
     def decode(self, values: Params, side: Any, like: Params) -> Params:
         rows = [_as_scaled_rows(values[path]) for path in like]
         scales = side.split([len(r) for r in rows])
-        found = [r.float() * scale[:, None] for r, scale in zip(rows, scales, strict=True)]
+        scaled = [r.float() * scale[:, None] for r, scale in zip(rows, scales, strict=True)]
         return _shape_as(
-            [_from_scaled_rows(r, values[path]) for r, path in zip(found, like, strict=True)], like
+            [_from_scaled_rows(r, values[path]) for r, path in zip(scaled, like, strict=True)], like
         )
 
 

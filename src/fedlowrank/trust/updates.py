@@ -21,15 +21,14 @@ from torch import Tensor
 from ..adapters.mixtures.mixture import Pairs
 from ..adapters.wire_format import Quantized, Rounded
 from ..core import tree
-from ..core.contract.method import AnyMethod, ClientInfo, Task
-from ..core.contract.update import ZERO_REFERENCE, Update
+from ..core.contract import ZERO_REFERENCE, AnyMethod, ClientInfo, Task, Update
 from ..core.errors import TaskError
 from ..core.tree import Params, TreeError
 from ..linalg.factored import Factored
 from ..linalg.matricize import dense_weights
 from ..linalg.pair import Pair, zero_pad_pair
 
-_STEPS = 60
+_BISECTION_STEPS = 60
 """Halvings of an interval in [0, 1], to the precision of float64."""
 
 
@@ -44,7 +43,7 @@ class Product:
 UpdatePart = Tensor | Product
 
 
-def update_with_dense_reference(method: AnyMethod, down: Any, client: ClientInfo, task: Task) -> Update:
+def describe_dense_update(method: AnyMethod, down: Any, client: ClientInfo, task: Task) -> Update:
     """The update in a client's upload; weights that were sent as factors are dense in its reference.
 
     Args:
@@ -53,11 +52,11 @@ def update_with_dense_reference(method: AnyMethod, down: Any, client: ClientInfo
         client: who it is.
         task: of the run.
     """
-    found = method.describe_update(down, client, task)
-    return replace(found, reference=dense_weights(found.reference, task.model(client).initial))
+    update = method.describe_update(down, client, task)
+    return replace(update, reference=dense_weights(update.reference, task.model(client).initial))
 
 
-def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def pair_with_reference(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Walk the parts of an upload that are updates: floating tensors, pairs and factored matrices.
 
     Yields:
@@ -71,19 +70,19 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
         return
     if isinstance(upload, (Quantized, Rounded)):
         raise TaskError(
-            f"the factors at {path or 'its top'} are rounded by the method (tuning.wire), so that they have "
-            "no update; set tuning.wire = 'float32' and run.compression.uplink = 'int8' or 'bfloat16'"
+            f"the factors at {path or 'its top'} are rounded by the method (training.wire), so that they have "
+            "no update; set training.wire = 'float32' and run.compression.uplink = 'int8' or 'bfloat16'"
         )
-    whole = type(reference) is float and not isinstance(upload, float)
+    is_zero = type(reference) is float and not isinstance(upload, float)
     if isinstance(upload, Tensor):
         if not upload.is_floating_point():
             return
-        if not whole and not (isinstance(reference, Tensor) and reference.shape == upload.shape):
+        if not is_zero and not (isinstance(reference, Tensor) and reference.shape == upload.shape):
             raise TreeError(f"the reference at {path or 'its top'} does not have the shape of the upload's")
         yield path, upload, reference
         return
-    if isinstance(upload, Factored) or products_of(upload):
-        if not whole and type(reference) is not type(upload):
+    if isinstance(upload, Factored) or split_products(upload):
+        if not is_zero and type(reference) is not type(upload):
             raise TreeError(f"the reference at {path or 'its top'} is no {type(upload).__name__}")
         if isinstance(upload, Pair) and isinstance(reference, Pair):
             # of a pruned rank; with zeros in the place of the components that were left out
@@ -95,16 +94,18 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
         return
     others = _same_parts(children, reference)
     for key, child in children:
-        yield from parts(child, ZERO_REFERENCE if others is None else others[key], tree.join_path(path, key))
+        yield from pair_with_reference(
+            child, ZERO_REFERENCE if others is None else others[key], tree.join_path(path, key)
+        )
 
 
 def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, Any] | None:
     """The parts of a reference by name, or None if they are not those of the upload."""
-    found = None if type(reference) is float else dict(tree.children(reference) or ())
-    return found if found is not None and found.keys() == dict(children).keys() else None
+    parts = None if type(reference) is float else dict(tree.children(reference) or ())
+    return parts if parts is not None and parts.keys() == dict(children).keys() else None
 
 
-def update_of(upload: Any, reference: Any, *, compared: bool = False) -> Params:
+def compute_update(upload: Any, reference: Any, *, compared: bool = False) -> Params:
     """The numbers of an update by path: those of the upload minus those of the reference.
 
     Of half precision they are in float32, for a difference may need more digits than its two numbers.
@@ -114,25 +115,25 @@ def update_of(upload: Any, reference: Any, *, compared: bool = False) -> Params:
         reference: of its upload.
         compared: leave out what is compared with nothing (:data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`).
     """
-    found: Params = {}
-    for path, part, ref in parts(upload, reference):
+    update: Params = {}
+    for path, part, ref in pair_with_reference(upload, reference):
         if compared and type(ref) is float:
             continue
         refs = None if type(ref) is float else dict(tree.leaves(ref, path))
         for place, t in tree.leaves(part, path):
-            mine = tree.widen(t.detach())
-            found[place] = mine.clone() if refs is None else mine - refs[place]
-    return found
+            number = tree.widen(t.detach())
+            update[place] = number.clone() if refs is None else number - refs[place]
+    return update
 
 
-def reference_numbers(upload: Any, reference: Any) -> Params:
+def read_reference(upload: Any, reference: Any) -> Params:
     """The numbers of a reference by path, zeros where a part of the upload is itself the update."""
-    found: Params = {}
-    for path, part, ref in parts(upload, reference):
+    numbers: Params = {}
+    for path, part, ref in pair_with_reference(upload, reference):
         refs = None if type(ref) is float else dict(tree.leaves(ref, path))
         for place, t in tree.leaves(part, path):
-            found[place] = torch.zeros_like(t) if refs is None else refs[place]
-    return found
+            numbers[place] = torch.zeros_like(t) if refs is None else refs[place]
+    return numbers
 
 
 def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -> Any:
@@ -147,14 +148,16 @@ def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -
     )
 
 
-def with_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
+def replace_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
     """The upload whose update is another one: the reference plus that."""
-    base = reference_numbers(upload, reference)
+    base = read_reference(upload, reference)
     numbers = {path: (base[path].double() + u.double()).to(base[path]) for path, u in update.items()}
     return replace_numbers(upload, numbers)
 
 
-def blocks(upload: Any, reference: Any, scale: float, *, effective: bool = True) -> dict[str, UpdatePart]:
+def compute_update_parts(
+    upload: Any, reference: Any, scale: float, *, effective: bool = True
+) -> dict[str, UpdatePart]:
     """The effective update, in float64: a tensor or a product for each part, by path.
 
     Args:
@@ -164,28 +167,28 @@ def blocks(upload: Any, reference: Any, scale: float, *, effective: bool = True)
         effective: take products as such; otherwise all numbers that are sent.
     """
     if not effective:
-        return {path: u.double() for path, u in update_of(upload, reference).items()}
-    found: dict[str, UpdatePart] = {}
-    for path, part, ref in parts(upload, reference):
-        bases = products_of(ref)
-        for k, pair in enumerate(products_of(part)):
+        return {path: u.double() for path, u in compute_update(upload, reference).items()}
+    parts: dict[str, UpdatePart] = {}
+    for path, part, ref in pair_with_reference(upload, reference):
+        bases = split_products(ref)
+        for k, pair in enumerate(split_products(part)):
             left, right = _factors(pair, scale)
             if bases:
-                minus, more = _factors(bases[k], -scale)
-                left, right = torch.cat([left, minus], 1), torch.cat([right, more])
-            found[f"{path}/{k}"] = Product(left, right)
-        if products_of(part):
+                base_left, base_right = _factors(bases[k], -scale)
+                left, right = torch.cat([left, base_left], 1), torch.cat([right, base_right])
+            parts[f"{path}/{k}"] = Product(left, right)
+        if split_products(part):
             continue
         if isinstance(part, Factored) and type(ref) is float:
-            found[path] = Product((part.u * part.s).double(), part.v.mT.double())
+            parts[path] = Product((part.u * part.s).double(), part.v.mT.double())
         elif isinstance(part, Tensor):
-            found[path] = part.detach().double() - (0.0 if type(ref) is float else ref.detach().double())
+            parts[path] = part.detach().double() - (0.0 if type(ref) is float else ref.detach().double())
         else:
             raise TreeError(f"a factored matrix at {path} beside a reference")
-    return found
+    return parts
 
 
-def products_of(part: Any) -> list[Pair]:
+def split_products(part: Any) -> list[Pair]:
     """The products of a part of an upload: one of a pair, one a cluster of a mixture, none of others."""
     if isinstance(part, Pairs):
         return [Pair(u, v.mT) for u, v in zip(part.u, part.v, strict=True)]
@@ -197,7 +200,7 @@ def _factors(pair: Pair, scale: float) -> tuple[Tensor, Tensor]:
     return pair.b.detach().double() * scale, pair.a.detach().double()
 
 
-def inner(x: Mapping[str, UpdatePart], y: Mapping[str, UpdatePart]) -> float:
+def compute_inner_product(x: Mapping[str, UpdatePart], y: Mapping[str, UpdatePart]) -> float:
     """Inner product of two effective updates.
 
     Raises:
@@ -206,18 +209,21 @@ def inner(x: Mapping[str, UpdatePart], y: Mapping[str, UpdatePart]) -> float:
     if x.keys() != y.keys():
         raise TreeError(f"updates with other parts: {sorted(x.keys() ^ y.keys())}")
     total = 0.0
-    for path, one in x.items():
-        other = y[path]
-        if isinstance(one, Product) and isinstance(other, Product):
-            if one.left.shape[0] != other.left.shape[0] or one.right.shape[1] != other.right.shape[1]:
+    for path, part in x.items():
+        other_part = y[path]
+        if isinstance(part, Product) and isinstance(other_part, Product):
+            if (
+                part.left.shape[0] != other_part.left.shape[0]
+                or part.right.shape[1] != other_part.right.shape[1]
+            ):
                 raise TreeError(f"products of other shapes at {path}")
-            total += float(((one.left.mT @ other.left) * (one.right @ other.right.mT)).sum())
-        elif isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
-            total += float((one * other).sum())
-        elif isinstance(one, Product) and isinstance(other, Tensor) and other.ndim >= 2:
-            total += _inner_with_dense(one, other)
-        elif isinstance(one, Tensor) and isinstance(other, Product) and one.ndim >= 2:
-            total += _inner_with_dense(other, one)
+            total += float(((part.left.mT @ other_part.left) * (part.right @ other_part.right.mT)).sum())
+        elif isinstance(part, Tensor) and isinstance(other_part, Tensor) and part.shape == other_part.shape:
+            total += float((part * other_part).sum())
+        elif isinstance(part, Product) and isinstance(other_part, Tensor) and other_part.ndim >= 2:
+            total += _inner_with_dense(part, other_part)
+        elif isinstance(part, Tensor) and isinstance(other_part, Product) and part.ndim >= 2:
+            total += _inner_with_dense(other_part, part)
         else:
             raise TreeError(f"updates of other forms at {path}")
     return total
@@ -228,17 +234,17 @@ def _inner_with_dense(product: Product, dense: Tensor) -> float:
     return float(((product.left.mT @ dense.flatten(1)) * product.right).sum())
 
 
-def gram(updates: list[dict[str, UpdatePart]]) -> Tensor:
+def compute_gram_matrix(updates: list[dict[str, UpdatePart]]) -> Tensor:
     """The inner products of effective updates ``[n, n]``, float64."""
     n = len(updates)
-    found = torch.zeros(n, n, dtype=torch.float64)
+    gram = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):
         for j in range(i, n):
-            found[i, j] = found[j, i] = inner(updates[i], updates[j])
-    return found
+            gram[i, j] = gram[j, i] = compute_inner_product(updates[i], updates[j])
+    return gram
 
 
-def norm(upload: Any, reference: Any, scale: float = 1.0, *, effective: bool = True) -> float:
+def compute_norm(upload: Any, reference: Any, scale: float = 1.0, *, effective: bool = True) -> float:
     """Norm of an update; NaN where a number is not finite.
 
     Args:
@@ -250,7 +256,7 @@ def norm(upload: Any, reference: Any, scale: float = 1.0, *, effective: bool = T
     return _Squares.of(upload, reference, scale, effective=effective).norm(1.0)
 
 
-def shrink(
+def clip_update(
     upload: Any, reference: Any, bound: float, scale: float = 1.0, *, effective: bool = True
 ) -> tuple[Any, float]:
     """Clip an update: move the upload towards its reference until the norm of its update is at most a bound.
@@ -276,7 +282,7 @@ def shrink(
     t = squares.way_to(bound)
     clipped = move_along(upload, reference, t)
     margin = 1e-15
-    while (rounded := norm(clipped, reference, scale, effective=effective)) > bound:
+    while (rounded := compute_norm(clipped, reference, scale, effective=effective)) > bound:
         # rounding to the type of the upload took it a little too far
         t, margin = t * bound / rounded * (1 - margin), 10 * margin
         clipped = move_along(upload, reference, t)
@@ -295,13 +301,13 @@ class _Squares:
     def of(cls, upload: Any, reference: Any, scale: float, *, effective: bool) -> _Squares:
         """Those of a whole upload."""
         squares = cls()
-        for _, part, ref in parts(upload, reference):
+        for _, part, ref in pair_with_reference(upload, reference):
             squares.add(part, ref, scale, effective=effective)
         return squares
 
     def add(self, part: Any, ref: Any, scale: float, *, effective: bool) -> None:
         """Take in a part of the upload."""
-        pairs, bases = products_of(part), products_of(ref)
+        pairs, bases = split_products(part), split_products(ref)
         if effective and pairs:
             for k, pair in enumerate(pairs):
                 base = bases[k] if bases else Pair(pair.b * 0, pair.a * 0)
@@ -309,14 +315,14 @@ class _Squares:
                 b, a = _factors(pair, scale)
                 first = {"": Product(torch.cat([b - b0, b0], 1), torch.cat([a0, a - a0]))}
                 second = {"": Product(b - b0, a - a0)}
-                self.c2 += inner(first, first)
-                self.c3 += 2 * inner(first, second)
-                self.c4 += inner(second, second)
+                self.c2 += compute_inner_product(first, first)
+                self.c3 += 2 * compute_inner_product(first, second)
+                self.c4 += compute_inner_product(second, second)
         elif effective and isinstance(part, Factored):
-            whole = {"": Product((part.u * part.s).double(), part.v.mT.double())}
-            self.c4 += inner(whole, whole)
+            product = {"": Product((part.u * part.s).double(), part.v.mT.double())}
+            self.c4 += compute_inner_product(product, product)
         else:
-            self.c2 += sum(float(t.double().square().sum()) for t in update_of(part, ref).values())
+            self.c2 += sum(float(t.double().square().sum()) for t in compute_update(part, ref).values())
 
     def norm(self, t: float) -> float:
         """Norm at x₀ + t(x - x₀); NaN where a number is not finite."""
@@ -328,7 +334,7 @@ class _Squares:
         if self.c3 == self.c4 == 0:
             return bound / self.norm(1.0)
         low, high = 0.0, 1.0
-        for _ in range(_STEPS):
+        for _ in range(_BISECTION_STEPS):
             t = (low + high) / 2
             low, high = (t, high) if self.norm(t) <= bound else (low, t)
         return low
@@ -337,21 +343,22 @@ class _Squares:
 def move_along(upload: Any, reference: Any, t: float) -> Any:
     """The upload at x₀ + t(x - x₀); of a factored matrix, u and v stay and s becomes t²s."""
     numbers: Params = {}
-    for path, part, ref in parts(upload, reference):
+    for path, part, ref in pair_with_reference(upload, reference):
         if isinstance(part, Factored):
             numbers[tree.join_path(path, "s")] = part.s * t * t
             continue
-        base = reference_numbers(part, ref)
+        base = read_reference(part, ref)
         numbers |= {
-            path + place: (base[place] + t * u).to(base[place]) for place, u in update_of(part, ref).items()
+            path + place: (base[place] + t * u).to(base[place])
+            for place, u in compute_update(part, ref).items()
         }
     return replace_numbers(upload, numbers)
 
 
-def without_compared(upload: Any, reference: Any) -> Any:
+def remove_compared(upload: Any, reference: Any) -> Any:
     """The parts of an upload outside its update: None in the place of compared numbers.
 
-    :func:`with_compared` puts them back.
+    :func:`restore_compared` puts them back.
     """
     if isinstance(upload, Tensor):
         return None if isinstance(reference, Tensor) and upload.is_floating_point() else upload
@@ -360,14 +367,14 @@ def without_compared(upload: Any, reference: Any) -> Any:
         return None if repr(upload) == repr(reference) else upload
     if reference is None or (others := _same_parts(children, reference)) is None:
         return upload
-    left = [(key, without_compared(child, others[key])) for key, child in children]
-    if all(child is None for _, child in left):
+    children_left = [(key, remove_compared(child, others[key])) for key, child in children]
+    if all(child is None for _, child in children_left):
         return None
-    return tree.rebuild(upload, left)
+    return tree.rebuild(upload, children_left)
 
 
-def with_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path: str = "") -> Any:
-    """Inverse of :func:`without_compared`: the upload, with the reference plus an update.
+def restore_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path: str = "") -> Any:
+    """Inverse of :func:`remove_compared`: the upload, with the reference plus an update.
 
     Raises:
         TreeError: if the update lacks numbers.
@@ -386,5 +393,5 @@ def with_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path:
         raise TreeError(
             f"what lies beside the update at {path or 'its top'} has other parts than the reference"
         )
-    made = [(k, with_compared(v, others[k], update, tree.join_path(path, k))) for k, v in children]
-    return tree.rebuild(rest, made)
+    restored = [(k, restore_compared(v, others[k], update, tree.join_path(path, k))) for k, v in children]
+    return tree.rebuild(rest, restored)

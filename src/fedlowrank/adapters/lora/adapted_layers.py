@@ -115,20 +115,20 @@ def find_initials(module: nn.Module) -> tuple[bool, bool]:
     Raises:
         TaskError: if one asks for an adapter that begins otherwise.
     """
-    found, principal = set(), False
+    are_gaussian, principal = set(), False
     for layer in module.modules():
         configs = getattr(layer, "peft_config", None)
         for config in configs.values() if isinstance(configs, Mapping) else ():
             initial = getattr(config, "init_lora_weights", True)
-            found.add(is_gaussian_initial(initial))
+            are_gaussian.add(is_gaussian_initial(initial))
             principal |= is_principal_initial(initial)
-            if None in found:
+            if None in are_gaussian:
                 raise TaskError(
                     f"the model's adapter was made with init_lora_weights = {initial!r}, but in federated "
                     "training an adapter must begin as a zero update of an unchanged base, or as 'pissa' or 'olora'. "
                     "Make it with True (Kaiming uniform), 'gaussian' or one of those."
                 )
-    return True in found, principal
+    return True in are_gaussian, principal
 
 
 class FactorParameters(NamedTuple):
@@ -199,8 +199,8 @@ def describe_adapted_layer(
         TaskError: if it is a convolution of PEFT with groups, its weight is no parameter, or its factors are
             complex.
     """
-    own = isinstance(layer, LoRALayer)
-    base: Any = layer if own else layer.base_layer
+    is_lora_layer = isinstance(layer, LoRALayer)
+    base: Any = layer if is_lora_layer else layer.base_layer
     parameters = dict(layer.named_parameters())
     where, attribute = f"{name}.{factors.weight}".lstrip(".").rpartition(".")[::2]
     # the parameter itself: the attribute of one of our layers is W + s·B A
@@ -249,7 +249,7 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
     Raises:
         TaskError: if there is none, or a layer's weight is no parameter of floating point.
     """
-    found, seen = {}, set()
+    layers, seen = {}, set()
     names = {id(p): name for name, p in module.named_parameters()}
     for target in find_adaptable_weights(module):
         if target.is_embedding or is_within(target.name, head):
@@ -262,7 +262,7 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
         size = shape[0], math.prod(shape[1:])
         if target.is_transposed:
             size = size[1], size[0]
-        found[target.name] = AdaptedLayer(
+        layers[target.name] = AdaptedLayer(
             # of a complex weight the update is real
             names[id(weight)],
             size,
@@ -270,9 +270,9 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
             target.is_transposed,
             dtype=weight.dtype.to_real(),
         )
-    if not found:
+    if not layers:
         raise TaskError(
             "this model has no linear layer and no convolution outside its head, so there is nothing for "
             "LoRA to adapt"
         )
-    return found
+    return layers

@@ -1,4 +1,4 @@
-"""LoRA factors of a whole module: where they are, and the parameters they give (Hu et al., arXiv:2106.09685).
+"""LoRA factors of a whole module: which layers have them, and the parameters they give (Hu et al., arXiv:2106.09685).
 
 An adapted weight is W + s·B A. Three kinds of modules give the same :class:`LoRA`:
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.contract.model import Model
+from ...core.contract import Model
 from ...core.key import Key
 from ...core.tree import Params
 from ...linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
@@ -76,8 +76,8 @@ class LoRA:
         """The largest rank that an update of one of the layers can have; a higher one adds nothing."""
         return max(layer.largest_rank for layer in self.layers.values())
 
-    def initial_factors(self, rank: int, key: Key) -> Factors:
-        """Random initial factors as PEFT's, whose product is zero.
+    def draw_factors(self, rank: int, key: Key) -> Factors:
+        """Draw random initial factors as PEFT's, whose product is zero.
 
         A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero.
         Of an embedding A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal
@@ -88,70 +88,70 @@ class LoRA:
             rank: r, at most :attr:`largest_rank`; a layer that can have less gets fewer components.
             key: source of randomness; each layer has its own subkey.
         """
-        found: Factors = {}
+        factors: Factors = {}
         for name, layer in self.layers.items():
-            (d, k), own = layer.shape, key / name
+            (d, k), layer_key = layer.shape, key / name
             r = min(rank, layer.largest_rank)
             if layer.embedding:
-                b, a = own.draw(partial(_normal, d), r).mT, torch.zeros(r, k)
+                b, a = layer_key.draw(partial(_normal, d), r).mT, torch.zeros(r, k)
             elif self.gaussian:
-                b, a = torch.zeros(d, r), own.draw(partial(_normal, k), r) / rank
+                b, a = torch.zeros(d, r), layer_key.draw(partial(_normal, k), r) / rank
             else:
-                b, a = torch.zeros(d, r), (own.draw(partial(_uniform, k), r) * 2 - 1) / math.sqrt(k)
+                b, a = torch.zeros(d, r), (layer_key.draw(partial(_uniform, k), r) * 2 - 1) / math.sqrt(k)
             device = self.base[layer.weight].device
-            found[name] = Pair(b.to(device, layer.dtype).contiguous(), a.to(device, layer.dtype))
-        return found
+            factors[name] = Pair(b.to(device, layer.dtype).contiguous(), a.to(device, layer.dtype))
+        return factors
 
     def insert_factors(
         self,
         factors: Factors,
         scale: float | Tensor,
-        frozen: Factors | None = None,
-        weights: Params | None = None,
+        frozen_factors: Factors | None = None,
+        moved_weights: Params | None = None,
     ) -> Params:
-        """The parameters under which the module computes W + s·B A (+ B' A' of a frozen second adapter).
+        """Insert factors: the parameters under which the module computes W + s·B A (+ B' A' of a frozen second adapter).
 
         Args:
             factors: B and A of every layer, of any rank.
             scale: s.
-            frozen: a further update, with a scale of 1.
-            weights: W by the name of its parameter, where it is not the module's own.
+            frozen_factors: a further update, with a scale of 1.
+            moved_weights: W by the name of its parameter, where it is not the module's own.
         """
-        found: Params = dict(weights or {})
+        params: Params = dict(moved_weights or {})
         for name, pair in factors.items():
             layer = self.layers[name]
-            second = None if frozen is None else frozen.get(name)
+            second = None if frozen_factors is None else frozen_factors.get(name)
             if layer.a is None:
                 update = pair.dense() * scale
                 if second is not None:
                     update = update + second.dense().to(update.dtype)
-                w = found.get(layer.weight, self.base[layer.weight])
-                found[layer.weight] = w + layer.reshape_update(update).to(w.dtype)
+                w = params.get(layer.weight, self.base[layer.weight])
+                params[layer.weight] = w + layer.reshape_update(update).to(w.dtype)
                 continue
-            same = not isinstance(scale, Tensor) and scale == self.scale
-            a, b = pair.a, pair.b if same else pair.b * (scale / self.scale)
+            has_module_scale = not isinstance(scale, Tensor) and scale == self.scale
+            a, b = pair.a, pair.b if has_module_scale else pair.b * (scale / self.scale)
             if second is not None and second.rank:
                 a = torch.cat([second.a.to(a.dtype), a])
                 b = torch.cat([(second.b / self.scale).to(b.dtype), b], 1)
-            found |= layer.as_parameters(Pair(b, a))
-        return found
+            params |= layer.as_parameters(Pair(b, a))
+        return params
 
     def add_to_weights(self, updates: Mapping[str, Tensor]) -> Params:
-        """The weights W with dense updates ``[d, k]`` added, in the weights' own dtype."""
-        found = {}
+        """Add dense updates ``[d, k]`` to the weights W, in the weights' own dtype."""
+        weights = {}
         for name, update in updates.items():
             layer = self.layers[name]
             w = self.base[layer.weight]
-            found[layer.weight] = (w + layer.reshape_update(update)).to(w.dtype)
-        return found
+            weights[layer.weight] = (w + layer.reshape_update(update)).to(w.dtype)
+        return weights
 
     def match_module_ranks(self, params: Params, module_params: Params) -> Params:
-        """Parameters of the same model whose factors have the ranks of the module's own.
+        """Change the factors of a model to the ranks of the module's own; the model stays the same.
 
         Factors of lower rank are zero-padded. Of a higher rank, s·B A is added to the weight and the factors
         are zero.
         """
-        found = dict(params)
+        matched = dict(params)
         for layer in self.layers.values():
             if layer.a is None or layer.a not in params or layer.b not in params:
                 continue
@@ -159,10 +159,10 @@ class LoRA:
             if pair.rank > rank:
                 weight = params.get(layer.weight, module_params[layer.weight])
                 update = layer.reshape_update(pair.dense() * self.scale)
-                found[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)
+                matched[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)
                 pair = truncate_pair(pair, 0)
-            found |= layer.as_parameters(zero_pad_pair(pair, rank))
-        return found
+            matched |= layer.as_parameters(zero_pad_pair(pair, rank))
+        return matched
 
 
 def _normal(columns: int, generator: torch.Generator, rank: int) -> Tensor:
@@ -177,8 +177,8 @@ def lora_of(model: Model) -> LoRA:
     """The :class:`LoRA` of a model, found once; raises TaskError as :func:`find_lora`."""
     if "lora" not in model.cache:
         model.cache["lora"] = find_lora(model.module, model.head_name)
-    found: LoRA = model.cache["lora"]
-    return found
+    lora: LoRA = model.cache["lora"]
+    return lora
 
 
 def parameters_beside_factors(model: Model) -> Params:
@@ -201,13 +201,13 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     adapted: dict[str, tuple[str, nn.Module, FactorParameters]] = {}
-    seen = set()
+    seen_factors = set()
     for path, layer in module.named_modules():
-        for found in find_factors(layer):
+        for names in find_factors(layer):
             # layers that share a weight share its factors, which are one adapted layer
-            if (a := id(parameters[f"{path}.{found.a}".lstrip(".")])) not in seen:
-                seen.add(a)
-                adapted[name_adapted_layer(path, found.weight)] = path, layer, found
+            if (a := id(parameters[f"{path}.{names.a}".lstrip(".")])) not in seen_factors:
+                seen_factors.add(a)
+                adapted[name_adapted_layer(path, names.weight)] = path, layer, names
     if not adapted:
         plain = find_plain_layers(module, head)
         return LoRA(plain, {layer.weight: parameters[layer.weight].detach() for layer in plain.values()})
@@ -220,7 +220,7 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         )
         for n, where in adapted.items()
     }
-    own = {
+    module_factors = {
         name: layer.read_pair({n: p.detach() for n, p in parameters.items()})
         for name, layer in layers.items()
     }
@@ -231,12 +231,12 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         rank,
         any(f.rslora for f in factors),
         *find_initials(module),
-        {name: pair for name, pair in own.items() if pair.a.any() and pair.b.any()},
+        {name: pair for name, pair in module_factors.items() if pair.a.any() and pair.b.any()},
     )
 
 
 def average_present_components(means: Factors, before: Factors, reached: Tensor) -> Factors:
-    """Means of padded factors over those clients alone that have a component.
+    """Average each component of padded factors over those clients alone that have it.
 
     Args:
         means: weighted means of all clients' zero-padded factors.
@@ -245,9 +245,9 @@ def average_present_components(means: Factors, before: Factors, reached: Tensor)
             is that of all.
     """
     shares = (reached / reached[0]).tolist()
-    found: Factors = {}
+    averaged: Factors = {}
     for name, pair in means.items():
         share = pair.a.new_tensor(shares[: pair.rank])
         b, a = torch.where(share > 0, pair.b / share, before[name].b), pair.a / share[:, None]
-        found[name] = Pair(b, torch.where(share[:, None] > 0, a, before[name].a))
-    return found
+        averaged[name] = Pair(b, torch.where(share[:, None] > 0, a, before[name].a))
+    return averaged

@@ -8,7 +8,7 @@ weight without calling the layer, such as tied output layers, attention, and PyT
 A call of a linear layer, a convolution or an embedding does not form W + s·B A but computes W x + s·B (A x).
 That is the same function where the layer's ``forward`` is PyTorch's own, and cheaper. With a weight
 of 2048 × 2048, rank 8 and 1, 16 and 256 rows, forming the weight takes 9.9, 4.0 and 2.0 times its CPU time in
-training, and 6.3, 2.3 and 1.1 times in inference (``benchmarks/lora_forms.py``). All other layers form the weight.
+training, and 6.3, 2.3 and 1.1 times in inference (``benchmarks/speed/lora_layer_forms.py``). All other layers form the weight.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LoRALayer(nn.Module):
             self._refuse_change(name, "deleted")
         super().__delattr__(name)
 
-    def _refuse_change(self, name: str, done: str) -> None:
+    def _refuse_change(self, name: str, attempted_change: str) -> None:
         """Refuse to change an adapted weight by its attribute.
 
         Two changes are of W itself: ``load_state_dict(assign=True)``, and those of replicas of ``nn.DataParallel``.
@@ -107,7 +107,7 @@ class LoRALayer(nn.Module):
         if caller == nn.Module.__module__ or getattr(self, "_is_replica", False):
             return
         raise TaskError(
-            f"{name} of {type(self).__name__} cannot be {done}: it is computed, W + s·B A, from the frozen W and "
+            f"{name} of {type(self).__name__} cannot be {attempted_change}: it is computed, W + s·B A, from the frozen W and "
             "the LoRA factors. To change the layer, first make it a plain one with merge_lora(model). To set W "
             f"alone: with torch.no_grad(): layer.base_weight({name!r}).copy_(w)"
         )
@@ -185,7 +185,7 @@ class _EmbeddingBagLayer(LoRALayer):
         layer: Any = self
 
         def bags(table: Tensor) -> Tensor:
-            found: Tensor = functional.embedding_bag(
+            output: Tensor = functional.embedding_bag(
                 x,
                 table,
                 offsets,
@@ -197,7 +197,7 @@ class _EmbeddingBagLayer(LoRALayer):
                 include_last_offset=layer.include_last_offset,
                 padding_idx=layer.padding_idx,
             )
-            return found
+            return output
 
         if layer.max_norm is not None or layer.scale_grad_by_freq or layer.mode == "max":
             # these are defined by whole rows, those of W + s·(B A)ᵀ; max_norm then changes no frozen W
@@ -260,14 +260,14 @@ def _lora_class(base: Any, weights: tuple[str, ...]) -> type[LoRALayer]:
     """The subclass of a layer's class whose weights are adapted."""
     # of a class of the user's nothing is known, so it is not one of this package's layers
     module = __name__ if base in LAYERS else base.__module__
-    own = {name: _weight_property(name) for name in weights}
-    more = {"__module__": module, "lora_class": base, "lora_weights": weights}
-    return type(f"LoRA{base.__name__}", (_product_form(base), base), {**own, **more})
+    properties = {name: _weight_property(name) for name in weights}
+    attributes = {"__module__": module, "lora_class": base, "lora_weights": weights}
+    return type(f"LoRA{base.__name__}", (_product_form(base), base), {**properties, **attributes})
 
 
 def _new_layer(base: Any, weights: tuple[str, ...]) -> LoRALayer:
-    made = _lora_class(base, weights)
-    return made.__new__(made)
+    lora_class = _lora_class(base, weights)
+    return lora_class.__new__(lora_class)
 
 
 @check_arguments
@@ -326,19 +326,19 @@ def add_lora(
                 "without them, for all layers together"
             )
     # of the module itself, because a weight under weight_norm cannot be copied
-    for found in _find_targets(module, target_modules, trainable):
-        if not found.floating_parameter().numel():
+    for adaptable in _find_targets(module, target_modules, trainable):
+        if not adaptable.floating_parameter().numel():
             raise TaskError(
-                f"layer {found.name or '(the module itself)'} has a weight without entries, of shape "
-                f"{[*found.parameter().shape]}, so no rank fits it; leave it out of target_modules"
+                f"layer {adaptable.name or '(the module itself)'} has a weight without entries, of shape "
+                f"{[*adaptable.parameter().shape]}, so no rank fits it; leave it out of target_modules"
             )
-    made = copy.deepcopy(module)
+    adapted_module = copy.deepcopy(module)
     key = Key((0,)) if key is None else key
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for layer in made.modules():
+    for layer in adapted_module.modules():
         for attribute, p in layer._parameters.items():
             holders.setdefault(id(p), []).append((layer, attribute))
-    targets = list(_find_targets(made, target_modules, trainable))
+    targets = list(_find_targets(adapted_module, target_modules, trainable))
     shapes = {t.name: (len(w), w[0].numel()) for t in targets for w in [t.parameter()]}
     warn_lowered_ranks("LoRA", dict.fromkeys(shapes, rank), shapes)
     rank = min(rank, max(min(shape) for shape in shapes.values()))
@@ -356,16 +356,16 @@ def add_lora(
         a, b = _initial_factors(target, min(rank, *shapes[name]), key / name)
         for layer, attribute in holders[id(weight)]:
             adapted.setdefault(layer, {})[attribute] = a, b, target.is_transposed
-    for parameter in made.parameters():
+    for parameter in adapted_module.parameters():
         parameter.requires_grad_(False)
     for layer, weights in adapted.items():
         _adapt(layer, weights, scaling, rslora)
     for name in trainable:
-        for parameter in _submodule(made, name).parameters():
+        for parameter in _submodule(adapted_module, name).parameters():
             # others take no gradient
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_(True)
-    return made
+    return adapted_module
 
 
 def merge_lora(module: nn.Module) -> nn.Module:
@@ -373,9 +373,9 @@ def merge_lora(module: nn.Module) -> nn.Module:
 
     Weights that layers share stay shared. A module without low-rank updates is only copied.
     """
-    made = copy.deepcopy(module)
-    merge_lora_(made)
-    return made
+    merged = copy.deepcopy(module)
+    merge_lora_(merged)
+    return merged
 
 
 def merge_lora_(module: nn.Module) -> None:
@@ -405,8 +405,8 @@ def _adapt(
     rslora: bool,
 ) -> None:
     """Adapt some weights of a layer, in place; the object stays the same, with its references and hooks."""
-    own: Any = type(layer)
-    layer.__class__ = _lora_class(own, tuple(weights))
+    base: Any = type(layer)
+    layer.__class__ = _lora_class(base, tuple(weights))
     layer.lora_scaling, layer.lora_rslora = scaling, rslora
     layer.lora_transposed = frozenset(name for name, (_, _, transposed) in weights.items() if transposed)
     for name, (a, b, _) in weights.items():
@@ -434,10 +434,10 @@ def _find_targets(
 ) -> list[AdaptableWeight]:
     whole = {id(p) for name in trainable for p in _submodule(module, name).parameters()}
     layers = [
-        found
-        for found in find_adaptable_weights(module)
-        if id(found.layer._parameters.get(found.attribute)) not in whole
-        and not any(is_within(found.name, t) for t in trainable)
+        target
+        for target in find_adaptable_weights(module)
+        if id(target.layer._parameters.get(target.attribute)) not in whole
+        and not any(is_within(target.name, t) for t in trainable)
     ]
     attention = {n for n, m in module.named_modules() if isinstance(m, nn.MultiheadAttention)}
 
@@ -445,10 +445,10 @@ def _find_targets(
         parent = name.rpartition(".")[0]
         return _matches(name, target_modules) or (parent in attention and _matches(parent, target_modules))
 
-    targets = [found for found in layers if is_target(found.name)]
+    targets = [target for target in layers if is_target(target.name)]
     if not targets:
-        there = Counter(found.name.rsplit(".", 1)[-1] for found in layers)
-        available = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
+        counts = Counter(target.name.rsplit(".", 1)[-1] for target in layers)
+        available = ", ".join(f"{n} × {c}" for n, c in counts.items()) or "none"
         raise TaskError(
             f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: "
             f"{available}"
@@ -480,5 +480,5 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
     try:
         return module.get_submodule(name)
     except AttributeError as error:
-        there = sorted(n for n, _ in module.named_children())
-        raise TaskError(f"trainable: there is no submodule {name!r}; the module has {there}") from error
+        children = sorted(n for n, _ in module.named_children())
+        raise TaskError(f"trainable: there is no submodule {name!r}; the module has {children}") from error

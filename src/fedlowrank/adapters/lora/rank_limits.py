@@ -24,16 +24,16 @@ def describe_lowered_ranks(ranks: Mapping[str, int], shapes: Mapping[str, tuple[
     lowered = {name: min(shapes[name]) for name, rank in ranks.items() if rank > min(shapes[name])}
     if not lowered:
         return []
-    found = []
+    sentences = []
     for rank in sorted({ranks[name] for name in lowered}):
         names = [name for name in lowered if ranks[name] == rank]
         shown = ", ".join(f"{lowered[n]} in {n} ({' × '.join(map(str, shapes[n]))})" for n in names[:_SHOWN])
-        more = f" and less in {len(names) - _SHOWN} more layers" if len(names) > _SHOWN else ""
-        found.append(f"rank {rank} is above what layers can have; used is {shown}{more}")
-    return found
+        further = f" and less in {len(names) - _SHOWN} more layers" if len(names) > _SHOWN else ""
+        sentences.append(f"rank {rank} is above what layers can have; used is {shown}{further}")
+    return sentences
 
 
-def warn_lowered_ranks(whose: str, ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, int]]) -> None:
+def warn_lowered_ranks(owner: str, ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, int]]) -> None:
     """Warn of ranks that are lowered; see :func:`describe_lowered_ranks`."""
     for text in describe_lowered_ranks(ranks, shapes):
-        warn_user(f"{whose}: {text}", LoweredRankWarning)
+        warn_user(f"{owner}: {text}", LoweredRankWarning)

@@ -18,7 +18,7 @@ from ..lora.rank_limits import warn_lowered_ranks
 from .mixture import Construction, check_rank_or_budget, choose_fold
 
 if TYPE_CHECKING:
-    from ...core.contract.model import Model
+    from ...core.contract import Model
 
 Kind = Literal["linear", "convolution", "embedding", "bias", "norm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -110,7 +110,7 @@ def find_adapted_parameters(
             weight.parameter()
     unused: set[str | None] = {*rank_pattern}
     first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
-    found: dict[str, AdaptedParameter] = {}
+    adapted: dict[str, AdaptedParameter] = {}
     for name, layer in module.named_modules():
         for local, parameter in layer.named_parameters(recurse=False):
             if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -122,15 +122,17 @@ def find_adapted_parameters(
                 continue
             _check_adaptable(name, layer, parameter)
             own = first[id(parameter)]
-            if own in found:
-                found[own] = replace(found[own], note=_join_notes(found[own].note, f"shared with {name}"))
+            if own in adapted:
+                adapted[own] = replace(
+                    adapted[own], note=_join_notes(adapted[own].note, f"shared with {name}")
+                )
             else:
                 end = next((end for end in rank_pattern if f".{name}".endswith(f".{end}")), None)
                 r = rank if end is None else rank_pattern[end]
                 unused.discard(end)
-                made = _adapted_parameter(name, kind, tuple(parameter.shape), r, construction)
-                found[own] = replace(made, transposed=kind == "linear" and is_conv1d(layer))
-    if not found:
+                parameter_ = _adapted_parameter(name, kind, tuple(parameter.shape), r, construction)
+                adapted[own] = replace(parameter_, transposed=kind == "linear" and is_conv1d(layer))
+    if not adapted:
         there = sorted(
             {type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))}
         )
@@ -141,12 +143,12 @@ def find_adapted_parameters(
             + (", of the layers that the predicates let through)." if include is not None else ").")
         )
     if unused:
-        layers = dict.fromkeys(name.rpartition(".")[0] for name in found)
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in adapted)
         raise ConfigError(
             f"rank_pattern: no layer with adaptors has a name that ends in {min(map(str, unused))!r}; they are "
             f"{', '.join(map(repr, layers))}"
         )
-    return found
+    return adapted
 
 
 def find_trained_adapted_parameters(
@@ -162,26 +164,26 @@ def find_trained_adapted_parameters(
         TaskError: if none is trained, and as :func:`find_adapted_parameters`.
     """
     adapted = find_adapted_parameters(model.module, rank, construction, kinds, None, rank_pattern)
-    found = {n: s for n, s in adapted.items() if n in model.initial}
-    if not found:
+    trained = {n: s for n, s in adapted.items() if n in model.initial}
+    if not trained:
         raise TaskError(
             "all parameters that adaptors could be added to are frozen (requires_grad=False); let some "
             "train, or choose a LoRA method such as fedhl"
         )
-    return found
+    return trained
 
 
-def warn_adapted_ranks(whose: str, where: Mapping[str, AdaptedParameter]) -> None:
+def warn_adapted_ranks(owner: str, where: Mapping[str, AdaptedParameter]) -> None:
     """Warn of ranks that are above what a parameter can have."""
     ranks = {name: adapted.asked for name, adapted in where.items()}
-    warn_lowered_ranks(whose, ranks, {n: adapted.matrix for n, adapted in where.items()})
+    warn_lowered_ranks(owner, ranks, {n: adapted.matrix for n, adapted in where.items()})
 
 
 def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:
     for word, known in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
         if word not in known:
-            what = "construction" if known is not KINDS else "kinds"
-            raise ConfigError(f"{what}: {word!r} is no choice. {did_you_mean(str(word), known)}")
+            setting = "construction" if known is not KINDS else "kinds"
+            raise ConfigError(f"{setting}: {word!r} is no choice. {did_you_mean(str(word), known)}")
 
 
 def kind_of(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
@@ -260,7 +262,7 @@ def find_norms_with_statistics(
         TaskError: if such a layer shares γ or β with another, or spans processes.
     """
     holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    found: dict[str, tuple[str, str]] = {}
+    norms: dict[str, tuple[str, str]] = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, _BatchNorm):
             continue
@@ -275,5 +277,5 @@ def find_norms_with_statistics(
                 "another layer; use reparameterize=True or exclude it"
             )
         if gamma in where and beta in where:
-            found[name] = (gamma, beta)
-    return found
+            norms[name] = (gamma, beta)
+    return norms

@@ -165,8 +165,8 @@ class Floral(nn.Module):
                 because the base uses activation checkpointing.
         """
         pi = self._shares(noisy=self.training)
-        own = {name for names in self._own.values() for name in names}
-        adapted = {name: a for name, a in self.adapted().items() if name not in own}
+        offset_names = {name for names in self._own.values() for name in names}
+        adapted = {name: a for name, a in self.adapted().items() if name not in offset_names}
         hooks = [
             (self._layer(layer), partial(self._add_term, node, beta, pi))
             for layer, node, beta in self._norms()
@@ -224,13 +224,13 @@ class Floral(nn.Module):
 
         The tensors are the parameters.
         """
-        found: Adaptors = {}
+        adaptors: Adaptors = {}
         for name in self._adapted:
             node = get_submodule(self.adaptors, name)
-            found[name] = (
+            adaptors[name] = (
                 Pairs(node.u, node.v) if isinstance(node, LowRankAdaptor) else cast(Tensor, node.offset)
             )
-        return found
+        return adaptors
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: θ has the router's learning rate and no weight decay."""
@@ -257,8 +257,8 @@ class Floral(nn.Module):
             if isinstance(a, Pairs) and not (a.u.grad is a.v.grad is None)
         }
         gradients: Adaptors = {n: Pairs(_gradient(a.u), _gradient(a.v)) for n, a in at.items()}
-        for name, made in precondition_adaptors(self._weights(), gradients, dict(at), eps).items():
-            for p, g in ((at[name].u, cast(Pairs, made).u), (at[name].v, cast(Pairs, made).v)):
+        for name, direction in precondition_adaptors(self._weights(), gradients, dict(at), eps).items():
+            for p, g in ((at[name].u, cast(Pairs, direction).u), (at[name].v, cast(Pairs, direction).v)):
                 if p.grad is not None:
                     p.grad.copy_(g)
 
@@ -357,12 +357,12 @@ class Floral(nn.Module):
 
     def _offsets(self, adapted: Adaptors) -> Adaptors:
         """The same with each BatchNorm's adaptors as offsets of γ and β, by the current statistics."""
-        found = dict(adapted)
+        adaptors = dict(adapted)
         for layer, node, beta in self._norms():
             bn = self._layer(layer)
-            made = as_offsets(node.offset, beta, main_statistics(bn), node.statistics, bn.eps)
-            found.update(zip(self._own[layer], made, strict=True))
-        return found
+            offsets = as_offsets(node.offset, beta, main_statistics(bn), node.statistics, bn.eps)
+            adaptors.update(zip(self._own[layer], offsets, strict=True))
+        return adaptors
 
     def _add_term(
         self,

@@ -128,8 +128,8 @@ def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced")
         everything = [(), tuple(kernel)]
     elif construction == "reshaped":
         everything = [tuple(kernel)]
-    found = [Fold(shape, (0, *axes)) for axes in everything]
-    return min(found, key=lambda f: sum(f.size))
+    folds = [Fold(shape, (0, *axes)) for axes in everything]
+    return min(folds, key=lambda f: sum(f.size))
 
 
 def initial_pairs(
@@ -171,8 +171,8 @@ def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
         gram = other.mT @ other + eps * torch.eye(at.rank, dtype=other.dtype, device=other.device)
         # The matrix is symmetric, so dividing from the right is solving for the transpose. Of a client that
         # diverges ε may be lost beside it: solve_ex gives a NaN, not an error that names no client.
-        found: Tensor = torch.linalg.solve_ex(gram, widen(g).mT).result
-        return found.mT.to(g.dtype)
+        solution: Tensor = torch.linalg.solve_ex(gram, widen(g).mT).result
+        return solution.mT.to(g.dtype)
 
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
 
@@ -219,7 +219,7 @@ Statistics = tuple[Tensor, Tensor]
 
 
 def reparameterize(
-    gamma: Tensor, beta: Tensor, main: Statistics, own: Statistics, eps: float = 1e-5
+    gamma: Tensor, beta: Tensor, main: Statistics, adaptor: Statistics, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """γ_i and β_i of the adaptor's own BatchNorm such that γ_i, β_i are offsets of the main one (eq. 42).
 
@@ -230,27 +230,29 @@ def reparameterize(
         gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``.
         beta: β_i, like it.
         main: mean and variance of the main BatchNorm ``[d]``.
-        own: of the adaptor's, like ``gamma``.
+        adaptor: mean and variance of the BatchNorm of the adaptor, like ``gamma``.
         eps: ε of the layer, which is added to both variances.
 
     Returns:
         γ_i' = (σ_i/σ) γ_i and β_i' = β_i + ((μ_i - μ)/σ) sg(γ_i), with the paper's stop-gradient sg.
     """
-    (mean, var), (own_mean, own_var) = main, own
+    (mean, var), (adaptor_mean, adaptor_var) = main, adaptor
     deviation = (var + eps).sqrt()
-    return (own_var + eps).sqrt() / deviation * gamma, beta + (own_mean - mean) / deviation * gamma.detach()
+    return (adaptor_var + eps).sqrt() / deviation * gamma, beta + (
+        adaptor_mean - mean
+    ) / deviation * gamma.detach()
 
 
 def as_offsets(
-    gamma: Tensor, beta: Tensor, main: Statistics, own: Statistics, eps: float = 1e-5
+    gamma: Tensor, beta: Tensor, main: Statistics, adaptor: Statistics, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """Inverse of :func:`reparameterize`: the offsets of the main γ and β that BN_i(x; γ_i, β_i) amounts to.
 
     They are (σ/σ_i) γ_i and β_i + ((μ - μ_i)/σ_i) γ_i.
     """
-    (mean, var), (own_mean, own_var) = main, own
-    slope = gamma / (own_var + eps).sqrt()
-    return (var + eps).sqrt() * slope, beta + (mean - own_mean) * slope
+    (mean, var), (adaptor_mean, adaptor_var) = main, adaptor
+    slope = gamma / (adaptor_var + eps).sqrt()
+    return (var + eps).sqrt() * slope, beta + (mean - adaptor_mean) * slope
 
 
 def main_statistics(layer: _BatchNorm) -> Statistics:

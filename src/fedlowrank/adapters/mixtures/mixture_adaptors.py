@@ -65,11 +65,11 @@ def initial_adaptors(
     """
     if count < 1:
         raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {count}")
-    found: Adaptors = {}
+    adaptors: Adaptors = {}
     for name, adapted in where.items():
         t = like[name] if isinstance(like, dict) else like
         if adapted.rank == 0:
-            found[name] = t.new_zeros((count, *adapted.shape))
+            adaptors[name] = t.new_zeros((count, *adapted.shape))
             continue
         shape = adapted.shape[::-1] if adapted.transposed else adapted.shape
         # the rank given here is the final one, which filter-wise construction has multiplied already
@@ -77,8 +77,8 @@ def initial_adaptors(
         factor = "v" if adapted.kind == "embedding" else random
         pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, factor, scale)
         u, v = pairs.u.to(t.device), pairs.v.to(t.device)
-        found[name] = Pairs(v, u) if adapted.transposed else Pairs(u, v)
-    return found
+        adaptors[name] = Pairs(v, u) if adapted.transposed else Pairs(u, v)
+    return adaptors
 
 
 def mix_weights(
@@ -105,13 +105,13 @@ def mix_weights(
 
 def precondition_adaptors(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
     """Precondition the gradients of low-rank factors; those of offsets stay (appendix D)."""
-    found = dict(gradient)
+    preconditioned = dict(gradient)
     for name, a in at.items():
         g = gradient[name]
         if isinstance(a, Pairs) and isinstance(g, Pairs):
             how = precondition_convolution if weights[name].ndim > 2 else precondition_matrix
-            found[name] = how(g, a, eps)
-    return found
+            preconditioned[name] = how(g, a, eps)
+    return preconditioned
 
 
 def center_adaptors(

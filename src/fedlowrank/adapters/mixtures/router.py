@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.arguments.field_checks import CheckedFields
 from ...core.arguments.switch import Switch, check_switch
-from ...core.contract.task import Pass
+from ...core.contract import Pass
 from ...core.errors import ConfigError
 from ...core.key import Key
 

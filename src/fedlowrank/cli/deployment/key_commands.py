@@ -19,20 +19,20 @@ from ...core.errors import ConfigError, FedlowrankError
 from ...network.deploy.keys import (
     ClientKeys,
     add_client,
-    expired_clients,
+    find_expired_clients,
     make_keys,
     renew_server,
     revoke_client,
 )
-from ...network.enrollment.accept import GIVEN, accept_request, prolong_client
+from ...network.enrollment.accept import PUBLIC_FILES, accept_request, prolong_client
 from ...network.enrollment.key_request import (
-    PASSPHRASE,
-    REQUEST,
+    PASSPHRASE_VARIABLE,
+    REQUEST_FILE,
     load_client_key,
     needs_passphrase,
     request_key,
 )
-from ...network.enrollment.roster import ROSTER, KeyRoster, fingerprint
+from ...network.enrollment.roster import ROSTER_FILE, KeyRoster, compute_fingerprint
 from ..terminal import OUT, say
 
 logger = logging.getLogger(__name__)
@@ -64,15 +64,15 @@ def keys(
         "--request": request,
         "--accept": accept,
     }
-    given = [name for name, value in chosen.items() if value is not None]
-    given += [name for name, value in {"--renew": renew, "--roster": roster}.items() if value]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other; give one at a time")
+    options = [name for name, value in chosen.items() if value is not None]
+    options += [name for name, value in {"--renew": renew, "--roster": roster}.items() if value]
+    if len(options) > 1:
+        raise ConfigError(f"{' and '.join(options)} exclude each other; give one at a time")
     for name, value, needed in (
         ("--passphrase", passphrase, "--request"),
         ("--fingerprint", fingerprint, "--accept"),
     ):
-        if value and given != [needed]:
+        if value and options != [needed]:
             raise ConfigError(f"{name} does nothing without {needed}")
     if request is not None:
         _request(folder, request, passphrase)
@@ -93,7 +93,7 @@ def keys(
     elif prolong is not None:
         prolong_client(folder, prolong, days)
         say(
-            f"the key of client {prolong} lives {days} days from now on; bring {folder / 'server' / ROSTER} to the server"
+            f"the key of client {prolong} lives {days} days from now on; bring {folder / 'server' / ROSTER_FILE} to the server"
         )
     elif renew:
         renew_server(folder, hosts, days)
@@ -112,8 +112,8 @@ def _make(folder: Path, clients: int, hosts: Sequence[str], days: int) -> None:
         f"the authority's fingerprint, for every client to compare: {_authority(folder / 'server' / 'ca.crt')}"
     )
     if not clients:
-        say(f"a client makes its key by `fedlowrank keys client-N --request N` and sends {REQUEST}; enter it by "
-            f"`fedlowrank keys {folder} --accept {REQUEST}`")  # fmt: skip
+        say(f"a client makes its key by `fedlowrank keys client-N --request N` and sends {REQUEST_FILE}; enter it by "
+            f"`fedlowrank keys {folder} --accept {REQUEST_FILE}`")  # fmt: skip
         return
     say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client alone")
     say(
@@ -124,16 +124,16 @@ def _make(folder: Path, clients: int, hosts: Sequence[str], days: int) -> None:
 
 def _request(folder: Path, client: int, ask: bool) -> None:
     passphrase = _new_passphrase() if ask else ""
-    made = request_key(folder, client, passphrase)
+    path_of_request = request_key(folder, client, passphrase)
     say(f"{folder / 'client.key'}: your private key; it never leaves this machine")
-    say(f"{folder / REQUEST}: send it to the operator of the server, by any way")
-    say(f"read your key's fingerprint aloud to the operator: {made.fingerprint}")
-    say(f"then put what the operator gives you ({', '.join(GIVEN)}) into {folder}, and compare the authority's "
+    say(f"{folder / REQUEST_FILE}: send it to the operator of the server, by any way")
+    say(f"read your key's fingerprint aloud to the operator: {path_of_request.fingerprint}")
+    say(f"then put what the operator gives you ({', '.join(PUBLIC_FILES)}) into {folder}, and compare the authority's "
         f"fingerprint aloud: `fedlowrank keys {folder} --roster`")  # fmt: skip
 
 
 def _accept(folder: Path, path: Path, days: int, expected: str) -> None:
-    request, given = accept_request(folder, path, days, expected)
+    request, certificate = accept_request(folder, path, days, expected)
     say(
         f"client {request.client} is entered for {days} days; its key has the fingerprint {request.fingerprint}"
     )
@@ -141,9 +141,9 @@ def _accept(folder: Path, path: Path, days: int, expected: str) -> None:
         say(f"let client {request.client} read its fingerprint aloud. If it differs: "
             f"`fedlowrank keys {folder} --revoke {request.client}`")  # fmt: skip
     say(
-        f"{given}: give these files to client {request.client}; they are public, and belong beside its client.key"
+        f"{certificate}: give these files to client {request.client}; they are public, and belong beside its client.key"
     )
-    say(f"{folder / 'server'}: bring {ROSTER} and clients/{request.client}.pub in it to the server, and restart "
+    say(f"{folder / 'server'}: bring {ROSTER_FILE} and clients/{request.client}.pub in it to the server, and restart "
         "`fedlowrank serve`, with --resume if its run goes on")  # fmt: skip
     say(f"the authority's fingerprint, for the client to compare: {_authority(folder / 'server' / 'ca.crt')}")
 
@@ -157,12 +157,12 @@ def _show_roster(folder: Path) -> None:
     """Print the roster of a folder of an operator, a server or a client."""
     place = folder / "server" if (folder / "server").is_dir() else folder
     authority = place / "ca.crt"
-    for path in (authority, place / ROSTER):
+    for path in (authority, place / ROSTER_FILE):
         if not path.is_file():
             raise ConfigError(f"{place} has no {path.name}; the server's operator gives it to you")
-    found = KeyRoster.read(place / ROSTER, authority)
+    key_roster = KeyRoster.read(place / ROSTER_FILE, authority)
     table = Table("client", "fingerprint of its key", "ends (UTC)")
-    for number, entry in sorted(found.clients.items()):
+    for number, entry in sorted(key_roster.clients.items()):
         ends = f"{entry.expires:%Y-%m-%d %H:%M}{' (ended)' if entry.has_expired() else ''}"
         table.add_row(str(number), entry.fingerprint, ends)
     OUT.print(table)
@@ -170,7 +170,7 @@ def _show_roster(folder: Path) -> None:
         "all sites compare by phone, and find the same digits if they have the same authority and the same keys:"
     )
     say(f"authority: {_authority(authority)}")
-    say(f"roster: {found.number}")
+    say(f"roster: {key_roster.number}")
 
 
 def _authority(path: Path) -> str:
@@ -181,18 +181,18 @@ def _authority(path: Path) -> str:
         raise ConfigError(f"{path} is no certificate that can be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ConfigError(f"{path} is a certificate of another kind; make keys by `fedlowrank keys`")
-    return fingerprint(key)
+    return compute_fingerprint(key)
 
 
 def _new_passphrase() -> str:
-    if found := os.environ.get(PASSPHRASE):
-        return found
+    if passphrase := os.environ.get(PASSPHRASE_VARIABLE):
+        return passphrase
     if not sys.stdin.isatty():
-        raise ConfigError(f"--passphrase asks on a terminal, and there is none; set {PASSPHRASE}")
-    found = getpass.getpass("passphrase of the key: ")
-    if not found or getpass.getpass("again: ") != found:
+        raise ConfigError(f"--passphrase asks on a terminal, and there is none; set {PASSPHRASE_VARIABLE}")
+    passphrase = getpass.getpass("passphrase of the key: ")
+    if not passphrase or getpass.getpass("again: ") != passphrase:
         raise ConfigError("the two differ, or are empty; no key was made")
-    return found
+    return passphrase
 
 
 def check_own_key(keys: ClientKeys, client: int) -> str:
@@ -207,18 +207,18 @@ def check_own_key(keys: ClientKeys, client: int) -> str:
     """
     passphrase = ""
     if needs_passphrase(keys.key.read_bytes()):
-        passphrase = os.environ.get(PASSPHRASE, "")
+        passphrase = os.environ.get(PASSPHRASE_VARIABLE, "")
         if not passphrase and sys.stdin.isatty():
             passphrase = getpass.getpass(f"passphrase of {keys.key}: ")
     key = load_client_key(keys.key, passphrase)
     roster = keys.roster
     if not roster.exists():
         return passphrase
-    found = KeyRoster.read(roster, keys.authority)
-    own = fingerprint(key.public_key())
-    entry = found.clients.get(client)
+    key_roster = KeyRoster.read(roster, keys.authority)
+    own = compute_fingerprint(key.public_key())
+    entry = key_roster.clients.get(client)
     if entry is None or entry.fingerprint != own:
-        numbers = [n for n, other in found.clients.items() if other.fingerprint == own]
+        numbers = [n for n, other in key_roster.clients.items() if other.fingerprint == own]
         whose = f"is that of client {numbers[0]}" if numbers else "is not in it"
         raise ConfigError(
             f"{roster} has no such key of client {client}: the key here {whose}. Pass the number and the folder of the "
@@ -228,7 +228,7 @@ def check_own_key(keys: ClientKeys, client: int) -> str:
         logger.info(
             f"by {roster} the key of client {client} ended on {entry.expires:%Y-%m-%d}; ask the operator to prolong it"
         )
-    logger.info(f"authority: {_authority(keys.authority)}; roster: {found.number}")
+    logger.info(f"authority: {_authority(keys.authority)}; roster: {key_roster.number}")
     return passphrase
 
 
@@ -241,7 +241,7 @@ def refusing_expired(folder: Path | None) -> Iterator[None]:
         assert folder is not None
         while not stop.wait(LOOK):
             try:
-                for client in expired_clients(folder):
+                for client in find_expired_clients(folder):
                     gone, _ = revoke_client(folder, client, "expired")
                     logger.info(f"the key of client {client} has ended; it is refused, and lies in {gone}")
             except FedlowrankError as error:

@@ -23,20 +23,20 @@ from ...core.errors import CheckpointError, ConfigError, FedlowrankError
 from ...core.io.atomic_files import write_json
 from ...core.io.private_files import is_readable_by_others, make_private_folder, refuse_readable
 from ...data.overlap import sketch_files
-from ...network.client import REJECTION, own_share, prepare
+from ...network.client import REJECTION_FILE, prepare, read_own_share
 from ...network.deploy import guard
-from ...network.deploy.flower_app import CLIENT, SERVER, write_app, write_own_app
+from ...network.deploy.address_checks import check_address, flower_home
+from ...network.deploy.flower_app import CLIENT_REF, SERVER_REF, write_app, write_own_app
 from ...network.deploy.flower_process import ProcessError
 from ...network.deploy.forget import forget as remove_client_data
-from ...network.deploy.in_use import check_address, home_of
 from ...network.deploy.keys import ClientKeys, ServerKeys, name_revoked
 from ...network.deploy.server_processes import SuperLink, SuperNode
 from ...network.deploy.supervise import supervise
-from ...network.drive import check_count, clients_of
-from ...network.enrollment.key_request import PASSPHRASE
-from ...network.enrollment.roster import ROSTER, KeyRoster
+from ...network.drive import check_client_count, count_clients
+from ...network.enrollment.key_request import PASSPHRASE_VARIABLE
+from ...network.enrollment.roster import ROSTER_FILE, KeyRoster
 from ...network.operation.policy import Policy, preview_uploads, raise_violations
-from ...network.site.audit_log import AUDIT, SiteAudit
+from ...network.site.audit_log import AUDIT_FILE, SiteAudit
 from ...network.site.signatures import read_public_key
 from ...network.site.site_settings import SiteSettings
 from ...storage.digest import digest_of
@@ -103,7 +103,7 @@ def run_simulation(
     with warnings.catch_warnings():
         # of Ray, about accelerators
         warnings.simplefilter("ignore", FutureWarning)
-        flower.simulation(chosen, folder, base, resume=resume, config=config)
+        flower.run_flower_simulation(chosen, folder, base, resume=resume, config=config)
 
 
 def serve(
@@ -124,7 +124,7 @@ def serve(
     """
     _flower()
     experiment = read_experiment(file, overrides, method)
-    clients_of(experiment)
+    count_clients(experiment)
     secured = server_keys(keys, insecure)
     out = out or Path("runs") / experiment.name / f"{experiment.method}-s{experiment.run.seed}"
     begun, failed = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
@@ -138,7 +138,7 @@ def serve(
         logger.info(
             f"the run in {out} ended before its first checkpoint; it is moved aside, and starts again"
         )
-    home = home_of(out)
+    home = flower_home(out)
     refuse_readable(*([out] if begun else []), out.with_name(f"{out.name}.audit.jsonl"))
     make_private_folder(home)
     flower = _flower()
@@ -283,7 +283,7 @@ def join(
     """
     _flower()
     experiment = read_experiment(file, overrides, method)
-    count = clients_of(experiment)
+    count = count_clients(experiment)
     if not 0 <= client < count:
         raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
     if data is None and test is not None:
@@ -339,7 +339,7 @@ def join(
         _prepare_client(experiment, client, count, folder, data, test, site, policy)
         if passphrase:
             # other users cannot read the environment of a process
-            node.variables[PASSPHRASE] = passphrase
+            node.variables[PASSPHRASE_VARIABLE] = passphrase
         _work(node, folder, stay)
     finally:
         node.close()
@@ -367,14 +367,14 @@ def _prepare_client(
             f"client {client} takes its share of the experiment's own data; pass --data for data of yours"
         )
         shares = experiment.shares()
-        check_count(experiment, count, len(shares.data))
+        check_client_count(experiment, count, len(shares.data))
         if client >= len(shares.data):
             raise ConfigError(
                 f"--client {client}: the experiment's own data have {len(shares.data)} clients, from 0 to "
                 f"{len(shares.data) - 1}. Pass --data with data of this client"
             )
     else:
-        shares = own_share(experiment, client, count, data, test)
+        shares = read_own_share(experiment, client, count, data, test)
         if is_readable_by_others(data):
             logger.info(f"other users of this machine may be able to read {data}: chmod -R go-rwx {data}")
         if experiment.run.privacy.kind != "none":
@@ -386,11 +386,11 @@ def _prepare_client(
         def uploads() -> list[str]:
             return preview_uploads(folder, experiment, client, shares, site)
 
-        raise_violations(allowed, allowed.violations(experiment, count, train, uploads, sends))
+        raise_violations(allowed, allowed.find_violations(experiment, count, train, uploads, sends))
     prepare(folder, experiment, client, shares, site, parts=parts)
     if allowed is not None:
         allowed.store(folder)
-        SiteAudit(folder / AUDIT).policy(allowed.digest, json.dumps(dataclasses.asdict(allowed)))
+        SiteAudit(folder / AUDIT_FILE).log_policy(allowed.digest, json.dumps(dataclasses.asdict(allowed)))
         logger.info(f"client {client}: the experiment keeps to the policy, digest {allowed.digest}")
     sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
     logger.info(
@@ -410,7 +410,7 @@ def _work(node: SuperNode, folder: Path, stay: bool) -> None:
     """
     stop = threading.Event()
     # of an earlier start
-    (folder / REJECTION).unlink(missing_ok=True)
+    (folder / REJECTION_FILE).unlink(missing_ok=True)
     # what lies there now is looked up before the thread begins, which may be late
     watched = folder.absolute(), _models(folder), node, stop, stay
     threading.Thread(target=_until_done, args=watched, daemon=True).start()
@@ -427,7 +427,7 @@ def _work(node: SuperNode, folder: Path, stay: bool) -> None:
 
 def _roster(keys: ClientKeys) -> dict[str, str]:
     """Public keys of all clients, by which they know each other in secure sums."""
-    roster = KeyRoster.read(keys.key.parent / ROSTER, keys.authority)
+    roster = KeyRoster.read(keys.key.parent / ROSTER_FILE, keys.authority)
     say(f"secure sums: the roster has number {roster.number}; all sites must see the same number")
     return {str(client): entry.key for client, entry in roster.clients.items() if not entry.has_expired()}
 
@@ -484,7 +484,7 @@ def _models(folder: Path) -> set[Path]:
 def _rejection(folder: Path) -> str:
     """Why the server does not let a client take part; "" if it did not say so."""
     try:
-        return (folder / REJECTION).read_text(errors="replace")
+        return (folder / REJECTION_FILE).read_text(errors="replace")
     except FileNotFoundError:
         return ""
 
@@ -501,7 +501,7 @@ def _until_done(
         if why := _rejection(folder):
             if stay:
                 logger.warning("the server does not let this client take part: %s", why)
-                (folder / REJECTION).unlink(missing_ok=True)
+                (folder / REJECTION_FILE).unlink(missing_ok=True)
                 continue
             # the server waits for the confirmation
             stop.wait(3)
@@ -530,6 +530,6 @@ def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> 
         "experiment": json.dumps(tables),
         "folder": f"runs/{experiment.name}/{experiment.method}-s{experiment.run.seed}",
     }
-    write_app(out, "fedlowrank", SERVER, CLIENT, settings)
+    write_app(out, "fedlowrank", SERVER_REF, CLIENT_REF, settings)
     say(f"Flower app: {out}. Run it by `flwr run {out} CONNECTION`.")
     return 0

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ...core.errors import CheckpointError, ConfigError
 from ...core.io.atomic_files import as_checkpoint_error
-from ...network.deploy.flower_process import ProcessError, free_port
+from ...network.deploy.flower_process import ProcessError, find_free_port
 from ...network.deploy.keys import make_keys
-from ...network.drive import clients_of
+from ...network.drive import count_clients
 from ..one_run import show_run
 from ..terminal import OUT, say
 from .network_commands import read_experiment
@@ -81,10 +81,10 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
             file = base / "experiment.toml"
             file.write_text(EXPERIMENT)
         overrides = choose_clients(file, clients)
-        count = clients_of(read_experiment(file, overrides, None))
+        count = count_clients(read_experiment(file, overrides, None))
         make_keys(base / "keys", count, ["localhost"], 1)
         python = [sys.executable, "-m", "fedlowrank"]
-        port, begin = free_port(), time.monotonic()
+        port, begin = find_free_port(), time.monotonic()
         server = [
             *python,
             "serve",
@@ -114,10 +114,10 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
         if (table := clients_table(run)) is not None:
             OUT.print(table)
         models = sorted((base / "sites").glob("*/*/model/model.safetensors"))
-        kept = (
+        message = (
             f"everything is in {base}" if out is not None else "its folder is removed; keep it by -o FOLDER"
         )
-        say(f"{count} sites, {len(models)} models, {time.monotonic() - begin:.0f} s; {kept}")
+        say(f"{count} sites, {len(models)} models, {time.monotonic() - begin:.0f} s; {message}")
     return 0
 
 

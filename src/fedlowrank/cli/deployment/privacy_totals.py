@@ -6,7 +6,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...trust.privacy.ledger import PrivacyLedger
-from ...trust.privacy.site_ledger import NoiseKind, SiteRun, accounts, entries, state_folder, total_epsilon_of
+from ...trust.privacy.site_ledger import (
+    NoiseKind,
+    SiteRun,
+    list_accounts,
+    read_entries,
+    state_folder,
+    total_epsilon_of,
+)
 from ..terminal import OUT, say
 
 _WHOSE: dict[NoiseKind, str] = {
@@ -19,12 +26,12 @@ _WHOSE: dict[NoiseKind, str] = {
 def privacy() -> int:
     """Print a row for every run of the site, and the total of all runs on the same data."""
     folder = state_folder() / "privacy"
-    found = entries(folder)
-    if not found:
+    ledger = read_entries(folder)
+    if not ledger:
         say(f"no run of this site has spent privacy; the ledger would be in {folder}")
         return 0
-    for names in accounts(found):
-        OUT.print(_account([found[name] for name in names]))
+    for names in list_accounts(ledger):
+        OUT.print(_account([ledger[name] for name in names]))
     say(f"the ledger: {folder}")
     return 0
 

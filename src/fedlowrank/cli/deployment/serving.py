@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...network.deploy.in_use import refuse_second
+from ...network.deploy.address_checks import refuse_second
 
 
 def serve(

@@ -33,22 +33,22 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    found: SimpleQueue[Event | None] = SimpleQueue()
+    events: SimpleQueue[Event | None] = SimpleQueue()
     worker = _Worker(answers)
     for room in LOGGED:
         logger = logging.getLogger(f"fedlowrank.{room}")
         logger.setLevel(logging.INFO)
         logger.addHandler(_WorkerLogHandler(worker))
     with contextlib.suppress(KeyboardInterrupt):
-        threading.Thread(target=_read, args=(requests, found), daemon=True).start()
-        while (request := found.get()) is not None:
+        threading.Thread(target=_read, args=(requests, events), daemon=True).start()
+        while (request := events.get()) is not None:
             worker.send(worker.run(request))
 
 
-def _read(requests: BinaryIO, found: SimpleQueue[Event | None]) -> None:
+def _read(requests: BinaryIO, events: SimpleQueue[Event | None]) -> None:
     for line in requests:
-        found.put(json.loads(line))
-    found.put(None)
+        events.put(json.loads(line))
+    events.put(None)
     _thread.interrupt_main()
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...core.errors import CheckpointError, ConfigError, TaskError
 from ...core.io.atomic_files import as_checkpoint_error
-from ...language.artifacts import METADATA
+from ...language.adapter_files import METADATA_FILE
 from ...language.export.export_settings import ExportSettings, is_hub_name
 from ...language.export.hub_upload import check_upload, upload_model
 from ...results.records import RunRecord
@@ -73,14 +73,14 @@ def _given_settings(
     merged: bool, exact: bool, rank: int | None, no_card: bool, base_model: str | None
 ) -> dict[str, Any]:
     """The settings that options of the command line replace."""
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if exact:
-        given |= {"form": "exact", "rank": None}
+        settings |= {"form": "exact", "rank": None}
     if rank is not None:
-        given |= {"form": "adapters", "rank": rank}
-    given |= {"merged": True} if merged else {}
-    given |= {"card": False} if no_card else {}
-    return given | ({} if base_model is None else {"base_model": base_model})
+        settings |= {"form": "adapters", "rank": rank}
+    settings |= {"merged": True} if merged else {}
+    settings |= {"card": False} if no_card else {}
+    return settings | ({} if base_model is None else {"base_model": base_model})
 
 
 def _repository(push: str | Literal[True] | None, settings: ExportSettings, base: str) -> str | None:
@@ -101,7 +101,7 @@ def _repository(push: str | Literal[True] | None, settings: ExportSettings, base
 
 def _print_truncation(path: Path) -> None:
     """What an adapter lost by its rank; by layer, where it lost something."""
-    beside = path / METADATA
+    beside = path / METADATA_FILE
     truncation = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
     if truncation is None:
         return

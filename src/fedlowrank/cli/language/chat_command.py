@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.errors import ConfigError
 from ...language.chat_session import ChatSession
-from ...language.scores.generate import Decoding
+from ...language.scores.text_generation import Decoding
 from ..language_commands import default_model, language_of_run, open_language_run, params_of, prompt_of
 from ..terminal import say
 
@@ -35,13 +35,13 @@ def chat(
     sampling: dict[str, Any] = {} if temperature is None else {"method": "sample", "temperature": temperature}
     decoding = Decoding(tokens, **sampling)
     name = default_model(run) if model is None else model
-    with language.live(params_of(run, name)) as module:
+    with language.use_parameters(params_of(run, name)) as module:
         conversation = ChatSession(
             module,
             tokenizer,
             lambda text: write({"instruction": text, "input": ""}),
             decoding,
-            language.asks_by_template,
+            language.uses_chat_template,
         )
         if prompt is not None:
             print(conversation.reply(prompt))

@@ -8,14 +8,14 @@ from typing import Any
 import psutil
 import torch
 
-from ...core.contract.method import AnyMethod
+from ...core.contract import AnyMethod
 from ...core.contract.training_request import Request
 from ...data.federation import Federation
 from ...engines.engine import client_view
 from ...engines.sequential import Sequential
 from ...rounds.run_settings import RunSettings
 from ...training.cohorts.cohort_trainer import PassAskedError
-from ...training.steps import Work
+from ...training.steps import PassSteps
 
 
 class _Asking:
@@ -64,7 +64,7 @@ def estimate_run(method: AnyMethod, federation: Federation, settings: RunSetting
         return None
     data = Sequential().trainer(method, federation, 0, info).data
     batch = next(iter(data.batches(request.name)))
-    device, work = batch.y.device, Work(request, 0)
+    device, work = batch.y.device, PassSteps(request, 0)
     if settings.micro_batch is not None and len(batch) > settings.micro_batch:
         return None
     start = time.perf_counter()

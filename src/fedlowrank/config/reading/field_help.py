@@ -15,14 +15,14 @@ from typing import Any
 import pydantic
 
 from ...adapters.mixtures.router import Router
-from ...core.contract.method import Method
+from ...core.contract import Method
 from ...core.errors import ConfigError, did_you_mean
 from ...data.sources import SOURCES
 from ...data.text.text_sources import TEXT_SOURCES
 from ...linalg.delta import DeltaForm
 from ...methods import METHODS
 from ...methods.families.effective_delta import Weighing
-from ...methods.families.lora_family import Tuning
+from ...methods.families.lora_family import LoRATraining
 from ..experiment import TAGGED, ExperimentConfig
 from ..sections.data_section import Preparation
 from ..sections.lora_section import LoraSettings
@@ -39,18 +39,18 @@ def format_field_help(path: str = "") -> str:
     Raises:
         ConfigError: if there is none of this path.
     """
-    found = find_tables(path) if path else list_tables()
+    tables = find_tables(path) if path else list_tables()
     lines = ["Fields of an experiment file, with their defaults:"]
-    for table in found:
+    for table in tables:
         if path and not table.fields:
             lines.append(f"\n{table.title}\n  no fields")
         elif table.fields:
             fields = (f"  {f.name} = {f.default}\n      {f.meaning}" for f in table.fields)
             lines += [f"\n{table.title}", *fields]
-    known = {table.path for table in found}
+    known = {table.path for table in tables}
     inner = [table.path for table in _every_table() if table.path.rpartition(".")[0] == path] if path else []
-    if more := [one for one in dict.fromkeys(inner) if one not in known]:
-        lines.append(f"\nTables in it: {', '.join(more)}")
+    if further_tables := [one for one in dict.fromkeys(inner) if one not in known]:
+        lines.append(f"\nTables in it: {', '.join(further_tables)}")
     return "\n".join(lines)
 
 
@@ -83,18 +83,20 @@ def find_tables(path: str) -> list[FieldTable]:
         ConfigError: if there is none; the message names the nearest.
     """
     every = _every_table()
-    if found := [table for table in every if path in (table.path, f"{table.path}.{table.kind}")]:
-        return found
+    if matches := [table for table in every if path in (table.path, f"{table.path}.{table.kind}")]:
+        return matches
     parent, _, name = path.rpartition(".")
     for owner in (parent, parent.rpartition(".")[0]):
         # a field of a table, or of one of its kinds
         tables = [table for table in every if owner and parent in (table.path, f"{table.path}.{table.kind}")]
-        if found := [_keep_field(t, name) for t in tables if any(f.name == name for f in t.fields)]:
-            return found
-    if found := [_keep_field(t, path) for t in every if not t.path and any(f.name == path for f in t.fields)]:
-        return found
-    if found := [table for table in list_tables() if table.path.startswith(f"{path}.")]:
-        return found
+        if matches := [_keep_field(t, name) for t in tables if any(f.name == name for f in t.fields)]:
+            return matches
+    if matches := [
+        _keep_field(t, path) for t in every if not t.path and any(f.name == path for f in t.fields)
+    ]:
+        return matches
+    if matches := [table for table in list_tables() if table.path.startswith(f"{path}.")]:
+        return matches
     raise ConfigError(f"there is no section or field {path!r}. {_suggest(path, every)}")
 
 
@@ -111,14 +113,14 @@ def _suggest(path: str, every: Sequence[FieldTable]) -> str:
     if len(same) == 1:
         return f"Did you mean {same[0]!r}?"
     if same:
-        more = f" and {len(same) - SHOWN} more" if len(same) > SHOWN else ""
-        return f"There are {', '.join(same[:SHOWN])}{more}."
+        rest = f" and {len(same) - MAX_SHOWN} more" if len(same) > MAX_SHOWN else ""
+        return f"There are {', '.join(same[:MAX_SHOWN])}{rest}."
     if near := difflib.get_close_matches(path, [*paths, *kinds, *fields], n=1, cutoff=0.75):
         return f"Did you mean {near[0]!r}?"
     return did_you_mean(path.partition(".")[0], [one.partition(".")[0] for one in paths])
 
 
-SHOWN = 6
+MAX_SHOWN = 6
 """Tables and fields of one name that a message lists."""
 
 
@@ -157,9 +159,9 @@ def _nested(path: str, cls: type[Any]) -> Iterator[FieldTable]:
         inner = classes_in(hints[field.name])
         named = typing.get_origin(hints[field.name]) in (dict, Mapping)
         where = f"{path}.{field.name}{'.NAME' if named else ''}"
-        found = [_table(where, one, one.kind if len(inner) > 1 else "") for one in inner]
+        tables = [_table(where, one, one.kind if len(inner) > 1 else "") for one in inner]
         below = [table for one in inner for table in _nested(where, one)]
-        yield from (*found, *{table.path: table for table in below}.values())
+        yield from (*tables, *{table.path: table for table in below}.values())
 
 
 def _sections() -> Iterator[FieldTable]:
@@ -182,7 +184,7 @@ def _sections() -> Iterator[FieldTable]:
             yield from (_table(f"methods.{n}", c) for n, c in METHODS.items())
             for title, cls in (
                 ("methods.floral.router, methods.ensemble.router", Router),
-                ("methods.NAME.tuning, of federated LoRA", Tuning),
+                ("methods.NAME.training, of federated LoRA", LoRATraining),
                 ("methods.fedhl.weighing", Weighing),
                 ("methods.fedhl.form, methods.flexlora.form", DeltaForm),
             ):

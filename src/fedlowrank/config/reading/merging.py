@@ -58,11 +58,11 @@ class LaidTables:
 
     def overrides_field(self, name: str) -> bool:
         """Whether an override sets a field, given by its dotted name, or a part of it."""
-        found: Any = self.overrides
+        value: Any = self.overrides
         for part in name.split("."):
-            if not isinstance(found, Mapping) or part not in found:
+            if not isinstance(value, Mapping) or part not in value:
                 return False
-            found = found[part]
+            value = value[part]
         return True
 
     def merge(self) -> dict[str, Any]:
@@ -87,12 +87,12 @@ def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in above:
         raise ConfigError(f"{path} extends itself")
-    found = read_toml(path)
-    base = found.pop("extends", None)
+    tables = read_toml(path)
+    base = tables.pop("extends", None)
     if base is None:
-        return found
+        return tables
     merged = _read_file(path.parent / str(base), (*above, path.resolve()))
-    for text in merge_tables(merged, found):
+    for text in merge_tables(merged, tables):
         logger.info(text)
     return merged
 
@@ -117,9 +117,9 @@ def merge_tables(into: dict[str, Any], new: Mapping[str, Any], path: str = "") -
         if not isinstance(old, dict) or not isinstance(value, Mapping):
             into[key] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
             continue
-        if (found := find_alternatives(here)) and (unread := found.unread(old, value)):
+        if (alternatives := find_alternatives(here)) and (unread := alternatives.unread(old, value)):
             lost = ", ".join(f"{here}.{name} = {old.pop(name)!r}" for name in unread)
-            tag = found.switch.field
+            tag = alternatives.switch.field
             lines.append(
                 f"{here}.{tag} = {value[tag]!r} is laid over the file, whose {lost} nothing reads then"
             )
@@ -133,16 +133,16 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: if one is not of the form ``a.b.c=value``, or two give one field different values.
     """
-    found: dict[str, Any] = {}
+    overrides_by_part: dict[str, Any] = {}
     for text in texts:
-        _join(found, parse_override(text), "")
-    return found
+        _join(overrides_by_part, parse_override(text), "")
+    return overrides_by_part
 
 
 def _expand_grids(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Copy tables with the dotted fields of ``[tune]`` as nested tables, so that either form overrides the other."""
-    found = copy.deepcopy(dict(tables))
-    tune = found.get("tune")
+    expanded = copy.deepcopy(dict(tables))
+    tune = expanded.get("tune")
     if isinstance(tune, dict):
         if isinstance(tune.get("grid"), dict):
             tune["grid"] = join_fields(tune["grid"])
@@ -151,18 +151,18 @@ def _expand_grids(tables: Mapping[str, Any]) -> dict[str, Any]:
             tune["methods"] = {
                 n: join_fields(own) if isinstance(own, dict) else own for n, own in methods.items()
             }
-    return found
+    return expanded
 
 
 def join_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn values by dotted field into nested tables; a field that has two values is a ConfigError."""
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, value in values.items():
         nested = value
         for part in reversed(name.split(".")):
             nested = {part: nested}
-        _join(found, nested, "")
-    return found
+        _join(joined, nested, "")
+    return joined
 
 
 def _join(into: dict[str, Any], new: Mapping[str, Any], path: str) -> None:
@@ -189,10 +189,10 @@ def parse_override(text: str) -> dict[str, Any]:
     parts = _split_name(name.strip())
     if not sign or not all(parts):
         raise ConfigError(f"{text!r} is not of the form section.field=value, such as run.rounds=20")
-    found: Any = parse_value(value.strip(), name.strip())
+    parsed: Any = parse_value(value.strip(), name.strip())
     for part in reversed(parts):
-        found = {part: found}
-    result: dict[str, Any] = found
+        parsed = {part: parsed}
+    result: dict[str, Any] = parsed
     return result
 
 
@@ -201,12 +201,12 @@ def _split_name(name: str) -> list[str]:
     if '"' not in name and "'" not in name:
         return name.split(".")
     try:
-        found: Any = tomllib.loads(f"{name} = 0")
+        rest: Any = tomllib.loads(f"{name} = 0")
     except tomllib.TOMLDecodeError:
         return name.split(".")
     parts = []
-    while isinstance(found, dict):
-        ((part, found),) = found.items()
+    while isinstance(rest, dict):
+        ((part, rest),) = rest.items()
         parts.append(part)
     return parts
 
@@ -254,19 +254,19 @@ def parse_value(text: str, name: str = "value") -> Any:
     Raises:
         ConfigError: if the text begins a quoted string and is none, or nests too deeply.
     """
-    found: Any
+    parsed: Any
     try:
-        found = tomllib.loads(f"v = {text}")
+        parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError as error:
-        if (found := _LIKE_TOML.fullmatch(text)) is not None:
-            return text.lower() == "true" if found["truth"] else float(text)
+        if (parsed := _LIKE_TOML.fullmatch(text)) is not None:
+            return text.lower() == "true" if parsed["truth"] else float(text)
         if len(text) > 1 and text[0] == text[-1] == '"':
             raise ConfigError(f"{name}={text} is no text of TOML. {advise_path(text[1:-1])}") from error
         return text
     except RecursionError as error:
         raise ConfigError(f"the value {text[:40]}... nests arrays too deeply; write it flatter") from error
-    value = found.pop("v")
-    if found:
+    value = parsed.pop("v")
+    if parsed:
         # a line break in the text began another entry
         return text
     if isinstance(value, str) and (wrong := find_escaped_path(value)):

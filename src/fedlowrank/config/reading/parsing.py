@@ -41,10 +41,10 @@ def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | N
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
     refuse_conversions(cls, values, path)
     try:
-        found: T = _adapter(cls).validate_python({path: dict(values)})[path]
+        built: T = _adapter(cls).validate_python({path: dict(values)})[path]
     except pydantic.ValidationError as error:
         raise config_error(error, cls, 1, elsewhere) from error
-    return found
+    return built
 
 
 def build_tagged(
@@ -209,7 +209,7 @@ def config_error(
 
 
 def _explain(cls: type[Any], above: int, error: Any, elsewhere: Mapping[str, str]) -> str:
-    given, context, kind = error["input"], error.get("ctx", {}), error["type"]
+    value, context, kind = error["input"], error.get("ctx", {}), error["type"]
     if kind == CONFIG_ERROR:
         return str(context["text"])
     *parents, name = error["loc"]
@@ -218,36 +218,36 @@ def _explain(cls: type[Any], above: int, error: Any, elsewhere: Mapping[str, str
     origin = elsewhere.get(str(error["loc"][above]), table) if len(error["loc"]) > above else table
     where = ".".join([*([origin] if origin else []), *shown, str(name)])
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        what = f"{where}: there is no such field" if "." in where else f"there is no section {name!r}"
+        problem = f"{where}: there is no such field" if "." in where else f"there is no section {name!r}"
         if origin != table and not shown:
-            what = f"{where}: {table} has no such field"
+            problem = f"{where}: {table} has no such field"
         if inner := _find_inner(owners, str(name)):
-            return f"{what}. Did you mean {where.removesuffix(str(name))}{inner}={given}?"
-        return f"{what}. {did_you_mean(str(name), [n for owner in owners for n in _field_names(owner)])}"
+            return f"{problem}. Did you mean {where.removesuffix(str(name))}{inner}={value}?"
+        return f"{problem}. {did_you_mean(str(name), [n for owner in owners for n in _field_names(owner)])}"
     if kind == "missing":
         return f"{where}: this field is needed"
-    if kind == "union_tag_invalid" and not isinstance(given, Mapping):
+    if kind == "union_tag_invalid" and not isinstance(value, Mapping):
         tags = re.findall(r"'([^']*)'", context["expected_tags"])
-        tag = (difflib.get_close_matches(str(given), tags, n=1) or tags)[0]
+        tag = (difflib.get_close_matches(str(value), tags, n=1) or tags)[0]
         return (
-            f"{where} must be a table of fields, not {given!r}. Write {where}.kind={tag}, or in a file "
-            f"{name} = {{ kind = {json.dumps(tag)} }}. {_suggest(given, context['expected_tags'])}"
+            f"{where} must be a table of fields, not {value!r}. Write {where}.kind={tag}, or in a file "
+            f"{name} = {{ kind = {json.dumps(tag)} }}. {_suggest(value, context['expected_tags'])}"
         )
     if kind == "union_tag_invalid":
-        where, given, context = f"{where}.kind", context["tag"], {"expected": context["expected_tags"]}
+        where, value, context = f"{where}.kind", context["tag"], {"expected": context["expected_tags"]}
     if kind in ("literal_error", "union_tag_invalid"):
-        return f"{where}: {given!r} is no choice. {_suggest(given, context['expected'])}"
-    if kind == "tuple_type" and isinstance(given, str | int | float):
-        return f"{where}: a list is needed, such as [{json.dumps(given)}]; it is {given!r}"
+        return f"{where}: {value!r} is no choice. {_suggest(value, context['expected'])}"
+    if kind == "tuple_type" and isinstance(value, str | int | float):
+        return f"{where}: a list is needed, such as [{json.dumps(value)}]; it is {value!r}"
     if kind in ("dataclass_type", "model_type", "dict_type"):
-        return f"{where} must be a table of fields, not {given!r}"
-    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}; it is {given!r}"
+        return f"{where} must be a table of fields, not {value!r}"
+    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}; it is {value!r}"
 
 
-def _suggest(given: Any, expected: str) -> str:
+def _suggest(value: Any, expected: str) -> str:
     """The word that was meant, or all that are known; pydantic lists them as ``'a', 'b' or 'c'``."""
     words = re.findall(r"'([^']*)'", expected)
-    return f"Known: {expected}." if not words else did_you_mean(str(given), words)
+    return f"Known: {expected}." if not words else did_you_mean(str(value), words)
 
 
 def _locate(cls: type[Any], path: Sequence[str | int]) -> tuple[list[str], list[type[Any]]]:

@@ -31,19 +31,19 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a TOML file that can be read: {error}") from error
     try:
-        found = tomllib.loads(text)
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{path} is not a TOML file that can be read: {explain_toml(text, error)}"
         ) from error
     except RecursionError as error:
         raise ConfigError(f"{path} nests arrays or tables too deeply to be read; write it flatter") from error
-    if not found:
+    if not tables:
         raise ConfigError(f"{path} holds no settings; `fedlowrank fields` lists them")
-    for key, value in _strings(found, ""):
+    for key, value in _strings(tables, ""):
         if wrong := find_escaped_path(value):
             raise ConfigError(f"{path}: {key} {wrong}")
-    return found
+    return tables
 
 
 def find_escaped_path(value: str) -> str:
@@ -70,26 +70,26 @@ def explain_toml(text: str, error: tomllib.TOMLDecodeError) -> str:
     """What is wrong in words for a person, where that can be told from the line; else as tomllib says it."""
     lines = text.replace("\r\n", "\n").rstrip("\n").split("\n")
     # the other place that tomllib names is the end of the document
-    found = re.search(r"at line (\d+)", str(error))
-    number = int(found[1]) if found else len(lines)
+    match = re.search(r"at line (\d+)", str(error))
+    number = int(match[1]) if match else len(lines)
     line = lines[min(number, len(lines)) - 1].strip()
-    where, what = f"line {number} ({line}):", re.sub(r" \(at .*\)$", "", str(error))
+    where, problem = f"line {number} ({line}):", re.sub(r" \(at .*\)$", "", str(error))
     key, _, value = (part.strip() for part in line.partition("="))
     bare = re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", line)
     if quotes := [c for c in bare if c in _QUOTES]:
         return f"{where} {quotes[0]} is a typographic quotation mark; type \" or '"
     quoted = re.search(r'"([^"]*\\.*?)("|$)', line)
-    if quoted and re.search(r"hex value|Unescaped", what):
+    if quoted and re.search(r"hex value|Unescaped", problem):
         return f"{where} in double quotes a backslash begins an escape. {advise_path(quoted[1], key)}"
-    if re.search(r"overwrite|twice|mutate", what):
-        return f"{where} this is in the file twice; remove one of the two ({what})"
-    if what == "Invalid value" and not value:
+    if re.search(r"overwrite|twice|mutate", problem):
+        return f"{where} this is in the file twice; remove one of the two ({problem})"
+    if problem == "Invalid value" and not value:
         return f"{where} there is no value after the sign ="
-    if what == "Invalid value" and value in ("True", "False"):
+    if problem == "Invalid value" and value in ("True", "False"):
         return f"{where} write {key} = {value.lower()}"
-    if what == "Invalid value" and re.fullmatch(r"[A-Za-z~/.][^\"'\[\]{}]*", value):
+    if problem == "Invalid value" and re.fullmatch(r"[A-Za-z~/.][^\"'\[\]{}]*", value):
         return f'{where} text needs quotation marks: {key} = "{value}"'
-    return f"{where} {what[0].lower()}{what[1:]}"
+    return f"{where} {problem[0].lower()}{problem[1:]}"
 
 
 def advise_path(raw: str, key: str = "") -> str:

@@ -11,7 +11,7 @@ from ...core.arguments.switch import Switch
 from ...core.learning.losses import Loss
 from ...core.learning.optimizer import SGD, AdamW, LocalSchedule, Schedule
 from ...data.partitioning.concept import CONCEPTS
-from ...data.partitioning.own_partition import is_own
+from ...data.partitioning.own_partition import is_own_function
 from ...data.partitioning.partition import PARTITIONS
 from ...data.partitioning.split import SPLITS
 from ...data.sources import SOURCES
@@ -46,10 +46,10 @@ class Alternatives(NamedTuple):
         # several models, or the values of a grid
         chosen = new[tag] if isinstance(new[tag], list) else [new[tag]]
         others = [name for name in old if name != tag and name not in new]
-        if self.own_code and any(map(is_own, chosen)):
+        if self.own_code and any(map(is_own_function, chosen)):
             return []
         switch = self.switch
-        if self.own_code and is_own(old.get(tag)):
+        if self.own_code and is_own_function(old.get(tag)):
             # what only the function of before reads
             switch = Switch(tag, {**dict.fromkeys(others, ("",)), **switch.reads})
         return [name for name in others if not any(switch.is_read(name, value) for value in chosen)]

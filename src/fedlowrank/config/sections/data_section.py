@@ -175,13 +175,13 @@ class DataSettings:
 def _stamp_files(source: Any) -> tuple[tuple[str, int, int], ...]:
     """Path, time of the last change in nanoseconds and size of each file that a source reads."""
     roots = [getattr(source, name, None) for name in ("path", "test")]
-    found = []
+    stamps = []
     for root in (Path(expand_path(text)).absolute() for text in roots if isinstance(text, str)):
         files = root.rglob("*") if root.is_dir() else [root]
         for file in sorted(file for file in files if file.is_file()):
             status = file.stat()
-            found.append((str(file), status.st_mtime_ns, status.st_size))
-    return tuple(found)
+            stamps.append((str(file), status.st_mtime_ns, status.st_size))
+    return tuple(stamps)
 
 
 @functools.lru_cache(maxsize=1)

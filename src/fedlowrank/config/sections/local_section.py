@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError
-from ...language.text_federation import LanguageSettings
+from ...language.language_model import LanguageSettings
 from ...rounds.run_settings import RunSettings
 
 _LANGUAGE = (

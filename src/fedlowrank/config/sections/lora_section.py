@@ -22,7 +22,7 @@ class LoraSettings(CheckedFields):
 
     Attributes:
         ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list
-            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all, which is r by default.
+            of ten the first ten get the first rank. Empty: ``methods.NAME.training.rank`` for all, which is r by default.
         r: rank that the layers are made for, lowered where it is above what a layer can have; None adds
             updates to the weights themselves and wraps nothing.
         lora_alpha: α; the scale of updates is α/r. None for a scale of 1.
@@ -59,10 +59,10 @@ class LoraSettings(CheckedFields):
                 trained = "head"
             trainable = () if trained is None else (trained,)
             kind: dict[str, Any] = {"rslora": self.use_rslora, "target_modules": self.target_modules or "all"}
-            found = add_lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
+            adapted = add_lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
             if trained is not None:
-                found.head_name = trained  # type: ignore[assignment]  # torch types attributes as tensors
-            return found
+                adapted.head_name = trained  # type: ignore[assignment]  # torch types attributes as tensors
+            return adapted
 
         return make_with_lora
 

@@ -45,15 +45,17 @@ class Reference(CheckedFields):
         Raises:
             ConfigError: if a list does not have a number for each value of one varied field.
         """
-        found: dict[str, Any] = {"label": self.label}
+        description: dict[str, Any] = {"label": self.label}
         if self.score:
-            found["metric"] = self.metric
+            description["metric"] = self.metric
         for kind in ("accuracy", "communication", "parameters", *(("score",) if self.score else ())):
             numbers: Mapping[str, PaperNumber] = getattr(self, kind)
             chosen = {k: _choose(v, f"reference.{kind}.{k}", vary, tables) for k, v in numbers.items()}
             # null marks what did not converge; what the paper does not have is left out
-            found[kind] = {k: None if isinstance(v, str) else v for k, v in chosen.items() if v is not None}
-        return found
+            description[kind] = {
+                k: None if isinstance(v, str) else v for k, v in chosen.items() if v is not None
+            }
+        return description
 
 
 def _choose(number: PaperNumber, where: str, vary: Sequence[str], tables: Mapping[str, Any]) -> Any:

@@ -79,20 +79,20 @@ def flatten_grid(tables: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
     Raises:
         ConfigError: if a field has no list of different values.
     """
-    found: dict[str, list[Any]] = {}
+    flattened: dict[str, list[Any]] = {}
     for name, values in tables.items():
         here = f"{path}.{name}"
         if isinstance(values, Mapping):
             inner = {f"{name}.{one}": those for one, those in flatten_grid(values, here).items()}
-            if both := sorted({*inner} & {*found}):
+            if both := sorted({*inner} & {*flattened}):
                 raise ConfigError(f"{path}.{both[0]} is in the grid twice; leave one of the two out")
-            found |= inner
+            flattened |= inner
             continue
         if not isinstance(values, Sequence) or isinstance(values, str) or not values:
             raise ConfigError(f"{here}: a list of values is needed, such as [0.03, 0.1]; it is {values!r}")
         if twice := [text for text, n in Counter(map(repr, values)).items() if n > 1]:
             raise ConfigError(f"{here} lists {twice[0]} twice")
-        if name in found:
+        if name in flattened:
             raise ConfigError(f"{here} is in the grid twice; leave one of the two out")
-        found[name] = list(values)
-    return found
+        flattened[name] = list(values)
+    return flattened

@@ -72,15 +72,15 @@ def check_bounds(settings: Any, bounds: Mapping[str, str], title: str) -> None:
 @functools.cache
 def _parse(bound: Any, where: str) -> list[tuple[Callable[[Any, Any], bool], float]]:
     """The comparisons of a bound, each with its number."""
-    found = []
+    limits = []
     for part in bound.split(" and ") if isinstance(bound, str) else ():
         match = re.fullmatch(rf"\s*(>=|<=|>|<)\s*({_NUMBER})\s*", part)
         if match is None:
             break
-        found.append((_COMPARE[match[1]], float(match[2])))
+        limits.append((_COMPARE[match[1]], float(match[2])))
     else:
-        if found:
-            return found
+        if limits:
+            return limits
     suggestion = _from_interval(bound) if isinstance(bound, str) else ""
     raise ConfigError(f"{where} is {bound!r}. {suggestion or _GRAMMAR}.")
 

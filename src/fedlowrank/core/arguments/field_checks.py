@@ -54,8 +54,10 @@ class FieldChecks(ABCMeta):
         @property
         def __signature__(cls) -> inspect.Signature:
             """That of the constructor, which ``inspect.signature`` would not look for behind ``__call__``."""
-            own = inspect.signature(cls.__init__)
-            return own.replace(parameters=list(own.parameters.values())[1:], return_annotation=own.empty)
+            signature = inspect.signature(cls.__init__)
+            return signature.replace(
+                parameters=list(signature.parameters.values())[1:], return_annotation=signature.empty
+            )
 
 
 class CheckedFields(metaclass=FieldChecks):
@@ -77,7 +79,7 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     Plain are numbers, words, truth values, settings, and lists of these. The signature stays as it is.
     """
     signature = inspect.signature(function)
-    own = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    owner = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
     named = [
         n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n not in ("self", "cls")
     ]
@@ -88,14 +90,14 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
         hints = _hints_of_function(function)
         for name in kwargs if not takes_any else ():
             if name not in named:
-                raise ConfigError(_unknown(own, name, kwargs[name], named, hints))
+                raise ConfigError(_unknown(owner, name, kwargs[name], named, hints))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ConfigError(f"{own}: {error}") from error
+            raise ConfigError(f"{owner}: {error}") from error
         for name, value in bound.arguments.items():
             if name in hints:
-                bound.arguments[name] = _check(own, name, hints[name], value)
+                bound.arguments[name] = _check(owner, name, hints[name], value)
         return function(*bound.args, **bound.kwargs)
 
     return checked
@@ -158,8 +160,8 @@ def _hints_of(cls: Any) -> Mapping[str, Any]:
 
 def _plan_of(cls: Any) -> _Plan | None:
     """The plan of a dataclass, made once; None where its constructor is one of its own."""
-    found = cls.__dict__.get("_plan")
-    if found is None:
+    cached = cls.__dict__.get("_plan")
+    if cached is None:
         if issubclass(cls, CheckedFields):
             cls.check_class()
         is_settings = dataclasses.is_dataclass(cls)
@@ -171,18 +173,18 @@ def _plan_of(cls: Any) -> _Plan | None:
             hints = {name: known.get(name, Any) for name in names}
             needed = [f.name for f in fields if f.default is none and f.default_factory is none]
             plan = _Plan(hints, {name: _exact_types(hint) for name, hint in hints.items()}, needed)
-        found = cls._plan = (plan,)
-    plan_or_none: _Plan | None = found[0]
+        cached = cls._plan = (plan,)
+    plan_or_none: _Plan | None = cached[0]
     return plan_or_none
 
 
 def _resolve_hints(owner: Any, names: Iterable[str]) -> dict[str, Any]:
     """The types of fields or parameters; those that cannot be resolved, such as of a local class, are left out."""
     try:
-        found = typing.get_type_hints(owner)
+        resolved = typing.get_type_hints(owner)
     except (NameError, TypeError, AttributeError):
         return {}
-    return {name: found[name] for name in names if name in found}
+    return {name: resolved[name] for name in names if name in resolved}
 
 
 def check_value(name: str, hint: Any, value: Any) -> Any:
@@ -240,8 +242,8 @@ def _fit(hint: Any, value: Any) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise _WrongValueError(f": input should be a dict; it is {_show(value)}")
-        found = {key: _fit(inner[1], one) for key, one in value.items()}
-        return value if all(found[key] is one for key, one in value.items()) else found
+        fitted = {key: _fit(inner[1], item) for key, item in value.items()}
+        return value if all(fitted[key] is item for key, item in value.items()) else fitted
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and not isinstance(value, hint):
         raise _WrongValueError(f" must be {_name(hint)}(...), not {_show(value)}")
     return value
@@ -285,10 +287,10 @@ def _fit_list(origin: Any, inner: Sequence[Any], value: Any) -> Any:
     if origin is tuple and Ellipsis not in inner:
         if len(inner) != len(value):
             raise _WrongValueError(f": a list of {len(inner)} values is needed; it is {_show(value)}")
-        found = [_fit(hint, one) for hint, one in zip(inner, value, strict=True)]
+        fitted = [_fit(hint, item) for hint, item in zip(inner, value, strict=True)]
     else:
-        found = [_fit_item(inner[0], place, one) for place, one in enumerate(value)]
-    return tuple(found) if origin is tuple else found if isinstance(value, list) else value
+        fitted = [_fit_item(inner[0], place, item) for place, item in enumerate(value)]
+    return tuple(fitted) if origin is tuple else fitted if isinstance(value, list) else value
 
 
 def _fit_item(hint: Any, place: int, value: Any) -> Any:
@@ -343,40 +345,40 @@ def _unknown(
     owner: str, name: str, value: Any, known: Sequence[str], hints: Mapping[str, Any], cls: Any = None
 ) -> str:
     """The message about an argument that does not exist: one with a like name, or settings that have it."""
-    what = f"{owner} has no argument {name!r}"
+    mistake = f"{owner} has no argument {name!r}"
     if difflib.get_close_matches(name, known, n=1, cutoff=0.75):
-        return f"{what}. {did_you_mean(name, known)}"
+        return f"{mistake}. {did_you_mean(name, known)}"
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if cls is not None else {}
     name = ALIASES.get(name, name)
     shown = _show(value)
-    if found := _find_deeper(hints, defaults, name, shown, 1):
-        return f"{what}. Did you mean {found}?"
+    if place := _find_deeper(hints, defaults, name, shown, 1):
+        return f"{mistake}. Did you mean {place}?"
     for settings in CheckedFields.__subclasses__():
         if settings.passed_to and settings is not cls and name in _hints_of(settings):
-            return f"{what}. Did you mean {settings.passed_to}(..., {name}={shown})?"
+            return f"{mistake}. Did you mean {settings.passed_to}(..., {name}={shown})?"
     for depth in range(2, _DEPTH + 1):
-        if found := _find_deeper(hints, defaults, name, shown, depth):
-            return f"{what}. Did you mean {found}?"
-    return f"{what}. {did_you_mean(name, known)}"
+        if place := _find_deeper(hints, defaults, name, shown, depth):
+            return f"{mistake}. Did you mean {place}?"
+    return f"{mistake}. {did_you_mean(name, known)}"
 
 
-def find_argument(cls: type[Any], name: str, value: Any, given: Any = None) -> str | None:
+def find_argument(cls: type[Any], name: str, value: Any, settings: Any = None) -> str | None:
     """The argument of settings or of settings below them that has a name, as ``optimizer=SGD(lr=0.1)``.
 
     Args:
         cls: the settings.
         name: of the argument.
         value: of it, as it is written.
-        given: an object of the settings, whose own settings come first where a field takes several.
+        settings: an object of the settings, whose own settings come first where a field takes several.
     """
     hints = _hints_of(cls)
     name = ALIASES.get(name, name)
     if name in hints:
         return _write_argument(name, hints[name], value)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if hints else {}
-    defaults |= {field: getattr(given, field) for field in hints if given is not None}
-    found = (_find_deeper(hints, defaults, name, _show(value), depth) for depth in range(1, _DEPTH + 1))
-    return next((one for one in found if one), None)
+    defaults |= {field: getattr(settings, field) for field in hints if settings is not None}
+    places = (_find_deeper(hints, defaults, name, _show(value), depth) for depth in range(1, _DEPTH + 1))
+    return next((place for place in places if place), None)
 
 
 def _write_argument(name: str, hint: Any, value: Any) -> str:
@@ -415,6 +417,6 @@ def _find_deeper(
                 return f"{field}={kind.__name__}({name}={shown})"
             if depth > 1:
                 below = {f.name: f.default for f in dataclasses.fields(kind)}
-                if found := _find_deeper(inner, below, name, shown, depth - 1):
-                    return f"{field}={kind.__name__}({found})"
+                if place := _find_deeper(inner, below, name, shown, depth - 1):
+                    return f"{field}={kind.__name__}({place})"
     return None

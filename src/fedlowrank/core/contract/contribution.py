@@ -52,7 +52,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Each:
-    """Seen by itself: the total is ``{client id: value}``, sorted by id. It rules secure aggregation out.
+    """Is not reduced: the total is a dict ``{client id: value}``, sorted by id. Secure sums refuse a method with it.
 
     Attributes:
         value: anything.
@@ -90,7 +90,7 @@ class RunningMean(Generic[T]):
         self.total += weight
         if self.count == 1:
             self._begin(value)
-        mine, new = tree.tensors(self._mean), tree.tensors(value)
+        means, new = tree.tensors(self._mean), tree.tensors(value)
         if tree.form(value) != self._form:
             # keys may come in another order; if structures differ, this says where
             new = []
@@ -100,8 +100,8 @@ class RunningMean(Generic[T]):
                 for u, t in zip(tree.tensors(self._like), new, strict=True)
             ):
                 raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
-        if weight and mine and self.count > 1:
-            torch._foreach_lerp_(mine, tree.widen(new), weight / self.total)
+        if weight and means and self.count > 1:
+            torch._foreach_lerp_(means, tree.widen(new), weight / self.total)
 
     def add_rows(self, rows: T, weights: Sequence[float]) -> None:
         """Add K trees whose tensors are stacked ``[K, ...]``, by one operation a tensor.
@@ -135,8 +135,8 @@ class RunningMean(Generic[T]):
         means = tree.map_leaves(mean_of, self._like, rows)
         if self._mean is None:
             self._mean = means
-        elif mine := tree.tensors(self._mean):
-            torch._foreach_lerp_(mine, tree.tensors(means), total / self.total)
+        elif running := tree.tensors(self._mean):
+            torch._foreach_lerp_(running, tree.tensors(means), total / self.total)
 
     def _begin(self, value: T) -> None:
         self._mean, self._form, self._like = (
@@ -152,8 +152,8 @@ class RunningMean(Generic[T]):
             raise tree.TreeError(
                 f"a mean needs at least one tree with a weight above 0; there were {self.count} trees"
             )
-        found: T = tree.cast_like(self._mean, self._like)
-        return found
+        value: T = tree.cast_like(self._mean, self._like)
+        return value
 
 
 def _wide_copy(t: Tensor) -> Tensor:
@@ -312,9 +312,9 @@ class Aggregator:
 
 def contribution_leaves(contribution: Any) -> Iterator[tuple[str, Mean | Sum | Each]]:
     """The leaves of a contribution with their paths."""
-    found: list[tuple[str, Mean | Sum | Each]] = []
-    map_contributions(lambda path, leaf: found.append((path, leaf)), contribution)
-    yield from found
+    leaves_by_path: list[tuple[str, Mean | Sum | Each]] = []
+    map_contributions(lambda path, leaf: leaves_by_path.append((path, leaf)), contribution)
+    yield from leaves_by_path
 
 
 def map_contributions(f: Callable[[str, Any], Any], contribution: Any, path: str = "") -> Any:

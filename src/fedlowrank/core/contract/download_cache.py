@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .method import AnyMethod, ClientInfo
+from .method import AnyMethod
+from .task import ClientInfo
 
 _FIELDS = frozenset(f.name for f in dataclasses.fields(ClientInfo))
 
-KEPT = 64
+MAX_MESSAGES = 64
 """Messages that are kept for further clients."""
 
 
@@ -38,7 +39,7 @@ class Downloads:
         self._method, self._server = method, server
         self._known: dict[tuple[str, ...], dict[tuple[Any, ...], Any]] = {}
 
-    def to(self, client: ClientInfo) -> Any:
+    def message_to(self, client: ClientInfo) -> Any:
         """The message to a client."""
         for names, messages in self._known.items():
             if (values := tuple(getattr(client, name) for name in names)) in messages:
@@ -47,6 +48,6 @@ class Downloads:
         vars(noting).pop("_read", None)
         message = self._method.download(self._server, noting)
         names = tuple(sorted(vars(noting).get("_read", ())))
-        if not {"id", "name"} & set(names) and sum(map(len, self._known.values())) < KEPT:
+        if not {"id", "name"} & set(names) and sum(map(len, self._known.values())) < MAX_MESSAGES:
             self._known.setdefault(names, {})[tuple(getattr(client, name) for name in names)] = message
         return message

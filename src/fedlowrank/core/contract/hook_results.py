@@ -16,52 +16,52 @@ from .task import Pass
 _VARIADIC = inspect.CO_VARARGS
 
 
-def check_pair(method: Any, found: Any) -> tuple[Any, Any]:
+def check_pair(method: Any, result: Any) -> tuple[Any, Any]:
     """What ``local_update`` returned; a TaskError if it is no pair."""
-    if isinstance(found, tuple) and len(found) == 2:
-        return found
-    what = f"a tuple of {len(found)}" if isinstance(found, tuple) else _kind(found)
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else _kind(result)
     raise TaskError(
-        f"{type(method).__name__}.local_update must return the pair (state, upload); it returned {what}. Write "
+        f"{type(method).__name__}.local_update must return the pair (state, upload); it returned {kind}. Write "
         "return None, upload if a client keeps nothing"
     )
 
 
-def check_client_model(method: Any, found: Any) -> ClientModel:
+def check_client_model(method: Any, result: Any) -> ClientModel:
     """What ``client_model`` returned; a TaskError if it is no ClientModel of parameters."""
     name = f"{type(method).__name__}.client_model"
-    if not isinstance(found, ClientModel):
+    if not isinstance(result, ClientModel):
         raise TaskError(
-            f"{name} must return a ClientModel; it returned {_kind(found)}. Write return ClientModel(params)"
+            f"{name} must return a ClientModel; it returned {_kind(result)}. Write return ClientModel(params)"
         )
-    for where, value in {"params": found.params, **found.series}.items():
+    for where, value in {"params": result.params, **result.series}.items():
         if not isinstance(value, dict) and not callable(value):
             raise TaskError(
                 f"{name}: {where} must be a dict of parameters by name or a function; it is {_kind(value)}. Without a "
                 "client_model of its own a client uses what download returns, by default the server's state: see what "
                 "server_init and server_update return"
             )
-    return found
+    return result
 
 
-def check_passes(method: Any, found: Any) -> dict[str, Pass]:
+def check_passes(method: Any, passes: Any) -> dict[str, Pass]:
     """What ``passes`` returned; a TaskError if it is no dict of passes."""
-    if isinstance(found, dict) and found and all(isinstance(one, Pass) for one in found.values()):
-        return found
+    if isinstance(passes, dict) and passes and all(isinstance(sweep, Pass) for sweep in passes.values()):
+        return passes
     raise TaskError(
-        f"{type(method).__name__}.passes must return a dict of passes by name; it returned {_kind(found)}. Write "
+        f"{type(method).__name__}.passes must return a dict of passes by name; it returned {_kind(passes)}. Write "
         'return {"local": self.main_pass}'
     )
 
 
-def check_server_state(method: Any, before: Any, found: Any) -> Any:
+def check_server_state(method: Any, before: Any, state: Any) -> Any:
     """What ``server_update`` returned; a TaskError if the server's state is lost."""
-    if found is None and before is not None:
+    if state is None and before is not None:
         raise TaskError(
             f"{type(method).__name__}.server_update returned None, which would be the server's next state. Return the "
             "state, such as return total"
         )
-    return found
+    return state
 
 
 def check_start(start: Any, path: str = "") -> None:
@@ -79,27 +79,29 @@ def check_start(start: Any, path: str = "") -> None:
         check_start(child, tree.join_path(path, key))
 
 
-def check_function(what: str, function: Callable[..., Any], given: Sequence[str], constants: Any) -> None:
+def check_function(
+    what: str, function: Callable[..., Any], first_arguments: Sequence[str], constants: Any
+) -> None:
     """Raise TaskError if a function that a method passes on cannot take what it is called with.
 
     Args:
         what: how the argument is called.
         function: of the method; only plain functions are examined, and by their code, in a microsecond.
-        given: the names of its arguments before the constants.
+        first_arguments: the names of its arguments before the constants.
         constants: that follow; must be a tuple or a list.
     """
     if not isinstance(constants, (tuple, list)):
         raise TaskError(f"constants must be a tuple of trees, such as (down,); it is {_kind(constants)}")
     if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
         return
-    code, count = function.__code__, len(given) + len(constants)
+    code, count = function.__code__, len(first_arguments) + len(constants)
     least = code.co_argcount - len(function.__defaults__ or ())
     if least <= count and (count <= code.co_argcount or code.co_flags & _VARIADIC):
         return
-    more = [*given, *(f"constants[{i}]" for i in range(len(constants)))]
+    arguments = [*first_arguments, *(f"constants[{i}]" for i in range(len(constants)))]
     raise TaskError(
         f"{what} at line {code.co_firstlineno} takes {inspect.signature(function)} and is called with "
-        f"({', '.join(more)})"
+        f"({', '.join(arguments)})"
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from ..errors import ConfigError
+from .update import KeepsSumOfUploads
 
 _NEAR = 0.85
 """Likeness to the name of a hook from which a name is taken for a misspelt one."""
@@ -34,20 +35,21 @@ def check_class(cls: type[Any], contract: Any) -> None:
     Raises:
         ConfigError: with a line for each mistake: what is wrong, where, and what to write.
     """
-    own = [c for c in cls.__mro__ if issubclass(c, contract) and c is not contract]
-    found = [*_missing(cls, contract, own), *_unfit(cls, contract)]
-    for one in own:
-        found += [*_misspelt(one, contract), *_fields(one, contract)]
-    if found:
-        count = "a mistake" if len(found) == 1 else f"{len(found)} mistakes"
-        lines = "".join(f"\n  {line}" for line in found)
+    classes = [c for c in cls.__mro__ if issubclass(c, contract) and c is not contract]
+    mistakes = [*_missing(cls, contract, classes), *_unfit(cls, contract)]
+    for base in classes:
+        mistakes += [*_misspelt(base, contract), *_fields(base, contract)]
+    if mistakes:
+        count = "a mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        lines = "".join(f"\n  {line}" for line in mistakes)
         raise ConfigError(f"the class {cls.__module__}:{cls.__qualname__} has {count}:{lines}")
 
 
 @functools.cache
 def _hooks(contract: Any) -> dict[str, Any]:
-    """The functions of the contract by name."""
-    return {n: v for n, v in vars(contract).items() if n[0] != "_" and inspect.isfunction(v)}
+    """The functions of the contract by name, with those that a method may have beside them."""
+    functions = {**vars(contract), **vars(KeepsSumOfUploads)}
+    return {n: v for n, v in functions.items() if n[0] != "_" and inspect.isfunction(v)}
 
 
 @functools.cache
@@ -75,14 +77,17 @@ def _written(function: Any) -> str:
     return f"def {function.__name__}({', '.join(_arguments(function))})"
 
 
-def _missing(cls: type[Any], contract: Any, own: Iterable[type[Any]]) -> Iterator[str]:
+def _missing(cls: type[Any], contract: Any, classes: Iterable[type[Any]]) -> Iterator[str]:
     """The title and the hooks without a default that a class lacks, with the function that may have been meant."""
-    hooks, names = _hooks(contract), {n for c in own for n, v in vars(c).items() if inspect.isfunction(v)}
-    if _defined(cls, "title") is None and _nearest("title", [n for c in own for n in vars(c)], _NEAR) is None:
+    hooks, names = _hooks(contract), {n for c in classes for n, v in vars(c).items() if inspect.isfunction(v)}
+    if (
+        _defined(cls, "title") is None
+        and _nearest("title", [n for c in classes for n in vars(c)], _NEAR) is None
+    ):
         yield 'title is missing. Write title = "..." in the class'
     for name in sorted(getattr(cls, "__abstractmethods__", ()), key=list(hooks).index):
-        others = [n for n in names - hooks.keys() if n[0] != "_"]
-        near = _nearest(name, others, _LIKE)
+        helpers = [n for n in names - hooks.keys() if n[0] != "_"]
+        near = _nearest(name, helpers, _LIKE)
         if near is not None and _nearest(near, hooks, _NEAR) is not None:
             # named as a misspelt one
             continue
@@ -94,7 +99,10 @@ def _unfit(cls: type[Any], contract: Any) -> Iterator[str]:
     """The hooks that are no methods or cannot take what they are called with, and class variables of a wrong type."""
     for name, hook in _hooks(contract).items():
         value = _defined(cls, name)
-        if value is hook or name in getattr(cls, "__abstractmethods__", ()):
+        is_left_out = (
+            value is hook or not hasattr(cls, name) or name in getattr(cls, "__abstractmethods__", ())
+        )
+        if is_left_out:
             continue
         kind = type(value).__name__
         if isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
@@ -121,10 +129,10 @@ def _wrong_arguments(function: Any, hook: Any) -> str:
         return (
             f"{'is async' if inspect.iscoroutinefunction(function) else 'yields'} and must return its result"
         )
-    given = _arguments(hook)
+    passed = _arguments(hook)
     if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
         code = function.__code__
-        if code.co_varnames[: code.co_argcount] == tuple(given) and not code.co_kwonlyargcount:
+        if code.co_varnames[: code.co_argcount] == tuple(passed) and not code.co_kwonlyargcount:
             # as nearly all are; a signature takes 0.1 ms
             return ""
     try:
@@ -134,16 +142,16 @@ def _wrong_arguments(function: Any, hook: Any) -> str:
         return ""
     if not hasattr(function, "__get__"):
         # an object that is called is not bound to the method, so that it gets no self
-        given = given[1:]
-    moved = [n for n, g in zip(signature.parameters, given, strict=False) if n != g and n in given]
+        passed = passed[1:]
+    moved = [n for n, g in zip(signature.parameters, passed, strict=False) if n != g and n in passed]
     try:
-        signature.bind(*given)
+        signature.bind(*passed)
     except TypeError:
-        moved = given
+        moved = passed
     if not moved:
         return ""
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return f"takes {inspect.Signature(bare)} and is called with ({', '.join(given)})"
+    return f"takes {inspect.Signature(bare)} and is called with ({', '.join(passed)})"
 
 
 def _misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
@@ -158,8 +166,8 @@ def _misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
         near = _nearest(name, [n for n in (hooks if is_code else variables) if n not in vars(cls)], _NEAR)
         if near is None:
             continue
-        what = f" Write {_written(hooks[near])}" if is_code else ""
-        yield f"{name}{_place(value)}: a method has no {name!r}. Did you mean {near!r}?{what}"
+        advice = f" Write {_written(hooks[near])}" if is_code else ""
+        yield f"{name}{_place(value)}: a method has no {name!r}. Did you mean {near!r}?{advice}"
 
 
 def _fields(cls: type[Any], contract: Any) -> Iterator[str]:

@@ -20,26 +20,10 @@ from .client_model import ClientModel
 from .contribution import Mean
 from .hook_results import check_function, check_passes, check_start
 from .hook_signatures import check_class
-from .model import Model
-from .task import Batch, ClientInfo, Pass, Task
+from .model import EngineModel
+from .task import ClientInfo, Pass, Task
 from .training_request import NO_PADDING, PaddedDimensions, ProximalTerm, Request, Trainer
-from .update import Lengths, OneOf, Update
-
-__all__ = [
-    "AnyMethod",
-    "Batch",
-    "ClientInfo",
-    "ClientView",
-    "Lengths",
-    "Method",
-    "OneOf",
-    "PaddedDimensions",
-    "Pass",
-    "ProximalTerm",
-    "ServerView",
-    "Task",
-    "Update",
-]
+from .update import Update
 
 S = TypeVar("S")  # server state
 C = TypeVar("C")  # state that a client keeps
@@ -53,7 +37,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     """A federated method. Its fields are hyper-parameters; its functions, the hooks, are pure.
 
     A method is written for one client and the server; engines execute it for many clients. ``server_init``,
-    ``local_update`` and ``server_update`` have no default. The methods of this package call shared verbs and inherit
+    ``local_update`` and ``server_update`` have no default. The methods of this package call shared functions and inherit
     from no other method; a user's method may.
 
     Attributes:
@@ -103,8 +87,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
                 self, "epochs", self.title, f"with {self.title}.steps = {self.steps}", "leave steps out"
             )
         check_bounds(self, self.bounds, self.title)
-        for one in fields(self) if self.keep_refusal else ():
-            refuse_keep(one.name, getattr(self, one.name), self.title, self.keep_refusal)
+        for setting in fields(self) if self.keep_refusal else ():
+            refuse_keep(setting.name, getattr(self, setting.name), self.title, self.keep_refusal)
 
     @classmethod
     def check_class(cls) -> None:
@@ -126,13 +110,13 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
     def local_passes(self) -> dict[str, Pass]:
         """:meth:`passes` with ``drop_last`` applied; what engines execute. Override :meth:`passes`."""
-        found = check_passes(self, self.passes())
-        if self.steps is not None and all(sweep.epochs is not None for sweep in found.values()):
+        passes = check_passes(self, self.passes())
+        if self.steps is not None and all(p.epochs is not None for p in passes.values()):
             raise ConfigError(
                 f"{self.title}.steps = {self.steps} does nothing: none of its passes() reads it. Return self.main_pass "
                 "for the pass that it should describe"
             )
-        return {n: replace(sweep, drop_last=sweep.drop_last or self.drop_last) for n, sweep in found.items()}
+        return {n: replace(p, drop_last=p.drop_last or self.drop_last) for n, p in passes.items()}
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
         """Which clients train in a round, by default the clients that the protocol sampled."""
@@ -212,27 +196,29 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         """
         return None
 
-    def metrics(self, server: S) -> dict[str, dict[str, float]]:
+    def server_metrics(self, server: S) -> dict[str, dict[str, float]]:
         """Numbers to record of the server after a round, by name and key; ``ranks`` holds its ranks."""
         return {}
 
 
 @dataclass(frozen=True)
 class ClientView:
-    """What a client may use besides its state: its model's code, its data through verbs, and its randomness.
+    """What a client may use besides its state: the code of its model, its data, and its randomness.
+
+    It reaches its data through :meth:`train` and :meth:`total`.
 
     Attributes:
         info: what the server knows of it, too.
         task: what is to be learnt.
-        model: the code of its model.
+        model: the code of its model; a method uses what :class:`Model` has.
         round: counted from 0.
         key: randomness of this client in this round.
-        trainer: the engine's way to execute training; use the verbs below.
+        trainer: the engine's way to execute training; call the functions below.
     """
 
     info: ClientInfo
     task: Task
-    model: Model
+    model: EngineModel
     round: int
     key: Key
     trainer: Trainer

@@ -14,9 +14,7 @@ from ..tree import Params
 
 
 class Model(Protocol):
-    """A model as a function of its parameters, split into a representation and a head where it names one.
-
-    Implemented by :class:`fedlowrank.models.architecture.Architecture`.
+    """What a method may use of a model: functions of its parameters, and their split into a body and a head.
 
     Attributes:
         name: of the architecture.
@@ -26,9 +24,6 @@ class Model(Protocol):
         complex: names of the complex parameters.
         parameters: number of parameters, frozen ones included.
         head_name: dotted name of the submodule that is the head, or None.
-        example: one input.
-        couples: whether the scores of an example depend on the batch that it is in.
-        buffers: initial values of the buffers that ``forward`` may change.
         cache: values derived from the module, kept for all clients.
     """
 
@@ -38,29 +33,11 @@ class Model(Protocol):
     complex: frozenset[str]
     parameters: int
     head_name: str | None
-    example: Any
-    couples: bool
-    buffers: Params
     cache: dict[str, Any]
-
-    @property
-    def is_standard(self) -> bool:
-        """Whether all layers are standard ones of torch without hooks."""
-        ...
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Tokens that a model of transformers knows; None for others."""
-        ...
 
     @property
     def training(self) -> bool:
         """Whether the module is in training mode, as in the steps of a pass."""
-        ...
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether user code runs in a hook of a layer."""
         ...
 
     @property
@@ -96,6 +73,37 @@ class Model(Protocol):
         """Other initial parameters, drawn by the layers' own rules."""
         ...
 
+
+class EngineModel(Model, Protocol):
+    """What engines and evaluation use of a model beside that: its buffers, its statistics, and how it is coded.
+
+    Implemented by :class:`fedlowrank.models.architecture.Architecture`.
+
+    Attributes:
+        example: one input.
+        couples: whether the scores of an example depend on the batch that it is in.
+        buffers: initial values of the buffers that ``forward`` may change.
+    """
+
+    example: Any
+    couples: bool
+    buffers: Params
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether all layers are standard ones of torch without hooks."""
+        ...
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether user code runs in a hook of a layer."""
+        ...
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens that a model of transformers knows; None for others."""
+        ...
+
     def probe(self, x: Any) -> Tensor:
         """Scores of a few inputs by the initial parameters."""
         ...
@@ -104,11 +112,11 @@ class Model(Protocol):
         """The parameters as the module holds them, with the client's own statistics and changed buffers."""
         ...
 
-    def with_local_statistics(self, chunks: Callable[[], Iterator[Any]], whose: str = "") -> Model:
+    def with_local_statistics(self, chunks: Callable[[], Iterator[Any]], whose: str = "") -> EngineModel:
         """The model of a client that infers: batch normalizations use statistics of these inputs."""
         ...
 
-    def with_buffers(self, changed: Params) -> Model:
+    def with_buffers(self, changed: Params) -> EngineModel:
         """The model of a client whose buffers have other values than the initial ones."""
         ...
 
@@ -117,17 +125,17 @@ class Model(Protocol):
         """Running statistics of batch normalizations as they are now, where they travel; else none."""
         ...
 
-    def set_buffers(self, values: Params) -> None:
-        """Exchange values of the client's own buffers."""
-        ...
-
     @property
     def changed_buffers(self) -> Params:
         """Buffers that ``forward`` has changed."""
         ...
 
+    def set_buffers(self, values: Params) -> None:
+        """Exchange values of the client's own buffers."""
+        ...
 
-M = TypeVar("M", bound=Model)
+
+M = TypeVar("M", bound=EngineModel)
 
 
 def without_data(model: M) -> M:
@@ -135,6 +143,6 @@ def without_data(model: M) -> M:
 
     The example is mostly a view of a client's data, and a view is pickled with all that it is a view of.
     """
-    made = copy.copy(model)
-    made.example, made.cache = tree.map_leaves(Tensor.clone, model.example), {}
-    return made
+    bare_copy = copy.copy(model)
+    bare_copy.example, bare_copy.cache = tree.map_leaves(Tensor.clone, model.example), {}
+    return bare_copy

@@ -14,7 +14,7 @@ from ..errors import TaskError
 from ..key import Key
 from ..learning.losses import AUTO, Loss
 from ..tree import wide_type
-from .model import Model
+from .model import EngineModel
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,11 @@ class Task:
         rounds: rounds of the whole run, for methods whose settings depend on progress.
         key: randomness of initial values, common to server and clients.
         loss: what is minimized; batches carry it, too.
-        target: no targets ``[0, ...]``, for their form; None for labels ``[n]``, or as scores have it.
+        target: an empty tensor ``[0, ...]`` with the shape and type of targets; None if targets are labels ``[n]``
+            or have the shape of the scores.
     """
 
-    architectures: Mapping[str, Model]
+    architectures: Mapping[str, EngineModel]
     clients: Sequence[ClientInfo]
     classes: int
     rounds: int
@@ -191,11 +192,11 @@ class Task:
     loss: Loss = AUTO
     target: Tensor | None = None
 
-    def model(self, client: ClientInfo) -> Model:
+    def model(self, client: ClientInfo) -> EngineModel:
         """The architecture of a client."""
         return self.architectures[client.architecture]
 
-    def common_model(self, method: str) -> Model:
+    def common_model(self, method: str) -> EngineModel:
         """The one architecture of all clients.
 
         Raises:
@@ -203,12 +204,12 @@ class Task:
         """
         if len(self.architectures) > 1:
             owners = {c.architecture: c for c in reversed(self.clients)}
-            held = ", ".join(
+            holders = ", ".join(
                 f"{c.title} holds {a}" for a, c in sorted(owners.items(), key=lambda item: item[1].id)
             )
             raise TaskError(
                 f"{method} averages whole models, so all clients must hold the same architecture, but "
-                f"{held}. Give model.names one name, or choose a method for heterogeneous models "
+                f"{holders}. Give model.names one name, or choose a method for heterogeneous models "
                 "(`fedlowrank list` says which)."
             )
         return next(iter(self.architectures.values()))
@@ -230,7 +231,7 @@ class Task:
                 )
         return self.model(first).width
 
-    def smallest_model(self, name: str | None = None) -> Model:
+    def smallest_model(self, name: str | None = None) -> EngineModel:
         """The architecture of that name, or the one with the fewest parameters."""
         if name is None:
             return min(self.architectures.values(), key=lambda a: a.parameters)

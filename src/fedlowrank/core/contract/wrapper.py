@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .method import AnyMethod, C, D, Method, Pass, S, Task, U
+from .method import AnyMethod, C, D, Method, S, U
+from .task import Pass, Task
 
 # those of the fields are the wrapper's own
 _DESCRIPTION = [

@@ -113,14 +113,14 @@ def read_json(path: Path, kind: type[J]) -> J:
 def parse_json(data: bytes, path: Path, kind: type[J]) -> J:
     """Parse the content of a JSON file; see :func:`read_json`."""
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         # bytes that are no text are an error of value, too
         raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy.") from error
-    if not isinstance(found, kind):
-        wanted, got = _JSON_KINDS[kind], _JSON_KINDS.get(type(found), json.dumps(found)[:40])
+    if not isinstance(value, kind):
+        wanted, got = _JSON_KINDS[kind], _JSON_KINDS.get(type(value), json.dumps(value)[:40])
         raise CheckpointError(f"{path} is damaged: it must hold {wanted} and holds {got}.")
-    return found
+    return value
 
 
 _JSON_KINDS: dict[type, str] = {dict: "a table {...}", list: "an array [...]"}

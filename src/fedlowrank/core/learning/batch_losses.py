@@ -42,10 +42,10 @@ def sum_losses(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
     The quotient of these sums over a client's data is its mean loss f_k; of texts over texts and not over tokens.
     """
-    found = batch.loss.weigh(batch.y)
-    if found is None:
+    weights = batch.loss.weigh(batch.y)
+    if weights is None:
         return batch.total(values), batch.total(torch.ones(len(batch.y), device=values.device))
-    count, weight = found
+    count, weight = weights
     values = values * count.reshape(-1, *[1] * (values.ndim - 1))
     return batch.total(values), batch.total(weight.to(wide_type(values.dtype)))
 
@@ -94,8 +94,8 @@ def gradient(risk: Callable[..., Tensor], theta: Params, batch: Batch) -> Params
     # a sum, for of a batch of many clients the risk is one number each
     value = risk(at, batch).sum()
     check_loss(value)
-    found = torch.autograd.grad(value, list(at.values()), materialize_grads=True)
-    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(at, found, strict=True)}
+    gradients = torch.autograd.grad(value, list(at.values()), materialize_grads=True)
+    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(at, gradients, strict=True)}
 
 
 def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:

@@ -30,8 +30,8 @@ def contrastive_losses(
         sentence-transformers with scale 1/τ).
     """
     scores = similarities(embeddings, mask, clients) / temperature
-    own = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:2])
-    return functional.cross_entropy(scores.flatten(0, 1), own.flatten(), reduction="none")
+    partners = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:2])
+    return functional.cross_entropy(scores.flatten(0, 1), partners.flatten(), reduction="none")
 
 
 def similarities(embeddings: Tensor, mask: Tensor | None = None, clients: int | None = None) -> Tensor:
@@ -50,7 +50,7 @@ def similarities(embeddings: Tensor, mask: Tensor | None = None, clients: int | 
 def nearest_is_own(embeddings: Tensor) -> Tensor:
     """Whether each anchor is nearer to its own positive than to all others of the batch, ``[b]``."""
     cosines = similarities(embeddings)[0]
-    own = cosines.diagonal()
+    own_cosines = cosines.diagonal()
     is_own = torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)
-    is_nearest: Tensor = (cosines.masked_fill(is_own, -torch.inf) < own[:, None]).all(1)
+    is_nearest: Tensor = (cosines.masked_fill(is_own, -torch.inf) < own_cosines[:, None]).all(1)
     return is_nearest

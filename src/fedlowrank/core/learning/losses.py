@@ -144,8 +144,8 @@ class Loss(CheckedFields):
     @property
     def function(self) -> LossFunction | None:
         """The user's own function, once :func:`as_loss` or :meth:`with_function` has set it."""
-        found: LossFunction | None = vars(self).get("_function")
-        return found
+        function: LossFunction | None = vars(self).get("_function")
+        return function
 
     def with_function(self) -> Loss:
         """The loss with its function, if that is one of the user's own and only named yet; this runs its module.
@@ -295,21 +295,21 @@ class Loss(CheckedFields):
     def _own(self, scores: Tensor, y: Tensor) -> Tensor:
         if self.function is None:
             raise AssertionError(f"the function {self.kind} is not imported")
-        found: Any = self.function(scores, y)
-        if not isinstance(found, Tensor):
+        losses: Any = self.function(scores, y)
+        if not isinstance(losses, Tensor):
             raise LossError(
-                f"the loss {self.kind} gave a {type(found).__name__}; it must give a tensor [examples]"
+                f"the loss {self.kind} gave a {type(losses).__name__}; it must give a tensor [examples]"
             )
-        if found.shape != (len(y),):
+        if losses.shape != (len(y),):
             cure = {0: " Leave out the mean over examples (reduction='none').", 1: ""}.get(
-                found.ndim,
+                losses.ndim,
                 " Take the mean over all but the first dimension, such as loss.flatten(1).mean(1).",
             )
             raise LossError(
-                f"the loss {self.kind} gave a tensor {[*found.shape]} for {len(y)} examples; it must give one number "
+                f"the loss {self.kind} gave a tensor {[*losses.shape]} for {len(y)} examples; it must give one number "
                 f"for each example, [{len(y)}].{cure}"
             )
-        return found
+        return losses
 
 
 AUTO = Loss()
@@ -360,8 +360,8 @@ def _next_token(scores: Tensor, y: Tensor) -> Tensor:
     counts = targets != IGNORE_INDEX
     if finds_tokens(scores):
         text, place = counts.nonzero(as_tuple=True)
-        found = functional.cross_entropy(_widen(scores[text, place]), targets[text, place], reduction="none")
-        each = found.new_zeros(targets.shape).index_put((text, place), found)
+        losses = functional.cross_entropy(_widen(scores[text, place]), targets[text, place], reduction="none")
+        each = losses.new_zeros(targets.shape).index_put((text, place), losses)
     else:
         each = functional.cross_entropy(
             _widen(scores[:, :-1]).transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
@@ -390,6 +390,6 @@ def _with_function(loss: Loss, function: Any) -> Loss:
     """A loss of the user's own with its function."""
     if isinstance(function, type) or not callable(function):
         raise ConfigError(f"loss: {loss.kind!r} is {function!r} and not a function loss(scores, targets)")
-    made = Loss(loss.kind)
-    object.__setattr__(made, "_function", function)
-    return made
+    loss_of_user = Loss(loss.kind)
+    object.__setattr__(loss_of_user, "_function", function)
+    return loss_of_user

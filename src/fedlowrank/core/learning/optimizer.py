@@ -225,9 +225,9 @@ class _Optimizer(CheckedFields):
     keep: bool
     local_schedule: LocalSchedule
 
-    def count_kept(self, taken: int) -> int:
+    def count_kept(self, steps: int) -> int:
         """Number of steps that a kept state says were taken; what the next step depends on, and no more."""
-        return taken
+        return steps
 
     def rates(self, paths: Sequence[str], round: int) -> Rates:
         """Learning rate and weight decay of each parameter in a round.
@@ -348,9 +348,9 @@ class SGD(_Optimizer):
                 "optimizer.momentum, such as 0.9, or leave optimizer.keep out"
             )
 
-    def count_kept(self, taken: int) -> int:
+    def count_kept(self, steps: int) -> int:
         """Whether there was a step: the momentum does not depend on how many."""
-        return min(taken, 1)
+        return min(steps, 1)
 
     def step(
         self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
@@ -467,10 +467,10 @@ def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
     return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
 
 
-def _add_scaled(to: list[Tensor], what: list[Tensor], scales: list[float]) -> None:
+def _add_scaled(to: list[Tensor], tensors: list[Tensor], scales: list[float]) -> None:
     """``to += scale * what``, in one call where all scales are equal."""
     if all(s == scales[0] for s in scales):
         if scales and scales[0] != 0:
-            torch._foreach_add_(to, what, alpha=scales[0])
+            torch._foreach_add_(to, tensors, alpha=scales[0])
     else:
-        torch._foreach_add_(to, torch._foreach_mul(what, scales))
+        torch._foreach_add_(to, torch._foreach_mul(tensors, scales))

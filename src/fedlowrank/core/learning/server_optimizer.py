@@ -76,11 +76,13 @@ def server_step(
     gradient = [_moved(p, towards[path]) for path, p in zip(paths, params, strict=True)]
     if optimizer.clip is not None:
         gradient = clip(gradient, optimizer.clip)
-    kept = [[t.clone() for t in ts] for ts in state.tensors]
+    kept_tensors = [[t.clone() for t in ts] for ts in state.tensors]
     with torch.no_grad():
-        optimizer.step(params, gradient, kept, optimizer.rates(paths, round), state.count)
+        optimizer.step(params, gradient, kept_tensors, optimizer.rates(paths, round), state.count)
     new = iter(params)
-    return tree.map_leaves(lambda t: next(new).to(t.dtype), old), ServerOptimizerState(kept, state.count + 1)
+    return tree.map_leaves(lambda t: next(new).to(t.dtype), old), ServerOptimizerState(
+        kept_tensors, state.count + 1
+    )
 
 
 def _moved(old: Tensor, mean: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from ..input_types import scale_bytes
 from ..partitioning.checks import describe_array
 from .cifar_names import CIFAR10, CIFAR100_COARSE, CIFAR100_FINE
 
-_SHAPE = (3, 32, 32)
-_PIXELS = 3 * 32 * 32
-_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
+_IMAGE_SHAPE = (3, 32, 32)
+_IMAGE_BYTES = 3 * 32 * 32
+_TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 
 Images = tuple[np.ndarray, np.ndarray]
 """Pixels uint8 [n, 3072] and labels int64 [n] of a file."""
@@ -47,8 +47,8 @@ class Cifar10(CheckedFields):
         Raises:
             DataError: if files are missing, cut short, of different sizes, or a pickle holds more than data.
         """
-        folder, end = _find_version(self.path, (*_BATCHES, "test_batch"), "CIFAR-10 files")
-        files = [folder / (name + end) for name in (*_BATCHES, "test_batch")]
+        folder, end = _find_version(self.path, (*_TRAIN_FILES, "test_batch"), "CIFAR-10 files")
+        files = [folder / (name + end) for name in (*_TRAIN_FILES, "test_batch")]
         if end:
             *train, test = [_read_binary(file, labels=1, column=0) for file in files]
             names = _read_names(folder / "batches.meta.txt", None, CIFAR10)
@@ -58,7 +58,7 @@ class Cifar10(CheckedFields):
         sizes = [len(y) for _, y in train]
         if len(set(sizes)) > 1:
             raise DataError(f"training files in {str(folder)!r} must have equally many images, not {sizes}")
-        return Dataset("cifar10", _examples(train), _examples([test]), names)
+        return Dataset("cifar10", _make_examples(train), _make_examples([test]), names)
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ class Cifar100(CheckedFields):
         else:
             parts = [_read_pickle(folder / part, f"{self.labels}_labels") for part in ("train", "test")]
             names = _read_names(folder / "meta", f"{self.labels}_label_names", default)
-        return Dataset("cifar100", _examples(parts[:1]), _examples(parts[1:]), names)
+        return Dataset("cifar100", _make_examples(parts[:1]), _make_examples(parts[1:]), names)
 
 
-def _find_version(path: str, names: Sequence[str], what: str) -> tuple[Path, str]:
+def _find_version(path: str, names: Sequence[str], description: str) -> tuple[Path, str]:
     """The folder and the ending of its file names: ``.bin`` in the binary version, else empty."""
 
     def contains(folder: Path, end: str) -> bool:
         return all((folder / (name + end)).is_file() for name in names)
 
-    what = f"{what} ({', '.join(names)}; or the same names with .bin)"
-    folder = find_folder(path, lambda f: contains(f, ".bin") or contains(f, ""), what)
+    description = f"{description} ({', '.join(names)}; or the same names with .bin)"
+    folder = find_folder(path, lambda f: contains(f, ".bin") or contains(f, ""), description)
     return folder, ".bin" if contains(folder, ".bin") else ""
 
 
@@ -116,11 +116,11 @@ def _read_bytes(file: Path) -> bytes:
 def _read_binary(file: Path, labels: int, column: int) -> Images:
     """Records of label bytes, of which one column counts, and pixels."""
     data = np.frombuffer(_read_bytes(file), dtype=np.uint8)
-    size = labels + _PIXELS
+    size = labels + _IMAGE_BYTES
     if len(data) == 0 or len(data) % size:
         raise DataError(
             f"{str(file)!r} is cut short or of another format: expected a multiple of {size} bytes ({labels} "
-            f"of labels, {_PIXELS} of pixels), e.g. {(len(data) // size + 1) * size}; found {len(data)}."
+            f"of labels, {_IMAGE_BYTES} of pixels), e.g. {(len(data) // size + 1) * size}; found {len(data)}."
         )
     rows = data.reshape(-1, size)
     return rows[:, labels:], rows[:, column].astype(np.int64)
@@ -133,9 +133,9 @@ def _read_pickle(file: Path, key: str) -> Images:
     if not isinstance(data, PickledArray) or not isinstance(labels, list):
         raise DataError(f"{where}: expected an array 'data' and a list {key!r}, found {sorted(content)}.")
     x = data.value
-    if x.dtype != np.uint8 or x.shape != (len(labels), _PIXELS) or len(x) == 0:
+    if x.dtype != np.uint8 or x.shape != (len(labels), _IMAGE_BYTES) or len(x) == 0:
         raise DataError(
-            f"{where}: expected pixels uint8 [n, {_PIXELS}] and n labels, found {describe_array(x)} and "
+            f"{where}: expected pixels uint8 [n, {_IMAGE_BYTES}] and n labels, found {describe_array(x)} and "
             f"{len(labels)} labels."
         )
     if not all(isinstance(v, int) and abs(v) < 2**31 for v in labels):
@@ -147,10 +147,10 @@ def _read_dictionary(file: Path, where: str) -> dict[str, Any]:
     content = unpickle(_read_bytes(file), where)
     if not isinstance(content, dict):
         raise DataError(f"{where}: expected a dictionary, found a {type(content).__name__}.")
-    return {_text(key): value for key, value in content.items()}
+    return {_to_text(key): value for key, value in content.items()}
 
 
-def _text(value: object) -> str:
+def _to_text(value: object) -> str:
     return value.decode("latin1") if isinstance(value, bytes) else str(value)
 
 
@@ -159,20 +159,20 @@ def _read_names(file: Path, key: str | None, default: tuple[str, ...]) -> tuple[
     if not file.is_file():
         return default
     if key is None:
-        names: Any = [line.strip() for line in _text(_read_bytes(file)).splitlines() if line.strip()]
+        names: Any = [line.strip() for line in _to_text(_read_bytes(file)).splitlines() if line.strip()]
     else:
         names = _read_dictionary(file, repr(str(file))).get(key)
         if not isinstance(names, list):
             raise DataError(f"{str(file)!r}: expected a list {key!r}.")
     if len(names) != len(default):
         raise DataError(f"{str(file)!r}: expected {len(default)} names of classes, found {len(names)}.")
-    return tuple(_text(name) for name in names)
+    return tuple(_to_text(name) for name in names)
 
 
-def _examples(files: list[Images]) -> Examples:
+def _make_examples(files: list[Images]) -> Examples:
     """The images of several files, converted one after the other straight into the result."""
     sizes = [len(y) for _, y in files]
-    x = torch.empty((sum(sizes), *_SHAPE), dtype=torch.float32)
+    x = torch.empty((sum(sizes), *_IMAGE_SHAPE), dtype=torch.float32)
     for out, (pixels, _) in zip(torch.split(x, sizes), files, strict=True):
-        scale_bytes(pixels.reshape(-1, *_SHAPE), out)
+        scale_bytes(pixels.reshape(-1, *_IMAGE_SHAPE), out)
     return Examples(x, torch.from_numpy(np.concatenate([y for _, y in files])))

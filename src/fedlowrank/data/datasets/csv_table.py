@@ -20,15 +20,15 @@ from ...core.io.text import explain_encoding
 from ..dataset import Dataset, Examples, WideColumn
 from ..download.data_files import check_file, expand_path
 from ..input_types import are_rounded
-from ..user_data.user_arrays import target_warning
+from ..user_data.user_arrays import find_target_warning
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 _MAX_CATEGORIES = 100
-_MISSING = "missing"
+_MISSING_CATEGORY = "missing"
 # Share of a text column's values, above which they are taken for numbers that pandas could not read.
-_MOST = 0.9
+_MIN_NUMBER_SHARE = 0.9
 _COMMA_NUMBER = re.compile(r"\s*[+-]?\d*(,\d+)?([eE][+-]?\d+)?\s*")
 _THOUSANDS = re.compile(r"\s*[+-]?(\d{1,3}(,\d{3})+|\d{1,3})\s*")
 _MAX_NAMES = 12
@@ -110,20 +110,20 @@ class Csv(CheckedFields):
             tables = [table.dropna(subset=list(features)).reset_index(drop=True) for table in tables]
             if dropped := sum(sizes) - sum(map(len, tables)):
                 notes = (f"{dropped} of {sum(sizes)} rows dropped, which have empty cells",)
-        notes += _list_columns(tables[0], features)
+        notes += _describe_columns(tables[0], features)
         encoded = [self._encode(name, [table[name] for table in tables]) for name in features]
         inputs = [torch.cat([values[k] for values, _ in encoded], dim=1) for k in range(len(tables))]
         columns = tuple(column for _, names in encoded for column in names)
-        wide = _find_wide(tables, columns)
-        targets, classes = self._targets([table[self.label] for table in tables])
+        wide = _find_wide_columns(tables, columns)
+        targets, classes = self._convert_targets([table[self.label] for table in tables])
         natural: list[Tensor | None] = [None, None]
         clients: tuple[str, ...] = ()
         if self.client is not None:
             numbers, clients = _number_clients([table[self.client] for table in tables])
             natural = [*numbers, None]
         train, *test = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
-        if said := target_warning([train.y]):
-            notes += (said,)
+        if warning := find_target_warning([train.y]):
+            notes += (warning,)
         name = Path(self.path).name.split(".")[0]
         official = test[0] if test else None
         return TableDataset(
@@ -140,7 +140,7 @@ class Csv(CheckedFields):
         )
 
     def _read(self, path: str) -> DataFrame:
-        return _read(path, self.decimal, self.separator, self.client)
+        return _read_table(path, self.decimal, self.separator, self.client)
 
     def _check_columns(self, table: DataFrame, features: Sequence[str]) -> None:
         where = f"{table.attrs['path']!r}"
@@ -159,7 +159,7 @@ class Csv(CheckedFields):
                 )
                 count = int(empty.sum())
                 cells = "1 empty cell," if count == 1 else f"{count} empty cells, the first"
-                text = self._cell_text(table.attrs["path"], name, row)
+                text = self._read_cell(table.attrs["path"], name, row)
                 reads = f", which reads {text!r} and counts as empty" if text else ""
                 cure += " As a category write it in another way." if text else ""
                 raise DataError(
@@ -170,7 +170,7 @@ class Csv(CheckedFields):
         for name in (self.label, *features):
             _refuse_infinities(table[name], where)
 
-    def _cell_text(self, path: str, name: str, row: int) -> str:
+    def _read_cell(self, path: str, name: str, row: int) -> str:
         """The text of a cell that counts as empty; empty for one without text."""
         if ".parquet" in Path(path).suffixes:
             return ""
@@ -178,7 +178,7 @@ class Csv(CheckedFields):
 
         texts = pandas.read_csv(
             path,
-            sep=_separator(path, self.separator),
+            sep=_choose_separator(path, self.separator),
             skipinitialspace=True,
             index_col=False,
             dtype=str,
@@ -201,7 +201,10 @@ class Csv(CheckedFields):
             return [torch.from_numpy(array) for array in arrays], [name]
         for part in parts:
             self._refuse_decimal_commas(part)
-        texts = [part.astype("object").where(part.notna(), _MISSING).astype(str).to_numpy() for part in parts]
+        texts = [
+            part.astype("object").where(part.notna(), _MISSING_CATEGORY).astype(str).to_numpy()
+            for part in parts
+        ]
         values = np.unique(texts[0])
         if len(values) > _MAX_CATEGORIES:
             raise DataError(
@@ -217,14 +220,14 @@ class Csv(CheckedFields):
         inputs = [torch.from_numpy((text[:, None] == values).astype(np.float32)) for text in texts]
         return inputs, [f"{name}={value}" for value in values]
 
-    def _targets(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
+    def _convert_targets(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
         """Targets [n, 1] of a regression, or the numbers of classes [n] and their names."""
         is_real = any(part.dtype.kind == "f" for part in parts)
         if self.task == "classification" or (self.task == "auto" and not is_real):
             if self.task == "auto":
                 for part in parts:
                     self._refuse_decimal_commas(part)
-            return self._classes(parts)
+            return self._number_classes(parts)
         if self.classes:
             raise DataError(
                 f"{self.path!r}: data.classes names classes, but {self.label!r} holds real numbers, a "
@@ -242,15 +245,15 @@ class Csv(CheckedFields):
             return
         values = [(row, str(value)) for row, value in enumerate(column, 1) if not _is_missing(value)]
         self._refuse_thousands(column, [value for _, value in values])
-        others = [(row, value) for row, value in values if not _COMMA_NUMBER.fullmatch(value)]
+        invalid_values = [(row, value) for row, value in values if not _COMMA_NUMBER.fullmatch(value)]
         numbers = [value for _, value in values if _COMMA_NUMBER.fullmatch(value)]
         example = next((value for value in numbers if "," in value), None)
-        if example is None or len(numbers) < _MOST * len(values):
+        if example is None or len(numbers) < _MIN_NUMBER_SHARE * len(values):
             return
         is_parquet = self.path.endswith(".parquet")
         cure = "Write them as numbers." if is_parquet else 'Set data.decimal = "," to read them as numbers.'
-        if others:
-            row, value = others[0]
+        if invalid_values:
+            row, value = invalid_values[0]
             cure = ("" if self.decimal == "," else f"{cure} ") + (
                 f"The value {value!r} in row {row} of the data is no number: correct it or leave it empty."
             )
@@ -270,8 +273,8 @@ class Csv(CheckedFields):
             'Write thousands without commas; set data.decimal = "," only if these are decimals.'
         )
 
-    def _classes(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
-        labels, names = _number(parts)
+    def _number_classes(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
+        labels, names = _number_values(parts)
         if not self.classes:
             return labels, names
         if unknown := sorted(set(names) - set(self.classes)):
@@ -283,7 +286,7 @@ class Csv(CheckedFields):
         return [order[y] for y in labels], self.classes
 
 
-def _number(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
+def _number_values(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
     """The number of each value among the sorted ones of all parts, int64 [n], and these values as text."""
     arrays = [part.to_numpy() if _is_number(part) else part.astype(str).to_numpy(dtype=str) for part in parts]
     if len({array.dtype.kind == "U" for array in arrays}) > 1:
@@ -300,21 +303,21 @@ def _number_clients(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]
     import pandas
 
     if any(_is_number(part) for part in parts):
-        return _number(parts)
+        return _number_values(parts)
     texts = [part.astype(str) for part in parts]
     names = pandas.Series(pandas.unique(pandas.concat(texts, ignore_index=True)))
     numbers = pandas.to_numeric(names, errors="coerce")
     if numbers.isna().any() or numbers.nunique() < len(names):
-        return _number(texts)
+        return _number_values(texts)
     order = names.iloc[np.argsort(numbers.to_numpy(), kind="stable")]
     place = {name: i for i, name in enumerate(order)}
-    found = [torch.from_numpy(text.map(place).to_numpy(dtype=np.int64).copy()) for text in texts]
-    return found, tuple(map(str, order))
+    encoded = [torch.from_numpy(text.map(place).to_numpy(dtype=np.int64).copy()) for text in texts]
+    return encoded, tuple(map(str, order))
 
 
-def _find_wide(tables: Sequence[DataFrame], columns: Sequence[str]) -> tuple[WideColumn, ...]:
+def _find_wide_columns(tables: Sequence[DataFrame], columns: Sequence[str]) -> tuple[WideColumn, ...]:
     """The columns of numbers whose values float32 cannot tell apart."""
-    found = []
+    wide_columns = []
     for place, name in enumerate(columns):
         if name not in tables[0].columns or not all(_is_number(table[name]) for table in tables):
             continue
@@ -322,8 +325,8 @@ def _find_wide(tables: Sequence[DataFrame], columns: Sequence[str]) -> tuple[Wid
         mean = np.nanmean(values)
         parts = [table[name].to_numpy(dtype=np.float64, na_value=mean) for table in tables]
         if are_rounded(parts[0][:, None])[0]:
-            found.append(WideColumn(name, place, tuple(parts)))
-    return tuple(found)
+            wide_columns.append(WideColumn(name, place, tuple(parts)))
+    return tuple(wide_columns)
 
 
 def _refuse_lists(column: Series, where: str) -> None:
@@ -351,7 +354,7 @@ def _refuse_infinities(column: Series, where: str) -> None:
         )
 
 
-def _list_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, ...]:
+def _describe_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, ...]:
     """Notes that name the numeric features and the one-hot features with their numbers of categories."""
     numeric = [name for name in features if _is_number(table[name])]
     texts = [name for name in features if name not in numeric]
@@ -365,8 +368,8 @@ def _list_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, ...]:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    unnamed = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {unnamed} more" if unnamed > 0 else "")
 
 
 def _is_missing(value: object) -> bool:
@@ -377,11 +380,11 @@ def _is_number(column: Series) -> bool:
     return column.dtype.kind in "biuf"
 
 
-def _separator(path: str, separator: str | None) -> str:
+def _choose_separator(path: str, separator: str | None) -> str:
     return separator or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
 
 
-def _read(path: str, decimal: str, separator: str | None, client: str | None) -> DataFrame:
+def _read_table(path: str, decimal: str, separator: str | None, client: str | None) -> DataFrame:
     # Imported here, because that takes as long as many other imports of the package.
     import pandas
 
@@ -392,9 +395,9 @@ def _read(path: str, decimal: str, separator: str | None, client: str | None) ->
     check_file(file)
     try:
         if kind == "parquet":
-            table = _with_floats(pandas.read_parquet(file))
+            table = _convert_decimals(pandas.read_parquet(file))
         else:
-            sep = _separator(file.name, separator)
+            sep = _choose_separator(file.name, separator)
             with warnings.catch_warnings():
                 # of cells that are dropped, unless they are empty; without index_col, the first cells would be names of the rows
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
@@ -425,7 +428,7 @@ def _read(path: str, decimal: str, separator: str | None, client: str | None) ->
     return table
 
 
-def _with_floats(table: DataFrame) -> DataFrame:
+def _convert_decimals(table: DataFrame) -> DataFrame:
     """A table of a Parquet file with its decimal numbers as float64."""
     for name in table.columns:
         if table[name].dtype.kind != "O":

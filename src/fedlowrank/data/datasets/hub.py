@@ -44,10 +44,10 @@ def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> 
             ending = Path(where.name.removesuffix(".gz")).suffix
             if ending not in _BUILDERS:
                 raise DataError(f"{text!r} ends in none of {', '.join(_BUILDERS)}, with .gz or without.")
-            more = {"delimiter": "\t"} if ending == ".tsv" else {}
+            options = {"delimiter": "\t"} if ending == ".tsv" else {}
             kind, files = _BUILDERS[ending], {"train": text}
             return library, library.load_dataset(
-                kind, data_files=files, split="train", cache_dir=cache, **more
+                kind, data_files=files, split="train", cache_dir=cache, **options
             )
         if (where / "dataset_dict.json").is_file() or (where / "state.json").is_file():
             return library, library.load_from_disk(text)

@@ -66,10 +66,10 @@ class HuggingFace(CheckedFields):
             DataError: if ``datasets`` is missing, nothing can be read from the path, or splits or columns do
                 not fit.
         """
-        library, found = open_dataset(self.path, self.name, self.cache, "huggingface")
-        parts = [found] if isinstance(found, library.Dataset) else self._splits(found)
+        library, opened = open_dataset(self.path, self.name, self.cache, "huggingface")
+        parts = [opened] if isinstance(opened, library.Dataset) else self._choose_splits(opened)
         (train, *test), classes, notes = self.read_parts(library, parts)
-        ids = [None if self.client is None else _values(part, self.client) for part in parts]
+        ids = [None if self.client is None else _read_column(part, self.client) for part in parts]
         numbers, clients = encode_clients(ids, f"the column {self.client!r}")
         natural = [*numbers, None]
         name = Path(self.path).name or self.path
@@ -95,23 +95,23 @@ class HuggingFace(CheckedFields):
                 if column is not None and column not in part.features:
                     hint = did_you_mean(column, part.features)
                     raise DataError(f"{self.path!r} has no column {column!r}. {hint}")
-        columns = self._columns(library, parts[0])
+        columns = self._choose_columns(library, parts[0])
         types, losses = InputTypes(), ImageLosses()
-        inputs = [self._inputs(library, part, columns, types, losses) for part in parts]
-        notes = ((said,) if (said := types.warning()) else ()) + losses.report()
-        labels, classes = self._labels(library, parts)
+        inputs = [self._read_inputs(library, part, columns, types, losses) for part in parts]
+        notes = ((warning,) if (warning := types.warning()) else ()) + losses.report()
+        labels, classes = self._read_labels(library, parts)
         return [Examples(x, y) for x, y in zip(inputs, labels, strict=True)], classes, notes
 
-    def _splits(self, found: Any) -> list[Any]:
+    def _choose_splits(self, splits: Any) -> list[Any]:
         """The training part, and the test part if there is one."""
         names = [name for name in (self.train_split, self.test_split) if name is not None]
         for name in names:
-            if name not in found:
+            if name not in splits:
                 hint = " Set test_split to None if there is no test part." if name == self.test_split else ""
-                raise DataError(f"{self.path!r} has no split {name!r}. {did_you_mean(name, found)}{hint}")
-        return [found[name] for name in names]
+                raise DataError(f"{self.path!r} has no split {name!r}. {did_you_mean(name, splits)}{hint}")
+        return [splits[name] for name in names]
 
-    def _columns(self, library: Any, part: Any) -> list[str]:
+    def _choose_columns(self, library: Any, part: Any) -> list[str]:
         """Columns of the inputs."""
         if self.features:
             return list(self.features)
@@ -125,7 +125,7 @@ class HuggingFace(CheckedFields):
             raise DataError(f"{self.path!r} has no column of images or numbers ({kinds}). Set data.features.")
         return images or numbers
 
-    def _inputs(
+    def _read_inputs(
         self, library: Any, part: Any, columns: list[str], types: InputTypes, losses: ImageLosses
     ) -> Tensor:
         where = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(repr, columns))}"
@@ -133,19 +133,19 @@ class HuggingFace(CheckedFields):
             images = (row[columns[0]] for row in part.select_columns(columns))
             names = [f"image {i} (counted from 0)" for i in range(len(part))]
             return stack_images(images, names, self.size, self.channels, losses)
-        values = [_values(part, column) for column in columns]
+        values = [_read_column(part, column) for column in columns]
         if len(values) > 1 and any(v.ndim != 1 for v in values):
             raise DataError(f"{where}: several columns must hold single numbers. Name one of lists alone.")
         if values[0].ndim == 1:
             # a table may store a feature in a byte
             return to_float32(np.stack(values, axis=1), where)
         # The library returns all whole numbers as int64, so the type on disk decides.
-        x, stored = values[0], _stored_type(part.features[columns[0]])
+        x, stored = values[0], _find_stored_type(part.features[columns[0]])
         return convert_array(x.astype(np.uint8) if stored == "uint8" else x, where, types)
 
-    def _labels(self, library: Any, parts: Sequence[Any]) -> tuple[list[Tensor], tuple[str, ...]]:
+    def _read_labels(self, library: Any, parts: Sequence[Any]) -> tuple[list[Tensor], tuple[str, ...]]:
         where = f"the column {self.label!r}"
-        labels, classes = encode_labels([_values(part, self.label) for part in parts], where)
+        labels, classes = encode_labels([_read_column(part, self.label) for part in parts], where)
         kind = parts[0].features[self.label]
         if isinstance(kind, library.ClassLabel):
             if any(part.features[self.label] != kind for part in parts):
@@ -154,7 +154,7 @@ class HuggingFace(CheckedFields):
         return labels, classes
 
 
-def _values(part: Any, column: str) -> np.ndarray:
+def _read_column(part: Any, column: str) -> np.ndarray:
     """A column as an array."""
     array = np.asarray(part.select_columns([column]).with_format("numpy")[:][column])
     if array.dtype.kind == "O":
@@ -165,7 +165,7 @@ def _values(part: Any, column: str) -> np.ndarray:
     return array
 
 
-def _stored_type(kind: Any) -> str:
+def _find_stored_type(kind: Any) -> str:
     """Type of the numbers in nested lists or arrays."""
     while hasattr(kind, "feature"):
         kind = kind.feature

@@ -44,7 +44,9 @@ class Mnist(CheckedFields):
             DataError: if a file is missing, of another format, cut short, or too long.
         """
         prefixes = ("train", "t10k")
-        folder = find_folder(self.path, lambda f: all(_find(f, p, "images") for p in prefixes), "IDX files")
+        folder = find_folder(
+            self.path, lambda f: all(_find_file(f, p, "images") for p in prefixes), "IDX files"
+        )
         train, test = (_read_part(folder, prefix) for prefix in prefixes)
         count = 1 + max(int(train.y.max()), int(test.y.max()))
         return Dataset("mnist", train, test, self.classes or tuple(map(str, range(count))))
@@ -70,13 +72,13 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{where} cannot be read or is cut short: {error}.") from error
     if len(content) != size:
-        found = str(len(content)) if len(content) < size else "more"
-        raise DataError(f"{where}: its header says {list(shape)}, {size} bytes; found {found}.")
+        actual = str(len(content)) if len(content) < size else "more"
+        raise DataError(f"{where}: its header says {list(shape)}, {size} bytes; found {actual}.")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
 def _read_part(folder: Path, prefix: str) -> Examples:
-    images, labels = (_find(folder, prefix, kind) for kind in ("images", "labels"))
+    images, labels = (_find_file(folder, prefix, kind) for kind in ("images", "labels"))
     if images is None or labels is None:
         raise DataError(f"{str(folder)!r} has the images {prefix}-images-idx3-ubyte, but not their labels.")
     x, y = read_idx(images, 3), read_idx(labels, 1)
@@ -87,7 +89,7 @@ def _read_part(folder: Path, prefix: str) -> Examples:
     return Examples(scale_bytes(x[:, None]), torch.from_numpy(y.astype(np.int64)))
 
 
-def _find(folder: Path, prefix: str, kind: str) -> Path | None:
+def _find_file(folder: Path, prefix: str, kind: str) -> Path | None:
     suffixes = (f"{dot}idx{_DIMENSIONS[kind]}-ubyte{end}" for dot in "-." for end in ("", ".gz"))
     files = (folder / f"{prefix}-{kind}{suffix}" for suffix in suffixes)
     return next((file for file in files if file.is_file()), None)

@@ -1,4 +1,4 @@
-"""Where the image files of a data set lie: in a folder for each class, or for each client and class.
+"""Finds the image files of a data set: in a folder for each class, or for each client and class.
 
 A part of the data set is laid out as ``CLASS/file`` or as ``CLIENT/CLASS/file``; below the folder of a class,
 files may lie in further folders. Which of the two it is follows from where the images lie:
@@ -25,12 +25,12 @@ from ...core.errors import DataError
 FolderLayout = Literal["auto", "class", "client_class"]
 """``CLASS/file``, ``CLIENT/CLASS/file``, or the one that follows from where the images lie."""
 
-ENDINGS = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
-"""Of the files that are read."""
+IMAGE_ENDINGS = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
+"""Endings of the image files that are read."""
 
 _TRAIN_NAMES = ("train", "training")
 _TEST_NAMES = ("test", "testing", "val", "valid", "validation")
-_SHOWN = 5
+_MAX_SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ def find_images(root: Path, layout: FolderLayout) -> FoundImages:
         DataError: if the layout does not follow from the folders, a folder of a client or class is empty, or
             the test part has a class that the training part lacks.
     """
-    train_folder, test_folder, unused = _parts(root, _folders(root))
+    train_folder, test_folder, unused = _find_part_folders(root, _list_folders(root))
     if train_folder is not None:
         train, kind = _read_part(train_folder, layout)
         test = None
         if test_folder is not None:
             # the test part may belong to the clients, or be one for all
-            of_clients = {f.name for f in _folders(test_folder)} <= {f.client for f in train}
+            of_clients = {f.name for f in _list_folders(test_folder)} <= {f.client for f in train}
             kind_of_test: FolderLayout = "client_class" if of_clients else "class"
             test, _ = _read_part(test_folder, kind_of_test if layout == "auto" else layout)
     elif layout != "class" and _has_parts_of_clients(root):
@@ -96,34 +96,36 @@ def find_images(root: Path, layout: FolderLayout) -> FoundImages:
         where = root if test_folder is None else test_folder
         raise DataError(f"{str(where)!r} has classes that the training part lacks: {str(unknown)[1:-1]}.")
     names = {file.client for file in (*train, *(test or ())) if file.client is not None}
-    clients = tuple(sorted(names, key=_with_numbers))
+    clients = tuple(sorted(names, key=_split_numbers))
     notes = _describe(root, kind, clients, classes, train, test)
     if unused:
-        notes += (f"folders that are not used, for others are the training and test part: {_list(unused)}",)
+        notes += (
+            f"folders that are not used, for others are the training and test part: {_join_names(unused)}",
+        )
     return FoundImages(train, test, classes, clients, notes)
 
 
 def _read_part(folder: Path, layout: FolderLayout) -> tuple[list[ImageFile], FolderLayout]:
     kind = _infer_layout(folder) if layout == "auto" else layout
-    first = _folders(folder)
+    first = _list_folders(folder)
     if kind == "class":
-        return [ImageFile(path, f.name, None) for f in first for path in _class_images(f)], kind
-    return [file for client in first for file in _client_images(client, client.name)], kind
+        return [ImageFile(path, f.name, None) for f in first for path in _find_class_images(f)], kind
+    return [file for client in first for file in _find_client_images(client, client.name)], kind
 
 
 def _infer_layout(folder: Path) -> FolderLayout:
-    first = _folders(folder)
+    first = _list_folders(folder)
     direct = [f.name for f in first if any(_is_image(file) for file in f.iterdir())]
-    nested = {f.name: [sub.name for sub in _folders(f, required=False)] for f in first}
+    nested = {f.name: [sub.name for sub in _list_folders(f, required=False)] for f in first}
     if len(direct) == len(first) or not any(nested.values()):
         return "class"
-    found = f"in {str(folder)!r} "
+    location = f"in {str(folder)!r} "
     choice = "Set data.layout = 'class' for CLASS/file or 'client_class' for CLIENT/CLASS/file."
     if direct:
         deeper = sorted(set(nested) - set(direct))
         raise DataError(
-            f"{found}images lie directly in some folders ({_list(direct)}) and deeper in others ({_list(deeper)}), so "
-            f"it is not clear what is a class. {choice}"
+            f"{location}images lie directly in some folders ({_join_names(direct)}) and deeper in others "
+            f"({_join_names(deeper)}), so it is not clear what is a class. {choice}"
         )
     counts = Counter(name for names in nested.values() for name in names)
     if len(first) > 1 and len(counts) == 1 and all(nested.values()):
@@ -131,17 +133,22 @@ def _infer_layout(folder: Path) -> FolderLayout:
     if any(count > 1 for count in counts.values()):
         return "client_class"
     raise DataError(
-        f"{found}images lie two folders deep, and no two of the folders {_list(nested)} have a subfolder of the same "
+        f"{location}images lie two folders deep, and no two of the folders {_join_names(nested)} have a subfolder of the same "
         f"name, so it is not clear whether these are clients or classes. {choice}"
     )
 
 
 def _has_parts_of_clients(root: Path) -> bool:
     """Whether all folders are clients with a training part of their own."""
-    has_train = {f.name: _parts(f, _folders(f, required=False))[0] is not None for f in _folders(root)}
+    has_train = {
+        f.name: _find_part_folders(f, _list_folders(f, required=False))[0] is not None
+        for f in _list_folders(root)
+    }
     if any(has_train.values()) and not all(has_train.values()):
         lacking = [name for name, has in has_train.items() if not has]
-        raise DataError(f"in {str(root)!r} some folders have a folder 'train', but not {_list(lacking)}.")
+        raise DataError(
+            f"in {str(root)!r} some folders have a folder 'train', but not {_join_names(lacking)}."
+        )
     return all(has_train.values())
 
 
@@ -149,66 +156,68 @@ def _read_clients_with_parts(root: Path) -> tuple[list[ImageFile], list[ImageFil
     train: list[ImageFile] = []
     tests: list[ImageFile] = []
     unused: list[str] = []
-    for client in _folders(root):
-        own, own_test, others = _parts(client, _folders(client))
-        unused += [f"{client.name}/{name}" for name in others]
-        if own is not None:
-            train += _client_images(own, client.name)
-        if own_test is not None:
-            tests += _client_images(own_test, client.name)
+    for client in _list_folders(root):
+        train_folder, test_folder, unused_names = _find_part_folders(client, _list_folders(client))
+        unused += [f"{client.name}/{name}" for name in unused_names]
+        if train_folder is not None:
+            train += _find_client_images(train_folder, client.name)
+        if test_folder is not None:
+            tests += _find_client_images(test_folder, client.name)
     return train, tests or None, unused
 
 
-def _parts(folder: Path, folders: Iterable[Path]) -> tuple[Path | None, Path | None, list[str]]:
+def _find_part_folders(folder: Path, folders: Iterable[Path]) -> tuple[Path | None, Path | None, list[str]]:
     """The folders of the training and test part, and the names of the others, which are not used."""
     by_name = {f.name.lower(): f for f in folders}
     train = next((by_name[name] for name in _TRAIN_NAMES if name in by_name), None)
     tests = [by_name[name] for name in _TEST_NAMES if name in by_name]
     if train is None:
         if len(tests) > 1 and len(tests) == len(by_name):
-            raise DataError(f"{str(folder)!r} holds {_list(f.name for f in tests)}, but no folder 'train'.")
+            raise DataError(
+                f"{str(folder)!r} holds {_join_names(f.name for f in tests)}, but no folder 'train'."
+            )
         return None, None, []
     test = tests[0] if tests else None
     return train, test, [f.name for f in by_name.values() if f not in (train, test)]
 
 
-def _client_images(folder: Path, client: str) -> list[ImageFile]:
+def _find_client_images(folder: Path, client: str) -> list[ImageFile]:
     """The images of a client, in folders of its classes, of which some may be empty."""
-    found = [
+    images = [
         ImageFile(path, f.name, client)
-        for f in _folders(folder, required=False)
-        for path in _class_images(f, required=False)
+        for f in _list_folders(folder, required=False)
+        for path in _find_class_images(f, required=False)
     ]
-    if not found:
+    if not images:
         raise DataError(
             f"the folder {str(folder)!r} of client {client!r} holds no image in a folder of a class."
         )
-    return found
+    return images
 
 
-def _class_images(folder: Path, *, required: bool = True) -> list[Path]:
+def _find_class_images(folder: Path, *, required: bool = True) -> list[Path]:
     files = sorted(
         f for f in folder.rglob("*") if _is_image(f) and not _is_hidden(f.relative_to(folder).parts)
     )
     if not files and required:
         endings = Counter(f.suffix.lower() for f in folder.rglob("*") if f.is_file())
-        others = f" (there are files that end in {_list(sorted(endings))})" if endings else ""
+        hint = f" (there are files that end in {_join_names(sorted(endings))})" if endings else ""
         raise DataError(
-            f"the folder {str(folder)!r} of a class holds no image{others}; images end in "
-            f"{', '.join(sorted(ENDINGS))}."
+            f"the folder {str(folder)!r} of a class holds no image{hint}; images end in "
+            f"{', '.join(sorted(IMAGE_ENDINGS))}."
         )
     return files
 
 
-def _folders(folder: Path, *, required: bool = True) -> list[Path]:
-    found = sorted(f for f in folder.iterdir() if f.is_dir() and not _is_hidden([f.name]))
-    if not found and required:
+def _list_folders(folder: Path, *, required: bool = True) -> list[Path]:
+    folders = sorted(f for f in folder.iterdir() if f.is_dir() and not _is_hidden([f.name]))
+    if not folders and required:
         raise DataError(f"{str(folder)!r} holds no folder for any class.")
-    return found
+    return folders
 
 
 def _is_image(file: Path) -> bool:
-    return file.suffix.lower() in ENDINGS and not file.name.startswith(".") and file.is_file()
+    return file.suffix.lower() in IMAGE_ENDINGS and not file.name.startswith(".") and file.is_file()
 
 
 def _is_hidden(names: Sequence[str]) -> bool:
@@ -226,10 +235,10 @@ def _describe(
 ) -> tuple[str, ...]:
     """What was found, and image files that belong to no class."""
     layout = "CLASS/file" if kind == "class" else "CLIENT/CLASS/file"
-    who = f"{_count(clients, 'client')} ({_list(clients)}), " if clients else ""
+    clients_text = f"{_format_count(clients, 'client')} ({_join_names(clients)}), " if clients else ""
     tested = "no test part" if test is None else f"{len(test)} for testing"
     notes = [
-        f"images laid out as {layout}: {who}{_count(classes, 'class', 'classes')} ({_list(classes)}), "
+        f"images laid out as {layout}: {clients_text}{_format_count(classes, 'class', 'classes')} ({_join_names(classes)}), "
         f"{len(train)} images for training, {tested}, first {str(train[0].path.relative_to(root))!r}"
         + (
             ". Partition 'natural' makes them the clients; any other one divides the images anew"
@@ -250,15 +259,15 @@ def _describe(
     return tuple(notes)
 
 
-def _with_numbers(name: str) -> list[tuple[int, str]]:
+def _split_numbers(name: str) -> list[tuple[int, str]]:
     """Sorts ``client10`` after ``client9``."""
     return [(int(s), "") if s.isdigit() else (-1, s) for s in re.split(r"(\d+)", name)]
 
 
-def _count(names: Sequence[str], one: str, many: str = "") -> str:
-    return f"{len(names)} {one if len(names) == 1 else many or one + 's'}"
+def _format_count(names: Sequence[str], singular: str, plural: str = "") -> str:
+    return f"{len(names)} {singular if len(names) == 1 else plural or singular + 's'}"
 
 
-def _list(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     known = list(names)
-    return ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
+    return ", ".join(known[:_MAX_SHOWN_NAMES]) + (", ..." if len(known) > _MAX_SHOWN_NAMES else "")

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-_ORIENTATION = 0x0112
+_ORIENTATION_TAG = 0x0112
 """The EXIF tag of how a camera was held."""
 
-_DARK = 2**15
-"""The upper 8 bits of 16-bit images below it use less than half of the levels."""
+_MAX_DARK_VALUE = 2**15
+"""Largest value of dark 16-bit images: below it, the upper 8 bits use less than half of the levels."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class ImageLosses:
 
     def report(self) -> tuple[str, ...]:
         """Notes on what was lost; warns of images that become nearly black."""
-        if self.deep and self.deepest < _DARK:
+        if self.deep and self.deepest < _MAX_DARK_VALUE:
             warn_user(
                 f"the {self.deep} images of 16 bits have no value above {self.deepest}, and of 16 bits the upper 8 are kept: "
                 "they become dark and lose most levels. Scale their values to 0..65535, or save them with 8 bits."
@@ -64,7 +64,7 @@ class ImageLosses:
             (self.animated, "have several frames, of which the first is used"),
             (self.transparent, "have transparency, which is dropped"),
         )
-        return tuple(f"images that {what}: {count}" for count, what in counts if count)
+        return tuple(f"images that {loss}: {count}" for count, loss in counts if count)
 
 
 @dataclass(frozen=True)
@@ -105,32 +105,32 @@ class Folder(CheckedFields):
                 lacks.
         """
         root = check_folder(self.path)
-        found, losses = find_images(root, self.layout), ImageLosses()
-        train, natural = self._read_part(found, found.train, losses)
+        images, losses = find_images(root, self.layout), ImageLosses()
+        train, natural = self._read_part(images, images.train, losses)
         test, natural_test = (
-            (None, None) if found.test is None else self._read_part(found, found.test, losses)
+            (None, None) if images.test is None else self._read_part(images, images.test, losses)
         )
         return Dataset(
             root.resolve().name,
             train,
             test,
-            found.classes,
+            images.classes,
             natural,
             natural_test,
-            notes=(*found.notes, *losses.report()),
-            natural_names=found.clients,
+            notes=(*images.notes, *losses.report()),
+            natural_names=images.clients,
         )
 
     def _read_part(
-        self, found: FoundImages, files: Sequence[ImageFile], losses: ImageLosses
+        self, found_images: FoundImages, files: Sequence[ImageFile], losses: ImageLosses
     ) -> tuple[Examples, torch.Tensor | None]:
         """The images of a part, and the number of each one's client."""
         pillow = import_pillow()
         names = [f"image {str(file.path)!r}" for file in files]
         images = (pillow.open(file.path) for file in files)
         x = stack_images(images, names, self.size, self.channels, losses)
-        labels = {name: i for i, name in enumerate(found.classes)}
-        clients = {name: i for i, name in enumerate(found.clients)}
+        labels = {name: i for i, name in enumerate(found_images.classes)}
+        clients = {name: i for i, name in enumerate(found_images.clients)}
         y = torch.tensor([labels[file.label] for file in files], dtype=torch.int64)
         owners = [clients[file.client] for file in files if file.client is not None]
         return Examples(x, y), torch.tensor(owners, dtype=torch.int64) if owners else None
@@ -221,12 +221,12 @@ def image_to_array(image: Image, name: str) -> np.ndarray:
 def _to_bytes(image: Image, name: str) -> Image:
     """An upright image of 8 bits a channel; of 16 bits the upper 8 are kept, where pillow would clip at 255."""
     # the call alone would copy the pixels
-    if image.getexif().get(_ORIENTATION, 1) != 1:
+    if image.getexif().get(_ORIENTATION_TAG, 1) != 1:
         image = import_module("PIL.ImageOps").exif_transpose(image)
     if image.mode.startswith("I;16"):
         values = np.asarray(image)
-        made: Image = import_pillow().fromarray((values // 256).astype(np.uint8))
-        return made
+        converted: Image = import_pillow().fromarray((values // 256).astype(np.uint8))
+        return converted
     if image.mode in ("I", "F"):
         raise DataError(
             f"{name} has pixels of 32 bits (mode {image.mode!r}), whose range is not known. Save it with 8 or 16 bits, "

@@ -55,12 +55,12 @@ class Femnist(CheckedFields):
         names = list(parts[0])[: self.writers]
         examples, natural = [], []
         for part in parts:
-            own = [(k, part[name]) for k, name in enumerate(names) if name in part]
-            if not own:
+            users = [(k, part[name]) for k, name in enumerate(names) if name in part]
+            if not users:
                 raise DataError(f"{self.path!r}: none of the {len(names)} writers has test examples.")
-            clients = [torch.full((len(user["y"]),), k, dtype=torch.int64) for k, user in own]
-            images = [_images(user, names[k], self.path) for k, user in own]
-            labels = [_labels(user, names[k], self.path) for k, user in own]
+            clients = [torch.full((len(user["y"]),), k, dtype=torch.int64) for k, user in users]
+            images = [_convert_images(user, names[k], self.path) for k, user in users]
+            labels = [_convert_labels(user, names[k], self.path) for k, user in users]
             examples.append(Examples(torch.cat(images), torch.cat(labels)))
             natural.append(torch.cat(clients))
         train, *test = zip(examples, natural, strict=True)
@@ -126,7 +126,7 @@ def _read_file(file: Path) -> UserData:
     return users
 
 
-def _images(user: dict[str, list[Any]], name: str, path: str) -> torch.Tensor:
+def _convert_images(user: dict[str, list[Any]], name: str, path: str) -> torch.Tensor:
     try:
         x = np.array(user["x"], dtype=np.float32).reshape(len(user["y"]), 1, 28, 28)
     except (TypeError, ValueError) as error:
@@ -134,7 +134,7 @@ def _images(user: dict[str, list[Any]], name: str, path: str) -> torch.Tensor:
     return torch.from_numpy(x)
 
 
-def _labels(user: dict[str, list[Any]], name: str, path: str) -> torch.Tensor:
+def _convert_labels(user: dict[str, list[Any]], name: str, path: str) -> torch.Tensor:
     if not all(isinstance(label, int) and not isinstance(label, bool) for label in user["y"]):
         raise DataError(f"{path!r}: the labels of {name!r} must be whole numbers from 0 to 61.")
     return torch.tensor(user["y"], dtype=torch.int64)

@@ -71,7 +71,7 @@ class Shakespeare(CheckedFields):
         if file.suffix in (".sqlite", ".db"):
             parts = [self._cut(_read_sqlite(file, split)) for split in ("train", "test")]
         elif file.is_dir() or file.suffix == ".json":
-            parts = [_leaf_pairs(users, self.path) for users in read_leaf(self.path)]
+            parts = [_encode_leaf_pairs(users, self.path) for users in read_leaf(self.path)]
         else:
             parts = [self._cut(self._read_rows())]
         names = list(parts[0])[: self.roles]
@@ -79,9 +79,9 @@ class Shakespeare(CheckedFields):
             raise DataError(
                 f"{self.path!r}: no role has more than {self.length} characters. Lower data.length."
             )
-        made = [_join(part, names, self.path) for part in parts]
-        test, natural_test = made[1] if len(made) > 1 else (None, None)
-        return Dataset("shakespeare", made[0][0], test, CLASSES, made[0][1], natural_test)
+        joined = [_join_roles(part, names, self.path) for part in parts]
+        test, natural_test = joined[1] if len(joined) > 1 else (None, None)
+        return Dataset("shakespeare", joined[0][0], test, CLASSES, joined[0][1], natural_test)
 
     def _cut(self, roles: Roles) -> dict[str, np.ndarray]:
         """Windows [n, length + 1] of the text of each role that has enough."""
@@ -108,18 +108,18 @@ def encode_characters(text: str) -> np.ndarray:
     return np.fromiter((numbers.get(c, len(ALPHABET)) for c in text), dtype=np.uint8, count=len(text))
 
 
-def _join(part: dict[str, np.ndarray], names: list[str], path: str) -> tuple[Examples, torch.Tensor]:
+def _join_roles(part: dict[str, np.ndarray], names: list[str], path: str) -> tuple[Examples, torch.Tensor]:
     """The examples of the named roles, and the number of the role of each."""
-    own = [(k, part[name]) for k, name in enumerate(names) if name in part]
-    if not own:
+    windows_of_roles = [(k, part[name]) for k, name in enumerate(names) if name in part]
+    if not windows_of_roles:
         raise DataError(f"{path!r}: none of the {len(names)} roles has enough text for test examples.")
-    windows = np.concatenate([rows for _, rows in own])
-    natural = np.repeat([k for k, _ in own], [len(rows) for _, rows in own])
+    windows = np.concatenate([rows for _, rows in windows_of_roles])
+    natural = np.repeat([k for k, _ in windows_of_roles], [len(rows) for _, rows in windows_of_roles])
     x = torch.from_numpy(windows[:, :-1].astype(np.float32))
     return Examples(x, torch.from_numpy(windows[:, -1].astype(np.int64))), torch.from_numpy(natural)
 
 
-def _leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dict[str, np.ndarray]:
+def _encode_leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dict[str, np.ndarray]:
     """Windows [n, 81] of LEAF's pairs: a text and the next character."""
     out = {}
     for name, user in users.items():
@@ -146,7 +146,7 @@ def _read_sqlite(file: Path, split: str) -> Roles:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as database:
             for client, message in database.execute(query, (split,)):
                 name = client.decode() if isinstance(client, bytes) else str(client)
-                speeches = [text.decode("utf-8", "replace") for text in _bytes_lists(message)]
+                speeches = [text.decode("utf-8", "replace") for text in _parse_example(message)]
                 roles.setdefault(name, []).extend(speeches)
     except (sqlite3.Error, IndexError, ValueError) as error:
         raise DataError(f"{str(file)!r} is no database of TensorFlow Federated: {error}") from error
@@ -155,36 +155,36 @@ def _read_sqlite(file: Path, split: str) -> Roles:
     return roles
 
 
-def _bytes_lists(message: bytes) -> Iterator[bytes]:
+def _parse_example(message: bytes) -> Iterator[bytes]:
     """The byte strings of a ``tf.train.Example``: features > entry > feature > list of bytes > value."""
-    for features in _fields(message, 1):
-        for entry in _fields(features, 1):
-            for feature in _fields(entry, 2):
-                for values in _fields(feature, 1):
-                    yield from _fields(values, 1)
+    for features in _parse_fields(message, 1):
+        for entry in _parse_fields(features, 1):
+            for feature in _parse_fields(entry, 2):
+                for values in _parse_fields(feature, 1):
+                    yield from _parse_fields(values, 1)
 
 
-def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
+def _parse_fields(message: bytes, wanted: int) -> Iterator[bytes]:
     """The contents of the length-delimited fields of a number in a message of Protocol Buffers."""
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
+    offset = 0
+    while offset < len(message):
+        tag, offset = _parse_varint(message, offset)
         if tag & 7 != 2:
             raise ValueError(f"a field of wire type {tag & 7} where only texts are expected")
-        size, at = _varint(message, at)
-        if at + size > len(message):
+        size, offset = _parse_varint(message, offset)
+        if offset + size > len(message):
             raise ValueError("a message is cut short")
         if tag >> 3 == wanted:
-            yield message[at : at + size]
-        at += size
+            yield message[offset : offset + size]
+        offset += size
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _parse_varint(message: bytes, offset: int) -> tuple[int, int]:
     """An integer of 7 bits a byte, the lowest first, and the position after it."""
     value = shift = 0
     while True:
-        byte = message[at]
+        byte = message[offset]
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, at
+            return value, offset

@@ -74,7 +74,7 @@ class SyntheticLinear(Synthetic):
 
     def load(self) -> Dataset:
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
-        key = _first_key("synthetic_linear", self.seed)
+        key = _make_key("synthetic_linear", self.seed)
         weights = _draw_weights(self, self.outputs, key)
         size = self.outputs * self.inputs
         return _draw_dataset(self, "synthetic_linear", size, lambda x, c: x @ weights[c].T, key)
@@ -105,7 +105,7 @@ class SyntheticMLP(Synthetic):
 
     def load(self) -> Dataset:
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
-        key = _first_key("synthetic_mlp", self.seed)
+        key = _make_key("synthetic_mlp", self.seed)
         weights = _draw_weights(self, self.hidden, key)
         top = _draw_normal(key / "phi", self.outputs, self.hidden) / self.hidden**0.5
         size = self.hidden * self.inputs
@@ -147,21 +147,21 @@ class LowRankTeacher(CheckedFields):
 
     def load(self) -> Dataset:
         """The examples, x [n, inputs] and y [n] of int64."""
-        key = _first_key("low_rank_teacher", self.seed)
-        left, right = (
+        key = _make_key("low_rank_teacher", self.seed)
+        left_vectors, right_vectors = (
             torch.linalg.qr(_draw_normal(key / name, size, self.rank))[0]
             for name, size in (("U", self.classes), ("V", self.inputs))
         )
 
         def draw(part: str, count: int) -> Examples:
             x = _draw_normal(key / part, count, self.inputs)
-            return Examples(x.float(), (x @ right @ left.T).argmax(1))
+            return Examples(x.float(), (x @ right_vectors @ left_vectors.T).argmax(1))
 
         classes = tuple(map(str, range(self.classes)))
         return Dataset("low_rank_teacher", draw("train", self.examples), draw("test", self.test), classes)
 
 
-def _first_key(name: str, seed: int | Literal["run"]) -> Key:
+def _make_key(name: str, seed: int | Literal["run"]) -> Key:
     """Where the draws of a source begin."""
     if seed == "run":
         raise ConfigError('data.seed is "run", but there is no run. Give a number.')

@@ -30,18 +30,18 @@ def check_folder(path: str) -> Path:
     """The folder at a path, which must exist."""
     folder = Path(expand_path(path))
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"the folder {str(folder)!r} {what}.")
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"the folder {str(folder)!r} {problem}.")
     return folder
 
 
-def find_folder(path: str, contains: Callable[[Path], bool], what: str) -> Path:
+def find_folder(path: str, contains: Callable[[Path], bool], description: str) -> Path:
     """The folder of a data set: the one at the path, or the only one at most two levels below it.
 
     Args:
         path: folder that the user names.
         contains: whether a folder contains the data set.
-        what: what to look for, for messages.
+        description: of the data set, for messages.
 
     Raises:
         DataError: if no folder or several contain it.
@@ -50,10 +50,12 @@ def find_folder(path: str, contains: Callable[[Path], bool], what: str) -> Path:
     if contains(root):
         return root
     for pattern in ("*", "*/*"):
-        found = sorted(folder for folder in root.glob(pattern) if folder.is_dir() and contains(folder))
-        if len(found) > 1:
-            names = ", ".join(repr(str(folder.relative_to(root))) for folder in found)
-            raise DataError(f"several folders below {str(root)!r} hold {what}: {names}. Name one of them.")
-        if found:
-            return found[0]
-    raise DataError(f"found no {what} in {str(root)!r} or up to two folders below it.")
+        folders = sorted(folder for folder in root.glob(pattern) if folder.is_dir() and contains(folder))
+        if len(folders) > 1:
+            names = ", ".join(repr(str(folder.relative_to(root))) for folder in folders)
+            raise DataError(
+                f"several folders below {str(root)!r} hold {description}: {names}. Name one of them."
+            )
+        if folders:
+            return folders[0]
+    raise DataError(f"found no {description} in {str(root)!r} or up to two folders below it.")

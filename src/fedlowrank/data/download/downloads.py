@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import DataError, did_you_mean
-from .remote_files import RemoteFile, Report, fetch
+from .remote_files import RemoteFile, Report, download_file
 
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -32,9 +32,9 @@ class DataDownload:
     """A data set that can be downloaded.
 
     Attributes:
-        title: what it is, in a line.
+        title: description in one line.
         files: its files.
-        license: as far as its authors state one.
+        license: the license, if its authors state one.
         settings: the section ``[data]`` of an experiment that reads it; ``{folder}`` stands for the folder.
         size: of all files together, for the list.
         prepare: unpacks or converts the files in the folder, or None.
@@ -48,7 +48,7 @@ class DataDownload:
     prepare: Callable[[Path], None] | None = None
 
 
-def get(name: str, folder: Path, report: Report) -> str:
+def download_dataset(name: str, folder: Path, report: Report) -> str:
     """Download a data set; files that are complete already are only checked.
 
     Args:
@@ -66,7 +66,7 @@ def get(name: str, folder: Path, report: Report) -> str:
         raise DataError(f"there is no data set {name!r} to download. {did_you_mean(name, DOWNLOADS)}")
     chosen = DOWNLOADS[name]
     for file in chosen.files:
-        fetch(file, folder, report)
+        download_file(file, folder, report)
     if chosen.prepare is not None:
         chosen.prepare(folder)
     return "[data]\n" + chosen.settings.format(folder=folder.as_posix())
@@ -112,7 +112,7 @@ def _convert_ag_news(folder: Path) -> None:
             raise DataError(f"cannot convert {str(source)!r}: {error}") from error
 
 
-def _idx_files(host: str, *published: tuple[str, int]) -> tuple[RemoteFile, ...]:
+def _list_idx_files(host: str, *published: tuple[str, int]) -> tuple[RemoteFile, ...]:
     """The four files of MNIST's format, with the MD5 and the bytes of each in the order of ``_IDX_NAMES``."""
     return tuple(
         RemoteFile(f"{host}{name}-ubyte.gz", f"md5:{md5}", size)
@@ -120,7 +120,7 @@ def _idx_files(host: str, *published: tuple[str, int]) -> tuple[RemoteFile, ...]
     )
 
 
-def _cifar(classes: int, md5: str, size: int) -> DataDownload:
+def _describe_cifar(classes: int, md5: str, size: int) -> DataDownload:
     name = f"cifar-{classes}-python.tar.gz"
     return DataDownload(
         f"color images of {classes} classes, 50,000 + 10,000 images 32×32",
@@ -138,7 +138,7 @@ def _cifar(classes: int, md5: str, size: int) -> DataDownload:
 DOWNLOADS: dict[str, DataDownload] = {
     "mnist": DataDownload(
         "handwritten digits, 60,000 + 10,000 images 28×28",
-        _idx_files(
+        _list_idx_files(
             _MNIST,
             ("f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
             ("d53e105ee54ea40749a09fcbcd1e9432", 28_881),
@@ -151,7 +151,7 @@ DOWNLOADS: dict[str, DataDownload] = {
     ),
     "fashion_mnist": DataDownload(
         "articles of clothing, 60,000 + 10,000 images 28×28",
-        _idx_files(
+        _list_idx_files(
             _FASHION,
             ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
             ("25c81989df183df01b3e8a0aad5dffbe", 29_515),
@@ -162,8 +162,8 @@ DOWNLOADS: dict[str, DataDownload] = {
         _IDX_SETTINGS,
         "31 MB",
     ),
-    "cifar10": _cifar(10, "c58f30108f718f92721af3b95e74349a", 170_498_071),
-    "cifar100": _cifar(100, "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437),
+    "cifar10": _describe_cifar(10, "c58f30108f718f92721af3b95e74349a", 170_498_071),
+    "cifar100": _describe_cifar(100, "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437),
     "femnist": DataDownload(
         "handwritten characters by writer, images 28×28, as Flower Labs host them (Parquet)",
         (

@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 from ...core.errors import DataError
 
-_CHUNK = 1 << 20
-_TIMEOUT = 60.0
+_CHUNK_BYTES = 1 << 20
+_TIMEOUT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Report(Protocol):
         ...
 
 
-def fetch(file: RemoteFile, folder: Path, report: Report) -> Path:
+def download_file(file: RemoteFile, folder: Path, report: Report) -> Path:
     """Download a file to a folder, going on with what an interrupted download left.
 
     The bytes go to ``NAME.part``, which is renamed to ``NAME`` once its size and checksum are right.
@@ -80,8 +80,8 @@ def fetch(file: RemoteFile, folder: Path, report: Report) -> Path:
         )
         _verify(file, part, total)
         if not file.checksum:
-            found = _digest(part, "sha256")
-            report.message(f"{file.name}: no checksum is published for this file; its SHA-256 is {found}")
+            digest = _hash_file(part, "sha256")
+            report.message(f"{file.name}: no checksum is published for this file; its SHA-256 is {digest}")
         part.replace(target)
     except OSError as error:
         raise DataError(f"cannot write {str(target)!r}: {error}") from error
@@ -97,14 +97,14 @@ def _receive(file: RemoteFile, part: Path, target: Path, report: Report) -> int 
     host = urlsplit(file.url).netloc
     elsewhere = f"Download {file.url} elsewhere and put it at {str(target)!r}."
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
             # a server that ignores the range sends the whole file with status 200
             if response.status != http.HTTPStatus.PARTIAL_CONTENT:
                 done = 0
             length = response.headers.get("Content-Length")
             total = file.size if length is None else done + int(length)
             with part.open("ab" if done else "wb") as sink:
-                while chunk := response.read(_CHUNK):
+                while chunk := response.read(_CHUNK_BYTES):
                     sink.write(chunk)
                     done += len(chunk)
                     report.progress(file.name, done, total)
@@ -119,13 +119,13 @@ def _receive(file: RemoteFile, part: Path, target: Path, report: Report) -> int 
     except urllib.error.URLError as error:
         raise DataError(f"cannot reach {host} ({error.reason}). {elsewhere}") from error
     except (ConnectionError, TimeoutError, http.client.HTTPException) as error:
-        raise DataError(_ended_early(host, part, str(error) or type(error).__name__)) from error
+        raise DataError(_describe_early_end(host, part, str(error) or type(error).__name__)) from error
     if total is not None and done < total:
-        raise DataError(_ended_early(host, part, f"{done:,} of {total:,} bytes arrived"))
+        raise DataError(_describe_early_end(host, part, f"{done:,} of {total:,} bytes arrived"))
     return total
 
 
-def _ended_early(host: str, part: Path, why: str) -> str:
+def _describe_early_end(host: str, part: Path, why: str) -> str:
     again = f"Run the same command again: it goes on with {str(part)!r}."
     return f"the connection to {host} ended early ({why}). {again}"
 
@@ -134,17 +134,17 @@ def _verify(file: RemoteFile, path: Path, total: int | None) -> None:
     """Reject content whose size or checksum differs from what is published; nothing is deleted."""
     again = f"Delete {str(path)!r} and run the command again."
     advice = f"The file is damaged, or another one is at {file.url} now. {again}"
-    found, expected = path.stat().st_size, file.size if file.size is not None else total
-    if expected is not None and found != expected:
-        raise DataError(f"{str(path)!r} has {found:,} bytes instead of {expected:,}. {advice}")
+    size, expected = path.stat().st_size, file.size if file.size is not None else total
+    if expected is not None and size != expected:
+        raise DataError(f"{str(path)!r} has {size:,} bytes instead of {expected:,}. {advice}")
     kind, _, published = file.checksum.partition(":")
-    if published and (digest := _digest(path, kind)) != published:
+    if published and (digest := _hash_file(path, kind)) != published:
         raise DataError(f"{str(path)!r} has the {kind.upper()} {digest} instead of {published}. {advice}")
 
 
-def _digest(path: Path, kind: str) -> str:
+def _hash_file(path: Path, kind: str) -> str:
     state = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
+        while chunk := stream.read(_CHUNK_BYTES):
             state.update(chunk)
     return state.hexdigest()

@@ -17,7 +17,7 @@ Parts: TypeAlias = list[IntArray]
 """The sorted positions of each client's examples."""
 
 
-def largest_remainder(weights: npt.ArrayLike, total: int) -> IntArray:
+def round_shares(weights: npt.ArrayLike, total: int) -> IntArray:
     """Round shares of a total to integers by the largest remainder method (Hamilton's method).
 
     Args:
@@ -103,5 +103,7 @@ def deal_classes(positions: Sequence[IntArray], counts: IntArray) -> Parts:
     Returns:
         The sorted positions of each client.
     """
-    pieces = [np.split(own, np.cumsum(counts[:, c]))[:-1] for c, own in enumerate(positions)]
+    pieces = [
+        np.split(class_positions, np.cumsum(counts[:, c]))[:-1] for c, class_positions in enumerate(positions)
+    ]
     return [np.sort(np.concatenate(client)) for client in zip(*pieces, strict=True)]

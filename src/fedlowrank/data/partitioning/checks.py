@@ -54,7 +54,7 @@ def check_finite_values(name: str, x: Tensor) -> None:
         return
     wrong = [
         start + i
-        for start, rows in chunks(x)
+        for start, rows in split_rows(x)
         if not bool((finite := torch.isfinite(rows)).all())
         for i in (~finite).reshape(len(rows), -1).any(1).nonzero()[:, 0].tolist()
     ]
@@ -65,7 +65,7 @@ def check_finite_values(name: str, x: Tensor) -> None:
         )
 
 
-def chunks(x: Tensor, values: int = 2**20) -> Iterator[tuple[int, Tensor]]:
+def split_rows(x: Tensor, values: int = 2**20) -> Iterator[tuple[int, Tensor]]:
     """Consecutive rows of x with at most that many values, each with the position of its first row.
 
     Temporary results of a chunk stay small beside a data set of many hundred megabytes.

@@ -1,4 +1,4 @@
-"""Concepts: what differs between clusters of clients, e.g. rotated images or shifted labels.
+"""Concepts: differences between clusters of clients, e.g. rotated images or shifted labels.
 
 Client k belongs to cluster k mod C, its ground-truth task, in every concept but ``none``.
 """
@@ -113,9 +113,9 @@ class Rotation(ClusteredConcept):
         """See `Concept.transform`."""
         x = examples.inputs
         if isinstance(x, dict) or x.ndim != 4:
-            found = f"named ones ({', '.join(x)})" if isinstance(x, dict) else str(list(x.shape))
+            shapes = f"named ones ({', '.join(x)})" if isinstance(x, dict) else str(list(x.shape))
             raise DataError(
-                f"concept 'rotation' needs images [n, channels, height, width] as inputs, not {found}. Use "
+                f"concept 'rotation' needs images [n, channels, height, width] as inputs, not {shapes}. Use "
                 "another concept.kind for these data."
             )
         if cluster % self.clusters == 0:
@@ -128,7 +128,7 @@ class Rotation(ClusteredConcept):
             )
         if turns:
             return Examples(torch.rot90(x, turns, (2, 3)).contiguous(), examples.y)
-        return Examples(rotate(x, 2 * math.pi * cluster / self.clusters, self.fill), examples.y)
+        return Examples(rotate_images(x, 2 * math.pi * cluster / self.clusters, self.fill), examples.y)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def apply_concept(concept: Concept, clients: Sequence[ClientData], classes: int)
     return out
 
 
-def rotate(x: Tensor, angle: float, fill: float) -> Tensor:
+def rotate_images(x: Tensor, angle: float, fill: float) -> Tensor:
     """Rotate images [n, channels, height, width] about their center by bilinear interpolation.
 
     Args:

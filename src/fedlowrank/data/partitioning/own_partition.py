@@ -46,8 +46,8 @@ class OwnPartition(CheckedFields):
     @property
     def function(self) -> PartitionFunction | None:
         """The function, once :func:`as_partition` or :meth:`with_function` has set it."""
-        found: PartitionFunction | None = vars(self).get("_function")
-        return found
+        function: PartitionFunction | None = vars(self).get("_function")
+        return function
 
     @property
     def clients(self) -> int | None:
@@ -61,8 +61,8 @@ class OwnPartition(CheckedFields):
         Raises:
             ConfigError: if it cannot be imported, is no function, or takes other arguments.
         """
-        found = self.function or import_named(self.kind, "partition.kind")
-        return _with_function(self, found)
+        function = self.function or import_named(self.kind, "partition.kind")
+        return _set_function(self, function)
 
     def to_dict(self) -> dict[str, Any]:
         """The table that it is read from."""
@@ -79,17 +79,17 @@ class OwnPartition(CheckedFields):
         if function is None:
             raise AssertionError("an imported partition has a function")
         # copies: what the function does to them is its own affair
-        given = labels.copy(), None if natural is None else natural.copy(), (key / "own").numpy()
-        return self._checked(function(*given, **self.options), n)
+        arguments = labels.copy(), None if natural is None else natural.copy(), (key / "own").numpy()
+        return self._check_positions(function(*arguments, **self.options), n)
 
-    def _checked(self, found: Any, n: int) -> Parts:
+    def _check_positions(self, returned: Any, n: int) -> Parts:
         """The sorted positions of each client."""
         name = f"partition {self.kind!r}"
-        if isinstance(found, (str, Mapping)) or not hasattr(found, "__iter__"):
+        if isinstance(returned, (str, Mapping)) or not hasattr(returned, "__iter__"):
             raise DataError(
-                f"{name} must return a list with the positions of each client's examples, not a {type(found).__name__}."
+                f"{name} must return a list with the positions of each client's examples, not a {type(returned).__name__}."
             )
-        parts = [self._positions(name, client, part, n) for client, part in enumerate(found)]
+        parts = [self._check_client_positions(name, client, part, n) for client, part in enumerate(returned)]
         if not parts:
             raise DataError(
                 f"{name} returned no client. Return a list with the positions of each client's examples."
@@ -101,8 +101,8 @@ class OwnPartition(CheckedFields):
             )
         owner = np.full(n, -1)
         for client, part in enumerate(parts):
-            if (taken := owner[part] >= 0).any():
-                position = part[taken][0]
+            if (is_taken := owner[part] >= 0).any():
+                position = part[is_taken][0]
                 raise DataError(
                     f"{name} gave example {position} to client {owner[position]} and to client {client}. Give each "
                     "example to one client at most."
@@ -111,27 +111,27 @@ class OwnPartition(CheckedFields):
         return parts
 
     @staticmethod
-    def _positions(name: str, client: int, part: Any, n: int) -> IntArray:
+    def _check_client_positions(name: str, client: int, part: Any, n: int) -> IntArray:
         whose = f"{name}: the positions of client {client}"
         try:
-            found = np.asarray(part)
+            positions = np.asarray(part)
         except (ValueError, TypeError, RuntimeError) as error:
             raise DataError(f"{whose} are no list of integers: {error}") from error
-        if found.size == 0:
+        if positions.size == 0:
             raise DataError(f"{name} gave client {client} no examples. Leave such clients out of the list.")
-        if found.dtype == bool:
+        if positions.dtype == bool:
             raise DataError(f"{whose} are truth values. Return np.flatnonzero(mask) in the place of a mask.")
-        if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-            raise DataError(f"{whose} must be integers [n_k], not {found.dtype} {list(found.shape)}.")
-        if found.min() < 0 or found.max() >= n:
-            wrong = found[(found < 0) | (found >= n)][0]
+        if positions.ndim != 1 or not np.issubdtype(positions.dtype, np.integer):
+            raise DataError(f"{whose} must be integers [n_k], not {positions.dtype} {list(positions.shape)}.")
+        if positions.min() < 0 or positions.max() >= n:
+            wrong = positions[(positions < 0) | (positions >= n)][0]
             raise DataError(
                 f"{whose} must lie between 0 and {n - 1}, for there are {n} examples; one is {wrong}."
             )
-        found = np.sort(found.astype(np.int64))
-        if (repeated := found[1:] == found[:-1]).any():
-            raise DataError(f"{whose} hold example {found[1:][repeated][0]} more than once.")
-        return found
+        positions = np.sort(positions.astype(np.int64))
+        if (repeated := positions[1:] == positions[:-1]).any():
+            raise DataError(f"{whose} hold example {positions[1:][repeated][0]} more than once.")
+        return positions
 
 
 def as_partition(value: Any, options: Mapping[str, Any] | None = None) -> Any:
@@ -147,11 +147,13 @@ def as_partition(value: Any, options: Mapping[str, Any] | None = None) -> Any:
     if not callable(value) or isinstance(value, type) or hasattr(value, "assign"):
         return value
     inner = value.func if isinstance(value, functools.partial) else value
-    named = inner if hasattr(inner, "__qualname__") else type(inner)
-    return _with_function(OwnPartition(f"{named.__module__}:{named.__qualname__}", options or {}), value)
+    named_object = inner if hasattr(inner, "__qualname__") else type(inner)
+    return _set_function(
+        OwnPartition(f"{named_object.__module__}:{named_object.__qualname__}", options or {}), value
+    )
 
 
-def is_own(kind: Any) -> bool:
+def is_own_function(kind: Any) -> bool:
     """Whether the kind of a partition is a function of the user's own."""
     return callable(kind) or ":" in str(kind)
 
@@ -170,7 +172,7 @@ def read_own_partition(table: Mapping[str, Any]) -> Any:
     return OwnPartition(str(kind), options)
 
 
-def _with_function(partition: OwnPartition, function: Any) -> OwnPartition:
+def _set_function(partition: OwnPartition, function: Any) -> OwnPartition:
     if isinstance(function, type) or not callable(function):
         raise ConfigError(
             f"partition.kind: {partition.kind!r} is {function!r} and not a function {_SIGNATURE}"
@@ -181,11 +183,11 @@ def _with_function(partition: OwnPartition, function: Any) -> OwnPartition:
         # a function without a signature that can be read is called as it is
         pass
     except TypeError as error:
-        given = "".join(f", {name}={value!r}" for name, value in partition.options.items())
+        options_text = "".join(f", {name}={value!r}" for name, value in partition.options.items())
         raise ConfigError(
-            f"partition.kind: {partition.kind!r} is called as function(labels, natural, generator{given}), but {error}. "
+            f"partition.kind: {partition.kind!r} is called as function(labels, natural, generator{options_text}), but {error}. "
             "Further entries of [partition] are its keyword arguments."
         ) from error
-    made = OwnPartition(partition.kind, partition.options)
-    object.__setattr__(made, "_function", function)
-    return made
+    partition_with_function = OwnPartition(partition.kind, partition.options)
+    object.__setattr__(partition_with_function, "_function", function)
+    return partition_with_function

@@ -20,8 +20,8 @@ from .apportion import (
     IntArray,
     Parts,
     deal_classes,
-    largest_remainder,
     redraw_until_large,
+    round_shares,
     shuffle_classes,
     spread_classes,
 )
@@ -150,18 +150,18 @@ class EqualDirichlet(CheckedFields):
     def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
         """See `Partition.assign`."""
         n = check_labels(labels, classes, self.clients)
-        left = np.bincount(labels, minlength=classes)
-        prior = left / n
-        present = np.flatnonzero(left)
+        remaining = np.bincount(labels, minlength=classes)
+        prior = remaining / n
+        present = np.flatnonzero(remaining)
         counts = np.zeros((self.clients, classes), dtype=np.int64)
         for client in range(self.clients):
             generator = (key / "client" / client).numpy()
             mixture = np.zeros(classes)
             mixture[present] = generator.dirichlet(self.alpha * prior[present])
             counts[client] = self._draw_counts(
-                mixture, self.alpha * prior, left, n // self.clients, generator
+                mixture, self.alpha * prior, remaining, n // self.clients, generator
             )
-            left = left - counts[client]
+            remaining = remaining - counts[client]
         shuffled = shuffle_classes(labels, classes, (key / "order").numpy())
         return deal_classes([positions[::-1] for positions in shuffled], counts)
 
@@ -169,7 +169,7 @@ class EqualDirichlet(CheckedFields):
     def _draw_counts(
         mixture: FloatArray,
         concentration: FloatArray,
-        left: IntArray,
+        available: IntArray,
         size: int,
         random: np.random.Generator,
     ) -> IntArray:
@@ -179,14 +179,16 @@ class EqualDirichlet(CheckedFields):
         draws. Where the mixture of all remaining classes underflows, it is drawn anew from their Dirichlet
         distribution, in log space: the renormalized mixture of some classes does not depend on the others.
         """
-        counts, logs = np.zeros_like(left), None
-        while (missing := size - int(counts.sum())) > 0:
-            weights = np.where(left > counts, mixture, 0.0)
+        counts, logs = np.zeros_like(available), None
+        while (missing_count := size - int(counts.sum())) > 0:
+            weights = np.where(available > counts, mixture, 0.0)
             if weights.sum() <= 0:
                 logs = _draw_log_gamma(concentration, random) if logs is None else logs
-                remaining = np.where(left > counts, logs, -np.inf)
-                weights = np.exp(remaining - remaining.max())
-            counts = np.minimum(counts + random.multinomial(missing, weights / weights.sum()), left)
+                log_weights = np.where(available > counts, logs, -np.inf)
+                weights = np.exp(log_weights - log_weights.max())
+            counts = np.minimum(
+                counts + random.multinomial(missing_count, weights / weights.sum()), available
+            )
         return counts
 
 
@@ -246,15 +248,15 @@ class Pathological(CheckedFields):
                 )
             # With at least as many examples as owners, every owner gets one: weights differ by a factor below
             # 1.5, so a share below 1 has a larger remainder than any share above 1.
-            counts[owners, c] = largest_remainder(weights.uniform(0.4, 0.6, len(owners)), int(totals[c]))
+            counts[owners, c] = round_shares(weights.uniform(0.4, 0.6, len(owners)), int(totals[c]))
             shuffled[c] = order.permutation(np.flatnonzero(labels == c))
         return deal_classes(shuffled, counts)
 
     def _draw_owners(self, present: IntArray, classes: int, generator: np.random.Generator) -> np.ndarray:
         """Whether each client owns each class, bool [clients, classes]."""
-        places, more = divmod(self.clients * self.classes_per_client, len(present))
+        places, extra = divmod(self.clients * self.classes_per_client, len(present))
         free = np.full(len(present), places)
-        free[generator.permutation(len(present))[:more]] += 1
+        free[generator.permutation(len(present))[:extra]] += 1
         is_owner = np.zeros((self.clients, classes), dtype=bool)
         for client in range(self.clients):
             ties = generator.random(len(present))
@@ -346,13 +348,13 @@ class LabelGroups(CheckedFields):
         parts: list[IntArray] = [np.empty(0, dtype=np.int64)] * self.clients
         for g in range(self.groups):
             members = range(g, self.clients, self.groups)
-            own = (key / "order" / g).numpy().permutation(np.flatnonzero(group == g))
-            if len(own) < len(members):
+            positions = (key / "order" / g).numpy().permutation(np.flatnonzero(group == g))
+            if len(positions) < len(members):
                 raise DataError(
-                    f"the {len(members)} clients of group {g} cannot share the {len(own)} examples of its "
+                    f"the {len(members)} clients of group {g} cannot share the {len(positions)} examples of its "
                     "classes. Lower partition.clients."
                 )
-            for client, part in zip(members, np.array_split(own, len(members)), strict=True):
+            for client, part in zip(members, np.array_split(positions, len(members)), strict=True):
                 parts[client] = np.sort(part)
         return parts
 

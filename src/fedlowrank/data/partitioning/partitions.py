@@ -29,21 +29,21 @@ def read_partitions(
         raise DataError(
             "partitions need the library datasets: pip install 'fedlowrank[huggingface]'"
         ) from error
-    found = _load(partitions, split)
+    loaded = _load_partitions(partitions, split)
     # classes are numbered over all parts of all clients together
     keys: list[tuple[int, str]] = []
     parts: list[Any] = []
-    for client, partition in enumerate(found):
-        named = _named_splits(library, partition, client)
-        keys += [(client, name) for name in named]
-        parts += named.values()
+    for client, partition in enumerate(loaded):
+        splits = _list_splits(library, partition, client)
+        keys += [(client, name) for name in splits]
+        parts += splits.values()
     reader = HuggingFace(
         "the partitions", features=tuple(features), label=label, size=size, channels=channels
     )
     examples, classes, notes = reader.read_parts(library, parts)
     for note in notes:
         warn_user(note)
-    clients: list[Any] = [{} for _ in found]
+    clients: list[Any] = [{} for _ in loaded]
     for (client, name), part in zip(keys, examples, strict=True):
         if name:
             clients[client][name] = (part.inputs, part.y)
@@ -52,7 +52,7 @@ def read_partitions(
     return clients, classes
 
 
-def _load(partitions: Any, split: str) -> list[Any]:
+def _load_partitions(partitions: Any, split: str) -> list[Any]:
     """A list of the partitions; those of a ``FederatedDataset`` are loaded one after the other."""
     if not hasattr(partitions, "load_partition"):
         if isinstance(partitions, Mapping) or not isinstance(partitions, Sequence):
@@ -60,7 +60,7 @@ def _load(partitions: Any, split: str) -> list[Any]:
                 "expected a list of datasets.Dataset, one for each client, or a FederatedDataset of "
                 f"flwr-datasets, not a {type(partitions).__name__}."
             )
-        found = list(partitions)
+        loaded = list(partitions)
     elif hasattr(partitions, "partitioners"):
         known = partitions.partitioners
         if split not in known:
@@ -69,22 +69,22 @@ def _load(partitions: Any, split: str) -> list[Any]:
             )
         # the number may be known only once the partitioner has its data
         first = partitions.load_partition(0, split)
-        others = range(1, known[split].num_partitions)
-        found = [first, *(partitions.load_partition(i, split) for i in others)]
+        indices = range(1, known[split].num_partitions)
+        loaded = [first, *(partitions.load_partition(i, split) for i in indices)]
     else:
-        found = [partitions.load_partition(i) for i in range(partitions.num_partitions)]
-    if not found:
+        loaded = [partitions.load_partition(i) for i in range(partitions.num_partitions)]
+    if not loaded:
         raise DataError("a federation needs at least one partition.")
-    return found
+    return loaded
 
 
-def _named_splits(library: Any, partition: Any, client: int) -> dict[str, Any]:
+def _list_splits(library: Any, partition: Any, client: int) -> dict[str, Any]:
     """The splits of a partition by name; a single data set has the empty name."""
     if isinstance(partition, library.Dataset):
         return {"": partition}
     if not isinstance(partition, library.DatasetDict):
         raise DataError(f"client {client}: expected a datasets.Dataset, not a {type(partition).__name__}.")
     if "train" not in partition or (unknown := sorted(set(partition) - set(_SPLITS))):
-        found = sorted(partition) if "train" not in partition else unknown
-        raise DataError(f"client {client}: splits are 'train' and optionally 'val' and 'test', not {found}.")
+        shown = sorted(partition) if "train" not in partition else unknown
+        raise DataError(f"client {client}: splits are 'train' and optionally 'val' and 'test', not {shown}.")
     return dict(partition)

@@ -12,7 +12,7 @@ from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError, DataError
 from ...core.key import Key
-from .apportion import FloatArray, IntArray, Parts, deal_classes, largest_remainder, shuffle_classes
+from .apportion import FloatArray, IntArray, Parts, deal_classes, round_shares, shuffle_classes
 from .checks import check_labels, check_positive
 
 # ruff: noqa: ARG002 - the rule ignores natural clients
@@ -20,10 +20,10 @@ from .checks import check_labels, check_positive
 # The iterative fit stops after this many iterations, or when all sizes have this relative error. Whole
 # examples are then added where some are missing.
 _MAX_ITERATIONS = 500
-_TOLERANCE = 1e-4
+_MAX_RELATIVE_ERROR = 1e-4
 
 # Share of the data's own mixture in every client's, so that sizes and class totals can be met together.
-_FLOOR = 1e-9
+_MIN_PRIOR_SHARE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class RankSkew(CheckedFields):
         check_minimum("min_size", self.min_size, 1)
         check_positive("partition.size_exponent", self.size_exponent, zero=True)
         check_positive("partition.skew", self.skew, zero=True)
-        client_ranks(self.ranks, self.clients)
+        assign_ranks(self.ranks, self.clients)
 
     def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
         """See `Partition.assign`."""
         n = check_labels(labels, classes, self.clients)
-        ranks = np.array(client_ranks(self.ranks, self.clients), dtype=np.float64)
-        sizes = largest_remainder((ranks / ranks.max()) ** self.size_exponent, n)
+        ranks = np.array(assign_ranks(self.ranks, self.clients), dtype=np.float64)
+        sizes = round_shares((ranks / ranks.max()) ** self.size_exponent, n)
         if sizes.min() < self.min_size:
             raise DataError(
                 f"{n} examples give the clients of rank {int(ranks[sizes.argmin()])} {sizes.min()} each, "
@@ -93,11 +93,11 @@ class RankSkew(CheckedFields):
         mixtures = np.zeros((len(ranks), len(totals)))
         for client, alpha in enumerate(alphas):
             draw = (key / client).numpy().dirichlet(alpha * len(present) * prior)
-            mixtures[client, present] = (1 - _FLOOR) * draw + _FLOOR * prior
+            mixtures[client, present] = (1 - _MIN_PRIOR_SHARE) * draw + _MIN_PRIOR_SHARE * prior
         return mixtures
 
 
-def client_ranks(ranks: Sequence[int], clients: int) -> list[int]:
+def assign_ranks(ranks: Sequence[int], clients: int) -> list[int]:
     """Rank of each client: client k has ``ranks[floor(k·len(ranks)/clients)]``."""
     if not ranks:
         raise ConfigError("partition.ranks must name at least one rank.")
@@ -115,7 +115,7 @@ def _fit_counts(mixtures: FloatArray, sizes: IntArray, totals: IntArray) -> IntA
     for _ in range(_MAX_ITERATIONS):
         table[:, present] *= totals[present] / table[:, present].sum(0)
         rows = table.sum(1)
-        if (np.abs(rows - sizes) <= _TOLERANCE * sizes).all():
+        if (np.abs(rows - sizes) <= _MAX_RELATIVE_ERROR * sizes).all():
             break
         table *= (sizes / rows)[:, None]
     # No sum may exceed its target, so that examples need only be added.

@@ -16,7 +16,7 @@ from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError, DataError
 from ...core.key import Key
 from ..dataset import Dataset
-from .apportion import IntArray, largest_remainder
+from .apportion import IntArray, round_shares
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Pool(CheckedFields):
 
 
 TestUse: TypeAlias = Literal["unused", "merged", "shared", "whole"]
-"""What becomes of the official test part.
+"""Use of the official test part.
 
 ``unused``: nothing. ``merged``: the partition assigns it together with the training part, if there is one.
 ``shared``: the partition assigns it separately, by the same rule. ``whole``: every client sees all of it. The
@@ -85,15 +85,15 @@ class Split(Protocol):
 
     @property
     def official_test(self) -> TestUse:
-        """What becomes of the official test part."""
+        """Use of the official test part."""
         ...
 
-    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
         """Divide the examples of one client.
 
         Args:
             pool: the whole data set.
-            own: sorted positions that the partition assigned to the client; test examples are among them if
+            positions: sorted positions that the partition assigned to the client; test examples are among them if
                 the official test part is merged or shared.
             client: its number, for messages.
             key: randomness of this client.
@@ -134,23 +134,23 @@ class LocalSplit(CheckedFields):
         """See `Split.official_test`."""
         return "merged" if self.pool == "all" else "unused"
 
-    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002 - Split
+    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002 - Split
         """See `Split.divide`."""
         parts = sum(share > 0 for share in (self.train, self.val, self.test))
-        if len(own) < parts:
+        if len(positions) < parts:
             raise DataError(
-                f"client {client} has {len(own)} examples, too few for one in each of {parts} parts. "
+                f"client {client} has {len(positions)} examples, too few for one in each of {parts} parts. "
                 "Raise the smallest size of a client in the partition, or lower the number of clients."
             )
-        order = (key / "order").numpy().permutation(own)
-        first, last = self._ends(len(own))
+        order = (key / "order").numpy().permutation(positions)
+        first, last = self._find_ends(len(positions))
         return Positions(np.sort(order[:first]), np.sort(order[first:last]), np.sort(order[last:]))
 
     @lru_cache(maxsize=1024)  # noqa: B019 - clients of one size are divided alike; a split is small
-    def _ends(self, size: int) -> tuple[int, int]:
+    def _find_ends(self, size: int) -> tuple[int, int]:
         """Where training and validation examples end, of that many examples in random order."""
         shares = np.array([self.train, self.val, self.test])
-        counts, least = largest_remainder(shares, size), shares > 0
+        counts, least = round_shares(shares, size), shares > 0
         while (missing := counts < least).any():
             counts[np.argmax(missing)] += 1
             counts[np.argmax(counts)] -= 1
@@ -173,18 +173,18 @@ class _OfficialTest(CheckedFields):
         if not 0 <= self.val < 1:
             raise ConfigError(f"split.val must be a share from 0 to below 1, not {self.val!r}.")
 
-    def _hold_out(self, own: IntArray, client: int, key: Key) -> tuple[IntArray, IntArray]:
+    def _hold_out(self, positions: IntArray, client: int, key: Key) -> tuple[IntArray, IntArray]:
         """Sorted positions for training and for validation."""
         val = self.val
         if val == 0:
-            return own, own[:0]
-        if len(own) < 2:
+            return positions, positions[:0]
+        if len(positions) < 2:
             raise DataError(
-                f"client {client} has {len(own)} examples, too few for two parts. Set split.val to 0, "
+                f"client {client} has {len(positions)} examples, too few for two parts. Set split.val to 0, "
                 "or raise the smallest size of a client in the partition."
             )
-        size = int(np.clip(largest_remainder([1 - val, val], len(own))[1], 1, len(own) - 1))
-        order = (key / "order").numpy().permutation(own)
+        size = int(np.clip(round_shares([1 - val, val], len(positions))[1], 1, len(positions) - 1))
+        order = (key / "order").numpy().permutation(positions)
         return np.sort(order[size:]), np.sort(order[:size])
 
 
@@ -207,7 +207,7 @@ class Matched(_OfficialTest):
         super().__post_init__()
         check_minimum("test_per_client", self.test_per_client, 1)
 
-    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
         names = pool.names
         if not names:
@@ -215,8 +215,8 @@ class Matched(_OfficialTest):
                 "split 'matched' draws test examples by class labels, but these data have none. Use split "
                 "'local', 'whole_test' or 'own_test'."
             )
-        train, val = self._hold_out(own, client, key)
-        wanted = largest_remainder(np.bincount(pool.labels[own], minlength=len(names)), self.test_per_client)
+        train, val = self._hold_out(positions, client, key)
+        wanted = round_shares(np.bincount(pool.labels[positions], minlength=len(names)), self.test_per_client)
         generator = (key / "test").numpy()
         test, notes = [], []
         for c in np.flatnonzero(wanted):
@@ -227,36 +227,36 @@ class Matched(_OfficialTest):
                     f"{wanted[c]}; the official test part has no more"
                 )
             test.append(generator.permutation(available)[: wanted[c]])
-        positions = np.sort(np.concatenate(test))
-        if len(positions) == 0:
+        test_positions = np.sort(np.concatenate(test))
+        if len(test_positions) == 0:
             raise DataError(f"client {client} gets no test example: the test part has none of its classes.")
-        return Positions(train, val, positions, tuple(notes))
+        return Positions(train, val, test_positions, tuple(notes))
 
 
 @dataclass(frozen=True)
 class WholeTest(_OfficialTest):
     """Every client is tested on the whole official test part."""
 
-    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
-        return Positions(*self._hold_out(own, client, key), pool.test)
+        return Positions(*self._hold_out(positions, client, key), pool.test)
 
 
 @dataclass(frozen=True)
 class OwnTest(_OfficialTest):
     """Every natural client is tested on its own part of the official test set; for ``natural``."""
 
-    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
         if pool.natural is None:
             raise DataError("split 'own_test' needs natural clients in both the training and the test part.")
-        ids = np.unique(pool.natural[own])
+        ids = np.unique(pool.natural[positions])
         if len(ids) != 1:
             raise DataError(f"client {client} mixes natural clients; 'own_test' needs partition 'natural'.")
         test = pool.test[pool.natural[pool.test] == ids[0]]
         if len(test) == 0:
             raise DataError(f"client {client} (natural client {ids[0]}) has no example in the test part.")
-        return Positions(*self._hold_out(own, client, key), test)
+        return Positions(*self._hold_out(positions, client, key), test)
 
 
 @dataclass(frozen=True)
@@ -272,10 +272,10 @@ class TestShare(_OfficialTest):
 
     val: float = 0.0
 
-    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
-        is_train = own < pool.train_size
-        return Positions(*self._hold_out(own[is_train], client, key), own[~is_train])
+        is_train = positions < pool.train_size
+        return Positions(*self._hold_out(positions[is_train], client, key), positions[~is_train])
 
 
 SPLITS: dict[str, type] = {

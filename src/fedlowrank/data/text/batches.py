@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WINDOW = 50
+WINDOW_BATCHES = 50
 """Number of batches within which examples are sorted by length."""
 
-MULTIPLE = 8
+WIDTH_MULTIPLE = 8
 """The width of a batch is a multiple of this number of tokens, for fewer shapes and aligned memory."""
 
 
-def length_buckets(lengths: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
+def draw_length_buckets(lengths: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
     """Batches of one epoch with examples of similar length.
 
     The examples are shuffled, sorted by length within windows of `WINDOW` batches, cut into batches, and the
@@ -29,13 +29,13 @@ def length_buckets(lengths: Tensor, batch_size: int, generator: torch.Generator)
     lengths = lengths.cpu()
     order = torch.randperm(len(lengths), generator=generator)
     batches: list[Tensor] = []
-    for start in range(0, len(order), WINDOW * batch_size):
-        window = order[start : start + WINDOW * batch_size]
+    for start in range(0, len(order), WINDOW_BATCHES * batch_size):
+        window = order[start : start + WINDOW_BATCHES * batch_size]
         batches += torch.split(window[lengths[window].sort(stable=True).indices], batch_size)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def trim(x: dict[str, Tensor], y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def trim_padding(x: dict[str, Tensor], y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Cut off the last columns that are padding in every example of a batch.
 
     The number of remaining columns is rounded up to a multiple of `MULTIPLE`.
@@ -45,22 +45,22 @@ def trim(x: dict[str, Tensor], y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
             another shape than the mask stay unchanged.
         y: token labels [..., T], which are cut as well; or class labels, which stay unchanged.
     """
-    return truncate_columns(x, y, padded_width(int(sequence_lengths(x["attention_mask"]).max())))
+    return truncate_columns(x, y, round_up_width(int(measure_lengths(x["attention_mask"]).max())))
 
 
-def sequence_lengths(mask: Tensor) -> Tensor:
+def measure_lengths(mask: Tensor) -> Tensor:
     """Position after the last token of each example, int64 [...], of an attention mask [..., T]."""
     positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
     return (mask != 0).mul(positions).amax(-1)
 
 
-def padded_width(length: int) -> int:
+def round_up_width(length: int) -> int:
     """Width of a batch whose longest example has this length: the next multiple of `MULTIPLE`."""
-    return -(-max(1, length) // MULTIPLE) * MULTIPLE
+    return -(-max(1, length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def truncate_columns(x: dict[str, Tensor], y: Tensor, width: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Views of the first columns of token inputs and token labels; see :func:`trim`."""
+    """Views of the first columns of token inputs and token labels; see :func:`trim_padding`."""
     shape = x["attention_mask"].shape
     short = {name: t[..., :width] if t.shape == shape else t for name, t in x.items()}
     return short, y[..., :width] if y.shape == shape else y

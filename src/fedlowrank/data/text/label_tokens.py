@@ -15,30 +15,30 @@ from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.learning.losses import IGNORE_INDEX
 from ..arrays import encode_labels
 from ..dataset import Dataset, Examples
-from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, pair_parts
+from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, split_parts
 from .text_records import Labeled, Record, TextPair, Texts, TokenLabeled
 
 
 def tokenize_labeled(texts: Texts, tokenizer: Any, context: int) -> Dataset:
     """Tokens of labeled texts; see :func:`.tokens.tokenize`."""
     notes = list(texts.notes)
-    pads = _pads(tokenizer, notes)
+    pads = _choose_padding(tokenizer, notes)
     parts = [[r for r in part if isinstance(r, Labeled)] for part in texts.parts]
-    labels, classes = _labels(texts, [[record.label for record in part] for part in parts])
+    labels, classes = _number_labels(texts, [[record.label for record in part] for part in parts])
     encoded = []
     for name, records in zip(("training", "test"), parts, strict=False):
         rows, truncated = _encode_truncated(tokenizer, [r.text for r in records], context)
         _note_truncated(f"{name} part of {texts.name!r}", truncated, len(records), context, notes)
         encoded.append(rows)
     targets = [torch.tensor(numbers) for numbers in labels]
-    examples = _examples(encoded, targets, pads)
-    return _dataset(texts.name, examples, classes, parts, notes)
+    examples = _make_examples(encoded, targets, pads)
+    return _make_dataset(texts.name, examples, classes, parts, notes)
 
 
 def tokenize_pairs(texts: Texts, tokenizer: Any, context: int) -> Dataset:
     """Tokens of pairs of texts; see :func:`.tokens.tokenize`."""
     notes = list(texts.notes)
-    pads = _pads(tokenizer, notes)
+    pads = _choose_padding(tokenizer, notes)
     parts = [[r for r in part if isinstance(r, TextPair)] for part in texts.parts]
     encoded = []
     for name, records in zip(("training", "test"), parts, strict=False):
@@ -50,14 +50,14 @@ def tokenize_pairs(texts: Texts, tokenizer: Any, context: int) -> Dataset:
         _note_truncated(where, truncated, 2 * len(records), context, notes)
         encoded.append(rows)
     nothing = [torch.zeros(2 * len(records), dtype=torch.int64) for records in parts]
-    examples = [_pair_rows(part) for part in _examples(encoded, nothing, pads)]
+    examples = [_group_pairs(part) for part in _make_examples(encoded, nothing, pads)]
     strata, strata_names = number_strata(texts.name, parts)
-    made = _dataset(texts.name, examples, (), parts, notes)
-    train, test = pair_parts(strata)
-    return replace(made, strata=train, strata_test=test, strata_names=strata_names)
+    dataset = _make_dataset(texts.name, examples, (), parts, notes)
+    train, test = split_parts(strata)
+    return replace(dataset, strata=train, strata_test=test, strata_names=strata_names)
 
 
-def _pair_rows(examples: Examples) -> Examples:
+def _group_pairs(examples: Examples) -> Examples:
     """Examples whose rows are two by two those of a pair, with a label that means nothing."""
     assert isinstance(examples.x, dict)
     return Examples({name: t.unflatten(0, (-1, 2)) for name, t in examples.x.items()}, examples.y[::2])
@@ -79,20 +79,20 @@ def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
             "transformers.AutoTokenizer.from_pretrained(name, use_fast=True)."
         )
     notes = list(texts.notes)
-    pads = _pads(tokenizer, notes)
+    pads = _choose_padding(tokenizer, notes)
     parts = [[r for r in part if isinstance(r, TokenLabeled)] for part in texts.parts]
     for record in chain.from_iterable(parts):
         if len(record.words) != len(record.labels):
             raise DataError(
                 f"{record.place} has {len(record.words)} words and {len(record.labels)} labels. Give one for each."
             )
-    space = _space_before_words(tokenizer)
+    space = _find_word_separator(tokenizer)
     if space:
         notes.append(
             "a space is written before each word, as in running text (what add_prefix_space = True does for tokenizers "
             "that have it)"
         )
-    flat, classes = _labels(texts, [[label for r in part for label in r.labels] for part in parts])
+    flat, classes = _number_labels(texts, [[label for r in part for label in r.labels] for part in parts])
     encoded, rows_of_labels = [], []
     for name, records, numbers in zip(("training", "test"), parts, flat, strict=False):
         where = f"{name} part of {texts.name!r}"
@@ -100,37 +100,37 @@ def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
             tokenizer, [[space + word for word in r.words] for r in records], context
         )
         _note_truncated(where, truncated, len(records), context, notes)
-        own, start = [], 0
+        labels_of_texts, start = [], 0
         for i, record in enumerate(records):
             words = rows.word_ids(i)
             of_words = numbers[start : start + len(record.words)]
             start += len(record.words)
-            own.append(
+            labels_of_texts.append(
                 [
                     IGNORE_INDEX if word is None or word == before or of_words[word] < 0 else of_words[word]
                     for word, before in zip(words, [None, *words], strict=False)
                 ]
             )
-        if all(label == IGNORE_INDEX for row in own for label in row):
+        if all(label == IGNORE_INDEX for row in labels_of_texts for label in row):
             raise DataError(f"{where}: no token has a label. Check the labels, or raise context.")
         encoded.append(rows)
-        rows_of_labels.append(own)
+        rows_of_labels.append(labels_of_texts)
     width = max(len(row) for rows in encoded for row in rows["input_ids"])
     targets = [pad_rows(rows, width, IGNORE_INDEX)[0] for rows in rows_of_labels]
-    examples = _examples(encoded, targets, pads)
-    return _dataset(texts.name, examples, classes, parts, notes)
+    examples = _make_examples(encoded, targets, pads)
+    return _make_dataset(texts.name, examples, classes, parts, notes)
 
 
-def _space_before_words(tokenizer: Any) -> str:
+def _find_word_separator(tokenizer: Any) -> str:
     """What to write before each word of a list, so that their tokens are those of the words in running text."""
     for space in ("", " "):
         words = [[f"{space}a", f"{space}b"]]
         try:
-            found = tokenizer(words, is_split_into_words=True, add_special_tokens=False)["input_ids"][0]
+            ids = tokenizer(words, is_split_into_words=True, add_special_tokens=False)["input_ids"][0]
         except AssertionError:
             # releases of transformers before 5 refuse lists of words without add_prefix_space
             break
-        if list(found) == list(tokenizer(f"{space}a b", add_special_tokens=False)["input_ids"]):
+        if list(ids) == list(tokenizer(f"{space}a b", add_special_tokens=False)["input_ids"]):
             return space
     raise ConfigError(
         "labels by word: the tokenizer joins the words of a list, so they have other tokens than in running text. Save one "
@@ -138,7 +138,7 @@ def _space_before_words(tokenizer: Any) -> str:
     )
 
 
-def _dataset(
+def _make_dataset(
     name: str,
     examples: Sequence[Examples],
     classes: tuple[str, ...],
@@ -148,15 +148,15 @@ def _dataset(
     natural, clients = number_clients(parts)
     return Dataset(
         name,
-        *pair_parts(examples),
+        *split_parts(examples),
         classes,
-        *pair_parts(natural),
+        *split_parts(natural),
         notes=tuple(notes),
         natural_names=clients,
     )
 
 
-def _examples(encoded: Sequence[Any], targets: Sequence[Tensor], pads: dict[str, int]) -> list[Examples]:
+def _make_examples(encoded: Sequence[Any], targets: Sequence[Tensor], pads: dict[str, int]) -> list[Examples]:
     """Padded inputs of each part, of the width of the longest text of all, with the targets."""
     width = max(len(row) for rows in encoded for row in rows["input_ids"])
     examples = []
@@ -167,7 +167,7 @@ def _examples(encoded: Sequence[Any], targets: Sequence[Tensor], pads: dict[str,
     return examples
 
 
-def _pads(tokenizer: Any, notes: list[str]) -> dict[str, int]:
+def _choose_padding(tokenizer: Any, notes: list[str]) -> dict[str, int]:
     """The inputs of the model, each with the value that pads it."""
     pads = {"input_ids": choose_pad_token(tokenizer, notes)}
     if "token_type_ids" in tokenizer.model_input_names:
@@ -175,26 +175,26 @@ def _pads(tokenizer: Any, notes: list[str]) -> dict[str, int]:
     return pads
 
 
-def _labels(
+def _number_labels(
     texts: Texts, labels: Sequence[Sequence[str | int]]
 ) -> tuple[Sequence[list[int]], tuple[str, ...]]:
     """Class numbers in each part, and names of the classes; negative numbers stay."""
     if len({isinstance(label, str) for part in labels for label in part}) > 1:
         raise DataError(f"the labels of {texts.name!r} are text in some records and numbers in others.")
     if not texts.classes:
-        given = [np.array(part) for part in labels]
-        if given[0].dtype.kind in "iu" and min(int(part.min(initial=0)) for part in given) < 0:
-            most = max(int(part.max(initial=0)) for part in given)
-            return [part.tolist() for part in given], tuple(map(str, range(most + 1)))
-        encoded, classes = encode_labels(given, f"the labels of {texts.name!r}")
+        arrays = [np.array(part) for part in labels]
+        if arrays[0].dtype.kind in "iu" and min(int(part.min(initial=0)) for part in arrays) < 0:
+            largest = max(int(part.max(initial=0)) for part in arrays)
+            return [part.tolist() for part in arrays], tuple(map(str, range(largest + 1)))
+        encoded, classes = encode_labels(arrays, f"the labels of {texts.name!r}")
         return [part.tolist() for part in encoded], classes
     numbers: dict[str | int, int] = {name: i for i, name in enumerate(texts.classes)}
     for label in chain.from_iterable(labels):
         if isinstance(label, str) and label not in numbers:
             hint = did_you_mean(label, texts.classes)
             raise DataError(f"{texts.name!r} has a label {label!r} that is no class. {hint}")
-    found = [[int(numbers.get(label, label)) for label in part] for part in labels]
-    return found, texts.classes
+    class_numbers = [[int(numbers.get(label, label)) for label in part] for part in labels]
+    return class_numbers, texts.classes
 
 
 def _encode_truncated(tokenizer: Any, texts: Sequence[str | list[str]], context: int) -> tuple[Any, int]:

@@ -63,10 +63,10 @@ def pack_sequences(samples: Sequence[Sample], context: int) -> list[Sample]:
         else:
             rows.append([i])
             insort(free, (context - need, len(rows) - 1))
-    return [_join([samples[i] for i in row]) for row in sorted(sorted(row) for row in rows)]
+    return [_join_samples([samples[i] for i in row]) for row in sorted(sorted(row) for row in rows)]
 
 
-def _join(samples: Sequence[Sample]) -> Sample:
+def _join_samples(samples: Sequence[Sample]) -> Sample:
     ids = [token for sample in samples for token in sample.ids]
     labels = [label for sample in samples for label in (IGNORE_INDEX, *sample.labels[1:])]
     return Sample(ids, labels, samples[0].record, tuple(len(sample.ids) for sample in samples))

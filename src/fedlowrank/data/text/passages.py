@@ -47,11 +47,11 @@ class Lines(CheckedFields):
         train, test = self._split(records)
         if self.test_share and not test:
             raise DataError(f"{path!r}: too few passages for a test part: {len(records)}. Lower length.")
-        return Texts(Path(path).name, train, test or None, notes=_blank_note(blank))
+        return Texts(Path(path).name, train, test or None, notes=_describe_blank(blank))
 
     def _cut(self, text: str, client: str | None) -> tuple[list[Instruction], int]:
         """The passages that are not blank, and the number of blank ones."""
-        pieces = passages(text, self.unit, self.length)
+        pieces = cut_passages(text, self.unit, self.length)
         records = [Instruction("", piece, client=client) for piece in pieces if piece.strip()]
         return records, len(pieces) - len(records)
 
@@ -101,7 +101,7 @@ class Speakers(Lines):
         train, test = ([record for part in parts for record in part[k]] for k in (0, 1))
         if not train:
             raise DataError(f"{table.source!r} holds no text in the column {self.text!r}.")
-        notes = list(_blank_note(blank))
+        notes = list(_describe_blank(blank))
         if self.test_share:
             if not test:
                 raise DataError(f"{table.source!r}: too few passages per speaker for a test. Lower length.")
@@ -110,11 +110,11 @@ class Speakers(Lines):
         return Texts(Path(table.source).name.split(".")[0], train, test or None, notes=tuple(notes))
 
 
-def passages(text: str, unit: Unit, length: int) -> list[str]:
+def cut_passages(text: str, unit: Unit, length: int) -> list[str]:
     """Cut a text into consecutive pieces of that many characters or lines; a line ends with its break."""
     parts = text if unit == "characters" else re.findall(r"[^\n]*\n|[^\n]+", text)
     return ["".join(parts[i : i + length]) for i in range(0, len(parts), length)]
 
 
-def _blank_note(blank: int) -> tuple[str, ...]:
+def _describe_blank(blank: int) -> tuple[str, ...]:
     return (f"{blank} blank passages dropped",) if blank else ()

@@ -1,4 +1,4 @@
-"""What a model will learn from: rows, tokens and decoded samples of each client, before any training."""
+"""Reports the training data of a language model: rows, tokens and decoded samples of each client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..dataset import ClientData, Dataset, Examples
 OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
 """Brackets around the tokens that are learnt."""
 
-_MOST_CLIENTS = 30
+_MAX_LISTED_CLIENTS = 30
 """Clients that have a line."""
 
 
@@ -36,22 +36,22 @@ def describe_rows(data: Dataset | Sequence[ClientData], tokenizer: Any, count: i
     Raises:
         DataError: if the data hold no tokens.
     """
-    clients = _by_client(data)
+    clients = _group_by_client(data)
     for examples in clients.values():
         if not isinstance(examples.x, dict) or "input_ids" not in examples.x:
             raise DataError("these data hold no tokens of a text, so there are no samples to decode.")
     table = [["client", "rows", "tokens", "learnt", "longest"]]
-    table += [[name, *map(str, _counts(examples))] for name, examples in clients.items()]
-    shown = table[: _MOST_CLIENTS + 1]
+    table += [[name, *map(str, _count_tokens(examples))] for name, examples in clients.items()]
+    shown = table[: _MAX_LISTED_CLIENTS + 1]
     if len(table) > len(shown):
         shown.append([f"and {len(table) - len(shown)} more", "", "", "", ""])
-    totals = [_counts(examples) for examples in clients.values()]
+    totals = [_count_tokens(examples) for examples in clients.values()]
     sums = [sum(column) for column in zip(*(total[:3] for total in totals), strict=True)]
     shown.append(["all", *map(str, sums), str(max(total[3] for total in totals))])
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
-    for name, examples, row in _choose(clients, count):
-        lines += ["", f"client {name}, row {row + 1}:", _show(examples, row, tokenizer)]
+    for name, examples, row in _choose_rows(clients, count):
+        lines += ["", f"client {name}, row {row + 1}:", _decode_row(examples, row, tokenizer)]
     return "\n".join(lines)
 
 
@@ -74,9 +74,9 @@ def mark_learnt(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> st
     return "".join(f"{OPEN}{text}{CLOSE}" if learnt else text for learnt, text in texts)
 
 
-def _by_client(data: Dataset | Sequence[ClientData]) -> dict[str, Examples]:
+def _group_by_client(data: Dataset | Sequence[ClientData]) -> dict[str, Examples]:
     if not isinstance(data, Dataset):
-        return {str(i): _with_token_labels(client.train) for i, client in enumerate(data)}
+        return {str(i): _add_token_labels(client.train) for i, client in enumerate(data)}
     if data.natural is None:
         return {"all": data.train}
     numbers = data.natural.unique().tolist()
@@ -84,7 +84,7 @@ def _by_client(data: Dataset | Sequence[ClientData]) -> dict[str, Examples]:
     return {names.get(n, "none"): data.train.take((data.natural == n).nonzero().flatten()) for n in numbers}
 
 
-def _with_token_labels(examples: Examples) -> Examples:
+def _add_token_labels(examples: Examples) -> Examples:
     """Examples whose responses to learn are marked by a mask, with labels of tokens as they were read."""
     if not isinstance(examples.x, dict) or RESPONSE_MASK not in examples.x:
         return examples
@@ -92,17 +92,17 @@ def _with_token_labels(examples: Examples) -> Examples:
     return Examples(examples.x, ids.where(mask != 0, IGNORE_INDEX))
 
 
-def _counts(examples: Examples) -> tuple[int, int, int, int]:
+def _count_tokens(examples: Examples) -> tuple[int, int, int, int]:
     """Rows, tokens, tokens that are learnt, and tokens of the longest row."""
     assert isinstance(examples.x, dict)
     mask = examples.x["attention_mask"] != 0
     if not len(examples):
         return 0, 0, 0, 0
-    learnt = len(examples) if examples.y.ndim == 1 else int(_learnt(examples).sum())
+    learnt = len(examples) if examples.y.ndim == 1 else int(_find_learnt(examples).sum())
     return len(examples), int(mask.sum()), learnt, int(mask.sum(-1).max())
 
 
-def _learnt(examples: Examples) -> Tensor:
+def _find_learnt(examples: Examples) -> Tensor:
     """Which tokens are learnt, [..., T]."""
     learnt = examples.y >= 0
     if _predicts_own(examples):
@@ -119,20 +119,20 @@ def _predicts_own(examples: Examples) -> bool:
     return bool(ids.shape == y.shape and torch.equal(ids[y >= 0], y[y >= 0]))
 
 
-def _choose(clients: dict[str, Examples], count: int) -> list[tuple[str, Examples, int]]:
+def _choose_rows(clients: dict[str, Examples], count: int) -> list[tuple[str, Examples, int]]:
     """The first rows of the clients in turn."""
-    most = max(len(examples) for examples in clients.values())
-    found: list[tuple[str, Examples, int]] = []
-    for row in range(most):
+    longest = max(len(examples) for examples in clients.values())
+    chosen: list[tuple[str, Examples, int]] = []
+    for row in range(longest):
         for name, examples in clients.items():
-            if len(found) == count:
-                return found
+            if len(chosen) == count:
+                return chosen
             if row < len(examples):
-                found.append((name, examples, row))
-    return found
+                chosen.append((name, examples, row))
+    return chosen
 
 
-def _show(examples: Examples, row: int, tokenizer: Any) -> str:
+def _decode_row(examples: Examples, row: int, tokenizer: Any) -> str:
     assert isinstance(examples.x, dict)
     ids, mask = examples.x["input_ids"][row], examples.x["attention_mask"][row] != 0
     y = examples.y[row]

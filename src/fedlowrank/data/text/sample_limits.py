@@ -1,4 +1,4 @@
-"""The length limit of samples: what is cut, what is dropped, and their counts by client."""
+"""Truncates samples to a length limit, drops samples without a response, and counts both by client."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .packing import Sample
 
 Truncate: TypeAlias = Literal["right", "left", "turns", "refuse"]
 
-_MOST_CLIENTS = 8
+_MAX_NAMED_CLIENTS = 8
 """Clients that a note names with their counts."""
 
-_HOW = {
+_DESCRIPTIONS = {
     "right": "were truncated on the right",
     "left": "were truncated on the left",
     "turns": "lost their oldest turns",
@@ -73,8 +73,8 @@ def fit_samples(
     Raises:
         DataError: if a sample is too long and ``truncate`` is ``refuse``, or nothing is left to learn.
     """
-    found: list[Sample | None] = []
-    cut: Counter[str | None] = Counter()
+    samples: list[Sample | None] = []
+    shortened: Counter[str | None] = Counter()
     dropped: Counter[str | None] = Counter()
     for i, draft in enumerate(drafts):
         sample, first, last, context = draft.sample, draft.first, draft.last, limit.context
@@ -84,7 +84,7 @@ def fit_samples(
                     f"{draft.place} has {len(sample.ids)} tokens, and the context is {context}. Raise context, "
                     "shorten the row, or set truncate to 'right', 'left' or 'turns'."
                 )
-            cut[draft.client] += 1
+            shortened[draft.client] += 1
             if limit.truncate == "turns" and drop_turns is not None:
                 sample = drop_turns(i)
                 first, last = 0, len(sample.ids)
@@ -93,33 +93,33 @@ def fit_samples(
         # Nothing predicts the first token of a sample.
         has_response = max(first, low + 1) < min(last, high)
         if has_response and any(label != IGNORE_INDEX for label in sample.labels[low + 1 : high]):
-            found.append(Sample(sample.ids[low:high], sample.labels[low:high], sample.record))
+            samples.append(Sample(sample.ids[low:high], sample.labels[low:high], sample.record))
         else:
             dropped[draft.client] += 1
-            found.append(None)
+            samples.append(None)
     count = len(drafts)
-    if cut:
+    if shortened:
         notes.append(
-            f"{where}: {cut.total()} of {count} samples are longer than {limit.context} tokens and "
-            f"{_HOW[limit.truncate]}{_by_client(cut)}"
+            f"{where}: {shortened.total()} of {count} samples are longer than {limit.context} tokens and "
+            f"{_DESCRIPTIONS[limit.truncate]}{_format_counts(shortened)}"
         )
     if dropped:
         notes.append(
             f"{where}: {dropped.total()} of {count} samples dropped: no response token is left"
-            f"{_by_client(dropped)}"
+            f"{_format_counts(dropped)}"
         )
     if dropped.total() == count:
         raise DataError(
             f"{where}: within {limit.context} tokens no sample has a token of its response. Raise context."
         )
-    return found
+    return samples
 
 
-def _by_client(counts: Counter[str | None]) -> str:
+def _format_counts(counts: Counter[str | None]) -> str:
     """The counts of natural clients in parentheses; empty without such clients."""
     named = [(client, n) for client, n in counts.most_common() if client is not None]
     if not named:
         return ""
-    shown = ", ".join(f"{client} {n}" for client, n in named[:_MOST_CLIENTS])
-    rest = len(named) - _MOST_CLIENTS
+    shown = ", ".join(f"{client} {n}" for client, n in named[:_MAX_NAMED_CLIENTS])
+    rest = len(named) - _MAX_NAMED_CLIENTS
     return f" (by client: {shown}{f', and {rest} more clients' if rest > 0 else ''})"

@@ -19,9 +19,9 @@ from ...core.io.text import explain_encoding
 from ..datasets.hub import open_dataset
 from ..download.data_files import expand_path
 
-_WHOLE = re.compile(r"-?(0|[1-9][0-9]*)")
-_LINES = (".jsonl", ".jsonl.gz")
-_ENDINGS = (*_LINES, ".json", ".json.gz", ".parquet")
+_WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)")
+_LINE_ENDINGS = (".jsonl", ".jsonl.gz")
+_ENDINGS = (*_LINE_ENDINGS, ".json", ".json.gz", ".parquet")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +58,8 @@ class Table:
         """The text in a column of row ``i``; empty for a null, and with ``optional`` for a missing column."""
         row = self.rows[i]
         if column not in row and not optional:
-            found = ", ".join(map(repr, row)) or "nothing"
-            raise DataError(f"{self.place(i)} has no {column!r}; it has {found}.")
+            columns = ", ".join(map(repr, row)) or "nothing"
+            raise DataError(f"{self.place(i)} has no {column!r}; it has {columns}.")
         value = row.get(column)
         if value is not None and not isinstance(value, str):
             raise DataError(f"{self.place(i)}: {column!r} must be text, not {_shorten(value)}.")
@@ -71,18 +71,18 @@ class Table:
         if value is None or value == "":
             return None
         if isinstance(value, bool) or not isinstance(value, str | int):
-            found = _shorten(value)
-            raise DataError(f"{self.place(i)}: {column!r} must be text or a whole number, not {found}.")
+            shown = _shorten(value)
+            raise DataError(f"{self.place(i)}: {column!r} must be text or a whole number, not {shown}.")
         return str(value)
 
 
 def find_file(folder: Path, stem: str) -> Path:
     """The only file with that stem in a folder, with any known ending."""
-    found = [file for ending in _ENDINGS if (file := folder / (stem + ending)).is_file()]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(file.name for file in found)
+    files = [file for ending in _ENDINGS if (file := folder / (stem + ending)).is_file()]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files)
         raise DataError(f"{str(folder)!r} holds several: {names}. Name one of them.")
     names = ", ".join(stem + ending for ending in _ENDINGS)
     raise DataError(f"{str(folder)!r} holds no {stem} file; looked for {names}.")
@@ -101,7 +101,7 @@ def read_file(path: str | Path) -> Table:
         raise DataError(f"{str(file)!r} {'is no file' if file.exists() else 'does not exist'}.")
     if not file.name.endswith(_ENDINGS):
         raise DataError(f"{str(file)!r} ends in none of {', '.join(_ENDINGS)}.")
-    if file.name.endswith(_LINES):
+    if file.name.endswith(_LINE_ENDINGS):
         return _read_lines(file)
     rows = _read_parquet(file) if file.suffix == ".parquet" else _read_list(file)
     return Table(str(file), rows)
@@ -122,8 +122,8 @@ def read_split(path: str, name: str | None, split: str, cache: str | None) -> Ta
         split: name of the split; a data set saved without splits is the split ``train``.
         cache: folder of the library's cache, or None for its usual one.
     """
-    library, found = open_dataset(path, name, cache, "language")
-    return _table_of_split(library, found, path, split)
+    library, opened = open_dataset(path, name, cache, "language")
+    return _make_table(library, opened, path, split)
 
 
 def read_data_file(path: str, cache: str | None) -> Table:
@@ -136,12 +136,12 @@ def read_data_file(path: str, cache: str | None) -> Table:
         return read_file(path)
     if ending in (".csv", ".tsv"):
         return _read_csv(Path(expand_path(path)), "\t" if ending == ".tsv" else ",")
-    library, found = open_dataset(path, None, cache, "language")
-    return replace(_table_of_split(library, found, path, "train"), source=expand_path(path))
+    library, opened = open_dataset(path, None, cache, "language")
+    return replace(_make_table(library, opened, path, "train"), source=expand_path(path))
 
 
-def _table_of_split(library: Any, found: Any, path: str, split: str) -> Table:
-    splits = {"train": found} if isinstance(found, library.Dataset) else dict(found)
+def _make_table(library: Any, opened: Any, path: str, split: str) -> Table:
+    splits = {"train": opened} if isinstance(opened, library.Dataset) else dict(opened)
     if split not in splits:
         raise DataError(f"{path!r} has no split {split!r}. {did_you_mean(split, splits)}")
     part = splits[split]
@@ -189,12 +189,12 @@ def _read_csv(file: Path, delimiter: str) -> Table:
     for number, row in enumerate(rows, 1):
         if None in row:
             raise DataError(f"{str(file)!r}, row {number} has more cells than the header has names.")
-    found = [{name: value or None for name, value in row.items()} for row in rows]
+    cleaned = [{name: value or None for name, value in row.items()} for row in rows]
     for name in ("label", "labels"):
-        values = [row.get(name) for row in found]
-        if values and all(value is not None and _WHOLE.fullmatch(value) for value in values):
-            found = [{**row, name: int(str(row[name]))} for row in found]
-    return Table(str(file), found)
+        values = [row.get(name) for row in cleaned]
+        if values and all(value is not None and _WHOLE_NUMBER.fullmatch(value) for value in values):
+            cleaned = [{**row, name: int(str(row[name]))} for row in cleaned]
+    return Table(str(file), cleaned)
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:

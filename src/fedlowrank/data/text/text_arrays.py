@@ -64,6 +64,6 @@ def number_clients(
     return [part if bool((part >= 0).any()) else None for part in ids], names
 
 
-def pair_parts(parts: Sequence[T]) -> tuple[T, T | None]:
+def split_parts(parts: Sequence[T]) -> tuple[T, T | None]:
     """The values of the training part and of the test part, None if there is none."""
     return parts[0], parts[1] if len(parts) > 1 else None

@@ -11,19 +11,19 @@ from .text_records import Conversation, Instruction, Preference, Texts
 
 Format: TypeAlias = Literal["auto", "alpaca", "plain", "verbatim", "chat", "none"]
 
-_WITH_INPUT = (
+_TEMPLATE_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
-_WITHOUT_INPUT = (
+_TEMPLATE_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
 )
 
 
-def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[str, str]:
+def render_instruction(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[str, str]:
     """Write an instruction as a prompt and a response.
 
     The prompt does not depend on the response, so it is also the prompt for generation.
@@ -62,7 +62,7 @@ def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[
         raise ConfigError(f"format {format!r} needs instructions, but this is plain text. Use format 'none'.")
     if format == "chat":
         return _render_chat(record, tokenizer)
-    template = _WITH_INPUT if record.input else _WITHOUT_INPUT
+    template = _TEMPLATE_WITH_INPUT if record.input else _TEMPLATE_WITHOUT_INPUT
     return template.format(instruction=record.prompt, input=record.input), record.response
 
 
@@ -71,12 +71,12 @@ def choose_format(texts: Texts, format: Format) -> Format:
 
     Conversations, also those of preference pairs, are always written by the chat template of the tokenizer.
     """
-    if hold_messages(texts):
+    if holds_messages(texts):
         return "chat"
     return format if format != "auto" else texts.format or "auto"
 
 
-def hold_messages(texts: Texts) -> bool:
+def holds_messages(texts: Texts) -> bool:
     """Whether records are lists of messages, also those of preference pairs."""
     first = texts.train[0]
     return isinstance(first.chosen if isinstance(first, Preference) else first, Conversation)

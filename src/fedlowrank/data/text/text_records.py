@@ -159,7 +159,7 @@ class Texts:
             them from the labels. Empty for the other records.
         notes: warnings for the reader of results, e.g. how many records were dropped.
         format: of instructions: the format that the rows call for, which ``auto`` selects
-            (:func:`.text_formats.render`); None for ``alpaca``.
+            (:func:`.text_formats.render_instruction`); None for ``alpaca``.
     """
 
     name: str

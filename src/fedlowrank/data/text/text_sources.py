@@ -53,7 +53,9 @@ class Gsm8k(CheckedFields):
         if folder.is_dir():
             files = [find_file(folder, "train"), self.test or find_file(folder, "test")]
         notes: list[str] = []
-        parts = [_instructions(read_file(f), notes, "question", "answer") for f in files if f is not None]
+        parts = [
+            _read_instructions(read_file(f), notes, "question", "answer") for f in files if f is not None
+        ]
         if not self.annotations:
             parts = [
                 [replace(record, response=re.sub(r"<<[^<>]*>>", "", record.response)) for record in part]
@@ -69,10 +71,10 @@ LANGUAGES = ("C", "C#", "C++", "Go", "Java", "PHP", "Pascal", "Python", "Scala")
 _LANGUAGE = re.compile(r"(?<![\w#+])(C#|C\+\+|C(?![\w#+])|Go(?!\w)|(?i:java|php|pascal|python|scala)(?!\w))")
 
 
-def programming_language(text: str) -> str | None:
+def find_programming_language(text: str) -> str | None:
     """The first programming language that a text names as a separate word, or None."""
-    found = _LANGUAGE.search(text)
-    return found and next(name for name in LANGUAGES if name.lower() == found.group().lower())
+    match = _LANGUAGE.search(text)
+    return match and next(name for name in LANGUAGES if name.lower() == match.group().lower())
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,12 @@ class CodeAlpaca(CheckedFields):
     def load(self) -> Texts:
         """The tasks; see `TextSource.load`."""
         notes: list[str] = []
-        records = _instructions(read_file(self.path), notes, "instruction", "output", "input")
+        records = _read_instructions(read_file(self.path), notes, "instruction", "output", "input")
         if self.by_language:
             count = len(records)
-            records = [replace(r, category=programming_language(f"{r.prompt} {r.input}")) for r in records]
+            records = [
+                replace(r, category=find_programming_language(f"{r.prompt} {r.input}")) for r in records
+            ]
             records = [r for r in records if r.category is not None]
             notes.append(f"{count - len(records)} of {count} tasks name none of the nine languages; dropped")
             if not records:
@@ -140,7 +144,7 @@ class Dolly(CheckedFields):
         """The instructions with their categories; see `TextSource.load`."""
         notes: list[str] = []
         table, category = read_file(self.path), self.held_out_category
-        records = _instructions(table, notes, "instruction", "response", "context", "category")
+        records = _read_instructions(table, notes, "instruction", "response", "context", "category")
         train, test = hold_out(records, self.test_share, Key(("dolly", self.seed)))
         if category is not None:
             train = [record for record in records if record.category != category]
@@ -179,7 +183,7 @@ class _FileOrHub(CheckedFields):
         if len(names) > 1:
             raise ConfigError(f"{' and '.join(names)} each choose the test part; set one of them.")
 
-    def _tables(self) -> list[Table]:
+    def _read_tables(self) -> list[Table]:
         """The training part, and the test part if there is one."""
         if Path(expand_path(self.path)).is_file():
             if self.test_split is not None:
@@ -193,7 +197,7 @@ class _FileOrHub(CheckedFields):
             tables = [read_split(self.path, self.name, split, self.cache) for split in splits]
         return tables if self.test is None else [*tables, read_file(self.test)]
 
-    def _title(self) -> str:
+    def _choose_title(self) -> str:
         """A name for reports: of the file, or of its folder if the file is only the training part."""
         where = Path(expand_path(self.path))
         stem = where.name
@@ -232,9 +236,9 @@ class Instructions(_FileOrHub):
         """The records; see `TextSource.load`."""
         notes: list[str] = []
         columns = (self.prompt, self.response, self.input, self.category, self.client)
-        records, *test = [_instructions(table, notes, *columns) for table in self._tables()]
+        records, *test = [_read_instructions(table, notes, *columns) for table in self._read_tables()]
         train, share = hold_out(records, self.test_share, Key(("instructions", self.seed)))
-        return Texts(self._title(), train, test[0] if test else share, notes=tuple(notes))
+        return Texts(self._choose_title(), train, test[0] if test else share, notes=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -263,12 +267,12 @@ class TextClasses(_FileOrHub):
     def load(self) -> Texts:
         """The labeled texts; see `TextSource.load`."""
         notes: list[str] = []
-        tables = self._tables()
-        train, *test = [self._records(table, notes) for table in tables]
+        tables = self._read_tables()
+        train, *test = [self._read_records(table, notes) for table in tables]
         classes = self.classes or tables[0].classes.get(self.label, ())
-        return Texts(self._title(), train, test[0] if test else None, classes, tuple(notes))
+        return Texts(self._choose_title(), train, test[0] if test else None, classes, tuple(notes))
 
-    def _records(self, table: Table, notes: list[str]) -> list[Labeled]:
+    def _read_records(self, table: Table, notes: list[str]) -> list[Labeled]:
         table.require(*self.text, self.label, self.client)
         records = []
         for i, row in enumerate(table.rows):
@@ -280,9 +284,9 @@ class TextClasses(_FileOrHub):
                 raise DataError(f"{place}: {self.label!r} must be text or a whole number, not {label!r}.")
             text = self.separator.join(column for column in columns if column)
             records.append(Labeled(text, label, table.name(i, self.client)))
-        kept = [record for record in records if record.text.strip()]
-        _note_dropped(table, len(kept), "no text", notes)
-        return kept
+        nonempty = [record for record in records if record.text.strip()]
+        _note_dropped(table, len(nonempty), "no text", notes)
+        return nonempty
 
 
 TEXT_SOURCES: dict[str, type] = {
@@ -298,7 +302,7 @@ TEXT_SOURCES: dict[str, type] = {
 """Sources of texts by name."""
 
 
-def _instructions(
+def _read_instructions(
     table: Table,
     notes: list[str],
     prompt: str,
@@ -321,14 +325,14 @@ def _instructions(
         if category is not None and record.category is None:
             raise DataError(f"{table.place(i)} has no {category!r}, which partitions use. Fill it in.")
         records.append(record)
-    kept = [record for record in records if record.response.strip()]
-    _note_dropped(table, len(kept), "an empty response", notes)
-    return kept
+    nonempty = [record for record in records if record.response.strip()]
+    _note_dropped(table, len(nonempty), "an empty response", notes)
+    return nonempty
 
 
-def _note_dropped(table: Table, kept: int, why: str, notes: list[str]) -> None:
-    found = len(table.rows)
-    if kept == 0:
-        raise DataError(f"{table.source!r}: each of the {found} records has {why}; nothing is left.")
-    if kept < found:
-        notes.append(f"{table.source}: {found - kept} of {found} records dropped, which have {why}")
+def _note_dropped(table: Table, kept_count: int, why: str, notes: list[str]) -> None:
+    count = len(table.rows)
+    if kept_count == 0:
+        raise DataError(f"{table.source!r}: each of the {count} records has {why}; nothing is left.")
+    if kept_count < count:
+        notes.append(f"{table.source}: {count - kept_count} of {count} records dropped, which have {why}")

@@ -18,8 +18,8 @@ from .chat.chat_template import ChatTemplate, LossOn, SystemRole
 from .label_tokens import tokenize_labeled, tokenize_pairs, tokenize_words
 from .packing import Sample, pack_sequences
 from .sample_limits import Draft, LengthLimit, Truncate, fit_samples
-from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, pair_parts
-from .text_formats import Format, choose_format, render
+from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, split_parts
+from .text_formats import Format, choose_format, render_instruction
 from .text_records import Conversation, Instruction, Preference, Record, Texts
 
 
@@ -50,11 +50,11 @@ class TextSettings:
         check_minimum("context", self.context, 2)
 
 
-DEFAULT = TextSettings()
+DEFAULT_SETTINGS = TextSettings()
 """Instructions in the format of Alpaca, at most 512 tokens, loss on the response."""
 
 
-def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> Dataset:
+def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT_SETTINGS) -> Dataset:
     """Convert texts to token ids, padded on the right to the longest example of both parts.
 
     Instructions, for a causal language model: inputs ``input_ids`` and ``attention_mask``, int64 [n, T];
@@ -98,10 +98,10 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> 
         )
     kind = texts.kind
     if settings.packing and kind not in ("instructions", "conversations"):
-        what = {"preferences": "are preference pairs", "pairs": "are pairs of texts"}.get(
+        description = {"preferences": "are preference pairs", "pairs": "are pairs of texts"}.get(
             kind, "have class labels"
         )
-        raise ConfigError(f"packing is for instructions; these texts {what}. Set packing to false.")
+        raise ConfigError(f"packing is for instructions; these texts {description}. Set packing to false.")
     if kind == "classes":
         return tokenize_labeled(texts, tokenizer, settings.context)
     if kind == "pairs":
@@ -122,39 +122,39 @@ def _tokenize_causal(texts: Texts, tokenizer: Any, settings: TextSettings) -> Da
     parts: list[list[list[Sample]]] = []
     for name, records in zip(("training", "test"), texts.parts, strict=False):
         where = f"{name} part of {texts.name!r}"
-        columns = _columns(where, records, tokenizer, settings, notes)
+        columns = _make_columns(where, records, tokenizer, settings, notes)
         if settings.packing:
             (samples,) = columns
-            packed = _pack(samples, records, settings.context)
+            packed = _pack_groups(samples, records, settings.context)
             notes.append(f"{name} part: {len(samples)} samples packed into {len(packed)} rows")
             columns = [packed]
         parts.append(columns)
     width = max(len(sample.ids) for columns in parts for samples in columns for sample in samples)
-    examples = [_examples(columns, width, pad, packed=settings.packing) for columns in parts]
-    kept = [[sample.record for sample in columns[0]] for columns in parts]
+    examples = [_make_examples(columns, width, pad, packed=settings.packing) for columns in parts]
+    record_numbers = [[sample.record for sample in columns[0]] for columns in parts]
     strata, natural = (
-        [None if v is None else v[index] for v, index in zip(values, kept, strict=True)]
+        [None if v is None else v[index] for v, index in zip(values, record_numbers, strict=True)]
         for values in (strata, natural)
     )
     return Dataset(
         texts.name,
-        *pair_parts(examples),
+        *split_parts(examples),
         (),
-        *pair_parts(natural),
-        *pair_parts(strata),
+        *split_parts(natural),
+        *split_parts(strata),
         strata_names,
         tuple(notes),
         clients,
     )
 
 
-def _columns(
+def _make_columns(
     where: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
 ) -> list[list[Sample]]:
     """The samples of the records: a list of them, or for preference pairs two of equal length."""
     if not isinstance(records[0], Preference):
-        found = _make_samples(where, records, tokenizer, settings, notes)
-        return [[sample for sample in found if sample is not None]]
+        samples = _make_samples(where, records, tokenizer, settings, notes)
+        return [[sample for sample in samples if sample is not None]]
     pairs = [record for record in records if isinstance(record, Preference)]
     chosen = _make_samples(
         f"chosen responses, {where}", [p.chosen for p in pairs], tokenizer, settings, notes
@@ -172,7 +172,7 @@ def _columns(
     return [[a for a, _ in both], [b for _, b in both]]
 
 
-def _examples(columns: Sequence[Sequence[Sample]], width: int, pad: int, *, packed: bool) -> Examples:
+def _make_examples(columns: Sequence[Sequence[Sample]], width: int, pad: int, *, packed: bool) -> Examples:
     """Padded tokens; two columns are stacked along axis 1."""
     x: dict[str, list[Tensor]] = {"input_ids": [], "attention_mask": []}
     y = []
@@ -189,7 +189,7 @@ def _examples(columns: Sequence[Sequence[Sample]], width: int, pad: int, *, pack
     return Examples({name: torch.stack(tensors, 1) for name, tensors in x.items()}, torch.stack(y, 1))
 
 
-def _pack(samples: Sequence[Sample], records: Sequence[Record], context: int) -> list[Sample]:
+def _pack_groups(samples: Sequence[Sample], records: Sequence[Record], context: int) -> list[Sample]:
     """Rows of samples of the same category and client."""
     groups: dict[tuple[str | None, str | None], list[Sample]] = {}
     for sample in samples:
@@ -253,11 +253,11 @@ def _draft_conversation(chat: ChatTemplate, conversation: Conversation, record: 
 def _draft_instructions(
     where: str, records: Sequence[Instruction], tokenizer: Any, settings: TextSettings
 ) -> list[Draft]:
-    rendered = [render(record, settings.format, tokenizer) for record in records]
+    rendered = [render_instruction(record, settings.format, tokenizer) for record in records]
     prompts = _encode(tokenizer, [prompt for prompt, _ in rendered])
     responses = _encode(tokenizer, [response for _, response in rendered])
     # A chat template writes its BOS itself.
-    bos = [] if settings.format == "chat" else _added_bos(tokenizer)
+    bos = [] if settings.format == "chat" else _find_added_bos(tokenizer)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     drafts = []
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -275,11 +275,11 @@ def _draft_instructions(
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids of each text, without special tokens."""
-    found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    return [list(ids) for ids in found["input_ids"]]
+    encoding = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return [list(ids) for ids in encoding["input_ids"]]
 
 
-def _added_bos(tokenizer: Any) -> list[int]:
+def _find_added_bos(tokenizer: Any) -> list[int]:
     """The BOS that a tokenizer adds by itself, or nothing."""
     # Kinds of tokenizers have different settings for it, so see what this one does.
     bos = [tokenizer.bos_token_id]

@@ -1,4 +1,4 @@
-"""Which columns of a table, or keys of a dict, are inputs, target, client and part."""
+"""Chooses the columns of a table, or keys of a dict, for inputs, target, client and part."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from ...core.errors import DataError, did_you_mean
 
-_TARGETS = ("label", "labels", "target", "targets", "y")
-"""Names of a target that need not be given."""
+_TARGET_NAMES = ("label", "labels", "target", "targets", "y")
+"""Names by which a target is recognized if the user names none."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Columns:
         """
         target = self.target
         if target is None:
-            found = [key for key in known if key in _TARGETS]
-            if len(found) != 1:
+            targets = [key for key in known if key in _TARGET_NAMES]
+            if len(targets) != 1:
                 raise DataError(f"{who}{has} {[*known]}; name the target among them: target={known[-1]!r}")
-            target = found[0]
+            target = targets[0]
         if isinstance(target, list | tuple):
             raise DataError(f"{who}several targets are columns of a DataFrame; name one key: target=...")
         features = [key for key in known if key != target] if self.features is None else [*self.features]
@@ -53,12 +53,12 @@ class Columns:
             raise DataError(f"{who}{has} {[*known]}; besides the target {target!r} it needs an input")
         return target, features
 
-    def refuse(self, who: str, what: str) -> None:
+    def refuse(self, who: str, description: str) -> None:
         """Reject a choice of columns where there are none."""
         for name, value in (("target", self.target), ("features", self.features)):
             if value is not None:
                 raise DataError(
-                    f"{who}{name}= names a column of a DataFrame or a key of a dict, but these examples {what}; "
+                    f"{who}{name}= names a column of a DataFrame or a key of a dict, but these examples {description}; "
                     "leave it out"
                 )
 

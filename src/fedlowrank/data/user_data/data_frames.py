@@ -25,7 +25,7 @@ def is_frame(value: Any) -> bool:
     return pandas is not None and isinstance(value, pandas.DataFrame)
 
 
-def clients_of_frame(frame: DataFrame, columns: Columns) -> list[tuple[str, dict[str, tuple[Any, Any]]]]:
+def read_frame_clients(frame: DataFrame, columns: Columns) -> list[tuple[str, dict[str, tuple[Any, Any]]]]:
     """The clients of one data frame, sorted by name.
 
     Returns:
@@ -43,46 +43,46 @@ def clients_of_frame(frame: DataFrame, columns: Columns) -> list[tuple[str, dict
             f"{lacking}= is missing. Its columns are {known}. Without a column of clients give a list of frames, one "
             "for each client, and target=..."
         )
-    own = [columns.client, *([] if columns.split is None else [columns.split])]
-    targets, features = _choose(frame, columns, own, "the DataFrame")
-    for name in own:
+    key_columns = [columns.client, *([] if columns.split is None else [columns.split])]
+    targets, features = _choose_columns(frame, columns, key_columns, "the DataFrame")
+    for name in key_columns:
         if empty := int(frame[name].isna().sum()):
             raise DataError(
-                f"the column {name!r} has {_count(empty, 'empty cell')}, first in row {_first(frame[name].isna())!r}. "
-                f"Leave such rows out: frame.dropna(subset=[{name!r}])."
+                f"the column {name!r} has {_format_count(empty, 'empty cell')}, first in row "
+                f"{_find_first_row(frame[name].isna())!r}. Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
     if columns.split is not None:
         _check_splits(frame[columns.split])
-    found = []
+    clients = []
     for i, (key, rows) in enumerate(frame.groupby(frame[columns.client].astype(object), sort=True)):
         who = f"{client_title(i, str(key))}: "
         parts = {"": rows}
         if columns.split is not None:
-            parts = {str(part): some for part, some in rows.groupby(columns.split, observed=True)}
+            parts = {str(part): part_rows for part, part_rows in rows.groupby(columns.split, observed=True)}
             if "train" not in parts:
                 raise DataError(
                     f"{who}the column {columns.split!r} names no row 'train', only {sorted(parts)}"
                 )
-        pairs = {part: _pair_of(some, targets, features, who) for part, some in parts.items()}
-        found.append((str(key), pairs))
-    if not found:
+        pairs = {part: _take_pair(part_rows, targets, features, who) for part, part_rows in parts.items()}
+        clients.append((str(key), pairs))
+    if not clients:
         raise DataError("the DataFrame has no rows")
-    names = [name for name, _ in found]
+    names = [name for name, _ in clients]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise DataError(
             f"the column {columns.client!r} has several values that read {repeated[0]!r}, such as a number and a text, so two "
             f"clients would have one name. Give them one type: frame[{columns.client!r}].astype(str)"
         )
-    return found
+    return clients
 
 
-def pair_of_frame(frame: DataFrame, columns: Columns, who: str) -> tuple[Any, Any]:
+def read_frame_pair(frame: DataFrame, columns: Columns, who: str) -> tuple[Any, Any]:
     """Inputs, a data frame, and targets of one client's data frame; ``who`` is the client, for messages."""
-    targets, features = _choose(frame, columns, [], f"{who}: its DataFrame")
-    return _pair_of(frame, targets, features, f"{who}: ")
+    targets, features = _choose_columns(frame, columns, [], f"{who}: its DataFrame")
+    return _take_pair(frame, targets, features, f"{who}: ")
 
 
-def frame_inputs(frame: DataFrame, who: str = "") -> Any:
+def convert_frame(frame: DataFrame, who: str = "") -> Any:
     """All columns as an array: int64 if they hold whole numbers, else float64.
 
     Raises:
@@ -92,32 +92,36 @@ def frame_inputs(frame: DataFrame, who: str = "") -> Any:
     return frame.to_numpy(dtype=np.int64 if all(kind in "iu" for kind in kinds) else np.float64)
 
 
-def _choose(frame: DataFrame, columns: Columns, own: list[Any], what: str) -> tuple[list[Any], list[Any]]:
+def _choose_columns(
+    frame: DataFrame, columns: Columns, key_columns: list[Any], owner: str
+) -> tuple[list[Any], list[Any]]:
     """Columns of targets and of inputs."""
     known = [*frame.columns]
     targets = [*columns.target] if isinstance(columns.target, list | tuple) else [columns.target]
-    named = [*own, *targets, *(columns.features or ())]
-    check_columns(named, known, f"{what} has the columns {known}")
+    named = [*key_columns, *targets, *(columns.features or ())]
+    check_columns(named, known, f"{owner} has the columns {known}")
     if twice := [name for name in known if known.count(name) > 1]:
-        raise DataError(f"{what} has several columns {twice[0]!r}; rename one of them")
-    features = [name for name in known if name not in (*own, *targets)]
+        raise DataError(f"{owner} has several columns {twice[0]!r}; rename one of them")
+    features = [name for name in known if name not in (*key_columns, *targets)]
     if columns.features is not None:
         features = [*columns.features]
-    if not features or {*features} & {*own, *targets}:
-        raise DataError(f"{what}: features must be columns besides client, target and split, not {features}")
+    if not features or {*features} & {*key_columns, *targets}:
+        raise DataError(f"{owner}: features must be columns besides client, target and split, not {features}")
     return targets, features
 
 
-def _pair_of(frame: DataFrame, targets: Sequence[Any], features: Sequence[Any], who: str) -> tuple[Any, Any]:
+def _take_pair(
+    frame: DataFrame, targets: Sequence[Any], features: Sequence[Any], who: str
+) -> tuple[Any, Any]:
     for name in targets:
         if empty := int(frame[name].isna().sum()):
             raise DataError(
-                f"{who}the target {name!r} has {_count(empty, 'empty cell')}, first in row {_first(frame[name].isna())!r}. "
-                f"Leave such rows out: frame.dropna(subset=[{name!r}])."
+                f"{who}the target {name!r} has {_format_count(empty, 'empty cell')}, first in row "
+                f"{_find_first_row(frame[name].isna())!r}. Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
     x = frame[[*features]]
     if len(targets) > 1:
-        return x, frame_inputs(frame[[*targets]], who).astype(np.float64)
+        return x, convert_frame(frame[[*targets]], who).astype(np.float64)
     y = frame[targets[0]]
     if getattr(y.dtype, "numpy_dtype", y.dtype).kind == "f":
         return x, y.to_numpy(dtype=np.float64)[:, None]
@@ -131,17 +135,17 @@ def _check_numbers(column: Series, who: str) -> str:
     name = column.name
     if kind not in "biuf" or str(column.dtype) == "category":
         raise DataError(
-            f"{who}the column {name!r} holds no numbers but {column.dtype}, such as {_example(column)!r}. "
-            f"{_encoding(column)}, or leave it out: frame.drop(columns=[{name!r}])"
+            f"{who}the column {name!r} holds no numbers but {column.dtype}, such as {_find_example(column)!r}. "
+            f"{_advise_encoding(column)}, or leave it out: frame.drop(columns=[{name!r}])"
         )
     if empty := int(column.isna().sum()):
         raise DataError(
-            f"{who}the column {name!r} has {_count(empty, 'empty cell')}, first in row {_first(column.isna())!r}. Fill "
-            "them in (fillna), or leave such rows out: frame.dropna()."
+            f"{who}the column {name!r} has {_format_count(empty, 'empty cell')}, first in row "
+            f"{_find_first_row(column.isna())!r}. Fill them in (fillna), or leave such rows out: frame.dropna()."
         )
     if kind == "f" and (infinite := np.isinf(column.astype("float64"))).any():
         raise DataError(
-            f"{who}the column {name!r} holds an infinity, first in row {_first(infinite)!r}. Correct it, or leave such "
+            f"{who}the column {name!r} holds an infinity, first in row {_find_first_row(infinite)!r}. Correct it, or leave such "
             "rows out"
         )
     return kind
@@ -156,16 +160,16 @@ def _check_splits(column: Series) -> None:
             )
 
 
-def _first(which: Series) -> Any:
+def _find_first_row(which: Series) -> Any:
     """The index of the first row where the column is true."""
     row = which.index[which.to_numpy()][0]
     return row.item() if isinstance(row, np.generic) else row
 
 
-def _encoding(column: Series) -> str:
+def _advise_encoding(column: Series) -> str:
     """How to make numbers of a column that holds none."""
     if column.dtype.kind == "M":
-        since = f"(frame[{column.name!r}] - pandas.Timestamp('2020-01-01', tz={_zone(column)!r}))"
+        since = f"(frame[{column.name!r}] - pandas.Timestamp('2020-01-01', tz={_name_time_zone(column)!r}))"
         return f"Make a small number of it, the same for all clients, such as days: {since}.dt.total_seconds() / 86400"
     if column.dtype.kind == "m":
         return f"Make a number of it: frame[{column.name!r}].dt.total_seconds()"
@@ -177,16 +181,16 @@ def _encoding(column: Series) -> str:
     )
 
 
-def _zone(column: Series) -> str | None:
+def _name_time_zone(column: Series) -> str | None:
     """The name of the time zone of a column of times, or None."""
     zone = getattr(column.dt, "tz", None)
     return None if zone is None else str(zone)
 
 
-def _example(column: Series) -> Any:
+def _find_example(column: Series) -> Any:
     values = column.dropna()
     return values.iloc[0] if len(values) else None
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"

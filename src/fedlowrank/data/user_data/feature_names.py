@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FeatureNames = Mapping[str, tuple[Any, ...]]
 """Names of the columns of each input that was given as data frames; a single input has the empty name."""
 
-_SHOWN = 10
+_MAX_SHOWN_NAMES = 10
 
 
 def match_columns(clients: Sequence[GivenClient]) -> tuple[list[GivenClient], FeatureNames]:
@@ -38,65 +38,68 @@ def match_columns(clients: Sequence[GivenClient]) -> tuple[list[GivenClient], Fe
         parts = {}
         for part, (x, y) in client.parts.items():
             who = client.title + (f" ({part})" if part else "")
-            parts[part] = (_match(x, inputs, f"{who}: its inputs"), _match(y, targets, f"{who}: its targets"))
+            parts[part] = (
+                _match_all(x, inputs, f"{who}: its inputs"),
+                _match_all(y, targets, f"{who}: its targets"),
+            )
         matched.append(replace(client, parts=parts))
     return matched, inputs
 
 
-def order_columns(frame: DataFrame, names: Sequence[Any], what: str) -> DataFrame:
+def order_columns(frame: DataFrame, names: Sequence[Any], owner: str) -> DataFrame:
     """The columns of a data frame in the order of these names.
 
     Args:
         frame: the data frame.
         names: of all columns, each once.
-        what: begins a message.
+        owner: whose columns they are; the message begins with it.
 
     Raises:
         DataError: if it has other columns, or several of one name.
     """
-    found = [*frame.columns]
-    if found == [*names]:
+    columns = [*frame.columns]
+    if columns == [*names]:
         return frame
-    _refuse_repeated(found, what)
-    missing = [name for name in names if name not in found]
-    extra = [name for name in found if name not in names]
+    _refuse_repeated(columns, owner)
+    missing = [name for name in names if name not in columns]
+    extra = [name for name in columns if name not in names]
     if not missing and not extra:
         return frame[[*names]]
-    lacks = f"lack the columns {_list(missing)}" if missing else ""
-    has = f"have the columns {_list(extra)} besides" if extra else ""
-    cure = "" if missing else f" Leave them out: frame.drop(columns={_list(extra)})."
+    lacks = f"lack the columns {_list_names(missing)}" if missing else ""
+    has = f"have the columns {_list_names(extra)} besides" if extra else ""
+    cure = "" if missing else f" Leave them out: frame.drop(columns={_list_names(extra)})."
     dummies = (
         " Encode text (pandas.get_dummies) in one frame of all clients, so that all get the same columns."
         if any("_" in str(name) for name in (*missing, *extra))
         else ""
     )
     raise DataError(
-        f"{what} {' and '.join(filter(None, (lacks, has)))}; columns are matched by name, and the model takes "
-        f"{_list(names)}.{cure}{dummies}"
+        f"{owner} {' and '.join(filter(None, (lacks, has)))}; columns are matched by name, and the model takes "
+        f"{_list_names(names)}.{cure}{dummies}"
     )
 
 
-def _match(given: Any, known: dict[str, tuple[Any, ...]], what: str) -> Any:
+def _match_all(values: Any, known: dict[str, tuple[Any, ...]], owner: str) -> Any:
     """Inputs or targets with ordered columns; notes the names of those that are seen first."""
-    if isinstance(given, Mapping):
-        return {name: _match_one(one, known, name, f"{what} {name!r}") for name, one in given.items()}
-    return _match_one(given, known, "", what)
+    if isinstance(values, Mapping):
+        return {name: _match_one(value, known, name, f"{owner} {name!r}") for name, value in values.items()}
+    return _match_one(values, known, "", owner)
 
 
-def _match_one(given: Any, known: dict[str, tuple[Any, ...]], name: str, what: str) -> Any:
-    if not is_frame(given):
-        return given
+def _match_one(value: Any, known: dict[str, tuple[Any, ...]], name: str, owner: str) -> Any:
+    if not is_frame(value):
+        return value
     if name not in known:
-        _refuse_repeated([*given.columns], what)
-        known[name] = tuple(given.columns)
-    return order_columns(given, known[name], what)
+        _refuse_repeated([*value.columns], owner)
+        known[name] = tuple(value.columns)
+    return order_columns(value, known[name], owner)
 
 
-def _refuse_repeated(names: Sequence[Any], what: str) -> None:
+def _refuse_repeated(names: Sequence[Any], owner: str) -> None:
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"{what} have several columns {repeated[0]!r}; rename one of them")
+        raise DataError(f"{owner} have several columns {repeated[0]!r}; rename one of them")
 
 
-def _list(names: Sequence[Any]) -> str:
-    more = len(names) - _SHOWN
-    return str([*names[:_SHOWN]]) + (f" and {more} more" if more > 0 else "")
+def _list_names(names: Sequence[Any]) -> str:
+    unlisted = len(names) - _MAX_SHOWN_NAMES
+    return str([*names[:_MAX_SHOWN_NAMES]]) + (f" and {unlisted} more" if unlisted > 0 else "")

@@ -66,20 +66,20 @@ def read_dataset(dataset: Any, who: str, columns: Columns, key: Key) -> tuple[An
                 raise DataError(
                     f"{who}: example {i} of its data set {name} cannot be read: {type(error).__name__}: {error}"
                 ) from error
-    return _pair_of(items, f"{who}: ", name, columns)
+    return _stack_pairs(items, f"{who}: ", name, columns)
 
 
-def _pair_of(items: Sequence[Any], who: str, name: str, columns: Columns) -> tuple[Any, Any]:
+def _stack_pairs(items: Sequence[Any], who: str, name: str, columns: Columns) -> tuple[Any, Any]:
     """Stacked inputs and targets of examples."""
     first = items[0]
     for i, item in enumerate(items):
         is_pair = isinstance(item, tuple | list) and len(item) == 2
         if not is_pair and not isinstance(item, Mapping):
-            found = f"a {type(item).__name__}" + (
+            described = f"a {type(item).__name__}" + (
                 f" of {len(item)}" if isinstance(item, tuple | list) else ""
             )
             raise DataError(
-                f"{who}examples of a data set are pairs (x, y) or dicts, but example {i} of its {name} is {found}. "
+                f"{who}examples of a data set are pairs (x, y) or dicts, but example {i} of its {name} is {described}. "
                 'Several inputs go into a dict: ({"image": image, "age": age}, y).'
             )
         if isinstance(item, Mapping) != isinstance(first, Mapping) or (
@@ -96,20 +96,20 @@ def _pair_of(items: Sequence[Any], who: str, name: str, columns: Columns) -> tup
     return _stack(xs, f"{who}the input"), _stack(ys, f"{who}the target")
 
 
-def _stack(values: list[Any], what: str) -> Any:
+def _stack(values: list[Any], title: str) -> Any:
     """Values of examples as one array or tensor ``[n, ...]``, or a dict of them."""
     if isinstance(values[0], Mapping):
         keys = values[0].keys()
         if wrong := [
             i for i, value in enumerate(values) if not isinstance(value, Mapping) or value.keys() != keys
         ]:
-            raise DataError(f"{what} of example {wrong[0]} lacks some of the names {[*keys]} of example 0")
-        return {key: _stack([value[key] for value in values], f"{what} {key!r}") for key in keys}
-    arrays = [_to_array(value, f"{what} of example {i}") for i, value in enumerate(values)]
+            raise DataError(f"{title} of example {wrong[0]} lacks some of the names {[*keys]} of example 0")
+        return {key: _stack([value[key] for value in values], f"{title} {key!r}") for key in keys}
+    arrays = [_to_array(value, f"{title} of example {i}") for i, value in enumerate(values)]
     for i, array in enumerate(arrays):
         if array.shape != arrays[0].shape:
             raise DataError(
-                f"{what} of example {i} is {describe_array(array)}, but that of example 0 is "
+                f"{title} of example {i} is {describe_array(array)}, but that of example 0 is "
                 f"{describe_array(arrays[0])}. Examples of a client need one shape: resize, pad or convert them in the "
                 "data set's __getitem__ or transform."
             )
@@ -118,13 +118,13 @@ def _stack(values: list[Any], what: str) -> Any:
     return np.stack([np.asarray(array) for array in arrays])
 
 
-def _to_array(value: Any, what: str) -> Any:
+def _to_array(value: Any, title: str) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(value, pillow.Image):
-        return image_to_array(value, what)
+        return image_to_array(value, title)
     try:
         return np.asarray(value)
     except ValueError as error:
-        raise DataError(f"{what} is no array: {error}") from error
+        raise DataError(f"{title} is no array: {error}") from error

@@ -15,7 +15,7 @@ from ...core.learning.losses import AUTO, IGNORE_INDEX, OF_LABELS, OF_REAL_TARGE
 from ..dataset import ClientData, Examples, Inputs
 from ..input_types import InputTypes
 from ..partitioning.checks import check_finite_values, describe_array
-from .data_frames import frame_inputs, is_frame
+from .data_frames import convert_frame, is_frame
 from .user_clients import GivenClient
 
 Array = np.ndarray[Any, Any] | Tensor
@@ -42,12 +42,12 @@ TARGET_WARNINGS = ONE_HOT_WARNING, MULTI_HOT_WARNING, BINARY_WARNING
 """Warnings of targets that another loss than the default fits better."""
 
 
-_SHOWN = 5
+_MAX_SHOWN_CLIENTS = 5
 """Clients that a message lists."""
 
 
-def client_from_arrays(
-    given: GivenClient,
+def make_client(
+    user_client: GivenClient,
     client: int,
     val: float,
     test: float,
@@ -58,7 +58,7 @@ def client_from_arrays(
     """The data of one client.
 
     Args:
-        given: its arrays, one pair to divide at random or several by part.
+        user_client: its arrays, one pair to divide at random or several by part.
         client: its number, which with ``key`` determines the division.
         val: share for validation, if there is one pair.
         test: share for the test, likewise.
@@ -66,8 +66,8 @@ def client_from_arrays(
         types: converts the inputs.
         loss: of the task; says what the targets are.
     """
-    who = given.title
-    parts = {part: examples_from_arrays(pair, who, types, part, loss) for part, pair in given.parts.items()}
+    who = user_client.title
+    parts = {part: make_examples(pair, who, types, part, loss) for part, pair in user_client.parts.items()}
     if "train" in parts:
         empty = parts["train"].take(torch.arange(0)) if len(parts) < 3 else parts["train"]
         parts = {"val": empty, "test": empty, **parts}
@@ -84,22 +84,26 @@ def client_from_arrays(
     return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
 
 
-def untested_warning(given: Sequence[GivenClient], data: Sequence[ClientData], test: float) -> str | None:
+def find_untested_warning(
+    user_clients: Sequence[GivenClient], data: Sequence[ClientData], test: float
+) -> str | None:
     """What a user should know of clients whose share for the test rounds to no example, or None.
 
     Args:
-        given: the clients as they were given.
+        user_clients: the clients as the user passed them.
         data: their data.
         test: the share.
     """
     if not test:
         return None
     lacking = [
-        one.title for one, own in zip(given, data, strict=True) if "" in one.parts and not len(own.test)
+        user_client.title
+        for user_client, client_data in zip(user_clients, data, strict=True)
+        if "" in user_client.parts and not len(client_data.test)
     ]
     if not lacking:
         return None
-    shown = ", ".join(lacking[:_SHOWN]) + (", ..." if len(lacking) > _SHOWN else "")
+    shown = ", ".join(lacking[:_MAX_SHOWN_CLIENTS]) + (", ..." if len(lacking) > _MAX_SHOWN_CLIENTS else "")
     have = "client has" if len(lacking) == 1 else "clients have"
     return (
         f"{len(lacking)} of {len(data)} {have} no test part, for a share of {test:g} of so few examples rounds to none: "
@@ -107,12 +111,12 @@ def untested_warning(given: Sequence[GivenClient], data: Sequence[ClientData], t
     )
 
 
-def examples_from_arrays(
+def make_examples(
     pair: tuple[Any, Any], who: str, types: InputTypes | None = None, part: str = "", loss: Loss = AUTO
 ) -> Examples:
     """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
 
-    These are tensors, numpy arrays, data frames or lists of numbers. :func:`class_names` checks the range of
+    These are tensors, numpy arrays, data frames or lists of numbers. :func:`name_classes` checks the range of
     the labels, of all clients at once. ``types`` converts the inputs; by default no model looks them up. The loss
     says whether whole numbers are labels or real targets.
     """
@@ -120,12 +124,12 @@ def examples_from_arrays(
     where = who + (f" ({part})" if part else "")
     x, y = pair
     try:
-        targets = _targets(to_tensor(y, "the targets"), isinstance(x, Mapping), loss)
+        targets = _convert_targets(to_tensor(y, "the targets"), isinstance(x, Mapping), loss)
         if isinstance(x, Mapping):
-            named = {name: input_tensor(a, f"input {name!r}") for name, a in x.items()}
+            named = {name: to_input_tensor(a, f"input {name!r}") for name, a in x.items()}
             inputs: Inputs = {name: types.convert(t, where, name) for name, t in named.items()}
         else:
-            inputs = types.convert(input_tensor(x, "the inputs"), where)
+            inputs = types.convert(to_input_tensor(x, "the inputs"), where)
         examples = Examples(inputs, targets)
         for name, tensor in inputs.items() if isinstance(inputs, dict) else [("its inputs", inputs)]:
             check_finite_values(name, tensor)
@@ -135,28 +139,28 @@ def examples_from_arrays(
     return examples
 
 
-def to_tensor(array: Any, what: str) -> Tensor:
+def to_tensor(array: Any, title: str) -> Tensor:
     """Convert whatever numpy accepts as an array of real numbers."""
     if isinstance(array, Tensor):
         if array.is_complex():
-            raise DataError(f"{what} must be real numbers, not {array.dtype}")
+            raise DataError(f"{title} must be real numbers, not {array.dtype}")
         return array
     try:
         values = np.asarray(array)
         if values.dtype.kind not in "biuf":
             raise DataError(
-                f"{what} must be an array of numbers, not {_describe_type(array)} of {values.dtype}; "
-                + _advice(array, values)
+                f"{title} must be an array of numbers, not {_describe_type(array)} of {values.dtype}; "
+                + _advise_conversion(array, values)
             )
         # torch needs writable memory; a data frame gives a read-only array
         is_usable = values.flags.writeable and values.flags.c_contiguous
         return torch.as_tensor(values if is_usable else values.copy("C"))
     except (TypeError, ValueError, RuntimeError) as error:
         kind = _describe_type(array)
-        raise DataError(f"{what} must be an array of numbers, not {kind}: {error}") from error
+        raise DataError(f"{title} must be an array of numbers, not {kind}: {error}") from error
 
 
-def _advice(array: Any, values: np.ndarray) -> str:
+def _advise_conversion(array: Any, values: np.ndarray) -> str:
     """What to pass instead of an array that holds no numbers."""
     if hasattr(array, "toarray"):
         return "a sparse matrix is given as toarray()"
@@ -171,12 +175,14 @@ def _advice(array: Any, values: np.ndarray) -> str:
     return "encode text as numbers first"
 
 
-def first_input(given: GivenClient) -> Tensor | dict[str, Tensor] | None:
+def take_first_input(user_client: GivenClient) -> Tensor | dict[str, Tensor] | None:
     """The first input ``[1, ...]`` of a client as it was given, or dict of them; None if it is no array."""
-    x, _ = given.parts["train" if "train" in given.parts else ""]
+    x, _ = user_client.parts["train" if "train" in user_client.parts else ""]
     try:
         inputs = (
-            {n: input_tensor(a, n) for n, a in x.items()} if isinstance(x, Mapping) else input_tensor(x, "x")
+            {n: to_input_tensor(a, n) for n, a in x.items()}
+            if isinstance(x, Mapping)
+            else to_input_tensor(x, "x")
         )
     except DataError:
         # the conversion of all clients reports it with the client
@@ -186,12 +192,12 @@ def first_input(given: GivenClient) -> Tensor | dict[str, Tensor] | None:
     return {n: t[:1] for n, t in inputs.items()} if all(t.ndim and len(t) for t in inputs.values()) else None
 
 
-def input_tensor(array: Any, what: str) -> Tensor:
+def to_input_tensor(array: Any, title: str) -> Tensor:
     """Inputs as a tensor of their own type; of a data frame int64 or float64, also where it stores bytes."""
-    return to_tensor(frame_inputs(array) if is_frame(array) else array, what)
+    return to_tensor(convert_frame(array) if is_frame(array) else array, title)
 
 
-def class_names(
+def name_classes(
     clients: Sequence[ClientData],
     classes: Sequence[str] | int | None,
     titles: Sequence[str],
@@ -206,7 +212,7 @@ def class_names(
     Raises:
         DataError: if clients mix regression and classification, or a label is negative or too large.
     """
-    is_regression = [c.train.regression for c in clients]
+    is_regression = [c.train.is_regression for c in clients]
     if any(is_regression) and not all(is_regression):
         raise DataError(
             f"{titles[is_regression.index(True)]} has real targets and {titles[is_regression.index(False)]} "
@@ -223,12 +229,12 @@ def class_names(
     if loss.kind == "next_token":
         return ()
     first = clients[0].train
-    if loss.kind == "auto" and first.tokens:
+    if loss.kind == "auto" and first.has_token_labels:
         raise DataError(
             f"{titles[0]} has a label for each token, {describe_array(first.y)}. Set loss='cross_entropy' for the class "
             "of each token, or loss='next_token' for a language model, whose labels are the tokens themselves."
         )
-    numbers = class_labels(clients)
+    numbers = concatenate_labels(clients)
     if first.is_dense or loss.kind in ("cross_entropy", "focal"):
         numbers = numbers[numbers != loss.ignore_index]
         if not len(numbers):
@@ -242,17 +248,17 @@ def class_names(
         classes = count
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
     if count > len(names):
-        at = next(i for i, c in enumerate(clients) if int(class_labels([c]).max()) >= len(names))
+        place = next(i for i, c in enumerate(clients) if int(concatenate_labels([c]).max()) >= len(names))
         raise DataError(
-            f"{titles[at]}: there is a label {count - 1} but only {len(names)} classes; labels count from 0. "
+            f"{titles[place]}: there is a label {count - 1} but only {len(names)} classes; labels count from 0. "
             "Leave classes= out to number labels in their order"
         )
     return names
 
 
-def class_labels(clients: Sequence[ClientData]) -> Tensor:
+def concatenate_labels(clients: Sequence[ClientData]) -> Tensor:
     """All labels of all clients, one after another."""
-    labels = [e.y for c in clients for e in (c.train, c.val, c.test) if not e.regression]
+    labels = [e.y for c in clients for e in (c.train, c.val, c.test) if not e.is_regression]
     # one concatenation, for min and max of every part of every client take longer
     return torch.cat([y.cpu() if y.ndim == 1 else y.cpu().flatten() for y in labels])
 
@@ -261,7 +267,7 @@ def _reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str]
     """Name the first client with a negative class label, if there is one."""
     for title, data in zip(titles, clients, strict=True):
         for examples in (data.train, data.val, data.test):
-            if examples.regression:
+            if examples.is_regression:
                 continue
             leaves_out = loss.kind != "auto" or examples.is_dense
             y = examples.y[examples.y != loss.ignore_index] if leaves_out else examples.y
@@ -289,7 +295,7 @@ def is_one_hot(y: Tensor) -> bool:
     return bool(((y == 0) | (y == 1)).all()) and bool((y.sum(1) == 1).all())
 
 
-def target_warning(parts: Sequence[Tensor]) -> str | None:
+def find_target_warning(parts: Sequence[Tensor]) -> str | None:
     """What a user should know of real targets [n, d] of all clients that mean classes, or None."""
     parts = [y for y in parts if len(y)]
     if not parts or not parts[0].is_floating_point():
@@ -302,7 +308,7 @@ def target_warning(parts: Sequence[Tensor]) -> str | None:
     return BINARY_WARNING if parts[0].shape[1] == 1 else MULTI_HOT_WARNING
 
 
-def label_warning(parts: Sequence[Tensor]) -> str | None:
+def find_label_warning(parts: Sequence[Tensor]) -> str | None:
     """What a user should know of class labels of all clients that do not count from 0, or None."""
     numbers = [y for y in parts if len(y) and y.ndim == 1 and not y.is_floating_point()]
     low = min((int(y.min()) for y in numbers), default=0)
@@ -314,7 +320,7 @@ def label_warning(parts: Sequence[Tensor]) -> str | None:
     )
 
 
-def target_hint(y: Tensor) -> str:
+def find_target_hint(y: Tensor) -> str:
     """What to pass instead of targets of this type and shape; empty if they are fine."""
     if y.is_floating_point() and y.ndim == 1:
         return "For classes give whole numbers, y.long(); for a regression give targets [n, 1], y[:, None]."
@@ -325,22 +331,22 @@ def target_hint(y: Tensor) -> str:
     return ""
 
 
-def _targets(y: Tensor, has_named_inputs: bool, loss: Loss) -> Tensor:
+def _convert_targets(y: Tensor, has_named_inputs: bool, loss: Loss) -> Tensor:
     """Targets in the type of `Examples.y`."""
     is_real = y.is_floating_point()
     if loss.kind in OF_REAL_TARGETS and (is_real or loss.kind not in OF_LABELS):
         # numbers of one output
-        return _to(y if y.ndim != 1 else y[:, None], torch.float32)
+        return _to_type(y if y.ndim != 1 else y[:, None], torch.float32)
     if is_real and y.ndim >= 2:
-        return _to(y, torch.float32)
+        return _to_type(y, torch.float32)
     # token labels [n, T] come with named inputs
-    if is_real or (y.ndim == 2 and not has_named_inputs and target_hint(y)):
-        hint = target_hint(y) or "Real targets are [n, d], labels of classes whole numbers [n]."
+    if is_real or (y.ndim == 2 and not has_named_inputs and find_target_hint(y)):
+        hint = find_target_hint(y) or "Real targets are [n, d], labels of classes whole numbers [n]."
         raise DataError(f"the targets are {describe_array(y)}. {hint}")
-    return _to(y, torch.int64)
+    return _to_type(y, torch.int64)
 
 
-def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_type(x: Tensor, dtype: torch.dtype) -> Tensor:
     # the call alone, which does nothing, takes longer than the question
     return x if x.dtype == dtype else x.to(dtype)
 

@@ -1,4 +1,4 @@
-"""What a user passes as the clients of a federation: arrays, data sets of torch, data frames, by name or in a list."""
+"""Reads the clients that a user passes: arrays, data sets of torch, data frames, by name or in a list."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...core.contract.task import client_title
 from ...core.errors import DataError
 from ...core.key import Key
 from .columns import Columns
-from .data_frames import SPLITS, clients_of_frame, is_frame, pair_of_frame
+from .data_frames import SPLITS, is_frame, read_frame_clients, read_frame_pair
 from .torch_datasets import is_torch_data, read_dataset
 
-_ORDER = {2: ("train", "test"), 3: SPLITS}
+_TUPLE_PARTS = {2: ("train", "test"), 3: SPLITS}
 """Parts of a client that is a tuple of them."""
 
 
@@ -40,8 +40,10 @@ def read_user_clients(clients: Any, columns: Columns, key: Key) -> list[GivenCli
         DataError: if they are none of the kinds that ``Federation.from_arrays`` lists.
     """
     if is_frame(clients):
-        found = clients_of_frame(clients, columns)
-        return [GivenClient(client_title(i, name), name, parts) for i, (name, parts) in enumerate(found)]
+        frame_clients = read_frame_clients(clients, columns)
+        return [
+            GivenClient(client_title(i, name), name, parts) for i, (name, parts) in enumerate(frame_clients)
+        ]
     for name, column in (("client", columns.client), ("split", columns.split)):
         if column is not None:
             raise DataError(
@@ -74,22 +76,28 @@ def read_user_clients(clients: Any, columns: Columns, key: Key) -> list[GivenCli
         raise DataError("a federation needs at least one client")
     titles = [client_title(i, name) for i, name in enumerate(names)]
     return [
-        GivenClient(title, name, _parts_of(value, title, columns, key / "read" / i))
+        GivenClient(title, name, _read_parts(value, title, columns, key / "read" / i))
         for i, (title, name, value) in enumerate(zip(titles, names, values, strict=True))
     ]
 
 
-def _parts_of(value: Any, who: str, columns: Columns, key: Key) -> dict[str, tuple[Any, Any]]:
+def _read_parts(value: Any, who: str, columns: Columns, key: Key) -> dict[str, tuple[Any, Any]]:
     """The pairs of one client by part."""
-    if isinstance(value, tuple | list) and (names := _ORDER.get(len(value))) and _are_parts(value, columns):
+    if (
+        isinstance(value, tuple | list)
+        and (names := _TUPLE_PARTS.get(len(value)))
+        and _are_parts(value, columns)
+    ):
         value = dict(zip(names, value, strict=True))
     if isinstance(value, Mapping) and ("train" in value or {*value} <= {*SPLITS}):
         if "train" not in value or {*value} - {*SPLITS}:
             raise DataError(
                 f"{who}: splits are 'train' and optionally 'val' and 'test', not {sorted(map(str, value))}"
             )
-        return {part: _pair_of(one, f"{who} ({part})", columns, key / part) for part, one in value.items()}
-    return {"": _pair_of(value, who, columns, key)}
+        return {
+            part: _read_pair(pair, f"{who} ({part})", columns, key / part) for part, pair in value.items()
+        }
+    return {"": _read_pair(value, who, columns, key)}
 
 
 def _are_parts(values: tuple[Any, ...] | list[Any], columns: Columns) -> bool:
@@ -106,12 +114,12 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") or (isinstance(value, Mapping) and all(map(_is_array, value.values())))
 
 
-def _pair_of(value: Any, who: str, columns: Columns, key: Key) -> tuple[Any, Any]:
+def _read_pair(value: Any, who: str, columns: Columns, key: Key) -> tuple[Any, Any]:
     """Inputs and targets of one part of a client."""
     if is_torch_data(value):
         return read_dataset(value, who, columns, key)
     if is_frame(value) and columns.target is not None:
-        return pair_of_frame(value, columns, who)
+        return read_frame_pair(value, columns, who)
     if isinstance(value, Mapping):
         target, features = columns.choose(list(value), f"{who}: ", "its dict has the keys")
         x = {name: value[name] for name in features}
@@ -131,5 +139,5 @@ def _describe(value: Any) -> str:
         return f"a {kind.__name__} of {kind.__module__.partition('.')[0]}; use Federation.from_partitions"
     if hasattr(value, "shape"):
         return f"a {kind.__name__}; the clients are a list with a pair for each, [(x0, y0), (x1, y1)]"
-    of = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"a {kind.__name__}{of}; a client may also be a torch.utils.data.Dataset or a dict of parts"
+    length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"a {kind.__name__}{length}; a client may also be a torch.utils.data.Dataset or a dict of parts"

@@ -13,10 +13,10 @@ from torch import Tensor
 from ...core.errors import DataError, did_you_mean
 from ...core.learning.losses import Loss
 from ..dataset import ClientData, Examples
-from .user_arrays import class_labels
+from .user_arrays import concatenate_labels
 from .user_clients import GivenClient
 
-_SHOWN = 6
+_MAX_SHOWN_LABELS = 6
 """Labels that a message lists."""
 
 
@@ -37,16 +37,16 @@ def number_words(
             client.
     """
     labels = {
-        (i, part): _as_labels(y, _where(client, part))
+        (i, part): _to_labels(y, _describe_part(client, part))
         for i, client in enumerate(clients)
         for part, (_, y) in client.parts.items()
     }
     # a part without examples fits all kinds
-    kinds = {place: _kind(y) for place, y in labels.items() if 0 not in getattr(y, "shape", ())}
+    kinds = {place: _find_kind(y) for place, y in labels.items() if 0 not in getattr(y, "shape", ())}
     words = [place for place, kind in kinds.items() if kind == "U"]
     if words:
-        if others := [place for place, kind in kinds.items() if kind != "U"]:
-            text, number = (_where(clients[i], part) for i, part in (words[0], others[0]))
+        if other_places := [place for place, kind in kinds.items() if kind != "U"]:
+            text, number = (_describe_part(clients[i], part) for i, part in (words[0], other_places[0]))
             raise DataError(
                 f"the labels of {text} are text, but those of {number} are not. Give all as text: y.astype(str)."
             )
@@ -55,11 +55,11 @@ def number_words(
         numbered = {
             place: np.array([order[word] for word in y.tolist()], np.int64) for place, y in labels.items()
         }
-        return _with_labels(clients, numbered), names
+        return _replace_labels(clients, numbered), names
     if classes is None and {*kinds.values()} == {"b"} and all(labels[p].ndim == 1 for p in kinds):
         # their numbers are 0 and 1
         classes = ("False", "True")
-    return _with_labels(clients, labels), classes
+    return _replace_labels(clients, labels), classes
 
 
 def number_labels(
@@ -74,11 +74,11 @@ def number_labels(
 
     Returns:
         The data; the classes, which are the labels as text, and what to tell the user; None for both where
-        the labels stay. Negative ones stay for :func:`.user_arrays.class_names`, which names the client.
+        the labels stay. Negative ones stay for :func:`.user_arrays.name_classes`, which names the client.
     """
-    if any(e.regression or e.y.ndim != 1 for c in data for e in (c.train, c.val, c.test)):
+    if any(e.is_regression or e.y.ndim != 1 for c in data for e in (c.train, c.val, c.test)):
         return list(data), None, None
-    values = class_labels(data).unique()
+    values = concatenate_labels(data).unique()
     leaves_out = loss.kind in ("cross_entropy", "focal") and bool((values == loss.ignore_index).any())
     if int(values[0]) < 0 or int(values[-1]) < outputs or leaves_out:
         return list(data), None, None
@@ -88,16 +88,16 @@ def number_labels(
 
     numbered = [replace(c, train=number(c.train), val=number(c.val), test=number(c.test)) for c in data]
     names = tuple(map(str, values.tolist()))
-    pairs = ", ".join(f"{name} is class {i}" for i, name in enumerate(names[:_SHOWN]))
-    more = ", ..." if len(names) > _SHOWN else ""
+    pairs = ", ".join(f"{name} is class {i}" for i, name in enumerate(names[:_MAX_SHOWN_LABELS]))
+    ellipsis = ", ..." if len(names) > _MAX_SHOWN_LABELS else ""
     note = (
-        f"the labels do not count from 0 to {len(names) - 1}, so they are numbered in their order: {pairs}{more}. "
+        f"the labels do not count from 0 to {len(names) - 1}, so they are numbered in their order: {pairs}{ellipsis}. "
         "Federation.classes names them. Give labels from 0 on to number them otherwise."
     )
     return numbered, names, note
 
 
-def _as_labels(y: Any, where: str) -> Any:
+def _to_labels(y: Any, where: str) -> Any:
     """Labels as a tensor or an array without objects; anything else as it was."""
     if isinstance(y, Tensor):
         return y
@@ -109,7 +109,7 @@ def _as_labels(y: Any, where: str) -> Any:
     if array.dtype.kind == "S":
         raise DataError(f"the labels of {where} are bytes; decode them: y.astype(str)")
     if array.dtype.kind == "O" and array.ndim == 1:
-        array = _without_objects(array, where)
+        array = _convert_objects(array, where)
     if array.dtype.kind == "U" and array.ndim != 1:
         raise DataError(
             f"the labels of {where} are text {list(array.shape)}; one label an example is needed, [n]: y[:, 0]"
@@ -117,14 +117,14 @@ def _as_labels(y: Any, where: str) -> Any:
     return array if array.ndim else y
 
 
-def _kind(y: Any) -> str:
+def _find_kind(y: Any) -> str:
     """The kind of numpy of labels; of tensors only truth values have one."""
     if isinstance(y, Tensor):
         return "b" if y.dtype == torch.bool else ""
     return y.dtype.kind if isinstance(y, np.ndarray) else ""
 
 
-def _without_objects(array: np.ndarray, where: str) -> np.ndarray:
+def _convert_objects(array: np.ndarray, where: str) -> np.ndarray:
     """An array of objects, such as a column of pandas, as one of text or numbers."""
     values = array.tolist()
     missing = [
@@ -138,7 +138,7 @@ def _without_objects(array: np.ndarray, where: str) -> np.ndarray:
             f"first that of example {missing[0]} (counted from 0); leave such examples out"
         )
     kinds = {type(value) for value in values}
-    if any(all(issubclass(kind, one) for kind in kinds) for one in (str, bool | int | float | np.number)):
+    if any(all(issubclass(kind, base) for kind in kinds) for base in (str, bool | int | float | np.number)):
         return np.array(values)
     names = sorted(kind.__name__ for kind in kinds)
     raise DataError(
@@ -151,28 +151,28 @@ def _name_words(
     clients: Sequence[GivenClient], labels: dict[tuple[int, str], Any], classes: Sequence[str] | int | None
 ) -> tuple[str, ...]:
     """Names of the classes of text labels."""
-    found = {word for y in labels.values() for word in np.unique(y).tolist()}
-    if classes is None or (isinstance(classes, int) and classes == len(found)):
-        return tuple(sorted(found))
+    words = {word for y in labels.values() for word in np.unique(y).tolist()}
+    if classes is None or (isinstance(classes, int) and classes == len(words)):
+        return tuple(sorted(words))
     if isinstance(classes, int):
         raise DataError(
-            f"there are {len(found)} different text labels, but classes={classes}; leave classes out, or name them "
+            f"there are {len(words)} different text labels, but classes={classes}; leave classes out, or name them "
             "all: classes=[...]"
         )
     for (i, part), y in labels.items():
         if unknown := sorted({*y.tolist()} - {*classes}):
             raise DataError(
-                f"{_where(clients[i], part)} has the label {unknown[0]!r}, which is none of classes=. "
+                f"{_describe_part(clients[i], part)} has the label {unknown[0]!r}, which is none of classes=. "
                 + did_you_mean(unknown[0], classes)
             )
     return tuple(classes)
 
 
-def _where(client: GivenClient, part: str) -> str:
+def _describe_part(client: GivenClient, part: str) -> str:
     return client.title + (f" ({part})" if part else "")
 
 
-def _with_labels(clients: Sequence[GivenClient], labels: dict[tuple[int, str], Any]) -> list[GivenClient]:
+def _replace_labels(clients: Sequence[GivenClient], labels: dict[tuple[int, str], Any]) -> list[GivenClient]:
     return [
         replace(client, parts={part: (x, labels[i, part]) for part, (x, _) in client.parts.items()})
         for i, client in enumerate(clients)

@@ -1,4 +1,4 @@
-"""The section ``[export]``: in which form the language models of a run are written for other programs."""
+"""The section ``[export]``: the form in which language models of a run are written for other programs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class ExportSettings(CheckedFields):
     """How ``fedlowrank adapters`` and ``run.adapters`` write the models of a run.
 
     Attributes:
-        form: adapters: every model is a LoRA adapter of the base, which PEFT, vLLM and llama.cpp load, truncated to
-            ``rank`` if its update has a larger one; exact: nothing is truncated, and a layer whose update is a
-            full matrix is stored whole.
-        rank: largest rank of an adapter; None for the largest rank of a client. What ``fedlowrank serve`` and ``join``
-            write is truncated only if it is set.
-        merged: also write the server's model as a whole one, in the dtype of the base: the base plus the adapter that
-            is written. Of ``fedlowrank adapters`` alone.
+        form: adapters: every model is written as a LoRA adapter of the base, which PEFT, vLLM and llama.cpp load, and is
+            truncated to ``rank`` if its update has a larger rank; exact: nothing is truncated, and a layer whose update
+            is a full matrix is stored whole.
+        rank: maximum rank of an adapter; None for the largest rank of a client. ``fedlowrank serve`` and ``join``
+            truncate only if it is set.
+        merged: also write the server's model as a whole model, in the dtype of the base: the base plus the written
+            adapter. Only for ``fedlowrank adapters``.
         card: write a model card, README.md, to each folder.
         base_model: name of the base on the Hugging Face Hub, for adapter_config.json and the card; None for the
             path in ``[language]``.

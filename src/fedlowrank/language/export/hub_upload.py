@@ -1,4 +1,4 @@
-"""Uploads of exported models to the Hugging Face Hub, through the package ``huggingface_hub``."""
+"""Uploads exported models to the Hugging Face Hub, through the package ``huggingface_hub``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError, DataError
-from ..optional import import_library
+from ..optional_packages import import_library
 from .export_settings import is_repository
 
 LOG_IN = "Log in by `hf auth login`, or set the environment variable HF_TOKEN to a token that may write."
 
 
 def check_upload(repository: str) -> None:
-    """Check what an upload needs, before anything is written.
+    """Check that an upload is possible, before anything is written.
 
     Args:
         repository: OWNER/NAME.
@@ -38,12 +38,12 @@ def check_upload(repository: str) -> None:
 
 
 def upload_model(folder: Path, repository: str, message: str) -> str:
-    """Upload a folder to a model repository, which is made, private, if it does not exist.
+    """Upload a folder to a model repository; a missing repository is created as a private one.
 
     Args:
-        folder: of an adapter or a whole model; its files go to the root of the repository.
+        folder: folder of an adapter or a whole model; its files go to the root of the repository.
         repository: OWNER/NAME.
-        message: of the commit.
+        message: commit message.
 
     Returns:
         The address of the repository.
@@ -55,7 +55,8 @@ def upload_model(folder: Path, repository: str, message: str) -> str:
     check_upload(repository)
     hub: Any = import_library("huggingface_hub", "an upload to the Hugging Face Hub")
     api = hub.HfApi()
-    # its errors are OSError and those of its HTTP client; ValueError is invalid metadata, RuntimeError a file
+    # huggingface_hub raises OSError and errors of its HTTP client, ValueError for invalid metadata, and RuntimeError for
+    # a file that cannot be uploaded
     unreachable = (OSError, ValueError, RuntimeError, getattr(hub.errors, "HTTPError", OSError))
     try:
         address = api.create_repo(repository, private=True, exist_ok=True)

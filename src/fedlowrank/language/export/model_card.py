@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.learning.losses import Loss
-from ...methods.families.lora_family import Tuning
-from ...results.measurements import ACCURACY, LOSS
+from ...methods.families.lora_family import LoRATraining
+from ...results.client_numbers import ACCURACY, LOSS
 from ...results.records import RoundRecord
 from ...rounds.stored_settings import unwrap
 from ...storage.run_folder import versions
@@ -19,11 +19,11 @@ from ...storage.run_folder import versions
 if TYPE_CHECKING:
     from ...rounds.run import Run
 
-MANY = 20
-"""Clients up to which a card lists each."""
+MAX_LISTED_CLIENTS = 20
+"""Maximum number of clients that a card lists one by one."""
 
-PACKAGES = ("transformers", "peft")
-"""Optional packages whose versions a card has besides those of a run."""
+CARD_PACKAGES = ("transformers", "peft")
+"""Optional packages whose versions a card lists, in addition to the packages of every run."""
 
 
 _PIPELINES = {
@@ -32,7 +32,7 @@ _PIPELINES = {
     "token_classification": ("token-classification", "AutoModelForTokenClassification"),
     "embedding": ("feature-extraction", "AutoModel"),
 }
-"""By task: the pipeline of transformers, and the class that loads the base."""
+"""Pipeline of transformers and class that loads the base, by task."""
 
 
 _OBJECTIVES: dict[str, tuple[str, str]] = {
@@ -40,25 +40,25 @@ _OBJECTIVES: dict[str, tuple[str, str]] = {
     "orpo": ("odds ratio preference optimization (ORPO)", "odds_ratio_weight"),
     "contrastive": ("contrastive loss, the other pairs of a batch as negatives", "temperature"),
 }
-"""By kind of the loss: its title, and the option that a reader needs."""
+"""Title of the loss and the option that a card states, by kind of loss."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the cards of all models of a run have in common.
+    """Facts of a run that the cards of all its models state.
 
     Attributes:
-        method: its title.
-        citation: of its paper; may be empty.
-        rounds: completed.
-        clients: training examples and rank of each, in the order of their numbers.
-        privacy: ε, δ and what they protect, as a sentence; None if the run was not private.
+        method: title of the method.
+        citation: citation of its paper; may be empty.
+        rounds: number of completed rounds.
+        clients: number of training examples and rank of each client, in the order of their indices.
+        privacy: ε, δ and the kind of differential privacy, in words; None if the run was not private.
         metrics: rows of the table of metrics: name, after the last round, after the best round.
-        best: the best round by validation; None if it is not known.
-        last: the last round that was evaluated; None if none was.
-        versions: of the software, by name.
-        objective: what was minimized, in words.
-        tags: of the objective, as the Hub has them.
+        best: the best round by validation; None without validation.
+        last: the last evaluated round; None without evaluations.
+        versions: versions of software packages, by name.
+        objective: the minimized loss, in words.
+        tags: tags of the objective on the Hub.
     """
 
     method: str
@@ -82,14 +82,15 @@ class CardModel:
         base: name of the base model, or its folder.
         client: whose model it is; None for the server's.
         is_adapter: whether the folder holds an adapter, and not a whole model.
-        task: of the base: causal or classification.
-        prompt: of training, with ``{instruction}`` for the instruction; None for the tokenizer's chat template or a
+        task: task of the base.
+        prompt: the training prompt, with the placeholder ``{instruction}``; None for the tokenizer's chat template or a
             model that writes no text.
-        rank: of the adapter; None of a whole model.
-        truncation: ``rank``, ``error`` and ``layers`` of what was truncated; None where nothing was.
+        rank: rank of the adapter; None for a whole model.
+        truncation: ``rank`` and relative ``error`` of the truncation, and ``layers`` with the error of each layer; None
+            without truncation.
         whole_layers: names of the layers that an adapter stores whole.
-        classes: names of the classes in the order of their numbers; empty without a head of classes.
-        pad_token: number of the token that pads, by which a decoder finds the last token of a text; None if unknown.
+        classes: class names in the order of their indices; empty for a model without a classification head.
+        pad_token: id of the padding token, by which a decoder finds the last token of a text; None if unknown.
     """
 
     base: str
@@ -104,45 +105,45 @@ class CardModel:
     pad_token: int | None = None
 
 
-def lora_ranks_of_clients(run: Run, largest: int, own: int) -> list[int]:
-    """The LoRA rank of each client of a run.
+def list_lora_ranks(run: Run, max_rank: int, default_rank: int) -> list[int]:
+    """List the LoRA rank of each client of a run.
 
     Args:
-        run: with language models.
-        largest: that a layer of the model can have.
-        own: rank of the model's own factors, for methods that set none.
+        run: a run with language models.
+        max_rank: maximum rank of a layer of the model.
+        default_rank: rank of the model's own factors, for methods that set no rank.
     """
-    tuning = getattr(unwrap(run.method), "tuning", None)
-    if isinstance(tuning, Tuning):
-        own = tuning.rank or own
-    return [min(info.rank or own, largest) for info in run.federation.infos]
+    training = getattr(unwrap(run.method), "training", None)
+    if isinstance(training, LoRATraining):
+        default_rank = training.rank or default_rank
+    return [min(info.rank or default_rank, max_rank) for info in run.federation.infos]
 
 
 def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] = ()) -> RunFacts:
-    """Gather what cards say of a run.
+    """Gather the facts of a run for its model cards.
 
     Args:
-        run: as it stands.
-        ranks: of the clients.
-        records: of its rounds; without them a card has no metrics.
+        run: the run in its current state.
+        ranks: LoRA ranks of the clients.
+        records: records of its rounds; without them a card has no metrics.
     """
-    until = [r for r in records if r.round <= run.round]
-    evaluated = [r for r in until if r.is_evaluated]
-    best = max(evaluated, key=_validation, default=None)
+    completed = [r for r in records if r.round <= run.round]
+    evaluated = [r for r in completed if r.is_evaluated]
+    best = max(evaluated, key=_compute_validation_order, default=None)
     if best is not None and best.validation() is None:
         best = None
     last = evaluated[-1] if evaluated else None
-    names = {**versions(), **{p: metadata.version(p) for p in PACKAGES}}
+    software_versions = {**versions(), **{p: metadata.version(p) for p in CARD_PACKAGES}}
     return RunFacts(
         run.method.title,
         unwrap(run.method).citation,
         run.round,
         tuple((info.examples, rank) for info, rank in zip(run.federation.infos, ranks, strict=True)),
-        _describe_privacy(run, until),
-        tuple(_metric_rows(last, best)),
+        _describe_privacy(run, completed),
+        tuple(_make_metric_rows(last, best)),
         None if best is None else best.round,
         None if last is None else last.round,
-        names,
+        software_versions,
         _describe_objective(run.federation.loss, run.federation.classes),
         (run.federation.loss.kind,) if run.federation.loss.is_preference else (),
     )
@@ -152,31 +153,31 @@ def format_card(model: CardModel, facts: RunFacts) -> str:
     """Format a model card: metadata in YAML between two lines of dashes, then Markdown.
 
     Args:
-        model: what the folder holds.
-        facts: of its run.
+        model: the model in the folder.
+        facts: facts of its run.
     """
     whose = "the server" if model.client is None else f"client {model.client}"
     kind = f"LoRA adapter of rank {model.rank}" if model.is_adapter else "Model"
     sections = [
-        _front_matter(model, facts.tags),
+        _format_front_matter(model, facts.tags),
         f"# {kind} for {model.base}" if model.is_adapter else f"# {model.base}, fine-tuned",
         f"The model of {whose} after {facts.rounds} rounds of federated fine-tuning by {facts.method}"
         + (f" ({facts.citation})" if facts.citation else "")
         + ".",
         _format_use(model),
         *_format_prompt(model),
-        "## Training\n\n" + "\n".join(_training_lines(facts)),
+        "## Training\n\n" + "\n".join(_format_training(facts)),
     ]
     if facts.metrics:
         sections.append(_format_metrics(facts))
-    sections.append(_format_error(model))
+    sections.append(_format_truncation(model))
     rows = "\n".join(f"| {name} | {version} |" for name, version in facts.versions.items())
     sections.append(f"## Versions\n\n| software | version |\n| --- | --- |\n{rows}")
     return "\n\n".join(sections) + "\n"
 
 
-def _validation(record: RoundRecord) -> tuple[float, int]:
-    """What the best round is chosen by; of equal rounds the first."""
+def _compute_validation_order(record: RoundRecord) -> tuple[float, int]:
+    """Compute the sort key of the best round: its validation value, and the earlier round of equal ones."""
     value = record.validation()
     return -math.inf if value is None else value, -record.round
 
@@ -185,40 +186,42 @@ def _describe_privacy(run: Run, records: Sequence[RoundRecord]) -> str | None:
     if run.budget is None:
         return None
     kind = run.settings.privacy.kind
-    found = next((r.observed["privacy"] for r in reversed(records) if "privacy" in r.observed), None)
-    if found is None:
-        # a run in memory; one that was opened again has its records
-        found = run.budget.describe()
-    return f"({kind} differential privacy) ε = {found['epsilon']:.4g} at δ = {found['delta']:g}"
+    privacy = next(
+        (r.server_metrics["privacy"] for r in reversed(records) if "privacy" in r.server_metrics), None
+    )
+    if privacy is None:
+        # a run in memory has no records; a run opened from its folder has them
+        privacy = run.budget.describe()
+    return f"({kind} differential privacy) ε = {privacy['epsilon']:.4g} at δ = {privacy['delta']:g}"
 
 
-def _metric_rows(last: RoundRecord | None, best: RoundRecord | None) -> list[tuple[str, str, str]]:
+def _make_metric_rows(last: RoundRecord | None, best: RoundRecord | None) -> list[tuple[str, str, str]]:
     rows = []
     for name in (ACCURACY, LOSS):
         for split, title in (("test", "test"), ("val", "validation")):
             values = [None if r is None else r.mean(split, name) for r in (last, best)]
             if any(v is not None for v in values):
-                at_last, at_best = ("-" if v is None else f"{v:.4g}" for v in values)
-                rows.append((f"{title} {name}", at_last, at_best))
+                last_value, best_value = ("-" if v is None else f"{v:.4g}" for v in values)
+                rows.append((f"{title} {name}", last_value, best_value))
     return rows
 
 
 def _describe_objective(loss: Loss, classes: Sequence[str]) -> str:
-    """The loss in words, with the option that a reader needs."""
+    """Describe the loss in words, with its most important option."""
     if loss.is_own:
         return f"a loss of the user's own, `{loss.kind}`"
     if loss.kind in _OBJECTIVES:
         title, option = _OBJECTIVES[loss.kind]
-        others = {n: v for n, v in loss.describe().items() if n not in ("kind", option)}
-        options = {option: getattr(loss, option), **others}
+        other_options = {n: v for n, v in loss.describe().items() if n not in ("kind", option)}
+        options = {option: getattr(loss, option), **other_options}
         return ", ".join([title, *(f"{name} = {value:g}" for name, value in options.items())])
     if loss.kind in ("auto", "next_token"):
         return "cross-entropy of the class" if classes else "cross-entropy of the next token"
     return loss.kind.replace("_", "-")
 
 
-def _front_matter(model: CardModel, tags: Sequence[str]) -> str:
-    """Metadata; JSON strings are strings of YAML, too."""
+def _format_front_matter(model: CardModel, tags: Sequence[str]) -> str:
+    """Format the metadata in YAML; a JSON string is a YAML string."""
     library = "peft" if model.is_adapter else "transformers"
     lines = [f"base_model: {json.dumps(model.base, ensure_ascii=False)}"]
     lines += [f"base_model_relation: {'adapter' if model.is_adapter else 'finetune'}"]
@@ -264,12 +267,12 @@ def _format_prompt(model: CardModel) -> list[str]:
     ]
 
 
-def _training_lines(facts: RunFacts) -> list[str]:
+def _format_training(facts: RunFacts) -> list[str]:
     sizes, ranks = zip(*facts.clients, strict=True)
     lines = [f"- Method: {facts.method}", f"- Objective: {facts.objective}", f"- Rounds: {facts.rounds}"]
     lines += [f"- Clients: {len(sizes)}, with {sum(sizes):,} training examples together"]
     lines += [f"- Privacy: {facts.privacy}" if facts.privacy else "- Privacy: none (no differential privacy)"]
-    if len(sizes) > MANY:
+    if len(sizes) > MAX_LISTED_CLIENTS:
         lines += [f"- Training examples of a client: {min(sizes):,} to {max(sizes):,}"]
         return [*lines, f"- LoRA rank of a client: {min(ranks)} to {max(ranks)}"]
     table = ["", "| client | training examples | LoRA rank |", "| --- | --- | --- |"]
@@ -283,7 +286,7 @@ def _format_metrics(facts: RunFacts) -> str:
     return "\n".join([*lines, *(f"| {name} | {last} | {at} |" for name, last, at in facts.metrics)])
 
 
-def _format_error(model: CardModel) -> str:
+def _format_truncation(model: CardModel) -> str:
     title = "## Truncation\n\n"
     if model.truncation is None:
         whole = (

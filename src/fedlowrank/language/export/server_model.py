@@ -1,4 +1,4 @@
-"""The model of a run's server, also where it is the one that all clients are sent."""
+"""Finds the model of a run's server."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 def find_server_model(run: Run) -> Params | None:
     """Find the model of a run's server.
 
-    It is the server's own, if the method has one (FedHL), or else the one model that all clients have (FedIT).
+    If the method keeps a model at the server (FedHL), it is that model; else it is the model that all clients share
+    (FedIT).
 
     Args:
-        run: as it stands.
+        run: the run in its current state.
 
     Returns:
-        Its parameters; None if clients have models of their own alone (FedSA-LoRA), or there is a single client, whose
-        model need not be the server's.
+        Parameters of the server's model. None if the models of clients differ (FedSA-LoRA), or if there is a single
+        client, whose model may differ from the server's.
     """
-    first, *others = run.federation.infos
-    found = run.local_model(first)
-    if found.server is not None:
-        return found.server
-    shared = found.personal()
-    if others and all(_are_equal(shared, run.personal(info)) for info in others):
+    first_client, *other_clients = run.federation.infos
+    first_model = run.local_model(first_client)
+    if first_model.server is not None:
+        return first_model.server
+    shared = first_model.personal()
+    if other_clients and all(_are_equal(shared, run.personal(info)) for info in other_clients):
         return shared
     return None
 

@@ -1,1 +1,1 @@
-"""LoRA adapters of language models as PEFT has them."""
+"""LoRA adapters of language models, attached by PEFT."""

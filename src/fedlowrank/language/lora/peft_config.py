@@ -1,4 +1,4 @@
-"""Settings of PEFT's LoRA: which are allowed in federated training."""
+"""Makes a ``peft.LoraConfig`` and rejects settings that federated training does not allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ...adapters.lora.adapted_layers import is_gaussian_initial
 from ...core.arguments.bounds import check_minimum
 from ...core.errors import ConfigError, did_you_mean
-from ..optional import import_library
+from ..optional_packages import import_library
 
 REFUSED_SETTINGS = {
     "use_dora": "its magnitudes change the base weight's columns, so an update is no longer s·B A",
@@ -26,24 +26,26 @@ REFUSED_SETTINGS = {
     "use_qalora": "its A has a row of pooled inputs",
     "ensure_weight_tying": "a pair of factors belongs to one layer",
 }
-"""Settings that must keep their default, with the reason."""
+"""Settings that must keep their default value, with the reason."""
 
 
-def lora_config(fields: Mapping[str, Any]) -> Any:
-    """A ``peft.LoraConfig`` from its fields as PEFT names them.
+def make_lora_config(fields: Mapping[str, Any]) -> Any:
+    """Make a ``peft.LoraConfig`` from its fields, by PEFT's names.
 
     Raises:
-        ConfigError: for an unknown field, a value that PEFT refuses, or a feature that changes the base or
-            the algebra of the update, by its name and with the reason.
+        ConfigError: for an unknown field, a value that PEFT rejects, or a feature that changes the base or
+            the form s·B A of the update.
         DataError: if peft is missing.
     """
     library = import_library("peft", "a LoRA adapter")
-    known = {f.name: f for f in dataclasses.fields(library.LoraConfig)}
+    known_fields = {f.name: f for f in dataclasses.fields(library.LoraConfig)}
     for name, value in fields.items():
-        if name not in known:
-            raise ConfigError(f"lora: peft's LoraConfig has no setting {name!r}. {did_you_mean(name, known)}")
+        if name not in known_fields:
+            raise ConfigError(
+                f"lora: peft's LoraConfig has no setting {name!r}. {did_you_mean(name, known_fields)}"
+            )
         reason = REFUSED_SETTINGS.get(name)
-        if reason is None and known[name].metadata.get("is_lora_variant"):
+        if reason is None and known_fields[name].metadata.get("is_lora_variant"):
             reason = "it is another update than s·B A"
         if value and reason is not None:
             raise ConfigError(f"lora: {name} = {value!r} cannot be used in federated training: {reason}.")
@@ -62,24 +64,24 @@ def lora_config(fields: Mapping[str, Any]) -> Any:
             "(Kaiming uniform), 'gaussian', 'pissa' or 'olora'."
         )
     try:
-        made = library.LoraConfig(**fields)
+        config = library.LoraConfig(**fields)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"lora: {error}") from error
-    number = (int, float)
-    made.r = check_minimum("lora.r", made.r, 1)
-    _check_patterns(made)
-    saved = made.modules_to_save
+    numeric_types = (int, float)
+    config.r = check_minimum("lora.r", config.r, 1)
+    _check_patterns(config)
+    saved = config.modules_to_save
     if saved is not None and (isinstance(saved, str) or not all(isinstance(name, str) for name in saved)):
         raise ConfigError(f"lora: modules_to_save must be a list of names of modules; it is {saved!r}")
-    if not isinstance(made.lora_alpha, number) or not 0 < made.lora_alpha < math.inf:
-        raise ConfigError(f"lora: lora_alpha must be above 0; it is {made.lora_alpha!r}")
-    if not isinstance(made.lora_dropout, number) or not 0 <= made.lora_dropout < 1:
-        raise ConfigError(f"lora: lora_dropout must be in [0, 1); it is {made.lora_dropout!r}")
-    return made
+    if not isinstance(config.lora_alpha, numeric_types) or not 0 < config.lora_alpha < math.inf:
+        raise ConfigError(f"lora: lora_alpha must be above 0; it is {config.lora_alpha!r}")
+    if not isinstance(config.lora_dropout, numeric_types) or not 0 <= config.lora_dropout < 1:
+        raise ConfigError(f"lora: lora_dropout must be in [0, 1); it is {config.lora_dropout!r}")
+    return config
 
 
 def _check_patterns(config: Any) -> None:
-    """Raise ConfigError where a rank or an α of some layers is no such number."""
+    """Raise ConfigError if a rank or an α of a pattern is out of bounds."""
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(config, name)
         if not isinstance(patterns, Mapping):

@@ -1,4 +1,4 @@
-"""Starts at the principal components of the base's weights: PiSSA and OLoRA, by PEFT's own code."""
+"""Initializes factors by components of the base's weights: PiSSA and OLoRA, by PEFT's code."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...models.stateless import names_of_parameters
 
 
 def start_from_weights(model: Any, names: Sequence[str], adapter: str, init: str) -> None:
-    """Let factors begin at a part of each weight, and leave the rest of it in the base, in place.
+    """Move a part of each base weight into its initial factors, in place.
 
-    The model computes what it did. PiSSA takes the r largest singular triplets, OLoRA the first r columns of the QR
-    decomposition.
+    The outputs of the model do not change. PiSSA moves the r largest singular triplets, OLoRA the first r columns of
+    the QR decomposition.
 
     Args:
-        model: a ``peft.PeftModel``, whose layers have their scales.
-        names: of the adapted layers in the base.
+        model: a ``peft.PeftModel`` whose layers have their final scales.
+        names: names of the adapted layers in the base.
         adapter: name of the adapter.
         init: ``"pissa"`` or ``"olora"``.
 
     Raises:
-        TaskError: if a layer is not linear or is quantized, or shares its weight with another module, which would lose
-            what the factors take.
+        TaskError: if a layer is not linear, is quantized, or shares its weight with another module, whose weight would
+            then change.
 
     Source:
         Meng et al., "PiSSA", NeurIPS 2024, arXiv:2404.02948; Büyükakyüz, "OLoRA", 2024, arXiv:2406.01775.

@@ -1,4 +1,4 @@
-"""Modules of a base that are trained whole beside the factors: ``modules_to_save`` of PEFT."""
+"""Finds the modules of a base that are trained whole beside the factors: PEFT's ``modules_to_save``."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from ...models.stateless import is_within, names_of_parameters
 
 
 def find_saved_modules(model: Any, names: Sequence[str], head: Sequence[str] = ()) -> tuple[str, ...]:
-    """The modules of a base that a list of names means: as in PEFT, each is the end of their names.
+    """Find the modules of a base whose names end in one of the given names, as PEFT does.
 
     Args:
         model: a base without adapters.
-        names: such as ``"lm_head"`` or ``"norm"``.
-        head: modules that are trained whole already; they and what is within them are left out.
+        names: ends of names, such as ``"lm_head"`` or ``"norm"``.
+        head: modules that are trained whole already; they and the modules within them are left out.
 
     Returns:
-        Whole names, in the order of the model.
+        Full names, in the order of the model.
 
     Raises:
-        ConfigError: if a name means no module with parameters; or one that is quantized, or whose tensor another
-            module has, too: PEFT stores a copy, and the other one would stay what it was.
+        ConfigError: if a name matches no module with parameters, or if a module is quantized or shares a tensor with
+            another module: PEFT would store a copy, and the other module would keep the old tensor.
     """
-    found: list[str] = []
+    matching: list[str] = []
     modules = {n: m for n, m in model.named_modules() if n and any(True for _ in m.parameters())}
     for name in names:
         matches = [n for n in modules if n.endswith(name)]
         if not matches:
-            short = {n.rpartition(".")[2] for n in modules}
+            short_names = {n.rpartition(".")[2] for n in modules}
             raise ConfigError(
                 f"lora.modules_to_save: {name!r} is the end of no module's name in the {type(model).__name__}. "
-                f"{did_you_mean(name, short)}"
+                f"{did_you_mean(name, short_names)}"
             )
-        found += matches
-    chosen = [n for n in modules if n in found and not _is_within_any(n, head)]
+        matching += matches
+    chosen = [n for n in modules if n in matching and not _is_within_any(n, head)]
     outer = tuple(n for n in chosen if not _is_within_any(n, [other for other in chosen if other != n]))
     owners = names_of_parameters(model)
     for module in outer:
-        for own, parameter in modules[module].named_parameters():
+        for parameter_name, parameter in modules[module].named_parameters():
             if not parameter.is_floating_point():
                 raise ConfigError(
                     f"lora.modules_to_save: {module} is quantized and cannot be trained whole. Leave it out, or load the "
@@ -48,12 +48,12 @@ def find_saved_modules(model: Any, names: Sequence[str], head: Sequence[str] = (
             other = [p for p in owners[id(parameter)] if not _is_within_any(p.rpartition(".")[0], outer)]
             if other:
                 raise ConfigError(
-                    f"lora.modules_to_save: {module}.{own} and {other[0]} are one tensor (tied weights), and an adapter of "
-                    "PEFT would hold one of them alone. Leave it out, or name a base whose weights are not tied"
+                    f"lora.modules_to_save: {module}.{parameter_name} and {other[0]} are one tensor (tied weights), and an "
+                    "adapter of PEFT would hold one of them alone. Leave it out, or name a base whose weights are not tied"
                 )
     return outer
 
 
 def _is_within_any(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module is one of these or within one."""
+    """Whether a module is one of the given modules or within one of them."""
     return any(is_within(name, module) for module in modules)

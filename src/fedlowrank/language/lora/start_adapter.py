@@ -1,4 +1,4 @@
-"""An existing LoRA adapter that a federation starts from: a folder as PEFT writes it."""
+"""Reads the LoRA adapter that a federation starts from, from a folder that PEFT wrote."""
 
 from __future__ import annotations
 
@@ -16,103 +16,106 @@ from ...adapters.lora.lora_factors import find_lora
 from ...core.errors import ConfigError, DataError
 from ...linalg.pair import Pair
 from ...models.stateless import tied_names
-from ..artifacts import name_in_file
+from ..adapter_files import name_in_file
 from ..base_model import HEAD_NAMES
 from .peft_config import REFUSED_SETTINGS
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-_TAKEN = ("r", "rank_pattern", "use_rslora", "lora_dropout", "modules_to_save")
-_SCALE = ("lora_alpha", "alpha_pattern")
-_LAYERS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
-"""Fields that the section ``[lora]`` takes from the folder unless it sets them: α goes with the rank, and layers together."""
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_INHERITED_FIELDS = ("r", "rank_pattern", "use_rslora", "lora_dropout", "modules_to_save")
+_SCALE_FIELDS = ("lora_alpha", "alpha_pattern")
+_LAYER_FIELDS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
+"""Fields that the section ``[lora]`` inherits from the adapter unless it sets them.
+
+α is inherited only together with the rank, and the fields that name layers only together with ``target_modules``.
+"""
 
 
 def read_start_config(folder: Path) -> dict[str, Any]:
-    """The configuration of an adapter folder.
+    """Read the configuration of an adapter folder.
 
     Raises:
         DataError: if the folder holds no adapter of PEFT.
-        ConfigError: if it is no plain LoRA adapter, or has settings that federated training cannot have.
+        ConfigError: if it is no plain LoRA adapter, or has settings that federated training does not allow.
     """
-    for name in (CONFIG, WEIGHTS):
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise DataError(
                 f"lora.start: {folder} is no adapter folder of PEFT: there is no {name}. Name the folder that "
                 "save_pretrained wrote"
             )
     try:
-        found: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
     except ValueError as error:
-        raise DataError(f"lora.start: {folder / CONFIG} is not JSON: {error}") from error
-    if found.get("peft_type") != "LORA":
+        raise DataError(f"lora.start: {folder / CONFIG_FILE} is not JSON: {error}") from error
+    if config.get("peft_type") != "LORA":
         raise ConfigError(
-            f"lora.start: the adapter in {folder} is of type {found.get('peft_type')!r}, not LORA"
+            f"lora.start: the adapter in {folder} is of type {config.get('peft_type')!r}, not LORA"
         )
     for name, reason in REFUSED_SETTINGS.items():
-        if found.get(name):
+        if config.get(name):
             raise ConfigError(
-                f"lora.start: the adapter in {folder} has {name} = {found[name]!r}, but {reason}"
+                f"lora.start: the adapter in {folder} has {name} = {config[name]!r}, but {reason}"
             )
-    begun = found.get("init_lora_weights")
-    if isinstance(begun, str) and begun.startswith(("pissa", "olora", "corda", "loftq")):
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial.startswith(("pissa", "olora", "corda", "loftq")):
         raise ConfigError(
-            f"lora.start: the adapter in {folder} began with init_lora_weights = {begun!r}, for which PEFT changes the base "
+            f"lora.start: the adapter in {folder} began with init_lora_weights = {initial!r}, for which PEFT changes the base "
             "when it loads it, so that its factors are not of the base alone. Save it by "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...), as an adapter of the base"
         )
-    if found.get("bias", "none") != "none":
+    if config.get("bias", "none") != "none":
         raise ConfigError(
             f"lora.start: the adapter in {folder} trained biases of the base, which are no part of s·B A"
         )
-    return found
+    return config
 
 
-def fields_with_start(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The section ``[lora]``, with rank, α and modules of the folder where it does not set them."""
+def merge_start_fields(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the section ``[lora]`` by rank, α and modules of the adapter, where the section does not set them."""
     stored = read_start_config(folder)
-    # PEFT adds these names to each adapter of a classification, whether the base has such modules or not
+    # PEFT adds these names to each adapter of a classification model, even if the base has no such modules
     saved = [n for n in stored.get("modules_to_save") or () if n not in HEAD_NAMES]
     stored["modules_to_save"] = saved or None
     pattern: Mapping[str, int] = stored.get("rank_pattern") or {}
     if "r" not in fields and "rank_pattern" not in fields and max(pattern.values(), default=0) > stored["r"]:
-        # layers of a higher rank than the others have room for it
+        # keep only ranks above r: factors of a lower rank fit into layers of rank r
         stored["rank_pattern"] = {n: r for n, r in pattern.items() if r > stored["r"]}
     else:
         stored.pop("rank_pattern", None)
-    # the scale is the quotient of α and the rank
-    taken = [*_TAKEN, *(() if "r" in fields else _SCALE)]
-    taken += () if "target_modules" in fields else _LAYERS
-    taken = [n for n in taken if stored.get(n) is not None]
-    return {n: stored[n] for n in taken} | dict(fields)
+    # the scale is α divided by the rank
+    inherited = [*_INHERITED_FIELDS, *(() if "r" in fields else _SCALE_FIELDS)]
+    inherited += () if "target_modules" in fields else _LAYER_FIELDS
+    inherited = [n for n in inherited if stored.get(n) is not None]
+    return {n: stored[n] for n in inherited} | dict(fields)
 
 
 def load_start(model: Any, folder: Path) -> None:
-    """Put the factors of an adapter folder in place of those of a model.
+    """Copy the factors of an adapter folder into a model.
 
-    The model then computes what PEFT computes with the base and this adapter. Where its scale α/r is another one, B carries
-    the quotient; components beyond the adapter's rank stay as they are.
+    The model then has the outputs of the base with this adapter. If the adapter's scale α/r differs from the model's, B is
+    multiplied by their quotient. Components beyond the adapter's rank do not change.
 
     Args:
-        model: a ``peft.PeftModel`` whose factors are fresh.
-        folder: of the adapter.
+        model: a ``peft.PeftModel`` with initial factors.
+        folder: folder of the adapter.
 
     Raises:
         ConfigError: if the adapter has a higher rank than the model, or layers that the model does not adapt.
-        DataError: if the file cannot be read, or shapes are of another base.
+        DataError: if the file cannot be read, or shapes do not fit the base.
     """
     config, lora = read_start_config(folder), find_lora(model, None)
     try:
-        stored = safetensors.torch.load_file(folder / WEIGHTS)
+        stored = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     except safetensors.SafetensorError as error:
-        raise DataError(f"lora.start: {folder / WEIGHTS} cannot be read: {error}") from error
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for first, others in tied_names(model).items():
-        held = [n for n in (first, *others) if n in stored]
-        if any(not torch.equal(stored[n], stored[held[0]]) for n in held[1:]):
+        raise DataError(f"lora.start: {folder / WEIGHTS_FILE} cannot be read: {error}") from error
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for first, aliases in tied_names(model).items():
+        stored_aliases = [n for n in (first, *aliases) if n in stored]
+        if any(not torch.equal(stored[n], stored[stored_aliases[0]]) for n in stored_aliases[1:]):
             raise ConfigError(
-                f"lora.start: the adapter in {folder} has different weights for {' and '.join(held)}, which are one tensor in "
-                "the base (tied weights)"
+                f"lora.start: the adapter in {folder} has different weights for {' and '.join(stored_aliases)}, which are one "
+                "tensor in the base (tied weights)"
             )
     for name, layer in lora.layers.items():
         a, b = name_in_file(str(layer.a)), name_in_file(str(layer.b))
@@ -124,24 +127,30 @@ def load_start(model: Any, folder: Path) -> None:
                 f"lora.start: layer {name} of the adapter in {folder} is {pair.b.shape[0]} × {pair.a.shape[1]}, and that of "
                 f"the base {layer.shape[0]} × {layer.shape[1]}. The adapter is of another base model"
             )
-        room = own[str(layer.a)].shape[0]
-        if pair.rank > room:
+        max_rank = parameters[str(layer.a)].shape[0]
+        if pair.rank > max_rank:
             raise ConfigError(
-                f"lora.start: the adapter in {folder} has rank {pair.rank} at {name}, and lora.r is {room}. Set lora.r = "
+                f"lora.start: the adapter in {folder} has rank {pair.rank} at {name}, and lora.r is {max_rank}. Set lora.r = "
                 f"{pair.rank}, or leave it out to take that of the adapter"
             )
-        quotient = _scale_of(config, name, pair.rank) / lora.scale
+        quotient = _compute_scale(config, name, pair.rank) / lora.scale
         with torch.no_grad():
             for path, value in layer.as_parameters(Pair(pair.b * quotient, pair.a)).items():
                 axis = 0 if path == layer.a else 1
-                own[path].narrow(axis, 0, pair.rank).copy_(value)
-    for name in [n for n in stored if n in own and own[n].requires_grad and own[n].shape == stored[n].shape]:
+                parameters[path].narrow(axis, 0, pair.rank).copy_(value)
+    for name in [
+        n
+        for n in stored
+        if n in parameters and parameters[n].requires_grad and parameters[n].shape == stored[n].shape
+    ]:
         with torch.no_grad():
-            own[name].copy_(stored.pop(name))
-    # PEFT stores an embedding of the base beside its factors
-    whole = {n: own.get(n, own.get(n.replace(".weight", ".base_layer.weight"))) for n in stored}
-    same = [n for n, p in whole.items() if p is not None and torch.equal(p, stored[n].to(p))]
-    stored = {n: t for n, t in stored.items() if n not in same}
+            parameters[name].copy_(stored.pop(name))
+    # PEFT also stores the base's embedding if that is adapted
+    base_parameters = {
+        n: parameters.get(n, parameters.get(n.replace(".weight", ".base_layer.weight"))) for n in stored
+    }
+    unchanged = [n for n, p in base_parameters.items() if p is not None and torch.equal(p, stored[n].to(p))]
+    stored = {n: t for n, t in stored.items() if n not in unchanged}
     if stored:
         raise ConfigError(
             f"lora.start: the adapter in {folder} has {sorted(stored)[0]}, and {len(stored) - 1} more, which this model does "
@@ -150,8 +159,8 @@ def load_start(model: Any, folder: Path) -> None:
         )
 
 
-def _scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """The scale of a layer as PEFT has it."""
+def _compute_scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
+    """Compute the scale of a layer as PEFT does."""
     from peft.utils.other import get_pattern_key
 
     patterns: Mapping[str, float] = config.get("alpha_pattern") or {}

@@ -1,1 +1,1 @@
-"""What a language model learns from pairs of texts: preferences of responses, and embeddings."""
+"""Objectives of language models on pairs of texts: preferences of responses, and embeddings."""

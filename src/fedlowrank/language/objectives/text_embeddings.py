@@ -1,4 +1,4 @@
-"""Embeddings of pairs of texts: the mean of the last hidden states over the tokens of each text."""
+"""Computes embeddings of pairs of texts: the mean of the last hidden states over the tokens of each text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from ...core.tree import wide_type
 
 
 def embed_pairs(model: Callable[[Any], Tensor], x: Any) -> Tensor:
-    """Embeddings ``[b, 2, d]`` of both texts of each pair, in float32 of half precision.
+    """Compute embeddings ``[b, 2, d]`` of both texts of each pair; half precision is computed in float32.
 
     Args:
-        model: last hidden states ``[b, T, d]`` of inputs ``[b, T]``.
-        x: inputs ``[b, 2, T]``, among them ``attention_mask``; or ``[b, T]`` of single texts, whose embeddings are ``[b, d]``.
+        model: returns the last hidden states ``[b, T, d]`` for inputs ``[b, T]``.
+        x: inputs ``[b, 2, T]``, including ``attention_mask``; or inputs ``[b, T]`` of single texts, which give embeddings
+            ``[b, d]``.
     """
     is_pair = x["attention_mask"].ndim == 3
     inputs = {name: t.flatten(0, 1) for name, t in x.items()} if is_pair else x
@@ -27,9 +28,9 @@ def embed_pairs(model: Callable[[Any], Tensor], x: Any) -> Tensor:
 
 
 def return_hidden_states(model: nn.Module) -> None:
-    """Make a body of ``transformers`` return its last hidden states ``[b, T, d]`` alone, in place."""
-    model.register_forward_hook(_last_hidden_state)
+    """Make a model of ``transformers`` return only its last hidden states ``[b, T, d]``, in place."""
+    model.register_forward_hook(_take_last_hidden_state)
 
 
-def _last_hidden_state(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+def _take_last_hidden_state(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
     return getattr(output, "last_hidden_state", output)

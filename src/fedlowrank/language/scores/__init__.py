@@ -1,13 +1,12 @@
 """Scores of language models, each with its decoding settings.
 
-Everything takes a model and a tokenizer of transformers as they are. Nothing heavy is imported until it is
-used.
+All functions take an unchanged model and tokenizer of transformers. Large packages are imported at their first use.
 """
 
-from .generate import Decoding, complete_prompts
-from .harness import HarnessTask
+from .harness_task import HarnessTask
 from .score import PromptFormat, Render, Score, ScoreTask
-from .tasks import TASKS, DollyTask, PerplexityTask
+from .score_tasks import TASKS, DollyTask, PerplexityTask
+from .text_generation import Decoding, complete_prompts
 
 __all__ = [
     "TASKS",

@@ -1,4 +1,4 @@
-"""Negative log-likelihood and perplexity of texts under a causal language model."""
+"""Computes negative log-likelihood and perplexity of texts under a causal language model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ...core.errors import ConfigError, DataError
-from .generate import encode_prompt, evaluating
+from .text_generation import encode_prompt, use_evaluation_mode
 
 IGNORED = -100
 """Label of a token whose likelihood does not count."""
@@ -20,7 +20,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens of a prompt and of the text that follows it; the first ``start`` do not count."""
+    """Tokens of a prompt and of the text that follows it; the first ``start`` tokens do not count."""
 
     tokens: list[int]
     start: int
@@ -28,14 +28,14 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Mean negative log-likelihood of a token that counts, in nats, and how many count."""
+    """Mean negative log-likelihood of the tokens that count, in nats per token, and their number."""
 
     nll: float
     tokens: int
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean negative log-likelihood; infinite where that overflows."""
+        """The exponential of the mean negative log-likelihood; infinity if it overflows."""
         return math.exp(self.nll) if self.nll < 709 else self.nll * math.inf
 
 
@@ -47,17 +47,17 @@ def tokenize_texts(
     end: bool = False,
     special_tokens: bool = True,
 ) -> list[TokenRow]:
-    """Tokens of texts that follow prompts.
+    """Tokenize texts that follow prompts.
 
-    Prompt and text are tokenized apart and joined, so that no token lies in both.
+    Prompt and text are tokenized separately and joined, so that no token spans both.
 
     Args:
-        tokenizer: of transformers.
-        prompts: what stands before each text; may be empty.
-        texts: one for each prompt.
-        context: rows are cut on the right to so many tokens.
-        end: whether the end token is appended, and counts.
-        special_tokens: whether the tokenizer adds its special tokens, before the prompt only.
+        tokenizer: a tokenizer of transformers.
+        prompts: the text before each text; may be empty.
+        texts: one text for each prompt.
+        context: maximum number of tokens of a row; longer rows are truncated on the right.
+        end: whether the end token is appended and counts.
+        special_tokens: whether the tokenizer adds its special tokens to the prompt.
 
     Raises:
         ConfigError: if an end token is asked for and the tokenizer has none.
@@ -67,34 +67,34 @@ def tokenize_texts(
         raise ConfigError("the tokenizer has no end token that could count; set end to false")
     rows = []
     for prompt, text in zip(prompts, texts, strict=True):
-        before = encode_prompt(tokenizer, prompt, special_tokens)
-        # some tokenizers close every text; the text goes on after this one
-        if special_tokens and before and before[-1] == eos:
-            before.pop()
-        after = list(tokenizer(text, add_special_tokens=False)["input_ids"]) + ([eos] if end else [])
-        rows.append(TokenRow((before + after)[:context], len(before)))
+        prompt_tokens = encode_prompt(tokenizer, prompt, special_tokens)
+        # some tokenizers append an end token to every text, but here the text follows
+        if special_tokens and prompt_tokens and prompt_tokens[-1] == eos:
+            prompt_tokens.pop()
+        text_tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"]) + ([eos] if end else [])
+        rows.append(TokenRow((prompt_tokens + text_tokens)[:context], len(prompt_tokens)))
     return rows
 
 
 def measure_likelihood(model: Any, rows: Sequence[TokenRow], batch_size: int = 8) -> Likelihood:
-    """Token-mean negative log-likelihood: the logits at t - 1 predict token t.
+    """Compute the mean negative log-likelihood of a token: the logits at t - 1 predict token t.
 
-    The first token of a row is predicted by nothing and never counts. The number does not depend on the batch
-    size, but for rounding. The model is in evaluation mode meanwhile.
+    No logits predict the first token of a row, so it never counts. The result does not depend on the batch size, except
+    by rounding. The model is in evaluation mode during the computation.
 
     Raises:
         DataError: if no token counts.
     """
     device = next(model.parameters()).device
-    total, tokens = 0.0, 0
-    with evaluating(model), torch.no_grad():
+    total_nll, total_count = 0.0, 0
+    with use_evaluation_mode(model), torch.no_grad():
         for begin in range(0, len(rows), batch_size):
-            found = [
+            examples = [
                 (torch.tensor(r.tokens, dtype=torch.int64), r.start) for r in rows[begin : begin + batch_size]
             ]
-            labels = [torch.where(torch.arange(len(x)) < start, IGNORED, x) for x, start in found]
-            x = pad_sequence([x for x, _ in found], batch_first=True)
-            mask = pad_sequence([torch.ones_like(x) for x, _ in found], batch_first=True)
+            labels = [torch.where(torch.arange(len(x)) < start, IGNORED, x) for x, start in examples]
+            x = pad_sequence([x for x, _ in examples], batch_first=True)
+            mask = pad_sequence([torch.ones_like(x) for x, _ in examples], batch_first=True)
             y = pad_sequence(labels, batch_first=True, padding_value=IGNORED)[:, 1:]
             count = int((y != IGNORED).sum())
             if count == 0:
@@ -103,10 +103,10 @@ def measure_likelihood(model: Any, rows: Sequence[TokenRow], batch_size: int = 8
             losses = functional.cross_entropy(
                 logits.flatten(0, 1), y.flatten().to(device), ignore_index=IGNORED, reduction="none"
             )
-            total += float(losses.double().sum())
-            tokens += count
-    if tokens == 0:
+            total_nll += float(losses.double().sum())
+            total_count += count
+    if total_count == 0:
         raise DataError(
             "no token of any text counts: they are empty, or the context is filled by the prompts."
         )
-    return Likelihood(total / tokens, tokens)
+    return Likelihood(total_nll / total_count, total_count)

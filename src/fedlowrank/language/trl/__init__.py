@@ -1,1 +1,1 @@
-"""Passes of clients that a trainer of TRL or transformers takes instead of this package's own steps."""
+"""Training passes by a trainer of TRL or transformers instead of this package's own gradient steps."""

@@ -1,11 +1,11 @@
-"""``language.trainer = "trl"``: the steps of a pass by TRL's ``SFTTrainer``, or by a trainer of the user's own.
+"""``language.trainer = "trl"``: TRL's ``SFTTrainer``, or a trainer of the user, takes the steps of a pass.
 
-Factors are put into the module of PEFT, ``trainer.train()`` is called, and factors are read again; what federated methods do
-before and after is the same. It brings what those libraries have and this package has not: further optimizers (``optim =
-"adamw_8bit"``, "adafactor"), accumulation, kernels, and whatever a user's own subclass does.
+Factors are put into the module of PEFT, ``trainer.train()`` is called, and the trained factors are read from the module. The
+rest of a federated method does not change. The trainer adds features that this package does not have: further optimizers
+(``optim = "adamw_8bit"``, "adafactor"), gradient accumulation, kernels, and the code of a user's own subclass.
 
-Before the first pass of a kind, the method's loss of one batch is compared with the trainer's: a method that adds terms to the
-loss is refused, not trained without them.
+Before the first pass with a loss, the method's loss of one batch is compared with the trainer's loss. A method that adds terms
+to the loss is rejected, because the trainer would not train them.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from torch import Tensor, nn
 
 from ...core import tree
 from ...core.arguments.user_code import import_named
-from ...core.contract.task import Batch, ClientInfo
+from ...core.contract import Batch, ClientInfo
 from ...core.contract.training_request import Request
 from ...core.errors import ConfigError, TaskError, did_you_mean
 from ...core.learning.batch_losses import task_loss
 from ...core.learning.optimizer import AdamW, Optimizer
 from ...data.dataset import Examples
 from ...models.architecture import Architecture
-from ...models.standard import HOOKS
+from ...models.standard import HOOK_TABLES
 from ...models.stateless import unchanged
 from ...training.captured_variables import code_of
 from ...training.local_data import LocalData
 from ...training.steps import refill
-from ..optional import import_library, quiet
-from .factors_in_place import Placement, find_places
+from ..optional_packages import import_library, silence_library
+from .leaf_placement import Placement, find_places
 
 IGNORED = -100
-"""Label of a token that does not count, as transformers has it."""
+"""Label of a token that does not count, as in transformers."""
 
 
-_NEAR = 1e-5
-"""Relative difference of two losses that are the same."""
+_LOSS_TOLERANCE = 1e-5
+"""Maximum relative difference of two losses that count as equal."""
 
-_ELSEWHERE = {
+_RESERVED_FIELDS = {
     **dict.fromkeys(
         ("per_device_train_batch_size", "auto_find_batch_size"), "batch_size and run.micro_batch"
     ),
@@ -104,29 +104,29 @@ _ELSEWHERE = {
         "the section [export]",
     ),
 }
-"""Fields of ``trl.SFTConfig`` that the method or the experiment sets, by the setting that counts."""
+"""Fields of ``trl.SFTConfig`` that the user must not set, with the setting of the method or experiment that sets each."""
 
-_OF_TRAINERS = (ValueError, TypeError, ImportError, AttributeError, LookupError, NotImplementedError)
-"""What trainers raise for settings that do not fit the model, the machine or each other."""
+_TRAINER_ERRORS = (ValueError, TypeError, ImportError, AttributeError, LookupError, NotImplementedError)
+"""Exceptions that trainers raise if settings do not fit the model, the machine or each other."""
 
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """What a factory of trainers gets: one pass of one client.
+    """One pass of one client, the argument of a trainer factory.
 
     Attributes:
-        model: ``peft.PeftModel`` that holds the client's factors; what is to be trained requires a gradient.
-        tokenizer: of the base.
+        model: ``peft.PeftModel`` that holds the client's factors; trained parameters require a gradient.
+        tokenizer: tokenizer of the base.
         rows: a ``datasets.Dataset`` of the client's texts with ``input_ids`` and ``labels``, -100 where a token does not count.
-        batches: rows of each step.
-        parameters: what is trained, with its learning rate and weight decay: groups of an optimizer of torch.
-        optimizer: settings of the method.
-        client: whose pass it is.
-        round: counted from 0.
-        seed: of the trainer; another one for each client and round.
-        arguments: fields of ``trl.SFTConfig``: those of this run, and above them ``language.trainer_args``. ``max_steps`` is
-            the number of steps that must be taken.
-        examples: the rows as this package has them.
+        batches: row indices of each step.
+        parameters: parameter groups of a torch optimizer: trained parameters with learning rate and weight decay.
+        optimizer: optimizer settings of the method.
+        client: the client of the pass.
+        round: round of the pass, counted from 0.
+        seed: seed of the trainer, different for each client and round.
+        arguments: fields of ``trl.SFTConfig``: the fields that this run sets, updated by ``language.trainer_args``.
+            ``max_steps`` is the number of steps that must be taken.
+        examples: the rows as examples of this package.
     """
 
     model: Any
@@ -141,31 +141,31 @@ class TrainingPass:
     arguments: Mapping[str, Any]
     examples: Examples
 
-    def torch_optimizer(self, trainer: Any) -> torch.optim.Optimizer:
-        """The method's optimizer as one of torch; or that of ``trainer_args.optim``, with the method's rates.
+    def make_torch_optimizer(self, trainer: Any) -> torch.optim.Optimizer:
+        """Make the method's optimizer in torch; or the optimizer ``trainer_args.optim`` with the method's learning rates.
 
         Args:
-            trainer: the class of trainers, which knows the optimizers of transformers.
+            trainer: the trainer class, which makes the optimizers of transformers.
         """
         o = self.optimizer
         if "optim" in self.arguments:
-            config = make_config(dict(self.arguments) | _adam_arguments(o))
-            made, options = trainer.get_optimizer_cls_and_kwargs(config, self.model)
+            config = make_config(dict(self.arguments) | _list_adam_arguments(o))
+            optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(config, self.model)
             options = {name: value for name, value in options.items() if name not in ("lr", "params")}
-            found: torch.optim.Optimizer = made(self.parameters, lr=o.lr, **options)
-            return found
+            optimizer: torch.optim.Optimizer = optimizer_class(self.parameters, lr=o.lr, **options)
+            return optimizer
         if isinstance(o, AdamW):
             return torch.optim.AdamW(self.parameters, betas=(o.beta1, o.beta2), eps=o.eps)
         return torch.optim.SGD(self.parameters, momentum=o.momentum, nesterov=o.nesterov)
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """The schedule within the pass."""
+    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        """Make the learning-rate schedule within the pass."""
         steps, scale = len(self.batches), self.optimizer.local_schedule.scale
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: scale(step, steps, self.round))
 
 
-def _adam_arguments(optimizer: Optimizer) -> dict[str, float]:
-    """Settings of Adam by the names of transformers."""
+def _list_adam_arguments(optimizer: Optimizer) -> dict[str, float]:
+    """List the settings of Adam by their names in transformers."""
     if not isinstance(optimizer, AdamW):
         return {}
     return {
@@ -176,10 +176,10 @@ def _adam_arguments(optimizer: Optimizer) -> dict[str, float]:
 
 
 def make_config(arguments: Mapping[str, Any]) -> Any:
-    """``trl.SFTConfig`` with these fields.
+    """Make a ``trl.SFTConfig`` from its fields.
 
     Raises:
-        ConfigError: if it has no such field or refuses a value.
+        ConfigError: if ``trl.SFTConfig`` lacks a field or rejects a value.
     """
     library = import_library("trl", "language.trainer = 'trl'", "'fedlowrank[trl]'")
     known = {f.name for f in fields(library.SFTConfig)}
@@ -193,29 +193,29 @@ def make_config(arguments: Mapping[str, Any]) -> Any:
         raise ConfigError(f"language.trainer_args: trl.SFTConfig refuses them: {error}") from error
 
 
-def make_sft_trainer(given: TrainingPass) -> Any:
-    """TRL's ``SFTTrainer`` with the batches, the optimizer and the schedule of the method."""
+def make_sft_trainer(training_pass: TrainingPass) -> Any:
+    """Make TRL's ``SFTTrainer`` with the batches, the optimizer and the schedule of the method."""
     library = import_library("trl", "language.trainer = 'trl'", "'fedlowrank[trl]'")
 
     class OrderedTrainer(library.SFTTrainer):  # type: ignore[misc, name-defined]  # TRL has no types
-        """One with the batches of the pass."""
+        """An ``SFTTrainer`` that uses the batches of the pass."""
 
         def get_train_dataloader(self) -> Any:
-            """The batches in their order, in parts where they are accumulated."""
+            """Make a loader of the batches in their order, split into parts for gradient accumulation."""
             size = self.args.per_device_train_batch_size
-            parts = [b[a : a + size] for b in given.batches for a in range(0, len(b), size)]
+            parts = [b[a : a + size] for b in training_pass.batches for a in range(0, len(b), size)]
             loader: Any = torch.utils.data.DataLoader(
                 self.train_dataset, batch_sampler=parts, collate_fn=self.data_collator
             )
             return self.accelerator.prepare(loader)
 
-    optimizer = given.torch_optimizer(library.SFTTrainer)
+    optimizer = training_pass.make_torch_optimizer(library.SFTTrainer)
     return OrderedTrainer(
-        model=given.model,
-        args=make_config(given.arguments),
-        train_dataset=given.rows,
-        processing_class=given.tokenizer,
-        optimizers=(optimizer, given.scheduler(optimizer)),
+        model=training_pass.model,
+        args=make_config(training_pass.arguments),
+        train_dataset=training_pass.rows,
+        processing_class=training_pass.tokenizer,
+        optimizers=(optimizer, training_pass.make_scheduler(optimizer)),
     )
 
 
@@ -224,11 +224,11 @@ class TrlTrainer:
     """Trains passes in the module of an architecture, see :class:`fedlowrank.training.trainer.PassTrainer`.
 
     Attributes:
-        tokenizer: of the base.
+        tokenizer: tokenizer of the base.
         factory: makes the trainer of a pass.
         arguments: ``language.trainer_args``.
-        autocast: of the language model.
-        name: of the setting, for messages.
+        autocast: ``language.autocast``.
+        name: ``language.trainer``, for messages.
     """
 
     tokenizer: Any
@@ -244,52 +244,54 @@ class TrlTrainer:
         """Train a pass; returns the trained tree and the mean loss of its steps ``[1]``.
 
         Raises:
-            TaskError: if the pass is more than the gradient steps of a trainer.
+            TaskError: if the pass needs more than the gradient steps of a trainer.
         """
-        self._check(request, data)
+        self._check_request(request, data)
         key = data.key / "trainer" / request.name
         first = next(data.batches(request.name))
         placement = find_places(request, first, model, (key / "probe").generator())
         starts = [t.detach().clone() for _, t in tree.leaves(request.start)]
         parameters = [nn.Parameter(t.clone()) for t in starts]
-        # trainers write into it, as whether routers of experts give their scores
+        # trainers change the configuration, such as whether routers of experts return their logits
         config, generation = model.module.config, getattr(model.module, "generation_config", None)
-        kept = [(vars(c), copy.deepcopy(vars(c))) for c in (config, generation) if c is not None]
-        hooks = [
+        former_settings = [(vars(c), copy.deepcopy(vars(c))) for c in (config, generation) if c is not None]
+        former_hooks = [
             (table, dict(table))
             for layer in model.module.modules()
-            for name in HOOKS
+            for name in HOOK_TABLES
             if (table := getattr(layer, name)) is not None
         ]
         try:
             with (
                 unchanged(model.module),
                 placement.install(parameters),
-                quiet(import_library("transformers", "a language model")),
+                silence_library(import_library("transformers", "a language model")),
                 tempfile.TemporaryDirectory() as folder,
             ):
-                kind = code_of(request.loss), data.loss
-                loss = None
-                if kind not in self._compared:
-                    loss = self._compare(placement, first, model, parameters, starts)
-                given = self._describe(request, data, model, round, parameters, micro_batch, Path(folder))
-                mean = self._train(given, parameters, starts, loss)
-                self._compared.add(kind)
+                loss_kind = code_of(request.loss), data.loss
+                start_loss = None
+                if loss_kind not in self._compared:
+                    start_loss = self._compare_losses(placement, first, model, parameters, starts)
+                training_pass = self._make_training_pass(
+                    request, data, model, round, parameters, micro_batch, Path(folder)
+                )
+                mean = self._train(training_pass, parameters, starts, start_loss)
+                self._compared.add(loss_kind)
         finally:
-            for table, former in (*kept, *hooks):
+            for table, former in (*former_settings, *former_hooks):
                 table.clear()
                 table.update(former)
         model.set_training(True)
         end = refill(request.start, [p.detach().to(t.dtype) for p, t in zip(parameters, starts, strict=True)])
         return end, torch.tensor([mean], dtype=torch.float64)
 
-    def _check(self, request: Request, data: LocalData) -> None:
-        """Refuse what a step of a trainer cannot have."""
+    def _check_request(self, request: Request, data: LocalData) -> None:
+        """Raise TaskError if a pass needs something that a trainer does not do."""
         term = request.proximal_term
         reason = next(
             (
                 text
-                for text, is_so in (
+                for text, applies in (
                     ("changes the gradient before each step", request.precondition is not None),
                     ("applies a proximal step after each step", request.prox is not None),
                     (
@@ -298,7 +300,7 @@ class TrlTrainer:
                     ),
                     ("keeps the optimizer from round to round (optimizer.keep)", request.kept is not None),
                 )
-                if is_so
+                if applies
             ),
             None,
         )
@@ -306,13 +308,13 @@ class TrlTrainer:
             raise TaskError(
                 f"language.trainer = {self.name!r}: the method {reason}, which no trainer does. Take trainer = 'own'"
             )
-        if not data.examples.tokens:
+        if not data.examples.has_token_labels:
             raise TaskError(
                 f"language.trainer = {self.name!r} trains on the next token alone. Take trainer = 'own' for pairs, classes and "
                 "embeddings"
             )
 
-    def _compare(
+    def _compare_losses(
         self,
         placement: Placement,
         batch: Batch,
@@ -322,53 +324,53 @@ class TrlTrainer:
     ) -> float:
         """Compare the method's loss of a batch with that of the task, in the module itself.
 
-        Both are of leaves away from the start, for at the start a penalty may be zero.
+        Both losses are computed at the probe, because a penalty may be zero at the initial values.
 
         Returns:
-            The loss of the batch at the start.
+            The loss of the batch at the initial values.
         """
         model.set_training(False)
         with torch.no_grad():
             try:
                 for p, t in zip(parameters, placement.probe, strict=True):
                     p.copy_(t)
-                found = float(task_loss(model.apply({}, batch.x), batch))
+                task_value = float(task_loss(model.apply({}, batch.x), batch))
             finally:
                 for p, t in zip(parameters, starts, strict=True):
                     p.copy_(t)
             at_start = float(task_loss(model.apply({}, batch.x), batch))
         model.set_training(True)
-        # both are the same operations; only a multiple of a factor may be rounded otherwise
-        if not abs(found - placement.value) <= _NEAR * max(1.0, abs(placement.value)):
+        # both losses use the same operations; only a multiple of a factor may be rounded differently
+        if not abs(task_value - placement.value) <= _LOSS_TOLERANCE * max(1.0, abs(placement.value)):
             raise TaskError(
                 f"language.trainer = {self.name!r}: the method's loss of a batch is {placement.value:.6g}, and that of the "
-                f"tokens alone {found:.6g}: it adds terms to the loss, which a trainer would leave out. Take trainer = 'own'"
+                f"tokens alone {task_value:.6g}: it adds terms to the loss, which a trainer would leave out. Take trainer = 'own'"
             )
         return at_start
 
-    def _explain(self, error: Exception) -> str:
-        """An error of a trainer, with the settings that may be its reason."""
-        given = ", ".join(sorted(self.arguments))
-        hint = f" Leave out what this machine or model does not have of language.trainer_args ({given})."
-        return f"{type(error).__name__}: {error}" + (hint if given else "")
+    def _explain_error(self, error: Exception) -> str:
+        """Describe an error of a trainer, with the settings that may cause it."""
+        argument_names = ", ".join(sorted(self.arguments))
+        hint = f" Leave out what this machine or model does not have of language.trainer_args ({argument_names})."
+        return f"{type(error).__name__}: {error}" + (hint if argument_names else "")
 
-    def _compare_trainers(self, made: Any, given: TrainingPass, loss: float) -> None:
-        """Compare the loss of the first batch by TRL's trainer, at the start, with that of the experiment."""
-        module = given.model
-        inputs = made.data_collator([given.rows[i] for i in given.batches[0]])
+    def _compare_trainers(self, trainer: Any, training_pass: TrainingPass, loss: float) -> None:
+        """Compare TRL's loss of the first batch, at the initial values, with this package's loss."""
+        module = training_pass.model
+        inputs = trainer.data_collator([training_pass.rows[i] for i in training_pass.batches[0]])
         module.eval()
         with torch.no_grad():
             device = next(module.parameters()).device
-            found = float(made.compute_loss(module, {n: t.to(device) for n, t in inputs.items()}))
+            trl_loss = float(trainer.compute_loss(module, {n: t.to(device) for n, t in inputs.items()}))
         module.train()
-        near = 1e-3 if self.autocast == "none" and module.dtype == torch.float32 else 5e-2
-        if not abs(found - loss) <= near * max(1.0, abs(loss)):
+        tolerance = 1e-3 if self.autocast == "none" and module.dtype == torch.float32 else 5e-2
+        if not abs(trl_loss - loss) <= tolerance * max(1.0, abs(loss)):
             raise TaskError(
-                f"language.trainer = {self.name!r}: the loss of a batch is {found:.6g} by TRL and {loss:.6g} here. TRL adds a "
+                f"language.trainer = {self.name!r}: the loss of a batch is {trl_loss:.6g} by TRL and {loss:.6g} here. TRL adds a "
                 "loss of the routers of experts: set language.trainer_args.router_aux_loss_coef = 0, or take trainer = 'own'"
             )
 
-    def _describe(
+    def _make_training_pass(
         self,
         request: Request,
         data: LocalData,
@@ -378,7 +380,7 @@ class TrlTrainer:
         micro_batch: int | None,
         folder: Path,
     ) -> TrainingPass:
-        """What the factory gets."""
+        """Make the argument of the trainer factory."""
         batches = [index.tolist() for index in data.order(request.name)]
         rates = request.optimizer.rates([path for path, _ in tree.leaves(request.start)], round)
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -437,91 +439,91 @@ class TrlTrainer:
 
     def _train(
         self,
-        given: TrainingPass,
+        training_pass: TrainingPass,
         parameters: list[nn.Parameter],
         starts: list[Tensor],
         loss: float | None,
     ) -> float:
-        """Make the trainer and let it train; returns the mean loss.
+        """Make the trainer, run it, and return the mean loss.
 
         Args:
-            given: the pass.
-            parameters: in the module.
-            starts: their values.
-            loss: of the first batch, to compare TRL's with; None for no comparison.
+            training_pass: the pass.
+            parameters: trained parameters in the module.
+            starts: initial values of the parameters.
+            loss: loss of the first batch, to compare TRL's loss with; None for no comparison.
         """
-        where = f"language.trainer = {self.name!r}, {given.client.title}, round {given.round}"
+        where = f"language.trainer = {self.name!r}, {training_pass.client.title}, round {training_pass.round}"
         try:
-            made = self.factory(given)
-        except _OF_TRAINERS as error:
-            raise TaskError(f"{where}: the trainer cannot be made: {self._explain(error)}") from error
+            trainer = self.factory(training_pass)
+        except _TRAINER_ERRORS as error:
+            raise TaskError(f"{where}: the trainer cannot be made: {self._explain_error(error)}") from error
         for p, t in zip(parameters, starts, strict=True):
             if p.dtype != t.dtype:
-                # TRL rounds the factors of a quantized base; no step was taken yet
+                # TRL casts the factors of a quantized base to a lower precision; restore them before the first step
                 p.data = t.clone()
         trainer_class = import_library("transformers", "language.trainer").Trainer
-        if not isinstance(made, trainer_class):
+        if not isinstance(trainer, trainer_class):
             raise TaskError(
-                f"{where}: the factory returned a {type(made).__name__}, not a transformers.Trainer"
+                f"{where}: the factory returned a {type(trainer).__name__}, not a transformers.Trainer"
             )
-        own_loss = self.arguments.keys() & {"loss_type", "label_smoothing_factor"}
-        if loss is not None and self.factory is make_sft_trainer and not own_loss:
-            self._compare_trainers(made, given, loss)
-        # without a progress bar it prints what it logs
-        made.remove_callback(import_library("transformers", "language.trainer").PrinterCallback)
+        has_own_loss = self.arguments.keys() & {"loss_type", "label_smoothing_factor"}
+        if loss is not None and self.factory is make_sft_trainer and not has_own_loss:
+            self._compare_trainers(trainer, training_pass, loss)
+        # without a progress bar, this callback would print the logs
+        trainer.remove_callback(import_library("transformers", "language.trainer").PrinterCallback)
         try:
-            result = made.train()
-        except _OF_TRAINERS as error:
-            raise TaskError(f"{where}: the trainer stopped: {self._explain(error)}") from error
-        if result.global_step != len(given.batches):
+            result = trainer.train()
+        except _TRAINER_ERRORS as error:
+            raise TaskError(f"{where}: the trainer stopped: {self._explain_error(error)}") from error
+        if result.global_step != len(training_pass.batches):
             raise TaskError(
-                f"{where}: the trainer took {result.global_step} steps and the pass has {len(given.batches)}. Give it "
+                f"{where}: the trainer took {result.global_step} steps and the pass has {len(training_pass.batches)}. Give it "
                 "max_steps = given.arguments['max_steps']"
             )
         return float(result.training_loss)
 
 
 def list_rows(examples: Examples) -> list[dict[str, list[int]]]:
-    """Texts as rows of ``input_ids`` and ``labels`` without padding.
+    """List texts as rows of ``input_ids`` and ``labels`` without padding.
 
     Raises:
-        TaskError: if they have other inputs, such as the samples of packed rows.
+        TaskError: if the texts have other inputs, such as ``position_ids`` of packed rows.
     """
     x = examples.x
     assert isinstance(x, dict)
-    if others := sorted(x.keys() - {"input_ids", "attention_mask"}):
+    if other_inputs := sorted(x.keys() - {"input_ids", "attention_mask"}):
         raise TaskError(
-            f"a trainer of TRL takes texts without {others[0]!r}; set language.packing = false, or trainer = 'own'"
+            f"a trainer of TRL takes texts without {other_inputs[0]!r}; set language.packing = false, or trainer = 'own'"
         )
     rows = []
     for tokens, mask, labels in zip(x["input_ids"], x["attention_mask"], examples.y, strict=True):
-        # left padding is the tokenizer's, and positions follow the mask
-        here = mask.bool()
+        # the mask also removes padding on the left
+        is_text = mask.bool()
         rows.append(
             {
-                "input_ids": tokens[here].tolist(),
-                "labels": torch.where(labels < 0, IGNORED, labels)[here].tolist(),
+                "input_ids": tokens[is_text].tolist(),
+                "labels": torch.where(labels < 0, IGNORED, labels)[is_text].tolist(),
             }
         )
     return rows
 
 
 def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None:
-    """Refuse a trainer that cannot be, and arguments for none.
+    """Raise ConfigError for an unknown trainer, for reserved arguments, and for arguments without a trainer.
 
     Args:
         name: ``own``, ``trl`` or ``module:function``.
-        arguments: for it.
-        section: of the settings, for messages.
+        arguments: ``trainer_args``, fields of ``trl.SFTConfig``.
+        section: section of the settings, for messages.
     """
     if name not in ("own", "trl") and ":" not in name:
         raise ConfigError(
             f"{section}.trainer is {name!r}; it is 'own', 'trl', or 'module:function' of yours. "
             f"{did_you_mean(name, ('own', 'trl'))}"
         )
-    if taken := sorted(arguments.keys() & _ELSEWHERE.keys()):
+    if reserved := sorted(arguments.keys() & _RESERVED_FIELDS.keys()):
         raise ConfigError(
-            f"{section}.trainer_args.{taken[0]}: {_ELSEWHERE[taken[0]]} says so for all trainers. Set it there"
+            f"{section}.trainer_args.{reserved[0]}: {_RESERVED_FIELDS[reserved[0]]} says so for all trainers. Set it there"
         )
     if name == "own" and arguments:
         raise ConfigError(
@@ -530,7 +532,7 @@ def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None
 
 
 def find_trainer(name: str, arguments: Mapping[str, Any], tokenizer: Any, autocast: str) -> TrlTrainer | None:
-    """The trainer of that name, or None for this package's own steps; code of the user's own is imported."""
+    """Find a trainer by its name; None for this package's own steps. A trainer of the user is imported."""
     if name == "own":
         return None
     if name != "trl":

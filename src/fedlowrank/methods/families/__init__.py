@@ -1,1 +1,1 @@
-"""What several methods share: clusters, LoRA tuning, effective updates."""
+"""What several methods share: clusters, LoRA training, effective updates."""

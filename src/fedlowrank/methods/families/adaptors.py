@@ -10,7 +10,7 @@ from torch import Tensor
 from ...adapters.mixtures.adapted_parameters import AdaptedParameter, Kind, find_trained_adapted_parameters
 from ...adapters.mixtures.mixture import Construction
 from ...adapters.mixtures.mixture_adaptors import mix_weights, precondition_adaptors
-from ...core.contract.model import Model
+from ...core.contract import Model
 from .clusters import Apply
 
 # ruff: noqa: D102 - the methods document their fields
@@ -35,15 +35,15 @@ class HasAdaptors(Protocol):
     def eps(self) -> float: ...
 
 
-def adapted_of(method: HasAdaptors, model: Model) -> dict[str, AdaptedParameter]:
-    """The trained parameters of a model that get adaptors, by name."""
+def find_adapted(method: HasAdaptors, model: Model) -> dict[str, AdaptedParameter]:
+    """Find the trained parameters of a model that get adaptors, by name."""
     return find_trained_adapted_parameters(
         model, method.rank, method.construction, method.kinds, method.rank_pattern
     )
 
 
-def mixed_model(method: HasAdaptors, model: Model) -> Apply:
-    """Scores of a model whose weights are w + α Σ_c π_c a_c, as a function of {base, adaptors}, π and inputs."""
+def build_mixed_model(method: HasAdaptors, model: Model) -> Apply:
+    """Build the mixed model: scores under the weights w + α Σ_c π_c a_c, as a function of {base, adaptors}, π and inputs."""
 
     def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:
         weights = mix_weights(parts["base"], parts["adaptors"], pi, method.alpha, method.construction)
@@ -52,15 +52,15 @@ def mixed_model(method: HasAdaptors, model: Model) -> Apply:
     return apply
 
 
-def preconditioner(method: HasAdaptors) -> Callable[..., Any] | None:
-    """What preconditions the gradients of the adaptors, or None if the method does not ask for it (appendix D)."""
+def build_preconditioner(method: HasAdaptors) -> Callable[..., Any] | None:
+    """Build the function that preconditions gradients of adaptors (appendix D); None if the method does not use it."""
     if not method.precondition:
         return None
 
-    def scaled(grads: dict[str, Any], p: dict[str, Any], *_: Tensor) -> dict[str, Any]:
+    def precondition(grads: dict[str, Any], p: dict[str, Any], *_: Tensor) -> dict[str, Any]:
         return {
             **grads,
             "adaptors": precondition_adaptors(p["base"], grads["adaptors"], p["adaptors"], method.eps),
         }
 
-    return scaled
+    return precondition

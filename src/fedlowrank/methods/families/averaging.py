@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from ...core.contract.contribution import Mean
-from ...core.contract.method import ClientInfo, ClientView
+from ...core.contract import ClientInfo, ClientView, Mean
 from ...core.learning.batch_losses import supervised_loss
 from ...core.learning.optimizer import Optimizer
 from ...core.tree import Params, widen

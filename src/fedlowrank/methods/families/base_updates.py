@@ -1,14 +1,13 @@
-"""Updates of the frozen base, added round by round (FLoRA, FedEx-LoRA), and clients that follow them.
+"""Updates of the frozen base, added round by round (FLoRA, FedEx-LoRA), and clients that catch up with them.
 
-A server keeps the update of every round as factors, as they travel, and up to which each client has it; it
-sends those that are missing, so a client that sits out some rounds, or joins late, catches up. A client keeps
-what it received. Clients that are simulated in one process hold the very tensors that the server holds, small
-ones apart, so that their number costs no memory.
+A server stores the update of every round as packed factors, and how many of them each client has. It sends those
+that a client lacks, so a client that sits out some rounds, or joins late, catches up. A client keeps what it
+received. Clients that are simulated in one process share the large tensors with the server, so that their number
+costs no memory.
 
-A client uses the updates either merged, added to the weights of its base, or stacked, as factors beside them
-whose rank grows with the rounds. Merged updates are added up where the factors take more memory than the
-weights; the sum, and the weights of a base with its updates, are made once for all clients that hold the same
-updates.
+A client uses the updates merged (added to the weights of its base) or stacked (as factors beside the weights, whose
+rank grows with the rounds). Merged updates are summed once their factors take more memory than the weights. The sum,
+and the weights of a base with its updates, are computed once for all clients that have the same updates.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from ...adapters.lora.lora_factors import LoRA
 from ...adapters.wire_format import PackedFactors, WireType, pack_factors, unpack_factors
 from ...core import tree
-from ...core.contract.method import ClientInfo
+from ...core.contract import ClientInfo
 from ...core.tree import Params, tree_dataclass
 from ...linalg.pair import Factors, Pair
 
@@ -33,17 +32,22 @@ T = TypeVar("T")
 
 @tree_dataclass
 class UpdateHistory:
-    """The server's side: the update of every round, of scale 1, and how many each client has."""
+    """The server's side: the update of every round, of scale 1, and the number of updates that each client has.
+
+    Attributes:
+        updates: in the order of the rounds.
+        at: number of updates by client.
+    """
 
     updates: list[PackedFactors]
     at: dict[str, int]
 
     def missing(self, client: ClientInfo) -> list[PackedFactors]:
-        """The updates that a client lacks, in order."""
+        """List the updates that a client lacks, in order."""
         return self.updates[self.at.get(str(client.id), 0) :]
 
     def with_update(self, update: Factors, clients: Sequence[ClientInfo], wire: WireType) -> UpdateHistory:
-        """With one more update; the given clients have all before it."""
+        """Append an update; the given clients have all updates before it."""
         at = self.at | {str(client.id): len(self.updates) for client in clients}
         return UpdateHistory([*self.updates, pack_factors(update, wire)], at)
 
@@ -53,61 +57,61 @@ class Base:
     """The client's side: the updates so far.
 
     Attributes:
-        dense: the sum of the first of them ``[d, k]`` by layer, once it is smaller than their factors; else
-            empty.
-        stacks: those that came after.
+        dense: the sum ``[d, k]`` of the first updates by layer, once it is smaller than their factors; else empty.
+        stacks: the factors of the later updates.
     """
 
     dense: dict[str, Tensor]
     stacks: list[PackedFactors]
 
     def with_updates(self, updates: Sequence[PackedFactors], keep: Keep, lora: LoRA) -> Base:
-        """With further updates.
+        """Append further updates.
 
-        One after another, so that clients hold the same sums whenever they caught up.
+        They are appended one after another, so that clients have the same sums whenever they caught up.
         """
-        now = self
+        base = self
         for update in updates:
-            now = Base(now.dense, [*now.stacks, update])
-            if keep == "merged" and tree.numel(now.stacks) > sum(d * k for d, k in lora.shapes.values()):
-                now = Base(_memo(lora).get("sum", now, now._sum), [])
-        return now
+            base = Base(base.dense, [*base.stacks, update])
+            if keep == "merged" and tree.numel(base.stacks) > sum(d * k for d, k in lora.shapes.values()):
+                base = Base(_memo(lora).get("sum", base, base._sum_updates), [])
+        return base
 
-    def frozen_factors_or_weights(self, keep: Keep, lora: LoRA) -> tuple[Factors, Params]:
-        """What a client's own factors stand beside.
+    def split_updates(self, keep: Keep, lora: LoRA) -> tuple[Factors, Params]:
+        """Split the updates by the way in which a client uses them: as frozen factors or in the weights.
 
         Returns:
-            The updates as one frozen adapter of scale 1, and weights with the updates added by the name of
-            their parameter. One of both is empty.
+            The updates as one frozen adapter of scale 1, and the weights with the updates added, by the name of
+            their parameter. One of the two is empty.
         """
         if not self.dense and not self.stacks:
             return {}, {}
         memo = _memo(lora)
         if keep == "merged":
-            return {}, memo.get("moved", self, lambda: lora.add_to_weights(self._sum()))
+            return {}, memo.get("moved", self, lambda: lora.add_to_weights(self._sum_updates()))
         return memo.get("stack", self, lambda: stack_factors([unpack_factors(s) for s in self.stacks])), {}
 
-    def _sum(self) -> dict[str, Tensor]:
-        found = dict(self.dense)
+    def _sum_updates(self) -> dict[str, Tensor]:
+        sums = dict(self.dense)
         for factors in map(unpack_factors, self.stacks):
             for name, pair in factors.items():
                 # in half precision small updates would be lost
                 update = tree.widen(pair.b) @ tree.widen(pair.a)
-                found[name] = found[name] + update if name in found else update
-        return found
+                sums[name] = sums[name] + update if name in sums else update
+        return sums
 
 
 @dataclass(eq=False)
 class Memo:
-    """The last value of each kind, by the tensors that it was made of."""
+    """The last value of each kind, with the tensors that it was computed from."""
 
     values: dict[str, tuple[list[Any], list[Tensor], Any]] = field(default_factory=dict)
 
-    def get(self, kind: str, of: Base, make: Callable[[], T]) -> T:
-        """The value that belongs to a base; it is not to be changed."""
-        tensors = [t for _, t in tree.leaves(of)]
+    def get(self, kind: str, base: Base, make: Callable[[], T]) -> T:
+        """Return the value of a kind that belongs to a base; it must not be changed."""
+        tensors = [t for _, t in tree.leaves(base)]
         if any(type(t) is not Tensor or t.is_inference() for t in tensors):
-            # one that stands for those of many clients, made anew by the engine each time; or one without a version
+            # A subclass stands for the tensors of many clients, and the engine makes it anew each time. An inference
+            # tensor has no version.
             return make()
         identity = [_identity(t) for t in tensors]
         known = self.values.get(kind)
@@ -119,14 +123,14 @@ class Memo:
         self.values.pop(kind, None)
         # a value that was made for inference could not be trained with
         with torch.inference_mode(False), torch.no_grad():
-            made = make()
-        # the tensors are held, so that no other one takes their place in memory
-        self.values[kind] = (identity, tensors, made)
-        return made
+            new_value = make()
+        # the tensors are stored with it, so that no other one takes their place in memory
+        self.values[kind] = (identity, tensors, new_value)
+        return new_value
 
 
 def _identity(t: Tensor) -> Any:
-    """What two tensors of one place in memory and of one content share; a change in place counts up the version."""
+    """Identify a tensor by its memory and its content: a change in place increases the version."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t._version
 
 
@@ -136,7 +140,7 @@ def _memo(lora: LoRA) -> Memo:
 
 
 def stack_factors(factors: Sequence[Factors]) -> Factors:
-    """Factors of the sum of products: the columns of all B, the rows of all A."""
+    """Stack factors to those of the sum of their products: the columns of all B, the rows of all A."""
     names = factors[0]
     return {
         n: Pair(torch.cat([f[n].b for f in factors], 1), torch.cat([f[n].a for f in factors])) for n in names
@@ -144,7 +148,7 @@ def stack_factors(factors: Sequence[Factors]) -> Factors:
 
 
 def weigh_factors(factors: Sequence[Factors], weights: Sequence[float]) -> Factors:
-    """Factors of Σ w_i B_i A_i; the weights are on B alone, for on both factors they would count twice."""
+    """Stack factors to those of Σ w_i B_i A_i; the weights are on B alone, for on both factors they would count twice."""
     return stack_factors(
         [{n: Pair(w * p.b, p.a) for n, p in f.items()} for f, w in zip(factors, weights, strict=True)]
     )

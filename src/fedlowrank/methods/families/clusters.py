@@ -11,9 +11,7 @@ from torch import Tensor
 
 from ...adapters.mixtures.router import Router
 from ...core import tree
-from ...core.contract.contribution import Mean, Sum
-from ...core.contract.method import Batch, ClientInfo, ClientView, Task
-from ...core.contract.model import Model
+from ...core.contract import Batch, ClientInfo, ClientView, Mean, Model, Sum, Task
 from ...core.errors import ConfigError, TaskError
 from ...core.learning.batch_losses import example_losses, sum_losses, task_loss
 from ...core.learning.optimizer import SGD, Group, Optimizer
@@ -22,8 +20,8 @@ from ...core.tree import Params
 T = TypeVar("T")
 Parts = TypeVar("Parts", bound=Mapping[str, Any])
 
-EMPTY = 1e-6
-"""A cluster with a smaller share of the examples of a round has learnt nothing in it."""
+MIN_CLUSTER_SHARE = 1e-6
+"""Least share of the examples of a round with which a cluster changes; one with less keeps its value."""
 
 
 Apply = Callable[[Any, Tensor, Any], Tensor]
@@ -31,12 +29,12 @@ Apply = Callable[[Any, Tensor, Any], Tensor]
 
 
 def zero_router_logits(parts: Any) -> Tensor:
-    """θ = 0 ``[C]`` of parts whose tensors begin with the axis of clusters, in float32 for half precision.
+    """Build θ = 0 ``[C]`` for parts whose tensors begin with the axis of clusters; in float32 for half precision.
 
-    Its steps are far below the distance of two numbers of half precision.
+    Steps of θ are far below the distance of two neighboring numbers of half precision.
     """
-    first = next(t for _, t in tree.leaves(parts))
-    return first.new_zeros(len(first), dtype=tree.wide_type(first.dtype))
+    some_part = next(t for _, t in tree.leaves(parts))
+    return some_part.new_zeros(len(some_part), dtype=tree.wide_type(some_part.dtype))
 
 
 def refuse_router_group(optimizer: Optimizer, title: str) -> None:
@@ -57,12 +55,12 @@ def train_mixture(
     view: ClientView,
     precondition: Callable[..., Any] | None = None,
 ) -> tuple[Parts, Tensor]:
-    """The pass ``"local"``: one SGD on θ and all parts of the mixed model; Algorithm 1 of FLoRAL, lines 3 to 5.
+    """Do the pass ``"local"``: one SGD on θ and all parts of the mixed model; Algorithm 1 of FLoRAL, lines 3 to 5.
 
     Args:
         router: how θ moves. With optimal routing it stays; the MFL update sets it before the pass.
-        parts: what is mixed.
-        theta: where θ begins.
+        parts: the parts that are mixed, such as adaptors.
+        theta: initial θ.
         apply: of the method; may capture nothing that differs between clients.
         optimizer: of the parts; its group ``theta`` is set from the router.
         view: of the client.
@@ -90,7 +88,7 @@ def train_mixture(
 def weigh_clusters(
     router: Router, parts: Mapping[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
-    """θ = -η f_k(w_c) of every cluster: π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
+    """Compute θ = -η f_k(w_c) of every cluster: π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
 
     def summed_loss(parts: Mapping[str, Any], batch: Batch, pi: Tensor) -> tuple[Tensor, Tensor]:
         return sum_losses(example_losses(apply(parts, pi, batch.x), batch), batch)
@@ -103,7 +101,7 @@ def weigh_clusters(
 def learn_router(
     router: Router, parts: Mapping[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
-    """θ of a client that has none: by eq. 5, or by the pass ``"router"``, which trains nothing else."""
+    """Learn θ of a client that has none: by eq. 5, or by the pass ``"router"``, which trains nothing else."""
     if router.weighs:
         return weigh_clusters(router, parts, theta, apply, view)
     if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
@@ -115,8 +113,8 @@ def learn_router(
     return view.train(loss, {"theta": theta}, "router", SGD(lr=router.lr), constants=(parts,))["theta"]
 
 
-def known_cluster(title: str, client: ClientInfo, count: int) -> int:
-    """The client's ground-truth cluster.
+def require_known_cluster(title: str, client: ClientInfo, count: int) -> int:
+    """Read the client's ground-truth cluster.
 
     Raises:
         TaskError: if it is unknown, or there are fewer clusters.
@@ -132,30 +130,30 @@ def known_cluster(title: str, client: ClientInfo, count: int) -> int:
     return client.cluster
 
 
-def known_route(title: str, client: ClientInfo, count: int) -> Tensor:
-    """π* ``[C]``, the one-hot of :func:`known_cluster`."""
-    return torch.eye(count)[known_cluster(title, client, count)]
+def build_known_route(title: str, client: ClientInfo, count: int) -> Tensor:
+    """Build π* ``[C]``, the one-hot of :func:`require_known_cluster`."""
+    return torch.eye(count)[require_known_cluster(title, client, count)]
 
 
-def routes_of(title: str, router: Router, client: ClientInfo, pi: Tensor, count: int) -> Tensor:
-    """A client's share of every cluster; with optimal routing, ``pi`` is of its own cluster alone."""
-    return pi if router.routing == "learned" else known_route(title, client, count)
+def find_routes(title: str, router: Router, client: ClientInfo, pi: Tensor, count: int) -> Tensor:
+    """Find a client's share of every cluster; with optimal routing, ``pi`` is of its own cluster alone."""
+    return pi if router.routing == "learned" else build_known_route(title, client, count)
 
 
-def cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, count: int) -> Tensor:
-    """The weights π^k_c N^k of a client's reply ``[C]``, float64; without π^k, the one-hot of its known cluster."""
-    route = known_route(title, client, count) if pi is None else bounded_shares(pi)
+def compute_cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, count: int) -> Tensor:
+    """Compute the weights π^k_c N^k of a client's reply ``[C]``, float64; without π^k, the one-hot of its known cluster."""
+    route = build_known_route(title, client, count) if pi is None else clamp_shares(pi)
     return route.double() * client.examples
 
 
-def bounded_shares(pi: Tensor) -> Tensor:
-    """Shares of clusters as a client sent them, clamped to be at least 0 and at most 1 in all."""
+def clamp_shares(pi: Tensor) -> Tensor:
+    """Clamp shares of clusters that a client sent: each is at least 0, and their sum at most 1."""
     shares = pi.clamp(0, 1)
     return shares / shares.sum() if shares.sum() > 1 + 1e-3 else shares
 
 
-def by_cluster(value: Any, weights: Tensor) -> dict[str, Any]:
-    """A contribution to one mean for each cluster.
+def contribute_by_cluster(value: Any, weights: Tensor) -> dict[str, Any]:
+    """Contribute a value to one mean for each cluster.
 
     Args:
         value: a tree of tensors ``[C, ...]``; or ``[1, ...]``, of a client that was sent the one cluster it
@@ -164,37 +162,37 @@ def by_cluster(value: Any, weights: Tensor) -> dict[str, Any]:
     """
     count = len(weights)
 
-    def part(c: int) -> Any:
+    def select_part(c: int) -> Any:
         return tree.map_leaves(lambda t: t[c : c + 1] if len(t) == count else t, value)
 
     return {
-        "means": [Mean(part(c), weights[c]) for c in range(count)],
+        "means": [Mean(select_part(c), weights[c]) for c in range(count)],
         "weights": Sum(weights, counts=True),
     }
 
 
-def cluster_means(old: T, total: dict[str, Any]) -> T:
-    """The mean of each cluster, a_c = Σ_k w_kc a_kc / Σ_k w_kc; a cluster without weight keeps its old value.
+def average_clusters(old: T, total: dict[str, Any]) -> T:
+    """Average each cluster: a_c = Σ_k w_kc a_kc / Σ_k w_kc; a cluster without weight keeps its old value.
 
     Args:
         old: a tree whose tensors begin with the axis of clusters, ``[C, ...]``.
-        total: of contributions by :func:`by_cluster`.
+        total: of contributions by :func:`contribute_by_cluster`.
     """
     weights = total["weights"].tolist()
-    kept = [
-        a if w > EMPTY * sum(weights) else select_cluster(old, c)
+    values = [
+        a if w > MIN_CLUSTER_SHARE * sum(weights) else select_cluster(old, c)
         for c, (a, w) in enumerate(zip(total["means"], weights, strict=True))
     ]
-    return tree.map_leaves(lambda *ts: torch.cat(ts), kept[0], *kept[1:])
+    return tree.map_leaves(lambda *ts: torch.cat(ts), values[0], *values[1:])
 
 
 def select_cluster(value: T, cluster: int) -> T:
-    """One cluster of a tree whose tensors begin with the axis of clusters, the axis kept: ``[1, ...]``."""
+    """Select one cluster of a tree whose tensors begin with the axis of clusters, the axis kept: ``[1, ...]``."""
     return tree.map_leaves(lambda t: t[cluster : cluster + 1], value)
 
 
-def initial_models(title: str, task: Task, count: int) -> Params:
-    """C draws of the initial weights ``[C, ...]``; the first is that of all other methods.
+def draw_models(title: str, task: Task, count: int) -> Params:
+    """Draw the initial weights of C models ``[C, ...]``; the first are those of all other methods.
 
     Raises:
         ConfigError: if C < 1.
@@ -208,12 +206,12 @@ def initial_models(title: str, task: Task, count: int) -> Params:
 
 
 def unbind_models(models: Params) -> list[Params]:
-    """C models ``[C, ...]`` one by one, with the gradient of all in one piece instead of C."""
+    """Unbind C models ``[C, ...]``; backward makes one gradient for all of them, not C padded ones."""
     parts = {n: t.unbind() for n, t in models.items()}
     return [{n: part[c] for n, part in parts.items()} for c in range(len(next(iter(parts.values()))))]
 
 
-def losses_of(model: Model, models: Params, batch: Batch) -> Tensor:
-    """The loss of each example under each of C models: ``[b, C]`` of weights ``[C, ...]``."""
-    scores = [model.apply(one, batch.x) for one in unbind_models(models)]
+def compute_model_losses(model: Model, models: Params, batch: Batch) -> Tensor:
+    """Compute the loss of each example under each of C models: ``[b, C]`` of weights ``[C, ...]``."""
+    scores = [model.apply(params, batch.x) for params in unbind_models(models)]
     return torch.stack([example_losses(s, batch) for s in scores], -1)

@@ -1,4 +1,4 @@
-"""A server's effective delta between rounds: downloads, weights of replies, the whole model."""
+"""A server's effective delta between rounds: downloads, weights of replies, the new delta, the server's model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...adapters.lora.lora_factors import lora_of
 from ...core.arguments.field_checks import CheckedFields
 from ...core.arguments.switch import Switch, check_switch
-from ...core.contract.model import Model
+from ...core.contract import Model
 from ...core.errors import ConfigError, TaskError
 from ...core.tree import Params
 from ...linalg.delta import (
@@ -20,8 +20,8 @@ from ...linalg.delta import (
     DeltaForm,
     FactorSplit,
     initial_deltas,
+    measure_tail_energy,
     split_svd,
-    tail_energy,
     truncate_delta,
     update_deltas,
 )
@@ -29,96 +29,98 @@ from ...linalg.factored import Factored
 from ...linalg.pair import Factors, Pair
 
 
-def first_components(
-    deltas: Mapping[str, Delta], drawn: Factors, rank: int, how: FactorSplit, scale: float
+def build_client_factors(
+    deltas: Mapping[str, Delta], initial_factors: Factors, rank: int, how: FactorSplit, scale: float
 ) -> Factors:
-    """Factors of the best approximation of a rank, for a client of scale s: s·B A = W^{r}.
+    """Build the factors that a client of a rank begins at: s·B A = W^{r}, the best approximation of the rank.
 
-    Where W has less rank, the components that nothing fills are those that were drawn, a random row of A and
-    a column of B of zeros (of an embedding the other way round): the product is the same, and a gradient
-    reaches them.
+    Where W has less rank, the other components are initial ones: a random row of A and a column of B of zeros
+    (of an embedding the other way round). The product is the same, and a gradient reaches them.
 
     Args:
         deltas: W by layer.
-        drawn: factors of the largest rank to begin with, in the type that factors have.
+        initial_factors: of the largest rank, in the type that factors have.
         rank: r.
         how: which factor takes the singular values.
         scale: s.
     """
     power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
-    found: Factors = {}
+    factors: Factors = {}
     for name, delta in deltas.items():
-        first = drawn[name]
-        # of a layer that can have less, all that it can have
-        own = min(rank, first.rank)
-        triplets = truncate_delta(delta, own)
-        pair, r = split_svd(triplets, own, how), triplets.rank
-        b, a = (pair.b / scale**power).to(first.b), (pair.a / scale ** (1 - power)).to(first.a)
-        b[:, r:], a[r:] = first.b[:, r:own], first.a[r:own]
-        found[name] = Pair(b.contiguous(), a.contiguous())
-    return found
+        initial = initial_factors[name]
+        # a layer that can have less than r gets all that it can have
+        layer_rank = min(rank, initial.rank)
+        truncation = truncate_delta(delta, layer_rank)
+        pair, r = split_svd(truncation, layer_rank, how), truncation.rank
+        b, a = (pair.b / scale**power).to(initial.b), (pair.a / scale ** (1 - power)).to(initial.a)
+        b[:, r:], a[r:] = initial.b[:, r:layer_rank], initial.a[r:layer_rank]
+        factors[name] = Pair(b.contiguous(), a.contiguous())
+    return factors
 
 
-def starting_deltas(model: Model, form: DeltaForm, rank: int) -> dict[str, Delta]:
-    """W before the first round: the update of the model's trained factors, or zero.
+def build_starting_deltas(model: Model, form: DeltaForm, rank: int) -> dict[str, Delta]:
+    """Build W before the first round: the update of the model's trained factors, or zero.
 
     Args:
         model: with its adapted layers.
-        form: how W is held.
+        form: how W is stored.
         rank: the largest of a client.
     """
     lora = lora_of(model)
-    blocks = {name: [(lora.scale, pair)] for name, pair in lora.trained.items()}
     zero = initial_deltas(lora.shapes, form, rank)
-    return update_deltas(zero, blocks) if blocks else zero
+    trained = {name: [(lora.scale, pair)] for name, pair in lora.trained.items()}
+    return update_deltas(zero, trained) if trained else zero
 
 
-def has_half_precision(drawn: Factors) -> bool:
-    """Whether factors are sent in half precision, so that a client does not begin at the truncation."""
-    return any(torch.finfo(pair.a.dtype).bits < 32 for pair in drawn.values())
+def has_half_precision(factors: Factors) -> bool:
+    """Whether factors are sent in half precision, so that a client does not begin at the exact truncation."""
+    return any(torch.finfo(pair.a.dtype).bits < 32 for pair in factors.values())
 
 
-def model_with_update(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
-    """Parameters of the base with all of W: as factors where it is held so, else added to the weights."""
+def build_server_model(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
+    """Build the parameters of the base with all of W: as factors where W is stored so, else added to the weights."""
     factors: Factors = {}
-    dense: dict[str, Tensor] = {}
+    dense_updates: dict[str, Tensor] = {}
     lora = lora_of(model)
     for name, delta in deltas.items():
         layer = lora.layers[name]
         base = lora.base[layer.weight]
-        if delta.whole is not None:
+        if delta.matrix is not None:
+            dense_updates[name] = delta.matrix.to(
+                base.device, torch.promote_types(layer.dtype, torch.float32)
+            )
             # the layer's own adapter, if it has one, must add nothing
-            dense[name] = delta.whole.to(base.device, torch.promote_types(layer.dtype, torch.float32))
             d, k = delta.shape
-            b, a = delta.whole.new_zeros(d, 1), delta.whole.new_zeros(1, k)
+            b, a = delta.matrix.new_zeros(d, 1), delta.matrix.new_zeros(1, k)
         else:
             pair = split_svd(truncate_delta(delta, delta.rank), max(delta.rank, 1))
             b, a = pair.b, pair.a
         factors[name] = Pair(b.to(base.device, layer.dtype), a.to(base.device, layer.dtype))
-    return lora.insert_factors(factors, 1.0, weights=lora.add_to_weights(dense)) | rest
+    return lora.insert_factors(factors, 1.0, moved_weights=lora.add_to_weights(dense_updates)) | rest
 
 
-def untruncated_tail(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
-    """Factors of W - W^{r} by layer; W must be stored as factors.
+def factorize_residual(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
+    """Factorize W - W^{r} of every layer; W must be stored as factors.
 
     Args:
         deltas: W by layer.
         rank: r.
         like: factors of the largest rank, with the type of the result. A layer that can have less was sent less.
     """
-    found: Factors = {}
-    for name, d in deltas.items():
-        own = min(rank, like[name].rank)
-        left = Factored(d.u[:, own:], d.s[own:].to(d.u.dtype), d.v[:, own:])
-        pair = split_svd(left, left.rank)
-        found[name] = Pair(pair.b.to(like[name].b), pair.a.to(like[name].a))
-    return found
+    residuals: Factors = {}
+    for name, delta in deltas.items():
+        sent_rank = min(rank, like[name].rank)
+        s = delta.s[sent_rank:].to(delta.u.dtype)
+        residual = Factored(delta.u[:, sent_rank:], s, delta.v[:, sent_rank:])
+        pair = split_svd(residual, residual.rank)
+        residuals[name] = Pair(pair.b.to(like[name].b), pair.a.to(like[name].a))
+    return residuals
 
 
-def weighted_blocks(
+def build_update_terms(
     weights: Mapping[str, Sequence[float]], scales: Sequence[float], factors: Sequence[Factors]
 ) -> dict[str, list[tuple[float, Pair]]]:
-    """The terms p_i s_i B_i A_i of every layer, for :func:`fedlowrank.linalg.delta.update_deltas`.
+    """Build the terms p_i s_i B_i A_i of every layer, for :func:`fedlowrank.linalg.delta.update_deltas`.
 
     Args:
         weights: p_i of every reply, by layer.
@@ -126,7 +128,11 @@ def weighted_blocks(
         factors: of every reply.
     """
     return {
-        n: [(p * s, f[n]) for p, s, f in zip(ps, scales, factors, strict=True)] for n, ps in weights.items()
+        name: [
+            (p * s, reply_factors[name])
+            for p, s, reply_factors in zip(layer_weights, scales, factors, strict=True)
+        ]
+        for name, layer_weights in weights.items()
     }
 
 
@@ -146,37 +152,58 @@ class FactorReply(NamedTuple):
     received: Factors | None = None
 
 
-def weighted_sum(
+def apply_replies(
     deltas: Mapping[str, Delta],
     weights: Mapping[str, Sequence[float]],
     replies: Sequence[FactorReply],
-    limits: Mapping[str, int],
+    max_ranks: Mapping[str, int],
 ) -> dict[str, Delta]:
-    """Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))] of every layer.
+    """Apply the replies of a round: W ← Σ_i p_i [W + (s_i B_i A_i - W^{r_i})] for every layer.
 
-    W - truncate(W, r) is never formed: it is W without its first r singular triplets, the form in which W is
-    stored.
+    The weights sum to 1, so this is W + Σ_i p_i s_i B_i A_i - Σ_i p_i W^{r_i}. The last sum is subtracted in one of
+    two ways. Over an exact wire W^{r_i} is known by its rank alone (:func:`_subtract_truncations`). Over a lossy wire
+    it is what the client received (:func:`_subtract_received`).
 
     Args:
         deltas: W by layer.
         weights: p_i of every reply by layer, summing to 1.
         replies: all with a truncation as it arrived, or none.
-        limits: the most components that the factors of a layer may have.
+        max_ranks: the most components that the factors of a layer may have.
     """
-    scales = [reply.scale for reply in replies]
-    blocks = weighted_blocks(weights, scales, [reply.factors for reply in replies])
-    received = [reply.received for reply in replies if reply.received is not None]
-    if received:
-        minus = weighted_blocks(weights, [-s for s in scales], received)
-        return update_deltas(deltas, {n: terms + minus[n] for n, terms in blocks.items()})
-    ranks = [reply.rank for reply in replies]
-    return update_deltas(
-        deltas,
-        blocks,
-        sent_ranks={
-            n: [(w, min(r, limits[n])) for w, r in zip(p, ranks, strict=True)] for n, p in weights.items()
-        },
+    uploads = build_update_terms(
+        weights, [reply.scale for reply in replies], [reply.factors for reply in replies]
     )
+    is_lossy = any(reply.received is not None for reply in replies)
+    if is_lossy:
+        return _subtract_received(deltas, weights, replies, uploads)
+    return _subtract_truncations(deltas, weights, replies, uploads, max_ranks)
+
+
+def _subtract_truncations(
+    deltas: Mapping[str, Delta],
+    weights: Mapping[str, Sequence[float]],
+    replies: Sequence[FactorReply],
+    uploads: Mapping[str, Sequence[tuple[float, Pair]]],
+    max_ranks: Mapping[str, int],
+) -> dict[str, Delta]:
+    """Apply replies over an exact wire: each singular value j of W keeps the share 1 - Σ_{i: r_i > j} p_i."""
+    sent_ranks = {
+        name: [(p, min(reply.rank, max_ranks[name])) for p, reply in zip(layer_weights, replies, strict=True)]
+        for name, layer_weights in weights.items()
+    }
+    return update_deltas(deltas, uploads, sent_ranks=sent_ranks)
+
+
+def _subtract_received(
+    deltas: Mapping[str, Delta],
+    weights: Mapping[str, Sequence[float]],
+    replies: Sequence[FactorReply],
+    uploads: Mapping[str, Sequence[tuple[float, Pair]]],
+) -> dict[str, Delta]:
+    """Apply replies over a lossy wire: what a client received is a term of weight -p_i s_i, with its rounding."""
+    received = [reply.received for reply in replies if reply.received is not None]
+    negative = build_update_terms(weights, [-reply.scale for reply in replies], received)
+    return update_deltas(deltas, {name: [*terms, *negative[name]] for name, terms in uploads.items()})
 
 
 @dataclass(frozen=True)
@@ -193,11 +220,11 @@ class ClientWeights:
 
     def reply_metrics(self, clients: Sequence[int]) -> dict[str, dict[str, float]]:
         """For the record: weight (the mean over layers) and truncation error of every client."""
-        rows = list(self.weights.values())
-        mean = [sum(p[i] for p in rows) / len(rows) for i in range(len(clients))]
+        by_layer = list(self.weights.values())
+        mean_weights = [sum(p[i] for p in by_layer) / len(by_layer) for i in range(len(clients))]
         return {
-            "weights": {str(c): p for c, p in zip(clients, mean, strict=True)},
-            "truncation": {str(c): e for c, e in zip(clients, self.errors, strict=True)},
+            "weights": {str(client): p for client, p in zip(clients, mean_weights, strict=True)},
+            "truncation": {str(client): error for client, error in zip(clients, self.errors, strict=True)},
         }
 
 
@@ -240,15 +267,15 @@ class Weighing(CheckedFields):
         deltas: Mapping[str, Delta],
         ranks: Sequence[int],
         examples: Sequence[float],
-        limits: Mapping[str, int],
+        max_ranks: Mapping[str, int],
     ) -> ClientWeights:
-        """The weights of replies.
+        """Weigh the replies of a round.
 
         Args:
             deltas: W_t by layer.
             ranks: r_i of every reply.
             examples: n_i of every reply.
-            limits: the most components that the factors of a layer may have.
+            max_ranks: the most components that the factors of a layer may have.
 
         Raises:
             TaskError: if the weights are by examples and no reply has any.
@@ -259,19 +286,32 @@ class Weighing(CheckedFields):
                 f"weighing by examples needs a client with examples; the {len(examples)} replies of this round "
                 "have 0. Leave such clients out, or weigh without by_examples and by = 'examples'"
             )
-        errors = {n: tail_energy(d, [min(r, limits[n]) for r in ranks]) for n, d in deltas.items()}
-        energy = {n: d.energy for n, d in deltas.items()}
-        together, total = [sum(e) for e in zip(*errors.values(), strict=True)], sum(energy.values())
+        errors = {
+            name: measure_tail_energy(delta, [min(rank, max_ranks[name]) for rank in ranks])
+            for name, delta in deltas.items()
+        }
+        energies = {name: delta.energy for name, delta in deltas.items()}
+        # over all layers
+        total_errors, total_energy = (
+            [sum(e) for e in zip(*errors.values(), strict=True)],
+            sum(energies.values()),
+        )
         if self.by != "truncation":
-            plain = [float(r) for r in ranks] if self.by == "ranks" else examples
-            weights = {n: [w / sum(plain) for w in plain] for n in deltas}
+            counts = [float(rank) for rank in ranks] if self.by == "ranks" else examples
+            weights = {name: [count / sum(counts) for count in counts] for name in deltas}
         elif self.per_layer:
-            weights = {n: self._of(errors[n], energy[n], examples) for n in deltas}
+            weights = {
+                name: self._weights_from_errors(errors[name], energies[name], examples) for name in deltas
+            }
         else:
-            weights = dict.fromkeys(deltas, self._of(together, total, examples))
-        return ClientWeights(weights, [e / total if total > 0 else 0.0 for e in together])
+            shared = self._weights_from_errors(total_errors, total_energy, examples)
+            weights = dict.fromkeys(deltas, shared)
+        return ClientWeights(weights, [e / total_energy if total_energy > 0 else 0.0 for e in total_errors])
 
-    def _of(self, errors: Sequence[float], energy: float, examples: Sequence[float]) -> list[float]:
+    def _weights_from_errors(
+        self, errors: Sequence[float], energy: float, examples: Sequence[float]
+    ) -> list[float]:
+        """Compute p_i by eq. 15 from ‖W - W^{r_i}‖² of every reply and ‖W‖²."""
         # W = 0 truncates to itself at any rank: all errors are 0 and all weights equal
         unit = energy if self.error == "relative" and energy > 0 else 1.0
         r = torch.tensor(errors, dtype=torch.float64) / unit
@@ -286,15 +326,15 @@ class Weighing(CheckedFields):
 
 
 def measure_ranks(deltas: Mapping[str, Delta]) -> dict[str, int]:
-    """Rank of every layer's W; of a dense W with only its leading triplets, the smaller dimension."""
-    return {n: d.rank if d.complete else min(d.shape) for n, d in deltas.items()}
+    """Measure the rank of every layer's W; of a dense W with only its leading triplets, the smaller dimension."""
+    return {n: d.rank if d.has_all_triplets else min(d.shape) for n, d in deltas.items()}
 
 
 def measure_energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
-    """‖W‖_F² of every layer."""
+    """Measure ‖W‖_F² of every layer."""
     return {n: d.energy for n, d in deltas.items()}
 
 
-def truncation_energy(deltas: Mapping[str, Delta]) -> dict[str, float]:
-    """‖·‖_F² of what a cap on the rank cut off in the last round, of every layer."""
-    return {n: d.discarded for n, d in deltas.items()}
+def measure_discarded_energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
+    """Measure ‖·‖_F² of what a cap on the rank cut off in the last round, of every layer."""
+    return {n: d.discarded_energy for n, d in deltas.items()}

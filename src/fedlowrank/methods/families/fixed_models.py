@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ...core.contract.model import Model
+from ...core.contract import Model
 
 
 @contextlib.contextmanager

@@ -10,25 +10,24 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from ...adapters.wire_format import unpack_factors
-from ...core.contract.client_model import ClientModel
-from ...core.contract.contribution import Each, Mean
-from ...core.contract.method import ClientInfo, ClientView, Task
-from ...core.contract.update import Update
+from ...core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, Task, Update
 from ...core.learning.optimizer import Optimizer
 from ...core.tree import Params
 from ...linalg.pair import Factors
+from .factor_training import train_leaves
 from .lora_family import (
     Leaves,
+    LoRATraining,
     Message,
-    Tuning,
-    factors_of,
-    leaves_of,
-    model_parameters,
-    train_leaves,
+    insert_leaves,
+    join_leaves,
+    read_factors,
 )
 
+# ruff: noqa: D102 - the methods document their fields
 
-class _Tuned(Protocol):
+
+class TrainsFactors(Protocol):
     """The fields that these functions read."""
 
     title: ClassVar[str]
@@ -37,7 +36,7 @@ class _Tuned(Protocol):
     def optimizer(self) -> Optimizer: ...
 
     @property
-    def tuning(self) -> Tuning: ...
+    def training(self) -> LoRATraining: ...
 
 
 class _MeanFactors(Protocol):
@@ -53,68 +52,74 @@ class _MeanFactors(Protocol):
 # Hooks
 
 
-def describe_ranks(method: _Tuned, task: Task) -> list[str]:
+def describe_ranks(method: TrainsFactors, task: Task) -> list[str]:
     """Ranks that are above what a layer can have."""
-    return method.tuning.remarks(task, method.title)
+    return method.training.describe_ranks(task, method.title)
 
 
-def initial_rest(method: _Tuned, task: Task, client: ClientInfo) -> Params:
+def initial_rest(method: TrainsFactors, task: Task, client: ClientInfo) -> Params:
     """What is trained whole, where it is personal."""
-    return method.tuning.own_rest(task.model(client))
+    return method.training.read_initial_personal_rest(task.model(client))
 
 
-def send_factors(method: _Tuned, server: _MeanFactors, client: ClientInfo) -> Message:
+def send_factors(method: TrainsFactors, server: _MeanFactors, client: ClientInfo) -> Message:
     """The server's factors, and what is shared beside them."""
-    return method.tuning.message(server.factors, server.rest)
+    return method.training.pack_message(server.factors, server.rest)
 
 
-def train_factors(method: _Tuned, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
+def train_factors(
+    method: TrainsFactors, state: Params, down: Message, view: ClientView
+) -> tuple[Params, Message]:
     """Train both factors."""
-    start = leaves_of_message(down, state)
-    return reply(method, train_leaves(view, start, method.tuning.scale(view), method.optimizer))
+    start = read_leaves(down, state)
+    return split_trained_leaves(
+        method, train_leaves(view, start, method.training.compute_scale(view), method.optimizer)
+    )
 
 
-def average_factors(method: _Tuned, upload: Message, client: ClientInfo, server: Any) -> Mean:
+def average_factors(method: TrainsFactors, upload: Message, client: ClientInfo, server: Any) -> Mean:
     """The factors and what is shared beside them, weighted by n_i."""
     return Mean((unpack_factors(upload.factors), upload.rest), client.examples)
 
 
-def collect_factors(method: _Tuned, upload: Message, client: ClientInfo, server: Any) -> dict[str, Any]:
+def collect_factors(
+    method: TrainsFactors, upload: Message, client: ClientInfo, server: Any
+) -> dict[str, Any]:
     """The factors by themselves, for their products count; what is shared beside them, weighted by n_i."""
     return {"factors": Each(unpack_factors(upload.factors)), "rest": Mean(upload.rest, client.examples)}
 
 
-def describe_factor_update(method: _Tuned, down: Message, client: ClientInfo, task: Task) -> Update:
+def describe_factor_update(method: TrainsFactors, down: Message, client: ClientInfo, task: Task) -> Update:
     """Relative to what was sent, in the client's scale s."""
-    return Update(down, method.tuning.scale_of(task, client))
+    return Update(down, method.training.compute_client_scale(task, client))
 
 
-def model_with_factors(method: _Tuned, state: Params, down: Message, view: ClientView) -> ClientModel:
+def model_with_factors(method: TrainsFactors, state: Params, down: Message, view: ClientView) -> ClientModel:
     """The model with the factors received."""
-    return adapted_model(view, leaves_of_message(down, state), method.tuning.scale(view))
+    return build_client_model(view, read_leaves(down, state), method.training.compute_scale(view))
 
 
 # Their parts
 
 
-def leaves_of_message(message: Message, own: Params) -> Leaves:
-    """What is trained: the factors of a message, and its rest with the client's own."""
-    return leaves_of(unpack_factors(message.factors), own | message.rest)
+def read_leaves(message: Message, personal_rest: Params) -> Leaves:
+    """Read the leaves to train: the factors of a message, and its rest with the client's own."""
+    return join_leaves(unpack_factors(message.factors), personal_rest | message.rest)
 
 
-def reply(method: _Tuned, end: Leaves) -> tuple[Params, Message]:
-    """What a client keeps of its trained leaves, and what it sends."""
-    return method.tuning.personal_rest(end), method.tuning.message(factors_of(end), end["rest"])
+def split_trained_leaves(method: TrainsFactors, end: Leaves) -> tuple[Params, Message]:
+    """Split trained leaves into what the client keeps and what it sends."""
+    upload = method.training.pack_message(read_factors(end), end["rest"])
+    return method.training.select_personal_rest(end), upload
 
 
-def adapted_model(
+def build_client_model(
     view: ClientView,
     leaves: Leaves,
     scale: float | Tensor,
-    frozen: Factors | None = None,
-    moved: Params | None = None,
+    frozen_factors: Factors | None = None,
+    moved_weights: Params | None = None,
 ) -> ClientModel:
-    """The model of a client; the arguments are those of :func:`~fedlowrank.methods.families.lora_family.model_parameters`."""
-    return ClientModel(
-        view.model.initial | model_parameters(view.model, leaves, scale, frozen or {}, moved or {})
-    )
+    """Build the model of a client; see :func:`~fedlowrank.methods.families.lora_family.insert_leaves` for the arguments."""
+    params = insert_leaves(view.model, leaves, scale, frozen_factors or {}, moved_weights or {})
+    return ClientModel(view.model.initial | params)

@@ -5,8 +5,7 @@ A method takes these functions as its own: ``server_init = initial_body``.
 
 from __future__ import annotations
 
-from ...core.contract.client_model import ClientModel
-from ...core.contract.method import AnyMethod, ClientInfo, ClientView, Task
+from ...core.contract import AnyMethod, ClientInfo, ClientModel, ClientView, Task
 from ...core.tree import Params
 
 

@@ -1,6 +1,6 @@
-"""Proximal steps behind an optimizer's step: which optimizers they suit, and their step size.
+"""Proximal steps after an optimizer's step: which optimizers they suit, and their step size.
 
-A step w ← prox of c R at w - η m rests where c ∂R + η m contains 0. The running sum of gradients m ← β m + g rests at
+A step w ← prox of c R at w - η m has a fixed point where c ∂R + η m contains 0. There the running sum of gradients m ← β m + g is
 m = g / (1 - β), with Nesterov's momentum, too. So c = η λ / (1 - β) minimizes f + λ R, whereas c = η λ would minimize
 f + (1 - β) λ R.
 """
@@ -12,7 +12,7 @@ from ...core.learning.optimizer import SGD, Optimizer
 
 
 def check_proximal_optimizer(optimizer: Optimizer, title: str, weight: str) -> None:
-    """Refuse an optimizer behind whose steps a prox with one threshold minimizes another objective.
+    """Refuse an optimizer after whose steps a prox with one threshold minimizes another objective.
 
     Args:
         optimizer: of the pass with the prox.
@@ -28,14 +28,14 @@ def check_proximal_optimizer(optimizer: Optimizer, title: str, weight: str) -> N
             f"{optimizer.kind!r} moves each entry at a rate of its own, so that {weight} would mean another penalty for "
             f"each. Use optimizer.kind = 'sgd', with or without momentum, or {weight} = 0"
         )
-    if own := sorted(name for name, group in optimizer.groups.items() if group.lr is not None):
+    if groups_with_lr := sorted(name for name, group in optimizer.groups.items() if group.lr is not None):
         raise ConfigError(
             f"{title} thresholds all weights by the one learning rate times {weight}, and optimizer.groups gives "
-            f"{', '.join(own)} another learning rate. Leave lr out of optimizer.groups (weight_decay may stay), or set "
-            f"{weight} = 0"
+            f"{', '.join(groups_with_lr)} another learning rate. Leave lr out of optimizer.groups (weight_decay may stay), or "
+            f"set {weight} = 0"
         )
 
 
-def proximal_step_size(optimizer: Optimizer, lr: float) -> float:
-    """The factor η / (1 - β) on the weight of a penalty, for a step at learning rate ``lr``, η."""
+def compute_proximal_step_size(optimizer: Optimizer, lr: float) -> float:
+    """Compute the factor η / (1 - β) on the weight of a penalty, for a step at learning rate ``lr``, η."""
     return lr / (1 - optimizer.momentum) if isinstance(optimizer, SGD) else lr

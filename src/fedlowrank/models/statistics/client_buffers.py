@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ...core.contract.task import Task
+from ...core.contract import Task
 from ...core.tree import Params, tree_dataclass
 
 

@@ -1,4 +1,4 @@
-"""Which data the statistics of batch normalizations are of, where a client infers."""
+"""Statistics of batch normalizations where a client infers: those of its training data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...core.tree import Params
 from .normalization import FunctionalModule
 from .pooled_statistics import Chunks
 
-KEPT = 8
+MAX_KEPT_STATISTICS = 8
 """Models whose statistics are kept: as many as a method compares, such as those of its clusters."""
 
 
 class LocalStatistics:
-    """Statistics of one client's training data under the parameters that it infers by.
+    """Statistics of one client's training data under the parameters with which it infers.
 
     Args:
         chunks: inputs of the data.
@@ -38,17 +38,17 @@ class LocalStatistics:
             params: of the model.
             buffers: the client's own, by name; left as they are.
         """
-        for of, known, statistics in self._known:
+        for known_code, known_params, statistics in self._known:
             if (
-                of is code
-                and known.keys() == params.keys()
-                and all(_is_same(known[n], params[n]) for n in known)
+                known_code is code
+                and known_params.keys() == params.keys()
+                and all(_is_same(known_params[n], params[n]) for n in known_params)
             ):
                 return params | statistics
         copies = {n: b.clone() for n, b in buffers.items()}
         with naming(self._whose):
             statistics = code.statistics(params | copies, self._chunks)
-        self._known = [*self._known[1 - KEPT :], (code, params, statistics)]
+        self._known = [*self._known[1 - MAX_KEPT_STATISTICS :], (code, params, statistics)]
         return params | statistics
 
 
@@ -57,7 +57,7 @@ _OF_TOTALS: ContextVar[LocalStatistics | None] = ContextVar("statistics of total
 
 @contextlib.contextmanager
 def infer_by(chunks: Chunks, whose: str = "") -> Iterator[None]:
-    """Within this block every model normalizes by the statistics of these data, as where a client infers."""
+    """Within this block, every model normalizes by the statistics of these data, as a client does where it infers."""
     token = _OF_TOTALS.set(LocalStatistics(chunks, whose))
     try:
         yield
@@ -66,7 +66,7 @@ def infer_by(chunks: Chunks, whose: str = "") -> Iterator[None]:
 
 
 def current_statistics() -> LocalStatistics | None:
-    """Those of the block :func:`infer_by`, or None outside of it."""
+    """The statistics of the block :func:`infer_by` around the call; None outside of such a block."""
     return _OF_TOTALS.get()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...core.errors import SingleValueError, TaskError
 from ...core.tree import Params
 from ..complex_parameters import complex_names, with_complex
-from ..standard import HOOKS
+from ..standard import HOOK_TABLES
 from ..stateless import ABSENT, SavedSlots, Stateless, is_within, restore_slots, tied_names
 from .pooled_statistics import Chunks, pooled_statistics, single_value
 
@@ -79,10 +79,10 @@ class FunctionalModule:
         """
         self.release()
         saved: SavedSlots = []
-        given = {**self._with_aliases(params), **(buffers or {})}
+        tensors = {**self._with_aliases(params), **(buffers or {})}
         args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
         try:
-            self._install(given, saved)
+            self._install(tensors, saved)
             out: Any = self._module(*args, **kwargs)
             if buffers is not None:
                 for name in buffers:
@@ -125,7 +125,7 @@ class FunctionalModule:
 
     def _with_aliases(self, params: Params) -> Params:
         params = with_complex(params, self._complex) if self._complex else params
-        tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
+        tied = {alias: params[n] for n, others in self._aliases.items() if n in params for alias in others}
         return params | tied if tied else params
 
     def _install(self, params: Params, saved: SavedSlots) -> None:
@@ -139,10 +139,13 @@ class FunctionalModule:
                 layer.__dict__[flag] = value
         if self._skipped is not None:
             table = self._skipped.__dict__
-            exchanged: dict[str, Any] = {"forward": _pass_on, **{hooks: OrderedDict() for hooks in HOOKS}}
-            for name, own in exchanged.items():
+            exchanged: dict[str, Any] = {
+                "forward": _pass_on,
+                **{hooks: OrderedDict() for hooks in HOOK_TABLES},
+            }
+            for name, replacement in exchanged.items():
                 saved.append((table, name, table.get(name, ABSENT)))
-                table[name] = own
+                table[name] = replacement
         self._stateless.install(params, saved)
 
     def neutral(self) -> Params:
@@ -151,12 +154,14 @@ class FunctionalModule:
         Those of normalizations without running statistics are included.
         """
         like = next(self._module.parameters(), torch.zeros(()))
-        found = {n: torch.zeros_like(self._stateless.current(n)) for n in self.names}
+        statistics = {n: torch.zeros_like(self._stateless.current(n)) for n in self.names}
         for name, layer in self._untracked.items():
-            own = like if layer.weight is None else layer.weight
+            parameter = like if layer.weight is None else layer.weight
             for n in _statistics_of(name):
-                found[n] = torch.zeros(layer.num_features, dtype=own.dtype, device=own.device)
-        return {n: t + 1 if n.endswith("running_var") else t for n, t in found.items()}
+                statistics[n] = torch.zeros(
+                    layer.num_features, dtype=parameter.dtype, device=parameter.device
+                )
+        return {n: t + 1 if n.endswith("running_var") else t for n, t in statistics.items()}
 
     def statistics(self, params: Params, chunks: Chunks) -> Params:
         """Running statistics of data under these parameters; see :mod:`.pooled_statistics`.
@@ -171,14 +176,14 @@ class FunctionalModule:
         saved: SavedSlots = []
         try:
             self._stateless.install(self._with_aliases(params), saved)
-            found = pooled_statistics(self._module, self._layers | self._untracked, chunks)
+            pooled = pooled_statistics(self._module, self._layers | self._untracked, chunks)
         finally:
             restore_slots(saved)
-        made = self.neutral()
-        for name in self._layers.keys() & found.keys():
-            for n, t in zip(_statistics_of(name), found[name], strict=True):
-                made[n] = t.to(made[n])
-        return {n: made[n] for n in self.names}
+        statistics = self.neutral()
+        for name in self._layers.keys() & pooled.keys():
+            for n, t in zip(_statistics_of(name), pooled[name], strict=True):
+                statistics[n] = t.to(statistics[n])
+        return {n: statistics[n] for n in self.names}
 
     def layer_with_single_value(self, params: Params, x: Any) -> str | None:
         """Name of the first batch normalization for which these inputs are one value of each channel."""
@@ -221,14 +226,14 @@ def normalization_parameters(module: nn.Module, layers: Literal["batch", "all"] 
         layers: batch normalizations, those of PyTorch and subclasses of them; or also all other normalization
             layers of PyTorch, and classes named ``...Norm``.
     """
-    own = {
+    ids = {
         id(p)
         for m in module.modules()
         if isinstance(m, _BATCH)
         or (layers == "all" and any(_NAME.search(c.__name__) for c in type(m).__mro__))
         for p in m.parameters(recurse=False)
     }
-    return {n for n, p in module.named_parameters() if id(p) in own}
+    return {n for n, p in module.named_parameters() if id(p) in ids}
 
 
 def zero_normalizations(params: Params, module: nn.Module) -> Params:

@@ -86,10 +86,10 @@ def pooled_statistics(
         calls.setdefault(name, []).append(moments)
     return {
         name: (
-            torch.stack([m.mean for m in of]).mean(0),
-            torch.stack([m.squares / (m.count - 1) for m in of]).mean(0),
+            torch.stack([m.mean for m in moments_of_calls]).mean(0),
+            torch.stack([m.squares / (m.count - 1) for m in moments_of_calls]).mean(0),
         )
-        for name, of in calls.items()
+        for name, moments_of_calls in calls.items()
     }
 
 
@@ -107,7 +107,7 @@ def single_value(module: nn.Module, layers: Mapping[str, nn.Module], x: Any) -> 
 
 def _all_calls(module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunks) -> dict[Call, Moments]:
     """The moments of all calls of the layers, in their order."""
-    own = [
+    slots = [
         (table, name, value)
         for layer in layers.values()
         for table, name, value in (
@@ -116,13 +116,13 @@ def _all_calls(module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunk
         )
     ]
     known: dict[Call, Moments] = {}
-    with exchange_slots(own), torch.no_grad():
+    with exchange_slots(slots), torch.no_grad():
         while True:
             pending, count = _sweep(module, layers, chunks, known)
             # what a later call sees is right only once all calls before it are known
-            done = dict(list(pending.items())[: None if count == 1 else 1])
-            known |= done
-            if len(done) == len(pending):
+            final = dict(list(pending.items())[: None if count == 1 else 1])
+            known |= final
+            if len(final) == len(pending):
                 return known
 
 

@@ -1,1 +1,4 @@
-"""What the server's process answers, and to whom; run by :mod:`..deploy.guard` within Flower's SuperLink."""
+"""Access control of the server's process: identity, connections, calls and replies.
+
+:mod:`..deploy.guard` runs it within Flower's SuperLink.
+"""

@@ -10,22 +10,22 @@ import struct
 from collections import Counter
 from collections.abc import Hashable
 
-STRANGERS = 128
-"""Connections that have not proven who they are, in all."""
+MAX_UNPROVEN = 128
+"""Connections in all whose callers have not proven who they are."""
 
-ADDRESS = 32
+MAX_UNPROVEN_BY_ADDRESS = 32
 """Connections that have not proven who they are, of one address (IPv6: of one network of 64 bits)."""
 
-CLIENT = 16
+MAX_BY_CLIENT = 16
 """Connections of one client; its node uses about four."""
 
-SECONDS = 15.0
+PROOF_SECONDS = 15.0
 """Seconds in which a connection has to prove who it is: TLS and the headers of the first call."""
 
-KNOWN = 4096
+MAX_KNOWN_ADDRESSES = 4096
 """Addresses that are remembered as those of clients."""
 
-RESET = struct.pack("ii", 1, 0)
+RESET_OPTION = struct.pack("ii", 1, 0)
 """Closes at once, so that the caller sees a reset connection, after which Flower tries again."""
 
 
@@ -38,10 +38,14 @@ class Connections:
 
     def admits(self, address: str) -> bool:
         """Whether one more connection of an address is accepted."""
-        strangers = Counter(one.network for one in self._open.values() if one.owner is None)
-        network = network_of(address)
+        strangers = Counter(
+            connection.network for connection in self._open.values() if connection.owner is None
+        )
+        network = find_network(address)
         # strangers cannot keep out clients that have called before
-        return strangers[network] < ADDRESS and (network in self._known or strangers.total() < STRANGERS)
+        return strangers[network] < MAX_UNPROVEN_BY_ADDRESS and (
+            network in self._known or strangers.total() < MAX_UNPROVEN
+        )
 
     def add(self, connection: CountedConnection, place: tuple[str, int]) -> None:
         """Note a connection by its address and port."""
@@ -52,33 +56,36 @@ class Connections:
         self._open.pop(place, None)
 
     def prove(self, place: tuple[str, int] | None, owner: Hashable) -> bool:
-        """Note whose connection it is; False if that has too many, and True if it is not known here."""
+        """Record the owner of a connection; False if the owner has too many, True if the connection is unknown."""
         connection = None if place is None else self._open.get((place[0], place[1]))
         if connection is None or connection.owner == owner:
             return True
-        if owner != SERVER and sum(one.owner == owner for one in self._open.values()) >= CLIENT:
+        if (
+            owner != SERVER_OWNER
+            and sum(other.owner == owner for other in self._open.values()) >= MAX_BY_CLIENT
+        ):
             return False
         connection.owner = owner
         self._known.pop(connection.network, None)
         self._known[connection.network] = None
-        while len(self._known) > KNOWN:
+        while len(self._known) > MAX_KNOWN_ADDRESSES:
             del self._known[next(iter(self._known))]
         return True
 
 
-SERVER = "server"
+SERVER_OWNER = "server"
 """The owner of connections of the server's own processes, which are not limited."""
 
 
-def network_of(address: str) -> str:
+def find_network(address: str) -> str:
     """An IPv4 address, or the network of an IPv6 address, whose owner has all of its addresses."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv6Address):
-        mapped = found.ipv4_mapped
-        return str(mapped) if mapped else str(ipaddress.ip_network((found, 64), strict=False))
+    if isinstance(parsed, ipaddress.IPv6Address):
+        mapped = parsed.ipv4_mapped
+        return str(mapped) if mapped else str(ipaddress.ip_network((parsed, 64), strict=False))
     return address
 
 
@@ -93,9 +100,9 @@ class CountedConnection(socket.socket):
 
     def watch(self, all_: Connections, place: tuple[str, int]) -> None:
         """Count it, and end it if it has not proven who it is in time."""
-        self._all, self._place, self.network = all_, place, network_of(place[0])
+        self._all, self._place, self.network = all_, place, find_network(place[0])
         all_.add(self, place)
-        self._timer = asyncio.get_running_loop().call_later(SECONDS, self._expire)
+        self._timer = asyncio.get_running_loop().call_later(PROOF_SECONDS, self._expire)
 
     def close(self) -> None:
         """See the base class."""
@@ -108,7 +115,7 @@ class CountedConnection(socket.socket):
     def _expire(self) -> None:
         if self.owner is None:
             with contextlib.suppress(OSError):
-                self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_OPTION)
                 # its transport sees the end, and closes it
                 self.shutdown(socket.SHUT_RD)
 
@@ -123,8 +130,8 @@ class Listener(socket.socket):
         """Listen on an address."""
         with socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        ) as made:
-            listener = cls(made.family, made.type, made.proto, fileno=made.detach())
+        ) as opened:
+            listener = cls(opened.family, opened.type, opened.proto, fileno=opened.detach())
         listener.setblocking(False)
         listener.connections = connections
         return listener
@@ -137,7 +144,7 @@ class Listener(socket.socket):
         )
         connection.setblocking(False)
         if not self.connections.admits(address[0]):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_OPTION)
             connection.close()
             raise ConnectionAbortedError("too many connections of callers who have not proven who they are")
         connection.watch(self.connections, (address[0], address[1]))

@@ -1,4 +1,4 @@
-"""Keeps Flower's database as small as what is in it.
+"""Keeps the file of Flower's database as small as its content.
 
 Flower stores every message in SQLite until it was fetched, and a file of SQLite does not shrink by itself. Here
 it does: pages that become free are given back to the disk (``auto_vacuum``) within 4 MiB of further changes. At
@@ -16,7 +16,7 @@ from typing import Any
 import sqlalchemy
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 
-JOURNAL = 4 << 20
+MAX_JOURNAL_BYTES = 4 << 20
 """Bytes that the journal of the database keeps between two changes."""
 
 
@@ -27,7 +27,7 @@ def limit_journals() -> None:
 
 def _limit_journal(connection: Any, record: object) -> None:
     del record
-    connection.execute(f"PRAGMA journal_size_limit = {JOURNAL}").close()
+    connection.execute(f"PRAGMA journal_size_limit = {MAX_JOURNAL_BYTES}").close()
 
 
 def prepare_database(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a client may call: its signature is checked before the body is read, and it acts for itself only."""
+"""Checks the calls of clients: the signature before the body is read, and that a client acts for itself only."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from ...core.io.atomic_files import append_event
-from ..intake import CHUNK
-from .connections import KNOWN, Connections
+from ..message_bounds import CHUNK_BYTES
+from .connections import MAX_KNOWN_ADDRESSES, Connections
 from .identity import Caller, RefusedCallerError, Roster, identify_caller
-from .instructions import TOO_LARGE, OpenOrders
+from .open_orders import TOO_LARGE_PREFIX, OpenOrders
 
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
@@ -43,28 +43,28 @@ Send = Callable[[AsgiMessage], Awaitable[None]]
 App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
 P = TypeVar("P", bound=Protobuf)
 
-CLIENTS = "/v1/fleet/"
+CLIENT_PATHS = "/v1/fleet/"
 """Paths of calls by clients."""
 
-SERVER = "/v1/runtime/"
+SERVER_PATHS = "/v1/runtime/"
 """Paths of calls by the server's half."""
 
-BODY = 1 << 20
+MAX_BODY_BYTES = 1 << 20
 """Bytes of a call by a client."""
 
-PIECE_BODY = CHUNK + (64 << 10)
+MAX_PIECE_BODY_BYTES = CHUNK_BYTES + (64 << 10)
 """Bytes of a call that sends a piece of a reply."""
 
-PAUSE = 20.0
+MAX_PAUSE_SECONDS = 20.0
 """Seconds for which a caller may send nothing in the middle of a call."""
 
-BODY_SECONDS = 300.0
+MAX_BODY_SECONDS = 300.0
 """Seconds that the body of a call may take: 18 KiB/s for the largest one."""
 
-QUIET = 60.0
+LOG_INTERVAL_SECONDS = 60.0
 """Seconds for which a refusal that was logged is not logged again."""
 
-_OPEN: dict[str, type[Protobuf]] = {
+_UNREGISTERED_CALLS: dict[str, type[Protobuf]] = {
     "register-node": RegisterNodeFleetRequest,
     "unregister-node": UnregisterNodeFleetRequest,
 }
@@ -80,7 +80,7 @@ _CALLS: dict[str, type[Protobuf]] = {
     "pull-object": PullObjectRequest,
     "confirm-message-received": ConfirmMessageReceivedRequest,
 }
-_ACTIVATION_FAILED = 2004
+_ACTIVATION_FAILED_CODE = 2004
 """Flower's number of the error of which its SuperNode prints the details, before it ends."""
 
 
@@ -119,67 +119,69 @@ class Gate:
         self.instructions = OpenOrders()
         self._logged: dict[str, float] = {}
 
-    async def client(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
+    async def answer_client(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Answer a call to a path of clients."""
-        name = str(scope["path"]).removeprefix(CLIENTS)
+        name = str(scope["path"]).removeprefix(CLIENT_PATHS)
         try:
-            caller = self._caller(scope, name)
-            kinds = _CALLS if self.roster is not None else _CALLS | _OPEN
+            caller = self._identify(scope, name)
+            kinds = _CALLS if self.roster is not None else _CALLS | _UNREGISTERED_CALLS
             if scope["method"] != "POST" or name not in kinds:
                 raise Refusal(404, "clients call nothing of that name")
-            body = await read_body(scope, receive, PIECE_BODY if name == "push-object" else BODY)
+            body = await read_body(
+                scope, receive, MAX_PIECE_BODY_BYTES if name == "push-object" else MAX_BODY_BYTES
+            )
             request = _parse(kinds[name], body)
-            if (why := self._wrong(caller, request)) is not None:
+            if (why := self._find_objection(caller, request)) is not None:
                 if self.log(f"{caller} was refused: {why} ({name})"):
                     append_event(self.audit, "denied", client=caller.client, call=name, why=why)
                 # by 403, Flower's SuperNode takes its run to be over, and passes on no text
-                raise Refusal(413 if why.startswith(TOO_LARGE) else 403, why)
+                raise Refusal(413 if why.startswith(TOO_LARGE_PREFIX) else 403, why)
         except Refusal as refusal:
-            await answer(send, refusal.status, str(refusal))
+            await send_answer(send, refusal.status, str(refusal))
             return
         # other answers may be large
-        kept = isinstance(request, (PushMessagesRequest, PushObjectRequest))
-        reply = await self._forward(scope, body, receive, send, kept)
+        is_kept = isinstance(request, (PushMessagesRequest, PushObjectRequest))
+        reply = await self._forward(scope, body, receive, send, is_kept)
         if reply is None:
             return
         if isinstance(request, PushMessagesRequest):
-            self.instructions.wanted(request, _parse(PushMessagesResponse, reply))
+            self.instructions.note_missing(request, _parse(PushMessagesResponse, reply))
         if isinstance(request, PushObjectRequest) and _parse(PushObjectResponse, reply).stored:
-            self.instructions.arrived(request.node.node_id, request.object_id)
+            self.instructions.note_arrival(request.node.node_id, request.object_id)
 
-    async def server(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
+    async def answer_server(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Pass on a call of the server's own processes, and note which instructions they send."""
         path = str(scope["path"])
-        if path == f"{SERVER}push-messages":
+        if path == f"{SERVER_PATHS}push-messages":
             body = await read_body(scope, receive)
             self.instructions.add(_parse(PushAppMessagesRequest, body))
             reply = await self._forward(scope, body, receive, send)
             if reply is not None:
-                self.instructions.sending(_parse(PushAppMessagesResponse, reply))
-        elif path == f"{SERVER}push-object":
+                self.instructions.note_unsent(_parse(PushAppMessagesResponse, reply))
+        elif path == f"{SERVER_PATHS}push-object":
             body = await read_body(scope, receive)
             if await self._forward(scope, body, receive, send) is not None:
-                self.instructions.sent(_parse(PushObjectRequest, body).object_id)
-        elif path == f"{SERVER}pull-messages":
+                self.instructions.note_sent(_parse(PushObjectRequest, body).object_id)
+        elif path == f"{SERVER_PATHS}pull-messages":
             request = _parse(PullAppMessagesRequest, await read_body(scope, receive))
             # Flower hands out a reply once it is announced, and the server would wait for its pieces
             complete = [name for name in request.message_ids if not self.instructions.is_incomplete(name)]
             del request.message_ids[:]
             request.message_ids.extend(complete)
-            await self._forward(scope, request.SerializeToString(), receive, send, kept=False)
+            await self._forward(scope, request.SerializeToString(), receive, send, is_kept=False)
         else:
             await self.app(scope, receive, send)
 
-    async def replies(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
-        """Take the server's limits and what it waits for no more; answer with replies that were refused."""
+    async def answer_replies(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
+        """Set limits and close instructions as the server asks; answer with the refused replies."""
         asked = json.loads(await read_body(scope, receive))
         self.instructions.set_limits({int(node): int(most) for node, most in asked["limits"].items()})
         dropped = self.instructions.close(asked["close"])
-        found = {"refused": self.instructions.refused(), "dropped": dropped}
-        await answer(send, 200, json.dumps(found), "application/json")
+        reply = {"refused": self.instructions.take_refused(), "dropped": dropped}
+        await send_answer(send, 200, json.dumps(reply), "application/json")
 
-    def _caller(self, scope: AsgiMessage, name: str) -> Caller:
-        """Who calls; raises Refusal."""
+    def _identify(self, scope: AsgiMessage, name: str) -> Caller:
+        """Identify the caller; raises Refusal."""
         try:
             caller = identify_caller(scope.get("headers", ()), self.roster)
         except RefusedCallerError as error:
@@ -187,7 +189,7 @@ class Gate:
             self.log(f"{who} was refused: {error}")
             if name == "activate-node":
                 told = {
-                    "code": _ACTIVATION_FAILED,
+                    "code": _ACTIVATION_FAILED_CODE,
                     "detail": "Failed to activate SuperNode.",
                     "extra": str(error),
                 }
@@ -202,8 +204,8 @@ class Gate:
         """Note whose connection a call came by; False if that has too many."""
         return self.connections is None or self.connections.prove(scope.get("client"), owner)
 
-    def _wrong(self, caller: Caller, request: Any) -> str | None:
-        """Why a client may not make a call, or None if it may."""
+    def _find_objection(self, caller: Caller, request: Any) -> str | None:
+        """Return why a client may not make a call, or None if it may."""
         if isinstance(request, (ActivateNodeRequest, RegisterNodeFleetRequest)):
             return None if request.public_key == caller.key else "it spoke for another node"
         node, noted = (
@@ -214,9 +216,9 @@ class Gate:
         if caller.node not in (None, node):
             return "it spoke for another node"
         if isinstance(request, PushMessagesRequest):
-            return noted.wrong_reply(node, request)
+            return noted.find_reply_fault(node, request)
         if isinstance(request, PushObjectRequest):
-            return noted.wrong_piece(node, request)
+            return noted.find_piece_fault(node, request)
         if isinstance(request, PullObjectRequest) and not noted.may_fetch(node, request.object_id):
             return "it fetched what was not sent to it"
         if isinstance(request, ConfirmMessageReceivedRequest) and not noted.may_delete(
@@ -228,45 +230,45 @@ class Gate:
     def log(self, text: str, key: str = "") -> bool:
         """Log a refusal, those of one key (by default the text) at most once a minute; whether it was logged."""
         now, key = time.monotonic(), key or text
-        self._logged = {old: at for old, at in self._logged.items() if now - at < QUIET}
-        if key in self._logged or len(self._logged) >= KNOWN:
+        self._logged = {old: at for old, at in self._logged.items() if now - at < LOG_INTERVAL_SECONDS}
+        if key in self._logged or len(self._logged) >= MAX_KNOWN_ADDRESSES:
             return False
         self._logged[key] = now
         print(text, flush=True)
         return True
 
     async def _forward(
-        self, scope: AsgiMessage, body: bytes, receive: Receive, send: Send, kept: bool = True
+        self, scope: AsgiMessage, body: bytes, receive: Receive, send: Send, is_kept: bool = True
     ) -> bytes | None:
         """Pass a call on whose body was read; returns the answer if it is a good one, and to be kept."""
-        passed, status, found = False, 0, bytearray()
+        is_passed, status, answer_body = False, 0, bytearray()
 
-        async def whole() -> AsgiMessage:
-            nonlocal passed
-            if passed:
+        async def receive_body() -> AsgiMessage:
+            nonlocal is_passed
+            if is_passed:
                 return await receive()
-            passed = True
+            is_passed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        async def seen(message: AsgiMessage) -> None:
+        async def send_and_keep(message: AsgiMessage) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif kept:
-                found.extend(message.get("body", b""))
+            elif is_kept:
+                answer_body.extend(message.get("body", b""))
             await send(message)
 
-        await self.app(scope, whole, seen)
-        return bytes(found) if kept and status == 200 else None
+        await self.app(scope, receive_body, send_and_keep)
+        return bytes(answer_body) if is_kept and status == 200 else None
 
 
-async def read_body(scope: AsgiMessage, receive: Receive, most: int | None = None) -> bytes:
+async def read_body(scope: AsgiMessage, receive: Receive, max_bytes: int | None = None) -> bytes:
     """Read the body of a call.
 
     Args:
         scope: of the call.
         receive: brings the next part of the body.
-        most: bytes that it may have; None for a call of the server's own processes, which may also take its
+        max_bytes: bytes that it may have; None for a call of the server's own processes, which may also take its
             time.
 
     Raises:
@@ -275,37 +277,37 @@ async def read_body(scope: AsgiMessage, receive: Receive, most: int | None = Non
     lengths = [
         int(v) for n, v in scope.get("headers", ()) if bytes(n).lower() == b"content-length" and v.isdigit()
     ]
-    if most is not None and max(lengths, default=0) > most:
-        raise Refusal(413, f"this call may have {most} bytes")
+    if max_bytes is not None and max(lengths, default=0) > max_bytes:
+        raise Refusal(413, f"this call may have {max_bytes} bytes")
     parts, read = [], 0
     try:
-        async with asyncio.timeout(None if most is None else BODY_SECONDS):
-            more = True
-            while more:
-                async with asyncio.timeout(None if most is None else PAUSE):
+        async with asyncio.timeout(None if max_bytes is None else MAX_BODY_SECONDS):
+            has_more = True
+            while has_more:
+                async with asyncio.timeout(None if max_bytes is None else MAX_PAUSE_SECONDS):
                     message = await receive()
                 if message["type"] != "http.request":
                     raise Refusal(400, "the call was broken off")
                 parts.append(bytes(message.get("body", b"")))
                 read += len(parts[-1])
-                more = message.get("more_body", False)
-                if most is not None and read > most:
-                    raise Refusal(413, f"this call may have {most} bytes")
+                has_more = message.get("more_body", False)
+                if max_bytes is not None and read > max_bytes:
+                    raise Refusal(413, f"this call may have {max_bytes} bytes")
     except TimeoutError:
         raise Refusal(408, "the call came too slowly") from None
     return b"".join(parts)
 
 
 def _parse(kind: type[P], body: bytes) -> P:
-    made: P = kind()
+    message: P = kind()
     try:
-        made.ParseFromString(body)
+        message.ParseFromString(body)
     except DecodeError as error:
         raise Refusal(400, f"this is no {kind.__name__}") from error
-    return made
+    return message
 
 
-async def answer(send: Send, status: int, text: str, kind: str = "text/plain") -> None:
+async def send_answer(send: Send, status: int, text: str, kind: str = "text/plain") -> None:
     """Answer a call, and end its connection unless all is well."""
     body = text.encode()
     headers = [(b"content-length", str(len(body)).encode())]

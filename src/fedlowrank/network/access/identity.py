@@ -1,4 +1,4 @@
-"""Who calls: the registered clients, and the signature of a call, which is checked before its body is read."""
+"""Identifies callers: the registered clients, and the signature of a call, checked before its body is read."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from cryptography.hazmat.primitives.serialization import (
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 
-CLOCK = 300.0
+MAX_CLOCK_ERROR = 300.0
 """Seconds by which the clocks of a client and of the server may differ, in either direction."""
 
-SETTLED = 0.1
-"""Age in seconds from which the time of a change tells it from the next one."""
+MIN_SETTLED_AGE = 0.1
+"""Age in seconds of a change of a file beyond which a second change has another time stamp."""
 
 
 class Caller(NamedTuple):
@@ -84,11 +84,11 @@ class Roster:
 
     def get(self, key: bytes) -> Member | None:
         """The client of a public key in PEM, or None if it has none."""
-        state = (_changed(self.folder), _changed(self.nodes))
+        state = (_read_change_time(self.folder), _read_change_time(self.nodes))
         if state != self._state:
             self._members = self._read()
             # a second change in the same tick of the file system's clock would go unnoticed
-            self._state = state if max(state) < time.time_ns() - SETTLED * 1e9 else None
+            self._state = state if max(state) < time.time_ns() - MIN_SETTLED_AGE * 1e9 else None
         return self._members.get(key)
 
     def _read(self) -> dict[bytes, Member]:
@@ -106,16 +106,16 @@ class Roster:
 
 
 def allow_clocks() -> None:
-    """Make Flower, which checks signatures too, take clocks that are :data:`CLOCK` seconds off."""
+    """Make Flower, which checks signatures too, take clocks that are :data:`MAX_CLOCK_ERROR` seconds off."""
     from flwr.superlink.routers.fleet import node_auth
 
-    for name, seconds in (("SYSTEM_TIME_TOLERANCE", CLOCK), ("TIMESTAMP_TOLERANCE", 0)):
+    for name, seconds in (("SYSTEM_TIME_TOLERANCE", MAX_CLOCK_ERROR), ("TIMESTAMP_TOLERANCE", 0)):
         if not hasattr(node_auth, name):
             raise RuntimeError(f"this release of Flower has no {name}; install the one of constraints.txt")
         setattr(node_auth, name, seconds)
 
 
-def _changed(path: Path) -> int:
+def _read_change_time(path: Path) -> int:
     """When a file or a folder changed, in ns; 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
@@ -134,11 +134,11 @@ def identify_caller(headers: Iterable[tuple[bytes, bytes]], roster: Roster | Non
         RefusedCallerError: if a header is missing, the key is not registered, the clock is too far off, or
             the signature is wrong.
     """
-    found = {bytes(name).lower().decode("latin-1"): bytes(value) for name, value in headers}
+    fields = {bytes(name).lower().decode("latin-1"): bytes(value) for name, value in headers}
     try:
-        pem = b64decode(found[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
-        signature = b64decode(found[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
-        stamp = found[TIMESTAMP_HEADER]
+        pem = b64decode(fields[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+        signature = b64decode(fields[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
+        stamp = fields[TIMESTAMP_HEADER]
         signed_at = datetime.datetime.fromisoformat(stamp.decode("ascii"))
         member = None if roster is None else roster.get(pem)
         key = load_pem_public_key(pem) if roster is None else member and member.key
@@ -154,12 +154,12 @@ def identify_caller(headers: Iterable[tuple[bytes, bytes]], roster: Roster | Non
         key.verify(signature, stamp, ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:
         raise RefusedCallerError("the signature is wrong", client) from None
-    ahead = (signed_at - datetime.datetime.now(datetime.UTC)).total_seconds()
+    clock_error = (signed_at - datetime.datetime.now(datetime.UTC)).total_seconds()
     # only now: who has no key is not told the time
-    if abs(ahead) >= CLOCK:
-        direction = "ahead of" if ahead > 0 else "behind"
+    if abs(clock_error) >= MAX_CLOCK_ERROR:
+        direction = "ahead of" if clock_error > 0 else "behind"
         raise RefusedCallerError(
-            f"the clock of this client is {abs(ahead):.0f} s {direction} the server's; {CLOCK:.0f} s are "
+            f"the clock of this client is {abs(clock_error):.0f} s {direction} the server's; {MAX_CLOCK_ERROR:.0f} s are "
             "allowed. Set it right, for instance by NTP, and start again.",
             client,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...core.io.atomic_files import as_checkpoint_error, write_atomically
 
 Value = str | int | float | bool
-SERVER, CLIENT = "fedlowrank.network.flower:server", "fedlowrank.network.flower:client"
+SERVER_REF, CLIENT_REF = "fedlowrank.network.flower:server", "fedlowrank.network.flower:client"
 """The components of the app that ``fedlowrank serve`` submits."""
 
 
@@ -44,7 +44,7 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
 
 def write_own_app(folder: Path) -> str:
     """Write the app of ``fedlowrank serve``, the same bytes on every machine; returns publisher and name."""
-    write_app(folder, "fedlowrank", SERVER, CLIENT, {})
+    write_app(folder, "fedlowrank", SERVER_REF, CLIENT_REF, {})
     return "fedlowrank/fedlowrank"
 
 

@@ -31,12 +31,12 @@ class ProcessError(FedlowrankError):
     """A command of Flower did not start, ended, or failed."""
 
 
-def environment(home: Path) -> dict[str, str]:
+def make_environment(home: Path) -> dict[str, str]:
     """The environment that keeps Flower's processes quiet, private and offline; home is their folder."""
-    own = os.environ
+    inherited = os.environ
     # processes of one machine talk over loopback, which no proxy reaches; where both spellings are set, the
     # first counts
-    direct = own.get("no_proxy") or own.get("NO_PROXY")
+    direct = inherited.get("no_proxy") or inherited.get("NO_PROXY")
     no_proxy = ",".join(filter(None, [direct, "localhost", "127.0.0.1", "::1"]))
     forced = {
         "FLWR_HOME": str(home.absolute()),
@@ -49,7 +49,7 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
         "FLWR_INTERNAL_GRPC_FLEET_API": "0",
         # Flower's processes start one another by name
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), own.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), inherited.get("PATH", os.defpath)]),
         # the log should hold what a process printed before it was killed
         "PYTHONUNBUFFERED": "1",
         "no_proxy": no_proxy,
@@ -57,7 +57,7 @@ def environment(home: Path) -> dict[str, str]:
     }
     # the second is the pause in seconds between two looks for work, which every message waits for; it is 1 by
     # default
-    return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **own, **forced}
+    return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **inherited, **forced}
 
 
 def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
@@ -73,7 +73,7 @@ def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
             time.sleep(0.2)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def find_free_port(host: str = "127.0.0.1") -> int:
     """A port of this machine that is not in use."""
     with listen(host, 0) as listener:
         port: int = listener.getsockname()[1]
@@ -87,7 +87,7 @@ class FlowerProcess:
         home: folder of its log and of what Flower stores; made readable by its owner only.
         name: of the command, which also names the log.
         address: of the server. A child of the server's process has it on its command line.
-        variables: for its environment and that of its process tree, in addition to :func:`environment`.
+        variables: for its environment and that of its process tree, in addition to :func:`make_environment`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class FlowerProcess:
         self.name = name
         self.address = address
         self.log = self.home / f"{name}.log"
-        self.variables = {**environment(self.home), **(variables or {})}
+        self.variables = {**make_environment(self.home), **(variables or {})}
         self.ended_orphans = False
         self._process: subprocess.Popen[bytes] | None = None
         self._begin = 0
@@ -174,12 +174,12 @@ class FlowerProcess:
             pid, address = int(record["pid"]), str(record["address"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return
-        groups = _groups_of(pid, address, is_alive(record))
+        groups = _find_groups(pid, address, is_alive(record))
         if groups:
             self.ended_orphans = True
             logger.info("%s of an earlier start, process %d, was left running; it is ended", self.name, pid)
-            if left := process_tree.end(groups):
-                raise ProcessError(f"processes of an earlier start cannot be ended: {sorted(left)}")
+            if survivors := process_tree.end_groups(groups):
+                raise ProcessError(f"processes of an earlier start cannot be ended: {sorted(survivors)}")
 
     def _launch(self, command: Sequence[str]) -> None:
         with as_checkpoint_error(f"cannot start {self.name} in {self.home}"), self.log.open("ab") as log:
@@ -199,46 +199,46 @@ class FlowerProcess:
                 raise
         logger.info("%s started as process %d; it writes to %s", self.name, self._process.pid, self.log)
 
-    def _await(self, is_ready: Callable[[], bool], what: str, seconds: float) -> None:
+    def _wait_until(self, is_ready: Callable[[], bool], event: str, seconds: float) -> None:
         """Wait until a condition holds; kill the process if that fails."""
         deadline = time.monotonic() + seconds
         try:
             while not is_ready():
                 if not self.alive():
                     raise ProcessError(
-                        f"{self.name} ended with code {self.code} before {what}. {self._log_end()}"
+                        f"{self.name} ended with code {self.code} before {event}. {self._read_log_end()}"
                     )
                 if time.monotonic() > deadline:
                     raise ProcessError(
-                        f"{self.name} took more than {seconds:g} s until {what}. {self._log_end()}"
+                        f"{self.name} took more than {seconds:g} s until {event}. {self._read_log_end()}"
                     )
                 time.sleep(0.05)
         except BaseException:
             self.kill()
             raise
 
-    def _log_end(self) -> str:
+    def _read_log_end(self) -> str:
         return f"The end of {self.log}:\n{self.tail()}"
 
-    def _end(self, how: signal.Signals, seconds: float) -> None:
+    def _end(self, sent_signal: signal.Signals, seconds: float) -> None:
         if self._process is None:
             return
-        if self.alive() and how == signal.SIGKILL:
+        if self.alive() and sent_signal == signal.SIGKILL:
             # so that it starts nothing more while its children are listed
             self._process.send_signal(signal.SIGSTOP)
-        groups = _groups_of(self._process.pid, self.address, self.alive())
+        groups = _find_groups(self._process.pid, self.address, self.alive())
         if self.alive():
-            self._process.send_signal(how)
-        if left := process_tree.end(groups, seconds):
-            raise ProcessError(f"{self.name} left processes that cannot be ended: {sorted(left)}")
+            self._process.send_signal(sent_signal)
+        if survivors := process_tree.end_groups(groups, seconds):
+            raise ProcessError(f"{self.name} left processes that cannot be ended: {sorted(survivors)}")
         self._process.wait()
 
 
-def _groups_of(pid: int, address: str, is_running: bool) -> set[int]:
+def _find_groups(pid: int, address: str, is_running: bool) -> set[int]:
     """Process groups of a process tree, with its root's only if that runs: its number may be reused."""
     # a child that outlives the root, and the child's own tree, are one group
     child = f" --runtime-api-address {address} --parent-pid {pid} "
-    groups = {p.group for p in process_tree.living_processes().values() if child in f"{p.command} "}
+    groups = {p.group for p in process_tree.list_living_processes().values() if child in f"{p.command} "}
     if is_running:
-        groups |= {pid, *(p.group for p in process_tree.descendants(pid).values())}
+        groups |= {pid, *(p.group for p in process_tree.find_descendants(pid).values())}
     return groups

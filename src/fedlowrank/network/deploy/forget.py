@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from ...core.errors import ConfigError
 from ...core.io.atomic_files import as_checkpoint_error, read_json
 from ...storage.lock import FolderInUseError, exclusive
-from ..client import CLIENT_FILE, REJECTION
+from ..client import CLIENT_FILE, REJECTION_FILE
 
 _RUN, _STATE = re.compile(r"[0-9a-f]{16}"), re.compile(r"\d{6}\.tree(\.part)?|model")
 """The name of a run, as a server draws it, and names in the folder of a client's states in a run."""
@@ -37,8 +37,8 @@ def forget(folder: Path, client: int) -> tuple[list[Path], list[Path]]:
     """
     if not (folder / CLIENT_FILE).exists():
         raise ConfigError(f"{folder} is not a client's folder: it holds no {CLIENT_FILE}; pass --folder")
-    if (found := read_json(folder / CLIENT_FILE, dict).get("client")) != client:
-        raise ConfigError(f"{folder} is the folder of client {found}, not of client {client}")
+    if (owner := read_json(folder / CLIENT_FILE, dict).get("client")) != client:
+        raise ConfigError(f"{folder} is the folder of client {owner}, not of client {client}")
     home, lock = folder / "flower", FileLock(folder / "lock")
     with contextlib.ExitStack() as stack:
         if home.is_dir():
@@ -49,16 +49,24 @@ def forget(folder: Path, client: int) -> tuple[list[Path], list[Path]]:
             raise FolderInUseError(f"{folder} is in use: the client trains. End `fedlowrank join`") from None
         runs = [path for path in folder.iterdir() if path.is_dir() and _is_run(path)]
         # the file that says whose folder it is goes last, so that this can be done again after a kill
-        names = ("data.tree", "data.tree.part", "client.json.part", "flower", "lock", REJECTION, CLIENT_FILE)
+        names = (
+            "data.tree",
+            "data.tree.part",
+            "client.json.part",
+            "flower",
+            "lock",
+            REJECTION_FILE,
+            CLIENT_FILE,
+        )
         removed = [path for path in (*sorted(runs), *(folder / name for name in names)) if path.exists()]
         for path in removed:
             with as_checkpoint_error(f"cannot remove {path}"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    left = sorted(folder.iterdir())
-    if not left:
+    remaining = sorted(folder.iterdir())
+    if not remaining:
         with as_checkpoint_error(f"cannot remove {folder}"):
             folder.rmdir()
-    return removed, left
+    return removed, remaining
 
 
 def _is_run(folder: Path) -> bool:

@@ -29,58 +29,60 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..access.gate import App, AsgiMessage, Gate, Receive, Send
 
-PROBE = "/fedlowrank-guard"
+PROBE_PATH = "/fedlowrank-guard"
 """A path that answers 204 to a caller with the token, which shows that the guard is installed."""
-REPLIES = "/fedlowrank-guard/replies"
+REPLIES_PATH = "/fedlowrank-guard/replies"
 """A path by which the server's half limits replies, and learns which were refused."""
-TOKEN = "FEDLOWRANK_TOKEN"
+TOKEN_VARIABLE = "FEDLOWRANK_TOKEN"
 """Name of the environment variable that holds the token."""
 CLIENT_KEYS, CLIENT_NODES, AUDIT = "FEDLOWRANK_CLIENT_KEYS", "FEDLOWRANK_CLIENT_NODES", "FEDLOWRANK_AUDIT"
 """Names of environment variables: folder of the public keys, file of Flower's numbers, file of the audit log."""
-HEADER = "x-fedlowrank-token"
+TOKEN_HEADER = "x-fedlowrank-token"
 """Name of the header that holds the token."""
 MODULE = "fedlowrank.network.deploy.guard"
 """This module, which is another one where it runs as a program."""
-CALLERS = ("flower-superexec", "flwr-serverapp")
+CALLBACK_PROGRAMS = ("flower-superexec", "flwr-serverapp")
 """Programs that the SuperLink starts, directly or not, and that call it back."""
 
 
-def guarded(gate: Gate, token: str) -> App:
+def guard_app(gate: Gate, token: str) -> App:
     """Wrap the web application (ASGI) of a gate: 403 to calls that are not a client's and lack the token."""
-    from ..access.connections import SERVER
-    from ..access.gate import CLIENTS, answer
+    from ..access.connections import SERVER_OWNER
+    from ..access.gate import CLIENT_PATHS, send_answer
 
     async def guard(scope: AsgiMessage, receive: Receive, send: Send) -> None:
         # the start and the end of the application itself are no calls
         if scope["type"] == "lifespan":
             await gate.app(scope, receive, send)
-        elif str(scope["path"]).startswith(CLIENTS):
-            await gate.client(scope, receive, send)
+        elif str(scope["path"]).startswith(CLIENT_PATHS):
+            await gate.answer_client(scope, receive, send)
         elif not has_token(scope, token):
             address = (scope.get("client") or ("nowhere",))[0]
             gate.log(f"refused without the server's token: {scope['path']!r} from {address}", address)
-            await answer(send, 403, "This is answered to the server's own processes only.\n")
+            await send_answer(send, 403, "This is answered to the server's own processes only.\n")
         else:
-            gate.prove(scope, SERVER)
-            if scope["path"] == PROBE:
-                await answer(send, 204, "")
-            elif scope["path"] == REPLIES:
-                await gate.replies(scope, receive, send)
+            gate.prove(scope, SERVER_OWNER)
+            if scope["path"] == PROBE_PATH:
+                await send_answer(send, 204, "")
+            elif scope["path"] == REPLIES_PATH:
+                await gate.answer_replies(scope, receive, send)
             else:
-                await gate.server(scope, receive, send)
+                await gate.answer_server(scope, receive, send)
 
     return guard
 
 
 def has_token(scope: AsgiMessage, token: str) -> bool:
     """Whether a call carries the token, compared in constant time."""
-    found = [
-        bytes(value) for name, value in scope.get("headers", ()) if bytes(name).lower() == HEADER.encode()
+    tokens = [
+        bytes(value)
+        for name, value in scope.get("headers", ())
+        if bytes(name).lower() == TOKEN_HEADER.encode()
     ]
-    return any(hmac.compare_digest(value, token.encode()) for value in found)
+    return any(hmac.compare_digest(value, token.encode()) for value in tokens)
 
 
-def command(program: str) -> list[str]:
+def make_command(program: str) -> list[str]:
     """The command line that runs one of Flower's commands by this module."""
     return [sys.executable, "-P", "-m", MODULE, program]
 
@@ -108,7 +110,7 @@ def _guard_server(token: str) -> None:
         # h11 bounds the headers of a call; the other loop does not let us count connections; a header of a
         # caller does not say where it calls from; lines for every call would fill the disk
         fixed = {"http": "h11", "loop": "asyncio", "ws": "none", "proxy_headers": False, "access_log": False}
-        server = uvicorn.Server(uvicorn.Config(guarded(gate, token), **{**settings, **fixed}))
+        server = uvicorn.Server(uvicorn.Config(guard_app(gate, token), **{**settings, **fixed}))
         with Listener.open(settings["host"], settings["port"], connections) as listener:
             server.run([listener])
 
@@ -123,7 +125,7 @@ def _send_token(token: str) -> None:
 
     def make_with_token(self: ProtobufClient, *arguments: Any, **settings: Any) -> None:
         make(self, *arguments, **settings)
-        self._client.headers[HEADER] = token
+        self._client.headers[TOKEN_HEADER] = token
         self._client.follow_redirects = False
 
     ProtobufClient.__init__ = make_with_token  # type: ignore[method-assign]  # replaced on purpose
@@ -133,14 +135,14 @@ class _Popen(subprocess.Popen[bytes]):
     """Starts the commands that call the SuperLink by this script."""
 
     def __init__(self, args: Any, **settings: Any) -> None:
-        if isinstance(args, list) and args[0] in CALLERS:
-            args = [*command(args[0]), *args[1:]]
+        if isinstance(args, list) and args[0] in CALLBACK_PROGRAMS:
+            args = [*make_command(args[0]), *args[1:]]
         super().__init__(args, **settings)
 
 
 def main() -> None:
     """Run the command of Flower that the first argument names, with the other arguments."""
-    program, token = sys.argv[1], os.environ[TOKEN]
+    program, token = sys.argv[1], os.environ[TOKEN_VARIABLE]
     if program == "flower-superlink":
         _guard_server(token)
     else:

@@ -38,16 +38,16 @@ from ...core.io.atomic_files import as_checkpoint_error
 from ...core.io.private_files import refuse_readable
 from ..enrollment.key_files import (
     AUTHORITY_DAYS,
-    PRIVATE,
+    PRIVATE_MODE,
     check_days,
     find_key_files,
     read_authority,
     write_key_file,
 )
-from ..enrollment.roster import ROSTER, KeyRoster, public_line, update_roster
+from ..enrollment.roster import ROSTER_FILE, KeyRoster, strip_key_comment, update_roster
 
 logger = logging.getLogger(__name__)
-_LOCAL = ("localhost", "127.0.0.1", "::1")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
@@ -83,20 +83,20 @@ class ServerKeys:
         authority, certificate, key, orders = find_key_files(folder, *names)
         refuse_readable(folder, key, orders)
         public_keys = sorted((folder.absolute() / "clients").glob("*.pub"))
-        strange = next((path for path in public_keys if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
-        if strange is not None:
+        misnamed = next((path for path in public_keys if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
+        if misnamed is not None:
             raise ConfigError(
-                f"{strange} is not named by the number of a client, as in 3.pub. Rename or remove it."
+                f"{misnamed} is not named by the number of a client, as in 3.pub. Rename or remove it."
             )
         clients = {int(path.stem): path for path in sorted(public_keys, key=lambda path: int(path.stem))}
-        roster = folder / ROSTER
+        roster = folder / ROSTER_FILE
         entries = KeyRoster.read(roster, authority).clients if roster.exists() else {}
         for number, path in [*clients.items()]:
             entry = entries.get(number)
             if entry is None:
                 if entries:
                     logger.info("%s is in no roster: other clients cannot know of it", path)
-            elif entry.key != public_line(path.read_text()):
+            elif entry.key != strip_key_comment(path.read_text()):
                 raise ConfigError(
                     f"{path} is not the key of client {number} in {roster}. Revoke the client and enter it again "
                     "where `ca.key` lies, and bring the folder `server` from there."
@@ -127,7 +127,7 @@ class ClientKeys:
     @property
     def roster(self) -> Path:
         """The roster beside the key, if there is one."""
-        return self.key.with_name(ROSTER)
+        return self.key.with_name(ROSTER_FILE)
 
     @classmethod
     def read(cls, folder: Path) -> ClientKeys:
@@ -157,7 +157,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
     """
     if clients < 0:
         raise ConfigError(f"a federation cannot have {clients} clients; 0 if each makes its own key")
-    names = _names(hosts)
+    names = _parse_hosts(hosts)
     check_days(days)
     if folder.exists():
         raise ConfigError(
@@ -171,16 +171,16 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedlowrank authority")])
     authority = (
-        _certificate(subject, subject, key, key, AUTHORITY_DAYS)
+        _build_certificate(subject, subject, key, key, AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(_make_key_usage(signs_certificates=True), critical=True)
         .sign(key, hashes.SHA384())
     )
-    write_key_file(folder / "ca.key", _pem(key), PRIVATE)
+    write_key_file(folder / "ca.key", _to_pem(key), PRIVATE_MODE)
     write_key_file(folder / "server" / "ca.crt", authority.public_bytes(Encoding.PEM))
     orders = ed25519.Ed25519PrivateKey.generate()
-    write_key_file(folder / "server" / "orders.key", _pem(orders), PRIVATE)
-    write_key_file(folder / "server" / "orders.pub", _openssh(orders))
+    write_key_file(folder / "server" / "orders.key", _to_pem(orders), PRIVATE_MODE)
+    write_key_file(folder / "server" / "orders.pub", _to_openssh(orders))
     _certify(folder, key, authority, names, days)
     for client in range(clients):
         _make_client_key(folder, client)
@@ -210,21 +210,21 @@ def add_client(folder: Path, client: int, days: int = 365) -> bool:
 
 def _make_client_key(folder: Path, client: int) -> None:
     authority, orders = find_key_files(folder / "server", "ca.crt", "orders.pub")
-    own, public = folder / f"client-{client}", folder / "server" / "clients" / f"{client}.pub"
-    taken = next((path for path in (own, public) if path.exists()), None)
-    if taken is not None:
+    client_folder, public = folder / f"client-{client}", folder / "server" / "clients" / f"{client}.pub"
+    existing = next((path for path in (client_folder, public) if path.exists()), None)
+    if existing is not None:
         raise ConfigError(
-            f"{taken} exists already, and keys are never overwritten. Remove it to give the client a new key"
+            f"{existing} exists already, and keys are never overwritten. Remove it to give the client a new key"
         )
     key = ec.generate_private_key(ec.SECP384R1())
-    with as_checkpoint_error(f"cannot make {own}"):
-        own.mkdir(mode=0o700)
+    with as_checkpoint_error(f"cannot make {client_folder}"):
+        client_folder.mkdir(mode=0o700)
         public.parent.mkdir(exist_ok=True)
-    write_key_file(own / "ca.crt", authority.read_bytes())
-    write_key_file(own / "orders.pub", orders.read_bytes())
+    write_key_file(client_folder / "ca.crt", authority.read_bytes())
+    write_key_file(client_folder / "orders.pub", orders.read_bytes())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    write_key_file(own / "client.key", private, PRIVATE)
-    write_key_file(public, _openssh(key))
+    write_key_file(client_folder / "client.key", private, PRIVATE_MODE)
+    write_key_file(public, _to_openssh(key))
 
 
 def revoke_client(
@@ -257,11 +257,11 @@ def revoke_client(
     return moved, update_roster(folder)
 
 
-def expired_clients(folder: Path) -> list[int]:
+def find_expired_clients(folder: Path) -> list[int]:
     """Clients whose public keys the folder ``server`` has, and which have expired by its roster."""
-    if not (folder / ROSTER).exists():
+    if not (folder / ROSTER_FILE).exists():
         return []
-    entries = KeyRoster.read(folder / ROSTER, folder / "ca.crt").clients
+    entries = KeyRoster.read(folder / ROSTER_FILE, folder / "ca.crt").clients
     present = {int(path.stem) for path in (folder / "clients").glob("*.pub") if path.stem.isdigit()}
     return [number for number, entry in sorted(entries.items()) if number in present and entry.has_expired()]
 
@@ -292,11 +292,11 @@ def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
             f"the authority of {folder} ended on {authority.not_valid_after_utc:%Y-%m-%d}. Make new keys, "
             "and give every client its new folder."
         )
-    names = _names(hosts) if hosts else _names_of(folder / "server" / "server.pem")
+    names = _parse_hosts(hosts) if hosts else _read_names(folder / "server" / "server.pem")
     _certify(folder, key, authority, names, days)
 
 
-def _names_of(path: Path) -> list[x509.GeneralName]:
+def _read_names(path: Path) -> list[x509.GeneralName]:
     """Names and IP addresses of a certificate."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
@@ -317,21 +317,21 @@ def _certify(
     """Write a new key and certificate of the server."""
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedlowrank server")])
-    left = (authority.not_valid_after_utc - _now()).total_seconds() / 86400
+    days_left = (authority.not_valid_after_utc - _now()).total_seconds() / 86400
     certificate = (
-        _certificate(subject, authority.subject, key, signer, min(days, left))
+        _build_certificate(subject, authority.subject, key, signer, min(days, days_left))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(_make_key_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(signer, hashes.SHA384())
     )
     # the two belong together, so each replaces its predecessor whole, and the certificate last
-    write_key_file(folder / "server" / "server.key", _pem(key), PRIVATE)
+    write_key_file(folder / "server" / "server.key", _to_pem(key), PRIVATE_MODE)
     write_key_file(folder / "server" / "server.pem", certificate.public_bytes(Encoding.PEM))
 
 
-def _certificate(
+def _build_certificate(
     subject: x509.Name,
     issuer: x509.Name,
     key: ec.EllipticCurvePrivateKey,
@@ -355,7 +355,7 @@ def _certificate(
     )
 
 
-def _usage(signs_certificates: bool) -> x509.KeyUsage:
+def _make_key_usage(signs_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,
@@ -369,12 +369,12 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _names(hosts: Iterable[str]) -> list[x509.GeneralName]:
+def _parse_hosts(hosts: Iterable[str]) -> list[x509.GeneralName]:
     """The hosts as names and IP addresses, without repetition."""
-    return [_name(host) for host in dict.fromkeys([*_LOCAL, *hosts])]
+    return [_parse_host(host) for host in dict.fromkeys([*_LOCAL_HOSTS, *hosts])]
 
 
-def _name(host: str) -> x509.GeneralName:
+def _parse_host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -392,10 +392,10 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def _pem(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
+def _to_pem(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _openssh(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
+def _to_openssh(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
     """The public half of a key, as one line."""
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"

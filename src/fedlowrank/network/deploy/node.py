@@ -49,49 +49,49 @@ from flwr.supercore.protobuf.client import ProtobufClient
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
-from .. import flower, intake
-from ..enrollment.key_request import PASSPHRASE, load_key_pair
-from ..intake import FetchBound
-from ..messages import RefusedOrderError, one_line
+from .. import flower, message_bounds
+from ..enrollment.key_request import PASSPHRASE_VARIABLE, load_key_pair
+from ..message_bounds import FetchBound
+from ..messages import RefusedOrderError, to_one_line
 from ..secure.signing import MemberSigner
-from ..site.audit_log import AUDIT, SiteAudit
+from ..site.audit_log import AUDIT_FILE, SiteAudit
 from .flower_app import write_own_app
-from .server_processes import WORKING
+from .server_processes import WORKING_FILE
 
 logger = logging.getLogger("fedlowrank.network.deploy.node")
 
-PAUSE = 0.5
-"""Seconds between two looks for a message, at least."""
+MIN_PAUSE_SECONDS = 0.5
+"""Least pause in seconds between two requests for a message."""
 
-LONGEST_PAUSE = 3.0
-"""Seconds between two looks for a message, at most."""
+MAX_PAUSE_SECONDS = 3.0
+"""Longest pause in seconds between two requests for a message."""
 
 
-PIECE_BYTES = intake.CHUNK + (1 << 16)
+MAX_PIECE_BYTES = message_bounds.CHUNK_BYTES + (1 << 16)
 """Bytes of the server's answer to a call for a piece of a message."""
 
-CALL_BYTES = 1 << 20
+MAX_CALL_BYTES = 1 << 20
 """Bytes of the server's answer to any other call."""
 
-GIVEN_UP = (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPushError)
+UNANSWERED_ERRORS = (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPushError)
 """Errors after which a message is not answered: the run may be over, or the message too old."""
 
 
-PATIENCE = 120.0
+PIECE_SECONDS = 120.0
 """Seconds in which a piece of a message must appear at the server; a piece that it lost would be waited for until the
 run ends."""
 
-_MOST_RUNS = 100
-"""Runs of the server of which is remembered whether they are refused."""
+_MAX_RUNS = 100
+"""Number of the server's runs for which the decision to refuse is stored."""
 
 
-def pause_after(idle: float) -> float:
+def choose_pause(idle: float) -> float:
     """Seconds until the next look for a message, given those since the last one.
 
     A twentieth of the wait, so that rounds of minutes take no longer to notice and hundreds of waiting clients leave the server
     time for its work.
     """
-    return min(LONGEST_PAUSE, max(PAUSE, idle / 20))
+    return min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, idle / 20))
 
 
 class Connection(NamedTuple):
@@ -140,7 +140,7 @@ class PinnedApp(NamedTuple):
         """Why messages of a run are refused, or None if they are answered."""
         if (run.fab_id, run.fab_hash) == self:
             return None
-        offered = one_line(f"{run.fab_id} with the digest {run.fab_hash}", 200)
+        offered = to_one_line(f"{run.fab_id} with the digest {run.fab_hash}", 200)
         return (
             f"this client answers messages of the app {self.name} with the digest {self.digest} only, not "
             f"of {offered}. If the server is a `fedlowrank serve`, install the same releases of fedlowrank "
@@ -156,7 +156,7 @@ class Node:
         app: answers a message; it belongs to the installed package.
         pinned: the app whose messages are answered.
         folder: of the client.
-        home: where the file :data:`.server_processes.WORKING` lies.
+        home: where the file :data:`.server_processes.WORKING_FILE` lies.
     """
 
     def __init__(
@@ -178,19 +178,19 @@ class Node:
                 reply.metadata.created_at = received[0].metadata.created_at
                 reply.metadata.ttl = received[0].metadata.ttl
                 self._send(reply, time.monotonic() - began)
-        except GIVEN_UP as error:
+        except UNANSWERED_ERRORS as error:
             # the run may be over, or the message too old; the server asks again for what it still needs
             why = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
-            logger.info("a message was given up: %r %s", error, one_line(why))
+            logger.info("a message was given up: %r %s", error, to_one_line(why))
         return True
 
     def _reply(self, message: Message, objects: Any) -> Message:
         metadata, run = message.metadata, message.metadata.run_id
         logger.info(
-            "message %s of run %d", one_line(f"{metadata.message_type} {metadata.group_id}", 100), run
+            "message %s of run %d", to_one_line(f"{metadata.message_type} {metadata.group_id}", 100), run
         )
         if run not in self._refusals:
-            if len(self._refusals) >= _MOST_RUNS:
+            if len(self._refusals) >= _MAX_RUNS:
                 self._refusals.clear()
             self._refusals[run] = self.pinned.refusal(self.connection.get_run(run))
         refusal = self._refusals[run]
@@ -198,23 +198,23 @@ class Node:
             return self._refuse(message, RefusedOrderError(refusal), ErrorCode.INVALID_FAB)
         try:
             whole = self._fetch(message, objects)
-        except GIVEN_UP:
+        except UNANSWERED_ERRORS:
             raise
         except RefusedOrderError as error:
             return self._refuse(message, error, ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
         except Exception as error:  # noqa: BLE001 - a message that cannot be read does not end the node
-            return flower.error_reply(message, error, lambda: self.folder)
+            return flower.make_error_reply(message, error, lambda: self.folder)
         try:
             # the content does not say by which identifier the server knows it
             whole.metadata.__dict__["_message_id"] = metadata.message_id
             context = Context(run, self.connection.node, {"folder": str(self.folder)}, RecordDict(), {})
             return self.app(whole, context)
         except Exception as error:  # noqa: BLE001 - such as a message of a type that the app does not answer
-            return flower.error_reply(message, error, lambda: self.folder)
+            return flower.make_error_reply(message, error, lambda: self.folder)
 
     def _refuse(self, message: Message, error: RefusedOrderError, code: int) -> Message:
-        SiteAudit(self.folder / AUDIT).refused(message.metadata.message_type, str(error))
-        return flower.error_reply(message, error, lambda: self.folder, code)
+        SiteAudit(self.folder / AUDIT_FILE).log_refusal(message.metadata.message_type, str(error))
+        return flower.make_error_reply(message, error, lambda: self.folder, code)
 
     def _fetch(self, message: Message, objects: Any) -> Message:
         """Fetch the content of a message, and stop where it is too large; raises RefusedOrderError then."""
@@ -239,7 +239,7 @@ class Node:
 
         check()
         # as long again as a large payload takes at 1 MiB/s, for the server may still be storing it
-        patience = PATIENCE + bound.most / 2**20
+        patience = PIECE_SECONDS + bound.max_bytes / 2**20
         contents = pull_objects(list(dict.fromkeys(wanted)), pull, max_time=patience)
         self.connection.confirm(run, message.metadata.message_id)
         whole = inflate_object_from_contents(objects.object_id, contents)
@@ -249,7 +249,7 @@ class Node:
 
     def _max_bytes(self, kind: str) -> int:
         """Bytes that a message of a kind may have; only orders have a payload."""
-        return flower.runtime_at(str(self.folder)).max_download if kind == flower.ORDER else 0
+        return flower.load_runtime(str(self.folder)).max_download if kind == flower.ORDER_TYPE else 0
 
     def _send(self, reply: Message, seconds: float) -> None:
         reply.metadata.__dict__["_message_id"] = reply.object_id
@@ -261,11 +261,11 @@ class Node:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        (self.home / WORKING).touch()
+        (self.home / WORKING_FILE).touch()
         try:
             yield
         finally:
-            (self.home / WORKING).unlink(missing_ok=True)
+            (self.home / WORKING_FILE).unlink(missing_ok=True)
 
 
 class TooLargeAnswerError(httpx.HTTPError):
@@ -275,8 +275,8 @@ class TooLargeAnswerError(httpx.HTTPError):
 class _Counted(httpx.SyncByteStream):
     """The body of an answer, up to a number of bytes."""
 
-    def __init__(self, stream: httpx.SyncByteStream, most: int) -> None:
-        self._stream, self._most = stream, most
+    def __init__(self, stream: httpx.SyncByteStream, max_bytes: int) -> None:
+        self._stream, self._most = stream, max_bytes
 
     def __iter__(self) -> Iterator[bytes]:
         read = 0
@@ -296,10 +296,10 @@ def limit_answers(client: httpx.Client) -> None:
     def limit(response: httpx.Response) -> None:
         coding = response.headers.get("content-encoding", "identity")
         if coding != "identity":
-            raise TooLargeAnswerError(f"the server's answer is packed ({one_line(coding, 40)})")
+            raise TooLargeAnswerError(f"the server's answer is packed ({to_one_line(coding, 40)})")
         assert isinstance(response.stream, httpx.SyncByteStream)
-        most = PIECE_BYTES if response.request.url.path.endswith("/pull-object") else CALL_BYTES
-        response.stream = _Counted(response.stream, most)
+        max_bytes = MAX_PIECE_BYTES if response.request.url.path.endswith("/pull-object") else MAX_CALL_BYTES
+        response.stream = _Counted(response.stream, max_bytes)
 
     client.event_hooks = {"response": [limit]}
     client.headers["accept-encoding"] = "identity"
@@ -333,25 +333,25 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
     logging.getLogger("fedlowrank.network").setLevel(logging.INFO)
-    for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, _end)
-    (args.home / WORKING).unlink(missing_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    (args.home / WORKING_FILE).unlink(missing_ok=True)
     _limit_all_answers()
     pinned = PinnedApp.installed()
     keys = None
     if args.key is not None:
-        keys = load_key_pair(args.key, os.environ.pop(PASSPHRASE, ""))
+        keys = load_key_pair(args.key, os.environ.pop(PASSPHRASE_VARIABLE, ""))
         flower.sign_as(args.folder, MemberSigner(keys[0]))
     authority = None if args.authority is None else args.authority.read_bytes()
     with http_request_response(args.server, authority is None, authority, keys) as calls:
         node = Node(Connection(*calls), flower.client, pinned, args.folder, args.home)
         logger.info("SuperNode ID: %d", node.connection.node)
-        since = time.monotonic()
+        last_message = time.monotonic()
         while True:
             if node.step():
-                since = time.monotonic()
+                last_message = time.monotonic()
             else:
-                time.sleep(pause_after(time.monotonic() - since))
+                time.sleep(choose_pause(time.monotonic() - last_message))
 
 
 if __name__ == "__main__":

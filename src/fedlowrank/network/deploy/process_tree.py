@@ -21,7 +21,7 @@ class Process(NamedTuple):
     command: str
 
 
-def living_processes() -> dict[int, Process]:
+def list_living_processes() -> dict[int, Process]:
     """All living processes of the machine by number, without zombies."""
     living = {}
     for process in psutil.process_iter(["status", "cmdline"]):
@@ -33,16 +33,16 @@ def living_processes() -> dict[int, Process]:
     return living
 
 
-def descendants(root: int) -> dict[int, Process]:
+def find_descendants(root: int) -> dict[int, Process]:
     """The children of a process, their children, and so on; not the process itself."""
     try:
         children = {child.pid for child in psutil.Process(root).children(recursive=True)}
     except psutil.NoSuchProcess:
         return {}
-    return {pid: process for pid, process in living_processes().items() if pid in children}
+    return {pid: process for pid, process in list_living_processes().items() if pid in children}
 
 
-def end(groups: set[int], patience: float = 0.0) -> set[int]:
+def end_groups(groups: set[int], patience: float = 0.0) -> set[int]:
     """Wait for all processes of some groups to end, and kill those that do not, or that start meanwhile.
 
     Args:
@@ -53,12 +53,12 @@ def end(groups: set[int], patience: float = 0.0) -> set[int]:
         The processes that survive for ten more seconds.
     """
     began = time.monotonic()
-    while left := {pid for pid, process in living_processes().items() if process.group in groups}:
+    while survivors := {pid for pid, process in list_living_processes().items() if process.group in groups}:
         waited = time.monotonic() - began
         if waited > patience + 10:
             break
-        for pid in left if waited >= patience else ():
+        for pid in survivors if waited >= patience else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return left
+    return survivors

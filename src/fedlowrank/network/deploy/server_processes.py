@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Self
 
 from ...core.io.atomic_files import write_atomically, write_json
 from . import guard
+from .address_checks import make_listen_error
 from .flower_app import Value, as_toml
-from .flower_process import FlowerProcess, ProcessError, free_port, listen
-from .in_use import listen_error
+from .flower_process import FlowerProcess, ProcessError, find_free_port, listen
 from .keys import ClientKeys, ServerKeys
 
-WORKING = "working"
+WORKING_FILE = "working"
 """A file in a node's home while it answers a message."""
 _CONNECTION = "federation"
 _ANSWER_SECONDS = 120
@@ -73,13 +73,13 @@ class SuperLink(FlowerProcess):
     ) -> None:
         self.keys = keys
         self.host = host
-        self.port = free_port(host) if port is None else port
+        self.port = find_free_port(host) if port is None else port
         # where a process of this machine reaches it
         near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         address = f"[{near}]:{self.port}" if ":" in near else f"{near}:{self.port}"
         super().__init__(home, "superlink", address, variables)
         # only its subprocesses get it
-        self.variables[guard.TOKEN] = secrets.token_hex(32)
+        self.variables[guard.TOKEN_VARIABLE] = secrets.token_hex(32)
         self._database = self.home / "superlink.db"
         self._registered = self.home / "registered.json"
         self._keys_changed = 0
@@ -106,11 +106,11 @@ class SuperLink(FlowerProcess):
             # the system frees the port of a killed process a moment later
             listen(self.host, self.port, 20.0 if self.ended_orphans else 0.0).close()
         except OSError as error:
-            raise listen_error(self.host, self.port, error) from error
+            raise make_listen_error(self.host, self.port, error) from error
         if not self._database.exists():
             self._registered.unlink(missing_ok=True)
         security: dict[str, Value] = {"insecure": True}
-        command = [*guard.command("flower-superlink"), "--database", str(self._database)]
+        command = [*guard.make_command("flower-superlink"), "--database", str(self._database)]
         command += ["--host", self.host, "--port", str(self.port)]
         if self.keys is None:
             command += ["--insecure"]
@@ -122,7 +122,7 @@ class SuperLink(FlowerProcess):
         connection = f"[superlink.{_CONNECTION}]\n{as_toml({'address': self.address, **security})}"
         write_atomically(self.home / "config.toml", connection.encode())
         self._launch(command)
-        self._await(self._answers, "it answered", seconds)
+        self._wait_until(self._is_answering, "it answered", seconds)
 
     def register(self, public_key: Path) -> int:
         """Register a client by the file of its public key, if it is not registered yet.
@@ -133,7 +133,7 @@ class SuperLink(FlowerProcess):
         Raises:
             ProcessError: if Flower refuses.
         """
-        key, known = public_key.read_text().strip(), self._known_keys()
+        key, known = public_key.read_text().strip(), self._read_known_keys()
         if key not in known:
             known[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
             write_json(self._registered, known)
@@ -141,7 +141,7 @@ class SuperLink(FlowerProcess):
 
     def keep_only(self, public_keys: Iterable[Path]) -> list[str]:
         """Unregister all clients but those with these public keys; returns the keys of the others."""
-        known, stay = self._known_keys(), set()
+        known, stay = self._read_known_keys(), set()
         for path in public_keys:
             # one that is revoked meanwhile
             with contextlib.suppress(FileNotFoundError):
@@ -166,7 +166,7 @@ class SuperLink(FlowerProcess):
         self._keys_changed = changed
         return gone
 
-    def _known_keys(self) -> dict[str, int]:
+    def _read_known_keys(self) -> dict[str, int]:
         """Flower's number of every registered public key."""
         known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
         return known
@@ -191,10 +191,10 @@ class SuperLink(FlowerProcess):
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         """Call one of Flower's commands and return its JSON output."""
         if not self.alive():
-            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._log_end()}")
+            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._read_log_end()}")
         try:
             done = subprocess.run(
-                [*guard.command("flwr"), *arguments, _CONNECTION, "--format", "json"],
+                [*guard.make_command("flwr"), *arguments, _CONNECTION, "--format", "json"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -214,7 +214,7 @@ class SuperLink(FlowerProcess):
             )
         return answer
 
-    def _answers(self) -> bool:
+    def _is_answering(self) -> bool:
         """Whether it answers, with its guard."""
         host, _, port = self.address.rpartition(":")
         place = (host.strip("[]"), int(port))
@@ -223,7 +223,9 @@ class SuperLink(FlowerProcess):
             trusted = ssl.create_default_context(cafile=self.keys.authority)
             connection = http.client.HTTPSConnection(*place, timeout=5, context=trusted)
         try:
-            connection.request("GET", guard.PROBE, headers={guard.HEADER: self.variables[guard.TOKEN]})
+            connection.request(
+                "GET", guard.PROBE_PATH, headers={guard.TOKEN_HEADER: self.variables[guard.TOKEN_VARIABLE]}
+            )
             status = connection.getresponse().status
         except ssl.SSLCertVerificationError as error:
             raise ProcessError(
@@ -272,7 +274,7 @@ class SuperNode(FlowerProcess):
             command += ["--authority", str(self.keys.authority), "--key", str(self.keys.key)]
         self._launch(command)
 
-    def node_id(self) -> int | None:
+    def read_node_id(self) -> int | None:
         """Its number at the server; None until it has connected."""
         if self.pid is None:
             return None
@@ -283,4 +285,4 @@ class SuperNode(FlowerProcess):
 
     def is_working(self) -> bool:
         """Whether it is answering a message now."""
-        return self.alive() and (self.home / WORKING).exists()
+        return self.alive() and (self.home / WORKING_FILE).exists()

@@ -12,16 +12,19 @@ from .server_processes import SuperNode
 
 logger = logging.getLogger(__name__)
 
-PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
-PATIENCE = 100.0
-_STEADY = 60.0
-_SLOW = 30.0
-_ATTEMPTS = 3
-_REFUSED = "Exit Code: 305"
+RESTART_PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
+REFUSAL_SECONDS = 100.0
+_STEADY_SECONDS = 60.0
+_SLOW_SECONDS = 30.0
+_MAX_FAILURES = 3
+_REFUSAL_TEXT = "Exit Code: 305"
 
 
 def supervise(
-    node: SuperNode, stop: threading.Event, pauses: Sequence[float] = PAUSES, patience: float = PATIENCE
+    node: SuperNode,
+    stop: threading.Event,
+    pauses: Sequence[float] = RESTART_PAUSES,
+    patience: float = REFUSAL_SECONDS,
 ) -> None:
     """Keep a SuperNode running until an event is set, and close it then.
 
@@ -52,12 +55,12 @@ def supervise(
             now = time.monotonic()
             if is_connected:
                 failures, last_connection = 0, now
-                restarts = 0 if now - began > _STEADY else restarts
+                restarts = 0 if now - began > _STEADY_SECONDS else restarts
             else:
                 failures += 1
             restarts += 1
             log = node.tail()
-            if failures >= _ATTEMPTS and (now - last_connection > patience or _REFUSED not in log):
+            if failures >= _MAX_FAILURES and (now - last_connection > patience or _REFUSAL_TEXT not in log):
                 raise ProcessError(
                     f"{node.name} ended with code {node.code} {failures} times in a row, and is not started "
                     "again. Check the server's address, the keys, and whether the server knows this "
@@ -77,14 +80,14 @@ def _watch(node: SuperNode, stop: threading.Event) -> bool:
     number: int | None = None
     while node.alive() and not stop.wait(0.1):
         if number is None:
-            number = node.node_id()
+            number = node.read_node_id()
             if number is not None:
                 logger.info("connected to %s", node.address)
-            elif not is_warned and time.monotonic() - began > _SLOW:
+            elif not is_warned and time.monotonic() - began > _SLOW_SECONDS:
                 is_warned = True
                 logger.info(
                     "no connection to %s yet: check that the server runs, the address and the proxy",
                     node.address,
                 )
     # it may have connected since the last look
-    return number is not None or node.node_id() is not None
+    return number is not None or node.read_node_id() is not None

@@ -9,9 +9,9 @@ from ...core.errors import ConfigError
 from ...core.io.private_files import make_private_folder
 from .key_files import check_days, find_key_files, write_key_file
 from .key_request import KeyRequest
-from .roster import ROSTER, public_line, update_roster
+from .roster import ROSTER_FILE, strip_key_comment, update_roster
 
-GIVEN = ("ca.crt", "orders.pub", ROSTER)
+PUBLIC_FILES = ("ca.crt", "orders.pub", ROSTER_FILE)
 """Files that a client needs beside its private key; all are public."""
 
 
@@ -35,38 +35,38 @@ def accept_request(folder: Path, path: Path, days: int = 365, expected: str = ""
     check_days(days)
     find_key_files(folder, "ca.key")
     server = folder / "server"
-    find_key_files(server, *GIVEN[:2])
+    find_key_files(server, *PUBLIC_FILES[:2])
     request = KeyRequest.read(path)
     if expected and re.sub(r"\D", "", expected) != request.fingerprint.replace(" ", ""):
         raise ConfigError(
             f"{path} has the fingerprint {request.fingerprint}, not {expected}: it is not the request that the "
             "client made. Ask for it by another way."
         )
-    public, own = server / "clients" / f"{request.client}.pub", folder / f"client-{request.client}"
-    if public.exists() and public_line(public.read_text()) != request.key:
+    public, client_folder = server / "clients" / f"{request.client}.pub", folder / f"client-{request.client}"
+    if public.exists() and strip_key_comment(public.read_text()) != request.key:
         raise ConfigError(
             f"client {request.client} has another key, {public}. If it is to get this one instead, revoke that: "
             f"`fedlowrank keys {folder} --revoke {request.client}`"
         )
     for other in server.glob("revoked/*.pub"):
-        if public_line(other.read_text()) == request.key:
+        if strip_key_comment(other.read_text()) == request.key:
             raise ConfigError(
                 f"{path} has a key that was revoked, {other}. Ask client {request.client} to make another one, in "
                 "another folder"
             )
     for other in server.glob("clients/*.pub"):
-        if other != public and public_line(other.read_text()) == request.key:
+        if other != public and strip_key_comment(other.read_text()) == request.key:
             raise ConfigError(f"{path} has the key of client {other.stem}; a key belongs to one client")
-    if (own / "client.key").exists():
+    if (client_folder / "client.key").exists():
         raise ConfigError(
-            f"{own} holds a private key that was made here. Remove that folder, and revoke the key if it was used"
+            f"{client_folder} holds a private key that was made here. Remove that folder, and revoke the key if it was used"
         )
-    make_private_folder(own)
+    make_private_folder(client_folder)
     write_key_file(public, request.key.encode() + b"\n")
     update_roster(folder, {request.client: days})
-    for name in GIVEN:
-        write_key_file(own / name, (server / name).read_bytes())
-    return request, own
+    for name in PUBLIC_FILES:
+        write_key_file(client_folder / name, (server / name).read_bytes())
+    return request, client_folder
 
 
 def prolong_client(folder: Path, client: int, days: int) -> None:

@@ -16,7 +16,7 @@ from ...core.io.private_files import refuse_readable
 AUTHORITY_DAYS = 3650
 """Life of the authority, and so the longest life of a certificate or a client's key that it signs."""
 
-PRIVATE = 0o600
+PRIVATE_MODE = 0o600
 """Mode of a file that its owner alone may read."""
 
 

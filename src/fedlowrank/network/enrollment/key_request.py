@@ -27,16 +27,16 @@ from cryptography.hazmat.primitives.serialization import (
 from ...core.errors import ConfigError
 from ...core.io.atomic_files import as_checkpoint_error, read_json
 from ...core.io.private_files import make_private_folder
-from .key_files import PRIVATE, write_key_file
-from .roster import fingerprint, parse_public_key
+from .key_files import PRIVATE_MODE, write_key_file
+from .roster import compute_fingerprint, parse_public_key
 
-REQUEST = "request.json"
+REQUEST_FILE = "request.json"
 """Name of the file for the operator."""
 
-PASSPHRASE = "FEDLOWRANK_PASSPHRASE"
+PASSPHRASE_VARIABLE = "FEDLOWRANK_PASSPHRASE"
 """Name of the environment variable that holds the passphrase of a client's key."""
 
-_SIGNED = b"fedlowrank request 1\n"
+_SIGNED_PREFIX = b"fedlowrank request 1\n"
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class KeyRequest:
 
     @property
     def fingerprint(self) -> str:
-        """Of its key."""
-        return fingerprint(parse_public_key(self.key, "the request"))
+        """Fingerprint of its key."""
+        return compute_fingerprint(parse_public_key(self.key, "the request"))
 
     @classmethod
     def read(cls, path: Path) -> KeyRequest:
         """Read a request; raises ConfigError if it is none, or whoever made it has not the private key."""
         table: dict[str, Any] = read_json(path, dict)
         try:
-            found = cls(table["client"], table["key"])
-            if not isinstance(found.client, int) or isinstance(found.client, bool) or found.client < 0:
+            request = cls(table["client"], table["key"])
+            if not isinstance(request.client, int) or isinstance(request.client, bool) or request.client < 0:
                 raise ValueError("the number of the client is none")
-            key, signature = parse_public_key(found.key, path), bytes.fromhex(table["signature"])
-            key.verify(signature, found._content(), ec.ECDSA(hashes.SHA384()))
+            key, signature = parse_public_key(request.key, path), bytes.fromhex(table["signature"])
+            key.verify(signature, request._encode_content(), ec.ECDSA(hashes.SHA384()))
         except InvalidSignature:
             raise ConfigError(
                 f"{path} is not signed by the key in it; ask the client for another request"
@@ -73,10 +73,10 @@ class KeyRequest:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is no request of a client ({error}); clients make it by "
                               "`fedlowrank keys FOLDER --request --client N`") from error  # fmt: skip
-        return found
+        return request
 
-    def _content(self) -> bytes:
-        return _SIGNED + json.dumps([self.client, self.key]).encode()
+    def _encode_content(self) -> bytes:
+        return _SIGNED_PREFIX + json.dumps([self.client, self.key]).encode()
 
 
 def request_key(folder: Path, client: int, passphrase: str = "") -> KeyRequest:
@@ -97,7 +97,7 @@ def request_key(folder: Path, client: int, passphrase: str = "") -> KeyRequest:
     if (folder / "client.key").exists():
         raise ConfigError(
             f"{folder / 'client.key'} exists already, and keys are never overwritten. Send the operator "
-            f"{folder / REQUEST} again, or choose another folder for a new key"
+            f"{folder / REQUEST_FILE} again, or choose another folder for a new key"
         )
     key = ec.generate_private_key(ec.SECP384R1())
     if passphrase:
@@ -106,13 +106,13 @@ def request_key(folder: Path, client: int, passphrase: str = "") -> KeyRequest:
     else:
         private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-    made = KeyRequest(client, public)
-    signature = key.sign(made._content(), ec.ECDSA(hashes.SHA384())).hex()
+    request = KeyRequest(client, public)
+    signature = key.sign(request._encode_content(), ec.ECDSA(hashes.SHA384())).hex()
     content = {"client": client, "key": public, "signature": signature}
     # the request last: it is only sent where the key is on the disk
-    write_key_file(folder / "client.key", private, PRIVATE)
-    write_key_file(folder / REQUEST, (json.dumps(content, indent=1) + "\n").encode())
-    return made
+    write_key_file(folder / "client.key", private, PRIVATE_MODE)
+    write_key_file(folder / REQUEST_FILE, (json.dumps(content, indent=1) + "\n").encode())
+    return request
 
 
 def load_key_pair(
@@ -139,7 +139,7 @@ def load_client_key(path: Path, passphrase: str = "") -> ec.EllipticCurvePrivate
     is_encrypted = needs_passphrase(content)
     if is_encrypted and not passphrase:
         raise ConfigError(
-            f"{path} needs its passphrase: `fedlowrank join` asks for it on a terminal; elsewhere set {PASSPHRASE}"
+            f"{path} needs its passphrase: `fedlowrank join` asks for it on a terminal; elsewhere set {PASSPHRASE_VARIABLE}"
         )
     try:
         load = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key

@@ -24,18 +24,18 @@ from ...core.errors import ConfigError
 from ...core.io.atomic_files import read_json
 from .key_files import read_authority, write_key_file
 
-ROSTER = "roster.json"
+ROSTER_FILE = "roster.json"
 """Name of the file in the folders ``server`` and ``client-3``."""
 
-_SIGNED = b"fedlowrank roster 1\n"
+_SIGNED_PREFIX = b"fedlowrank roster 1\n"
 
 
-def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
+def compute_fingerprint(key: ec.EllipticCurvePublicKey) -> str:
     """Thirty digits in groups of five, to be read aloud: of two keys they are equal by a chance of 10⁻³⁰."""
-    return in_groups(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+    return group_digits(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
-def in_groups(content: bytes) -> str:
+def group_digits(content: bytes) -> str:
     """Thirty digits of the SHA-256 of bytes, in groups of five."""
     digits = f"{int.from_bytes(hashlib.sha256(content).digest()) % 10**30:030d}"
     return " ".join(digits[i : i + 5] for i in range(0, 30, 5))
@@ -52,7 +52,7 @@ def parse_public_key(text: str, where: object) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def public_line(text: str) -> str:
+def strip_key_comment(text: str) -> str:
     """A public key in the form of OpenSSH, without a comment."""
     return " ".join(text.split()[:2])
 
@@ -71,8 +71,8 @@ class RosterEntry:
 
     @property
     def fingerprint(self) -> str:
-        """Of its key."""
-        return fingerprint(parse_public_key(self.key, "the roster"))
+        """Fingerprint of its key."""
+        return compute_fingerprint(parse_public_key(self.key, "the roster"))
 
     def has_expired(self) -> bool:
         """Whether the key has ended, by the clock of this machine."""
@@ -88,13 +88,13 @@ class KeyRoster:
     @property
     def number(self) -> str:
         """Thirty digits that are equal where all numbers, keys and ends are equal."""
-        return in_groups(self._content())
+        return group_digits(self._encode_content())
 
     def sign(self, authority: ec.EllipticCurvePrivateKey) -> bytes:
         """The content of the file."""
-        signature = authority.sign(_SIGNED + self._content(), ec.ECDSA(hashes.SHA384()))
+        signature = authority.sign(_SIGNED_PREFIX + self._encode_content(), ec.ECDSA(hashes.SHA384()))
         return (
-            json.dumps({"clients": self._table(), "signature": signature.hex()}, indent=1) + "\n"
+            json.dumps({"clients": self._make_table(), "signature": signature.hex()}, indent=1) + "\n"
         ).encode()
 
     @classmethod
@@ -111,15 +111,18 @@ class KeyRoster:
         """
         table: dict[str, Any] = read_json(path, dict)
         try:
-            found = cls(
-                {int(n): _entry(fields, f"{path}, client {n}") for n, fields in table["clients"].items()}
+            roster = cls(
+                {
+                    int(n): _parse_entry(fields, f"{path}, client {n}")
+                    for n, fields in table["clients"].items()
+                }
             )
             key = x509.load_pem_x509_certificate(authority.read_bytes()).public_key()
             if not isinstance(key, ec.EllipticCurvePublicKey):
                 raise ConfigError(f"{authority} is a certificate of another kind")
             signature = bytes.fromhex(table["signature"])
-            key.verify(signature, _SIGNED + found._content(), ec.ECDSA(hashes.SHA384()))
-            if table["clients"] != found._table():
+            key.verify(signature, _SIGNED_PREFIX + roster._encode_content(), ec.ECDSA(hashes.SHA384()))
+            if table["clients"] != roster._make_table():
                 raise ValueError("a fingerprint is not that of its key")
         except InvalidSignature:
             raise ConfigError(
@@ -130,12 +133,12 @@ class KeyRoster:
             raise ConfigError(
                 f"{path} is no roster that can be read ({error}). Ask the operator for it."
             ) from error
-        return found
+        return roster
 
-    def _content(self) -> bytes:
-        return json.dumps(self._table(), sort_keys=True, separators=(",", ":")).encode()
+    def _encode_content(self) -> bytes:
+        return json.dumps(self._make_table(), sort_keys=True, separators=(",", ":")).encode()
 
-    def _table(self) -> dict[str, dict[str, str]]:
+    def _make_table(self) -> dict[str, dict[str, str]]:
         return {
             str(number): {
                 "key": entry.key,
@@ -146,7 +149,7 @@ class KeyRoster:
         }
 
 
-def _entry(fields: dict[str, str], where: str) -> RosterEntry:
+def _parse_entry(fields: dict[str, str], where: str) -> RosterEntry:
     parse_public_key(fields["key"], where)
     expires = datetime.datetime.fromisoformat(fields["expires"])
     if expires.tzinfo is None:
@@ -171,22 +174,22 @@ def update_roster(folder: Path, days: Mapping[int, int] | None = None) -> bool:
     if not (folder / "ca.key").is_file():
         return False
     key, certificate = read_authority(folder)
-    server, last = folder / "server", certificate.not_valid_after_utc
-    path, now = server / ROSTER, datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    before = KeyRoster.read(path, server / "ca.crt").clients if path.exists() else {}
+    server, latest_end = folder / "server", certificate.not_valid_after_utc
+    path, now = server / ROSTER_FILE, datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    earlier = KeyRoster.read(path, server / "ca.crt").clients if path.exists() else {}
     clients = {}
     for public in sorted((server / "clients").glob("*.pub")):
-        number, line = int(public.stem), public_line(public.read_text())
+        number, line = int(public.stem), strip_key_comment(public.read_text())
         parse_public_key(line, public)
-        known, life = before.get(number), (days or {}).get(number)
+        known, life = earlier.get(number), (days or {}).get(number)
         if life is not None:
-            expires = min(last, now + datetime.timedelta(days=life))
+            expires = min(latest_end, now + datetime.timedelta(days=life))
         else:
-            expires = known.expires if known is not None and known.key == line else last
+            expires = known.expires if known is not None and known.key == line else latest_end
         clients[number] = RosterEntry(line, expires)
     signed = KeyRoster(clients).sign(key)
     write_key_file(path, signed)
     for number in clients:
-        if (own := folder / f"client-{number}").is_dir():
-            write_key_file(own / ROSTER, signed)
+        if (client_folder := folder / f"client-{number}").is_dir():
+            write_key_file(client_folder / ROSTER_FILE, signed)
     return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass
 
-ROUNDS = 20
-"""Rounds whose updates are described, the last ones."""
+MAX_DESCRIBED_ROUNDS = 20
+"""Number of last rounds whose updates are described."""
 
 
 @dataclass(frozen=True)

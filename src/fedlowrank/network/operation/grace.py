@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
-LEAST = 60.0
-"""Seconds for which replies are waited for at least: a restarted client, or a busy machine, takes that long."""
+MIN_WAIT_SECONDS = 60.0
+"""Least waiting time in seconds: a restarted client, or a busy machine, takes that long."""
 
-WINDOW = 100
-"""Replies whose times are remembered, the last ones."""
+MAX_REPLY_TIMES = 100
+"""Number of last replies whose times are stored."""
 
 
 @dataclass
@@ -27,10 +27,10 @@ class Grace:
     def add(self, seconds: float) -> None:
         """Remember how long a reply took."""
         self.seconds.append(round(seconds, 3))
-        del self.seconds[:-WINDOW]
+        del self.seconds[:-MAX_REPLY_TIMES]
 
     def limit(self, deadline: float) -> float:
         """Seconds from the orders on after which enough replies suffice."""
         if not self.factor or not self.seconds:
             return deadline
-        return min(deadline, max(LEAST, self.factor * median(self.seconds)))
+        return min(deadline, max(MIN_WAIT_SECONDS, self.factor * median(self.seconds)))

@@ -35,7 +35,7 @@ from ..site.site_settings import SiteSettings
 POLICY_FILE = "policy.json"
 """Name of the policy in a client's folder."""
 
-_PRIVACY = ("none", "central", "local")
+_PRIVACY_ORDER = ("none", "central", "local")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Policy(CheckedFields):
         """Write it into a client's folder."""
         write_sealed(folder / POLICY_FILE, {"policy": dataclasses.asdict(self), "policy_digest": self.digest})
 
-    def violations(
+    def find_violations(
         self,
         experiment: ExperimentConfig,
         clients: int,
@@ -122,51 +122,55 @@ class Policy(CheckedFields):
             sends_evaluation: whether the client sends evaluations where it is asked for them.
         """
         run, method = experiment.run, experiment.default_method
-        found = []
+        violations = []
         if self.methods and method not in self.methods:
-            found.append(f"methods: {method} is not among {', '.join(self.methods)}")
+            violations.append(f"methods: {method} is not among {', '.join(self.methods)}")
         if self.max_rounds is not None and run.rounds > self.max_rounds:
-            found.append(f"max_rounds: the run has {run.rounds} rounds, above {self.max_rounds}")
+            violations.append(f"max_rounds: the run has {run.rounds} rounds, above {self.max_rounds}")
         if examples < self.min_examples:
-            found.append(
+            violations.append(
                 f"min_examples: the site has {examples} training examples, below {self.min_examples}"
             )
         if clients < self.min_clients:
-            found.append(f"min_clients: the federation has {clients} clients, below {self.min_clients}")
+            violations.append(f"min_clients: the federation has {clients} clients, below {self.min_clients}")
         if self.secure and not run.secure.on:
-            found.append("secure: the server would see this site's update; run.secure.on is needed")
-        found += self._privacy(experiment)
+            violations.append("secure: the server would see this site's update; run.secure.on is needed")
+        violations += self._find_privacy_violations(experiment)
         if not self.evaluation and sends_evaluation and run.privacy.kind == "none" and not run.secure.on:
-            found.append("evaluation: accuracies and losses would leave the site")
+            violations.append("evaluation: accuracies and losses would leave the site")
         if self.parts != ("*",):
             patterns = [p.lstrip("/") for p in self.parts]
-            others = [u for u in uploads() if not any(fnmatch.fnmatchcase(u, p) for p in patterns)]
-            if others:
-                listed = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-                found.append(
+            forbidden = [u for u in uploads() if not any(fnmatch.fnmatchcase(u, p) for p in patterns)]
+            if forbidden:
+                listed = ", ".join(forbidden[:5]) + (
+                    f" and {len(forbidden) - 5} more" if len(forbidden) > 5 else ""
+                )
+                violations.append(
                     f"parts: {listed} would leave the site, and no pattern of {list(self.parts)} allows it"
                 )
-        return found
+        return violations
 
-    def _privacy(self, experiment: ExperimentConfig) -> list[str]:
-        privacy, found = experiment.run.privacy, []
-        if _PRIVACY.index(privacy.kind) < _PRIVACY.index(self.privacy):
-            found.append(f"privacy: run.privacy.kind is {privacy.kind}; {self.privacy} is needed at least")
-        for name, most in (("epsilon", self.max_epsilon), ("delta", self.max_delta)):
+    def _find_privacy_violations(self, experiment: ExperimentConfig) -> list[str]:
+        privacy, violations = experiment.run.privacy, []
+        if _PRIVACY_ORDER.index(privacy.kind) < _PRIVACY_ORDER.index(self.privacy):
+            violations.append(
+                f"privacy: run.privacy.kind is {privacy.kind}; {self.privacy} is needed at least"
+            )
+        for name, limit in (("epsilon", self.max_epsilon), ("delta", self.max_delta)):
             value = getattr(privacy, name)
-            if most is None:
+            if limit is None:
                 continue
             if privacy.kind == "none" or value is None:
-                found.append(f"max_{name}: run.privacy sets no {name}; at most {most:g} is allowed")
-            elif value > most:
-                found.append(f"max_{name}: run.privacy.{name} is {value:g}, above {most:g}")
-        return found
+                violations.append(f"max_{name}: run.privacy sets no {name}; at most {limit:g} is allowed")
+            elif value > limit:
+                violations.append(f"max_{name}: run.privacy.{name} is {value:g}, above {limit:g}")
+        return violations
 
 
 def preview_uploads(
     folder: Path, experiment: ExperimentConfig, client: int, shares: Shares, site: SiteSettings
 ) -> list[str]:
-    """The paths of :func:`upload_paths` of a client whose folder has not been prepared yet.
+    """The paths of :func:`list_upload_paths` of a client whose folder has not been prepared yet.
 
     Args:
         folder: of the client; a temporary folder in it is removed at the end.
@@ -177,19 +181,21 @@ def preview_uploads(
     """
     with as_checkpoint_error(f"cannot write {folder}"), tempfile.TemporaryDirectory(dir=folder) as trial:
         prepare(Path(trial), experiment, client, shares, site, parts=())
-        return upload_paths(Path(trial))
+        return list_upload_paths(Path(trial))
 
 
-def upload_paths(folder: Path) -> list[str]:
+def list_upload_paths(folder: Path) -> list[str]:
     """The paths of all tensors that a client sends in a reply, found without training.
 
     Args:
         folder: of the client.
     """
-    mine = ClientRuntime(folder)
-    run, federation = mine.made.run, mine.federation
-    task, info = federation.task(run.rounds), federation.infos[mine.client]
-    method: Any = average_statistics(mine.made.build_method(mine.made.default_method), task, run)
+    runtime = ClientRuntime(folder)
+    run, federation = runtime.experiment.run, runtime.federation
+    task, info = federation.task(run.rounds), federation.infos[runtime.client]
+    method: Any = average_statistics(
+        runtime.experiment.build_method(runtime.experiment.default_method), task, run
+    )
     down = tree.zeros_like(method.download(method.server_init(task), info))
     upload, _ = trace_upload(method, task, info, down)
     return [path.lstrip("/") for path, _ in tree.leaves(upload)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median_low
 
 from ...core.errors import FedlowrankError
-from ...results.measurements import ACCURACY, LOSS
+from ...results.client_numbers import ACCURACY, LOSS
 from ...results.records import RoundRecord
 from .activity import UpdateShape
 
@@ -37,7 +37,7 @@ class Fall:
     scores: Mapping[int, float]
 
 
-def find_fall(records: Sequence[RoundRecord], since: int, most: float) -> Fall | None:
+def find_fall(records: Sequence[RoundRecord], since: int, max_fall: float) -> Fall | None:
     """The fall after the last round that was evaluated, if it is above a bound.
 
     A minority of clients can neither hide a fall nor feign one, for medians over clients are compared. Best is the
@@ -46,11 +46,11 @@ def find_fall(records: Sequence[RoundRecord], since: int, most: float) -> Fall |
     Args:
         records: of the rounds.
         since: rounds before this one are not compared with.
-        most: the bound; 0 for none.
+        max_fall: the bound; 0 for none.
     """
-    if not most:
+    if not max_fall:
         return None
-    tables = {r.round: _validation(r, records[0]) for r in records if r.round >= since}
+    tables = {r.round: _read_validation(r, records[0]) for r in records if r.round >= since}
     tables = {t: values for t, values in tables.items() if values}
     if len(tables) < 2:
         return None
@@ -61,11 +61,11 @@ def find_fall(records: Sequence[RoundRecord], since: int, most: float) -> Fall |
     if not both:
         return None
     amount = median_low(tables[best][i] - tables[now][i] for i in both)
-    return Fall(now, best, amount, scores) if amount > most else None
+    return Fall(now, best, amount, scores) if amount > max_fall else None
 
 
-def _validation(record: RoundRecord, first: RoundRecord) -> dict[int, float]:
-    """What each client's model is worth on its validation examples: the more, the better."""
+def _read_validation(record: RoundRecord, first: RoundRecord) -> dict[int, float]:
+    """Read the validation score of each client's model: the accuracy, or the negative relative loss."""
 
     def of_clients(record: RoundRecord, name: str) -> dict[int, float]:
         return {i: v for i, v in record.by_client(name, "val").items() if v is not None}
@@ -78,7 +78,7 @@ def _validation(record: RoundRecord, first: RoundRecord) -> dict[int, float]:
     return {i: -v / scale if math.isfinite(v) else -math.inf for i, v in losses.items()}
 
 
-def suspects(
+def find_suspects(
     shapes: Mapping[int, Mapping[int, UpdateShape]], rounds: Collection[int], ratio: float
 ) -> dict[int, UpdateShape]:
     """The clients whose updates may be the cause of a fall, the likeliest first: a minority, or nobody.
@@ -90,60 +90,60 @@ def suspects(
         rounds: in which validation fell.
         ratio: usual lengths beyond which an update is long; 0 if lengths do not matter.
     """
-    worst = worst_shapes(shapes, rounds)
-    odd = [
+    worst = find_worst_shapes(shapes, rounds)
+    outlying = [
         client
         for client, shape in worst.items()
         if (shape.cosine or 0.0) < 0 or (ratio and (shape.length or 0.0) > ratio)
     ]
-    return {client: worst[client] for client in odd[: max(1, (len(worst) - 1) // 2)]}
+    return {client: worst[client] for client in outlying[: max(1, (len(worst) - 1) // 2)]}
 
 
-def worst_shapes(
+def find_worst_shapes(
     shapes: Mapping[int, Mapping[int, UpdateShape]], rounds: Collection[int]
 ) -> dict[int, UpdateShape]:
-    """Of each client the update of some rounds that agrees least with the others, the oddest client first."""
+    """Find each client's update with the lowest cosine in some rounds; the lowest cosine comes first."""
     worst: dict[int, UpdateShape] = {}
     for t in sorted(rounds):
         for client, shape in shapes.get(t, {}).items():
-            if client not in worst or _order(shape) < _order(worst[client]):
+            if client not in worst or _sort_key(shape) < _sort_key(worst[client]):
                 worst[client] = shape
-    return dict(sorted(worst.items(), key=lambda item: _order(item[1])))
+    return dict(sorted(worst.items(), key=lambda item: _sort_key(item[1])))
 
 
-def _order(shape: UpdateShape) -> tuple[float, float]:
-    """Sorts odd updates first."""
+def _sort_key(shape: UpdateShape) -> tuple[float, float]:
+    """Return the sort key: low cosines first, then long updates."""
     return (1.0 if shape.cosine is None else shape.cosine, -(shape.length or 0.0))
 
 
 def describe_fall(
     fall: Fall,
-    named: Mapping[int, UpdateShape],
+    suspected: Mapping[int, UpdateShape],
     everyone: Mapping[int, UpdateShape],
     out: Path,
-    kept: Sequence[int],
+    checkpoints: Sequence[int],
 ) -> str:
-    """What is said when a run pauses: what fell, whose updates are odd, and how it goes on.
+    """Describe why a run pauses: the fall, the clients whose updates stand out, and how to go on.
 
     Args:
         fall: that was found.
-        named: the clients that may be the cause.
+        suspected: the clients that may be the cause.
         everyone: all clients with their updates.
         out: run folder.
-        kept: rounds whose checkpoints are kept.
+        checkpoints: rounds whose checkpoints are kept.
     """
-    before = [t for t in kept if t < fall.round]
+    before = [t for t in checkpoints if t < fall.round]
     known = [t for t in before if t in fall.scores]
     back = max(known, key=lambda t: (fall.scores[t], t)) if known else max(before, default=None)
-    who = "; ".join(f"client {c}: {shape.describe()}" for c, shape in (named or everyone).items())
-    without = "".join(f" --without {c}" for c in sorted(named))
+    described = "; ".join(f"client {c}: {shape.describe()}" for c, shape in (suspected or everyone).items())
+    without = "".join(f" --without {c}" for c in sorted(suspected))
     text = (
         f"paused: the clients' validation after round {fall.round} is {fall.amount:.2g} below that after round "
         f"{fall.best} (network.max_fall). "
     )
-    text += "Updates that stand out: " if named else "No update points away from the others or is long: "
-    text += f"{who or 'none is known'}. "
-    go_on = "on without them" if named else "back"
+    text += "Updates that stand out: " if suspected else "No update points away from the others or is long: "
+    text += f"{described or 'none is known'}. "
+    go_on = "on without them" if suspected else "back"
     if back is None:
         text += f"No checkpoint before round {fall.round} is kept; raise run.keep_checkpoints next time. "
     else:

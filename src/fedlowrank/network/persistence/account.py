@@ -24,8 +24,8 @@ from ..operation.activity import LastReply, UpdateShape
 
 logger = logging.getLogger(__name__)
 
-REFUSALS = 100
-"""Refused replies that are listed, the last ones."""
+MAX_REFUSALS = 100
+"""Number of last refused replies that are listed."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Account:
         replies: the last reply of each client.
         seconds: see :class:`..operation.grace.Grace`.
         shapes: length and direction of the updates of the last rounds, by round and client.
-        paused: what was said when the run paused; empty if it did not, or goes on.
+        paused: why the run paused; empty if it is not paused.
         watched_from: the round from which a fall of validation is looked for.
     """
 
@@ -81,7 +81,7 @@ class Account:
 
     def write(self, folder: Path) -> None:
         """Write it, with its digest."""
-        self.refusals = self.refusals[-REFUSALS:]
+        self.refusals = self.refusals[-MAX_REFUSALS:]
         write_json(folder / ACCOUNT, seal(dataclasses.asdict(self)))
 
 
@@ -129,8 +129,8 @@ def prepare_resume(folder: Path, round: int | None, without: Collection[int]) ->
 def _go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
     """Put a network run back to an earlier checkpoint, and exclude clients from then on."""
     account = Account.read(folder)
-    kept = checkpoint.rounds_kept(folder / "checkpoint")
-    target = kept[-1] if round is None else round
+    checkpoints = checkpoint.rounds_kept(folder / "checkpoint")
+    target = checkpoints[-1] if round is None else round
     clients = len(read_clients(folder))
     for client in without:
         if not 0 <= client < clients:
@@ -138,7 +138,7 @@ def _go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
         account.excluded[client] = target
     if len(account.excluded) >= clients:
         raise ConfigError("--without leaves no client")
-    if target in kept[:-1]:
+    if target in checkpoints[:-1]:
         account.branch += 1
         # the norms of rounds that are done again are measured again
         account.updates = {t: norms for t, norms in account.updates.items() if t < target}
@@ -146,7 +146,7 @@ def _go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
         if account.watched_from > target:
             account.watched_from = 0
     # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
-    if target in kept:
+    if target in checkpoints:
         account.write(folder)
     _restore_checkpoint(folder, target)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.io.atomic_files import append_event
-from ..messages import one_line
+from ..messages import to_one_line
 from ..transport import Response
 
 
@@ -35,36 +35,41 @@ class Audit:
 
     path: Path | None = None
 
-    def registered(self, client: int, examples: int) -> None:
+    def log_registration(self, client: int, examples: int) -> None:
         """Log the registration of a client."""
         append_event(self.path, "registered", client=client, examples=examples)
 
-    def rejected(self, client: int | None, why: str) -> None:
+    def log_rejection(self, client: int | None, why: str) -> None:
         """Log the rejection of a node, with its client if that is known."""
-        append_event(self.path, "rejected", client=client, why=one_line(why, 1000))
+        append_event(self.path, "rejected", client=client, why=to_one_line(why, 1000))
 
-    def reply(self, response: Response, client: int, round: int, why: str | None) -> None:
+    def log_reply(self, response: Response, client: int, round: int, why: str | None) -> None:
         """Log a reply, with the reason if it was not used; ``round`` counts completed rounds."""
         size = len(response.header) + len(response.payload)
         digest = hashlib.blake2b(response.payload, digest_size=16).hexdigest() if response.payload else ""
-        found: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
-        append_event(self.path, "reply", **found, accepted=why is None, why=one_line(why or "", 1000))
+        fields: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
+        append_event(self.path, "reply", **fields, accepted=why is None, why=to_one_line(why or "", 1000))
 
-    def refused(self, client: int, round: int, why: str) -> None:
+    def log_refusal(self, client: int, round: int, why: str) -> None:
         """Log that a reply is not used; ``round`` counts completed rounds."""
-        append_event(self.path, "refused", client=client, round=round + 1, why=one_line(why, 1000))
+        append_event(self.path, "refused", client=client, round=round + 1, why=to_one_line(why, 1000))
 
-    def shortened(self, client: int, round: int, length: float, kept: float) -> None:
+    def log_shortening(self, client: int, round: int, length: float, kept: float) -> None:
         """Log that an update is shortened; ``round`` counts completed rounds."""
         append_event(
-            self.path, "shortened", client=client, round=round + 1, length=digits(length), kept=digits(kept)
+            self.path,
+            "shortened",
+            client=client,
+            round=round + 1,
+            length=round_digits(length),
+            kept=round_digits(kept),
         )
 
-    def paused(self, round: int, why: str) -> None:
+    def log_pause(self, round: int, why: str) -> None:
         """Log that the run pauses after so many rounds."""
-        append_event(self.path, "paused", round=round, why=one_line(why, 2000))
+        append_event(self.path, "paused", round=round, why=to_one_line(why, 2000))
 
 
-def digits(number: float) -> float:
+def round_digits(number: float) -> float:
     """A number to four digits."""
     return float(f"{number:.4g}")

@@ -49,18 +49,18 @@ class ClientMemory:
 
     @property
     def branch(self) -> int:
-        """Of the order that was answered last; 0 if none was."""
+        """Branch of the last answered order; 0 if there is none."""
         if not self.stamps:
             return 0
-        with _opened(self._path(self.stamps[-1])) as (head, _):
+        with _open_state(self._path(self.stamps[-1])) as (head, _):
             return int(head["branch"])
 
-    def answer_to(self, order: str) -> tuple[str, bytes] | None:
+    def find_answer(self, order: str) -> tuple[str, bytes] | None:
         """Header and upload of the answer to an order with that digest, or None if it was not answered."""
         if not self.stamps:
             return None
         path = self._path(self.stamps[-1])
-        with _opened(path) as (head, file):
+        with _open_state(path) as (head, file):
             if head["order"] != order:
                 return None
             file.seek(head["state"], os.SEEK_CUR)
@@ -68,7 +68,7 @@ class ClientMemory:
         _check(upload, head["digests"][1], path)
         return head["answer"], upload
 
-    def at(self, stamp: int) -> Any | None:
+    def read_state(self, stamp: int) -> Any | None:
         """Read the state with a stamp (None for stamp 0), and remove old states.
 
         Raises:
@@ -79,13 +79,13 @@ class ClientMemory:
             # the client starts again, whatever was acknowledged before
             return None
         if stamp not in self.stamps:
-            kept = " and ".join(map(str, self.stamps)) or "none"
+            stamps = " and ".join(map(str, self.stamps)) or "none"
             raise ForgottenError(
                 f"the server expects the state after round {stamp}, but those kept here are of round: "
-                f"{kept}; {self.folder} was lost or is of another machine"
+                f"{stamps}; {self.folder} was lost or is of another machine"
             )
         path = self._path(stamp)
-        with _opened(path) as (head, file):
+        with _open_state(path) as (head, file):
             encoded = file.read(head["state"])
         _check(encoded, head["digests"][0], path)
         self._keep([*self._acknowledged(stamp), *(s for s in self.stamps if s > stamp)])
@@ -120,10 +120,10 @@ class ClientMemory:
         }
         line = json.dumps(seal(head)).encode() + b"\n"
         # those between base and stamp were never acknowledged, or the server went back to before them
-        kept = self._acknowledged(base) if base else self.stamps[: self.keep]
+        retained = self._acknowledged(base) if base else self.stamps[: self.keep]
         write_atomically(self._path(stamp), [line, encoded, upload])
         self.stamps = sorted({*self.stamps, stamp})
-        self._keep(sorted({*kept, stamp}))
+        self._keep(sorted({*retained, stamp}))
 
     def _acknowledged(self, stamp: int) -> list[int]:
         """Stamps of the newest acknowledged states, up to the given one."""
@@ -142,7 +142,7 @@ class ClientMemory:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
+def _open_state(path: Path) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
     """Open a state's file and read its first line."""
     with as_checkpoint_error(f"cannot read {path}"), path.open("rb") as file:
         try:

@@ -10,41 +10,41 @@ from itertools import zip_longest
 MAX_CHARACTERS = 1 << 16
 """Characters of all names, above which a registration has their digest."""
 
-_MOST_NAMES = 5
-_DIGEST = "digest "
+_MAX_NAMES = 5
+_DIGEST_PREFIX = "digest "
 
 
 def digest_columns(columns: Sequence[str]) -> str:
     """The digest of all names, in their order."""
     text = json.dumps([*columns])
-    return _DIGEST + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return _DIGEST_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def short_columns(columns: Sequence[str]) -> Sequence[str]:
+def shorten_columns(columns: Sequence[str]) -> Sequence[str]:
     """The names themselves, or their digest if they are too long for a registration."""
     return columns if sum(map(len, columns)) <= MAX_CHARACTERS else [digest_columns(columns)]
 
 
-def describe_other_columns(own: Sequence[str], expected: Sequence[str], *, names_expected: bool) -> str:
+def describe_other_columns(columns: Sequence[str], expected: Sequence[str], *, names_expected: bool) -> str:
     """What differs between the names of a client's inputs and those of the others, and what to do; "" if nothing.
 
     Args:
-        own: of the client; or their digest alone.
-        expected: of the others; or their digest alone.
+        columns: names of the client's inputs, or their digest alone.
+        expected: names of the inputs of the others, or their digest alone.
         names_expected: whether to name the others' inputs, which are not for the client to know.
     """
-    if tuple(own) == tuple(expected):
+    if tuple(columns) == tuple(expected):
         return ""
-    are_names = not any(c.startswith(_DIGEST) for c in (*own[:1], *expected[:1]))
+    are_names = not any(c.startswith(_DIGEST_PREFIX) for c in (*columns[:1], *expected[:1]))
     listed = ""
     if are_names:
-        differ = [(i, a, b) for i, (a, b) in enumerate(zip_longest(own, expected), 1) if a != b]
+        differ = [(i, a, b) for i, (a, b) in enumerate(zip_longest(columns, expected), 1) if a != b]
         parts = [
-            f"input {i} is {_quoted(a)}" + (f" and theirs {_quoted(b)}" if names_expected else "")
-            for i, a, b in differ[:_MOST_NAMES]
+            f"input {i} is {_quote_name(a)}" + (f" and theirs {_quote_name(b)}" if names_expected else "")
+            for i, a, b in differ[:_MAX_NAMES]
         ]
-        more = len(differ) - _MOST_NAMES
-        listed = f" ({', '.join(parts)}{f' and {more} more' if more > 0 else ''})"
+        unnamed = len(differ) - _MAX_NAMES
+        listed = f" ({', '.join(parts)}{f' and {unnamed} more' if unnamed > 0 else ''})"
     return (
         f"has other columns than the other clients, or the same in another order{listed}. List the columns in "
         "data.features of the experiment, so that their order is the same everywhere. A column of text becomes an "
@@ -53,5 +53,5 @@ def describe_other_columns(own: Sequence[str], expected: Sequence[str], *, names
     )
 
 
-def _quoted(name: str | None) -> str:
+def _quote_name(name: str | None) -> str:
     return "missing" if name is None else json.dumps(name[:60])

@@ -19,17 +19,17 @@ from ...data.dataset import ClientData, Examples
 from ...data.federation import Federation
 from ...storage.base_files import combine_file_digests, compare_base_files
 from ..messages import (
-    PROTOCOL,
+    PROTOCOL_VERSION,
     MessageError,
     Registration,
     RegistrationRequest,
-    one_line,
-    sections,
+    digest_sections,
+    to_one_line,
 )
 from ..transport import NodeMessage, Response
 from .input_columns import describe_other_columns
 
-MAX_BYTES = 1 << 20
+MAX_REGISTRATION_BYTES = 1 << 20
 """Bytes of a registration."""
 
 MAX_EXAMPLES = 1 << 40
@@ -127,7 +127,7 @@ class ClientRegistry:
     """The clients of a run.
 
     Args:
-        made: the experiment.
+        experiment: the experiment.
         clients: number of clients.
         max_examples: see :class:`fedlowrank.config.sections.network_section.Limits`.
         keys: the client of each node's key; None if keys are not checked.
@@ -144,21 +144,21 @@ class ClientRegistry:
 
     def __init__(
         self,
-        made: ExperimentConfig,
+        experiment: ExperimentConfig,
         clients: int,
         max_examples: int | None = None,
         keys: Mapping[int, int] | None = None,
         examples_ratio: float = 0.0,
         promised: Sequence[int] = (),
     ) -> None:
-        self.made, self.clients, self.max_examples, self.keys = made, clients, max_examples, keys
+        self.experiment, self.clients, self.max_examples, self.keys = experiment, clients, max_examples, keys
         self.examples_ratio, self.promised = examples_ratio, promised
         self.form: ExampleForm | None = None
         self.registered: dict[int, RegisteredClient] = {}
         self.rejections: dict[int, str] = {}
         self.permanently_rejected: set[int] = set()
         self.notices: dict[int, str] = {}
-        self._sections = sections(made.to_dict())
+        self._sections = digest_sections(experiment.to_dict())
         self._base: Mapping[str, str] = {}
 
     @property
@@ -175,7 +175,7 @@ class ClientRegistry:
         # the lower median, so that one of two clients cannot raise it
         return max(1, int(self.examples_ratio * median_low(c.examples for c in self.registered.values())))
 
-    def capped_clients(self) -> dict[int, str]:
+    def describe_capped_clients(self) -> dict[int, str]:
         """The clients that are weighted by fewer examples than they registered, with the reason."""
         cap = self.cap
         return {
@@ -186,23 +186,23 @@ class ClientRegistry:
             if c.examples > cap
         }
 
-    def reachable(self, present: set[int]) -> set[int]:
+    def find_reachable(self, present: set[int]) -> set[int]:
         """The clients whose node is present."""
         return {i for i, c in self.registered.items() if c.node in present}
 
-    def client_of(self, node: int) -> int | None:
+    def find_client(self, node: int) -> int | None:
         """The client of a node's key; None if keys are not checked."""
         return None if self.keys is None else self.keys.get(node)
 
-    def name_of(self, node: int) -> str:
+    def describe_node(self, node: int) -> str:
         """How logs call a node: by its client, for whoever knows a node's number can try to speak for it."""
-        client = self.client_of(node)
+        client = self.find_client(node)
         return f"node {node}" if client is None else f"client {client}"
 
-    def majority(self, present: set[int]) -> list[int]:
+    def find_majority(self, present: set[int]) -> list[int]:
         """The largest group of reachable clients that share the form of examples and the base model."""
         groups: dict[tuple[str, str], list[int]] = {}
-        for client in sorted(self.reachable(present)):
+        for client in sorted(self.find_reachable(present)):
             registered = self.registered[client]
             if registered.form is not None:
                 groups.setdefault(
@@ -216,20 +216,20 @@ class ClientRegistry:
         Returns:
             The rejected clients, with the reason.
         """
-        majority, rejected = self.majority(present), dict[int, str]()
+        majority, rejected = self.find_majority(present), dict[int, str]()
         if not majority:
             return rejected
         first = self.registered[majority[0]]
         self.form, self._base = first.form, first.base
         for i, client in list(self.registered.items()):
-            wrong = None if client.form is None else self._mismatch(i, client.form, client.base)
-            if wrong is not None:
+            mismatch = None if client.form is None else self._find_mismatch(i, client.form, client.base)
+            if mismatch is not None:
                 del self.registered[i]
-                rejected[i] = one_line(str(wrong), 1000)
+                rejected[i] = to_one_line(str(mismatch), 1000)
                 if client.node is not None:
                     self.rejections[client.node] = rejected[i]
                     self.permanently_rejected.add(client.node)
-                    self.notices[client.node] = one_line(wrong.notice, 1000)
+                    self.notices[client.node] = to_one_line(mismatch.notice, 1000)
         return rejected
 
     def take_notices(self, present: set[int]) -> list[NodeMessage]:
@@ -242,11 +242,11 @@ class ClientRegistry:
         ]
 
     def restore(self, rows: Mapping[int, Mapping[str, int]]) -> None:
-        """Inverse of :meth:`rows`, after a restart of the server; no client has a node yet."""
+        """Inverse of :meth:`count_examples`, after a restart of the server; no client has a node yet."""
         for client, row in rows.items():
             self.registered[client] = RegisteredClient(None, row["train"], (row["val"], row["test"]))
 
-    def registration_requests(self, present: set[int]) -> list[NodeMessage]:
+    def make_requests(self, present: set[int]) -> list[NodeMessage]:
         """Requests to all present nodes that are not registered or permanently rejected."""
         # a node that left and came back may be another process, or fixed
         self.permanently_rejected &= present
@@ -269,8 +269,8 @@ class ClientRegistry:
             if not response.problem and not isinstance(error, DuplicateClientError):
                 self.permanently_rejected.add(response.node)
                 notice = error.notice if isinstance(error, MismatchedClientError) else str(error)
-                self.notices[response.node] = one_line(notice, 1000)
-            why = self.rejections[response.node] = one_line(str(error), 1000)
+                self.notices[response.node] = to_one_line(notice, 1000)
+            why = self.rejections[response.node] = to_one_line(str(error), 1000)
             raise UnregisteredNodeError(f"a node was rejected: {why}") from error
         self.rejections.pop(response.node, None)
         return client
@@ -279,13 +279,13 @@ class ClientRegistry:
         node = response.node
         if response.problem or response.too_large:
             raise UnregisteredNodeError(f"it did not register: {response.problem or response.too_large}")
-        if len(response.header) + len(response.payload) > MAX_BYTES:
-            raise UnregisteredNodeError(f"its registration takes more than {MAX_BYTES} bytes")
+        if len(response.header) + len(response.payload) > MAX_REGISTRATION_BYTES:
+            raise UnregisteredNodeError(f"its registration takes more than {MAX_REGISTRATION_BYTES} bytes")
         registration = Registration.from_json(response.header)
-        if wrong := self._wrong_header(registration, node):
+        if wrong := self._find_header_fault(registration, node):
             raise UnregisteredNodeError(wrong)
         form, client = ExampleForm.read(response.payload), registration.client
-        if mismatch := self._mismatch(client, form, registration.base):
+        if mismatch := self._find_mismatch(client, form, registration.base):
             raise mismatch
         known = self.registered.get(client)
         if known is not None and known.node != node and known.node in present:
@@ -296,7 +296,7 @@ class ClientRegistry:
         self.registered[client] = RegisteredClient(node, examples, sizes, form, registration.base)
         return client
 
-    def _mismatch(
+    def _find_mismatch(
         self, client: int, form: ExampleForm, base: Mapping[str, str]
     ) -> MismatchedClientError | None:
         """How a client differs from the form and base model that are required, or None."""
@@ -311,11 +311,14 @@ class ClientRegistry:
         if why and (nameless == expected or (form.columns and self.form.columns)):
             return MismatchedClientError(f"client {client} {why}.", f"client {client} {notice}.")
         if form.describe() != self.form.describe():
-            own, cure = form.describe()[:300], "All must name the same classes and prepare their data alike."
+            described, cure = (
+                form.describe()[:300],
+                "All must name the same classes and prepare their data alike.",
+            )
             return MismatchedClientError(
-                f"client {client} has examples of another form: {own}, but the others' are "
+                f"client {client} has examples of another form: {described}, but the others' are "
                 f"{self.form.describe()[:300]}. {cure}",
-                f"client {client} has examples of another form than the other clients: {own}. {cure}",
+                f"client {client} has examples of another form than the other clients: {described}. {cure}",
             )
         if different := compare_base_files(base, self._base):
             text = (
@@ -325,17 +328,17 @@ class ClientRegistry:
             return MismatchedClientError(text, text)
         return None
 
-    def _wrong_header(self, registration: Registration, node: int) -> str | None:
+    def _find_header_fault(self, registration: Registration, node: int) -> str | None:
         """What is wrong with the header of a registration, or None."""
         client, examples, sizes = registration.client, registration.examples, registration.sizes
-        if registration.protocol != PROTOCOL:
+        if registration.protocol != PROTOCOL_VERSION:
             return (
                 f"client {client} speaks version {registration.protocol} of the messages, this server "
-                f"{PROTOCOL}: install the same version of fedlowrank on both"
+                f"{PROTOCOL_VERSION}: install the same version of fedlowrank on both"
             )
         if not 0 <= client < self.clients:
             return f"it says it is client {client}, but clients go from 0 to {self.clients - 1}"
-        if self.keys is not None and (owner := self.client_of(node)) != client:
+        if self.keys is not None and (owner := self.find_client(node)) != client:
             whose = "not registered" if owner is None else f"that of client {owner}"
             return f"it says it is client {client}, but its key is {whose}"
         has = f"client {client} says it has {examples} examples"
@@ -358,7 +361,7 @@ class ClientRegistry:
             )
         return None
 
-    def federation(self) -> Federation:
+    def build_federation(self) -> Federation:
         """The federation as the server sees it: sizes and models of all clients, and no examples.
 
         Raises:
@@ -367,14 +370,14 @@ class ClientRegistry:
         if self.form is None:
             raise UnregisteredNodeError("no client has registered, so the form of the examples is unknown")
         empty = ClientData(self.form.empty, self.form.empty, self.form.empty)
-        language = self.made.load_language(self.form.classes)
+        language = self.experiment.load_language(self.form.classes)
         if language is not None and (different := compare_base_files(language.files, self._base)):
             raise UnregisteredNodeError(
                 f"the server has another base model than the clients: {different}. Copy the files of one machine "
                 "to all, or load the same revision."
             )
         shares = Shares((empty,) * self.clients, self.form.classes, (), language)
-        return assemble(self.made, shares, sizes=self.sizes, here=frozenset())
+        return assemble(self.experiment, shares, sizes=self.sizes, here=frozenset())
 
     def update_federation(self, federation: Federation) -> Federation:
         """The federation with the current sizes; the same object if they have not changed."""
@@ -384,7 +387,7 @@ class ClientRegistry:
         infos = [dataclasses.replace(i, examples=n) for i, n in zip(federation.infos, sizes, strict=True)]
         return dataclasses.replace(federation, infos=infos)
 
-    def rows(self) -> dict[int, dict[str, int]]:
+    def count_examples(self) -> dict[int, dict[str, int]]:
         """Sizes of the parts of each registered client."""
         return {
             i: {"train": c.examples, "val": c.sizes[0], "test": c.sizes[1]}

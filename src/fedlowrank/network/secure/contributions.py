@@ -1,4 +1,4 @@
-"""What clients add up: a contribution as integers modulo 2^64, made by the client and read as a total."""
+"""Encodes the contributions of clients as integers modulo 2^64, which a secure sum adds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...core import tree
-from ...core.contract.contribution import Sum, contribution_leaves, map_contributions
-from ...core.contract.method import AnyMethod, ClientInfo, ServerView
+from ...core.contract import AnyMethod, ClientInfo, ServerView, Sum
+from ...core.contract.contribution import contribution_leaves, map_contributions
 from ...core.errors import ConfigError, TaskError
 from ...trust.protection import Protected
 from ...trust.secure_sums import FixedPoint, Vector, align
@@ -19,20 +19,20 @@ from .distributed_noise import DistributedNoise
 
 logger = logging.getLogger(__name__)
 
-LARGEST_WEIGHT = 2.0**20
+MAX_WEIGHT = 2.0**20
 """Weight of a client in a mean, known to all before the first round; a client with more examples counts so much."""
 
 
-def grid_of(settings: SecureSums, clients: int) -> FixedPoint:
+def make_grid(settings: SecureSums, clients: int) -> FixedPoint:
     """The grid of the numbers that so many clients add up."""
-    return FixedPoint(settings, clients, LARGEST_WEIGHT)
+    return FixedPoint(settings, clients, MAX_WEIGHT)
 
 
-def vector_of(contribution: Any, grid: FixedPoint, noise: DistributedNoise | None) -> Vector:
+def encode_contribution(contribution: Any, grid: FixedPoint, noise: DistributedNoise | None) -> Vector:
     """A client's contribution as a vector ``[size]``, values clipped to ±bound and rounded to the grid.
 
     Args:
-        contribution: as :func:`contribution_of` makes it.
+        contribution: as :func:`compute_contribution` makes it.
         grid: of the numbers.
         noise: the client's part of central noise; None without.
 
@@ -53,7 +53,7 @@ def vector_of(contribution: Any, grid: FixedPoint, noise: DistributedNoise | Non
     return vector
 
 
-def contribution_of(method: AnyMethod, upload: Any, down: Any, client: ClientInfo, server: Any) -> Any:
+def compute_contribution(method: AnyMethod, upload: Any, down: Any, client: ClientInfo, server: Any) -> Any:
     """What a client contributes. It does not know the server's state, of which the form alone may matter.
 
     Args:
@@ -67,28 +67,28 @@ def contribution_of(method: AnyMethod, upload: Any, down: Any, client: ClientInf
         TaskError: if the contribution at another state of the server, whose numbers differ, is another one.
     """
 
-    def at(state: Any) -> Any:
+    def contribution_at(state: Any) -> Any:
         if isinstance(method, Protected) and method.distributed:
             return {"sum": Sum(method.change(upload, down, client, state))}
         return method.contribution(upload, client, state)
 
-    found = at(server)
+    contribution = contribution_at(server)
     moved = tree.map_leaves(lambda t: t + 1 if t.is_floating_point() else t, server)
-    if not tree.equal(_plain(found), _plain(at(moved))):
+    if not tree.equal(_to_tree(contribution), _to_tree(contribution_at(moved))):
         raise TaskError(
             f"run.secure: what a client of {method.title} contributes depends on the server's state, which clients do "
             "not know; set run.secure.on = false"
         )
-    return found
+    return contribution
 
 
-def vector_size(like: Any) -> int:
+def count_numbers(like: Any) -> int:
     """Numbers in the vector of a contribution of that form."""
     weights = sum(not isinstance(leaf, Sum) for _, leaf in contribution_leaves(like))
     return weights + sum(t.numel() for _, leaf in contribution_leaves(like) for t in tree.tensors(leaf.value))
 
 
-def form_of(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
+def make_zero_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
     """The form of what clients contribute: a contribution whose tensors are zero.
 
     Args:
@@ -130,15 +130,15 @@ def check_reads_no_examples(method: AnyMethod, like: Any, server: Any, view: Ser
         for n in (1, 7)
     ]
     views.append(replace(view, replied=[replace(c, examples=1) for c in view.replied]))
-    first, *others = (method.server_update(server, total, one) for one in views)
-    if not all(tree.equal(first, other) for other in others):
+    first, *updates = (method.server_update(server, total, variant) for variant in views)
+    if not all(tree.equal(first, other) for other in updates):
         raise TaskError(
             f"run.secure: the server of {method.title} computes with each client's number of examples, which clients do "
             "not tell it under secure sums; set run.secure.on = false"
         )
 
 
-def _plain(contribution: Any) -> dict[str, Any]:
+def _to_tree(contribution: Any) -> dict[str, Any]:
     """A contribution as a tree."""
     return {
         path: {"value": leaf.value, "weight": torch.tensor(getattr(leaf, "weight", 1.0), dtype=torch.float64)}

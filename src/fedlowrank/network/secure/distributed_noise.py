@@ -8,7 +8,7 @@ the noise multiplier σ, on the grid of step γ of the secure sum:
 
 N_Z the discrete Gaussian and d the numbers of a change. Rounding moves a change by at most γ√d/2, so each has the norm C
 at most. The noise of a total has the variance σ²C² at least, n/t times as much if all reply. A sum of k discrete Gaussians
-is none, but nearly (Theorem 1 there): with the part of a client at least :data:`LEAST_STD` steps wide, the difference τ is
+is none, but nearly (Theorem 1 there): with the part of a client at least :data:`MIN_STD_STEPS` steps wide, the difference τ is
 below 10 k exp(-π² 16²), 10^-1096 k, and is left out. Its Rényi divergences are at most a Gaussian's (Canonne, Kamath and
 Steinke 2020, arXiv:2004.00010), so the accountant rdp holds.
 
@@ -32,12 +32,12 @@ from ...trust.privacy.budget import Budget
 from ...trust.privacy.noise import discrete_gaussian
 from ...trust.secure_sums import FixedPoint, Vector
 from ...trust.trust_settings import Trust
-from .member import threshold
+from .member import min_participants
 
-LEAST_STD = 16.0
+MIN_STD_STEPS = 16.0
 """Standard deviation of a client's part of the noise, in steps of the grid, at least."""
 
-LARGEST_LOSS = 0.05
+MAX_ROUNDING_SHARE = 0.05
 """Share of the clipping norm that rounding to the grid may cost."""
 
 
@@ -74,12 +74,12 @@ class DistributedNoise:
     @property
     def std(self) -> float:
         """Standard deviation of a client's part, in steps of the grid."""
-        return self.noise * self.norm / math.sqrt(threshold(self.clients)) / self.grid.sum_step
+        return self.noise * self.norm / math.sqrt(min_participants(self.clients)) / self.grid.sum_step
 
     def check(self, size: int) -> None:
         """Check that the grid is fine enough for changes of ``size`` numbers; raises ConfigError."""
         lost = self.grid.sum_step * math.sqrt(size) / 2
-        if self.std < LEAST_STD or lost > LARGEST_LOSS * self.norm:
+        if self.std < MIN_STD_STEPS or lost > MAX_ROUNDING_SHARE * self.norm:
             raise ConfigError(
                 f"run.secure: its steps of {self.grid.sum_step:.2g} are too wide for clipping.norm = {self.norm:g} and "
                 f"noise σ = {self.noise:.3g}; raise secure.bits or lower secure.bound"
@@ -94,20 +94,20 @@ class DistributedNoise:
         """The change of a client on the grid, with its part of the noise: ``[d]`` integers modulo 2^64."""
         v = torch.cat([t.double().cpu().reshape(-1) for t in tree.tensors(change)])
         self.check(v.numel())
-        size, most = float(v.norm()), self.norm - self.grid.sum_step * math.sqrt(v.numel()) / 2
+        size, max_norm = float(v.norm()), self.norm - self.grid.sum_step * math.sqrt(v.numel()) / 2
         # the norm is rounded, too
-        scale = min(1.0, most * (1 - 1e-12) / size) if size else 1.0
+        scale = min(1.0, max_norm * (1 - 1e-12) / size) if size else 1.0
         steps = (v * scale / self.grid.sum_step).round().to(torch.int64).numpy()
         return (steps + discrete_gaussian(v.numel(), self.std)).view(np.uint64)
 
 
 def describe_collusion(budget: Budget, clients: int) -> str:
     """ε of all rounds against the server, and against the server with sites that tell it their noise."""
-    least, privacy = threshold(clients), budget.privacy
-    found = []
-    for colluding in range(2 * least - clients):
-        noise = budget.noise * math.sqrt((least - colluding) / least)
+    min_clients, privacy = min_participants(clients), budget.privacy
+    parts = []
+    for colluding in range(2 * min_clients - clients):
+        noise = budget.noise * math.sqrt((min_clients - colluding) / min_clients)
         value = epsilon(noise, budget.rounds, float(privacy.delta or 0), budget.sampling, privacy.accountant)
         with_ = f" with {colluding} other site{'s' * (colluding > 1)}" if colluding else ""
-        found.append(f"{value:.4g} against the server{with_}")
-    return f"privacy of {budget.rounds} rounds at δ = {privacy.delta:g}: ε = {', '.join(found)}"
+        parts.append(f"{value:.4g} against the server{with_}")
+    return f"privacy of {budget.rounds} rounds at δ = {privacy.delta:g}: ε = {', '.join(parts)}"

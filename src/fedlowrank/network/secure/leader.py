@@ -12,11 +12,20 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from ...trust.secure_sums import KeyPair, Vector, combine, expand
-from .member import BOX, SHARE, Announcement, SecureSumError, check_keys, commit, is_signed, threshold
+from .member import (
+    BOX_BYTES,
+    SHARE_BYTES,
+    Announcement,
+    SecureSumError,
+    check_keys,
+    commit,
+    is_signed,
+    min_participants,
+)
 from .signing import MemberKeys, Session
 
-TRIALS = 1000
-"""Sets of shares that are tried where some are wrong."""
+MAX_TRIALS = 1000
+"""Number of sets of shares that are tried where some are wrong."""
 
 
 class SumLeader:
@@ -34,7 +43,7 @@ class SumLeader:
     """
 
     def __init__(self, clients: int, session: Session, roster: MemberKeys) -> None:
-        self.least, self._session, self._roster = threshold(clients), session, roster
+        self.least, self._session, self._roster = min_participants(clients), session, roster
         self.announced: dict[int, Announcement] = {}
         self.replied: list[int] = []
         self.signatures: dict[int, bytes] = {}
@@ -50,8 +59,8 @@ class SumLeader:
         if not is_signed(client, announcement, self._session, self._roster):
             raise SecureSumError("its keys are not signed by its key in the roster")
         check_keys(client, announcement)
-        taken = {key for other in self.announced.values() for key in other[:2]}
-        if len({*keys}) < 2 or taken.intersection(keys):
+        used_keys = {key for other in self.announced.values() for key in other[:2]}
+        if len({*keys}) < 2 or used_keys.intersection(keys):
             raise SecureSumError("its keys are those of another client, or equal")
         self.announced[client] = announcement
 
@@ -59,8 +68,10 @@ class SumLeader:
         """Step 2: take the shares that a client encrypted; raises SecureSumError if some are missing."""
         if boxes.keys() != self.announced.keys() - {client}:
             raise SecureSumError("it did not share its secrets with all clients")
-        if any(len(box) != BOX for box in boxes.values()):
-            raise SecureSumError(f"it encrypted something else than pairs of shares, which have {BOX} bytes")
+        if any(len(box) != BOX_BYTES for box in boxes.values()):
+            raise SecureSumError(
+                f"it encrypted something else than pairs of shares, which have {BOX_BYTES} bytes"
+            )
         self._boxes[client] = boxes
 
     @property
@@ -98,8 +109,8 @@ class SumLeader:
         """Step 5: take the shares that a client reveals; raises SecureSumError if some are missing."""
         if client not in self.signatures or shares.keys() != self._boxes.keys():
             raise SecureSumError("it did not reveal its shares of all clients")
-        if any(len(share) != SHARE for share in shares.values()):
-            raise SecureSumError(f"it revealed something else than shares, which have {SHARE} bytes")
+        if any(len(share) != SHARE_BYTES for share in shares.values()):
+            raise SecureSumError(f"it revealed something else than shares, which have {SHARE_BYTES} bytes")
         self._shares[client] = shares
 
     def check(self, count: int, step: str) -> None:
@@ -107,7 +118,7 @@ class SumLeader:
         if count < self.least:
             raise SecureSumError(f"{count} clients {step}, and {self.least} must")
 
-    def total(self) -> Vector:
+    def compute_total(self) -> Vector:
         """The sum of the vectors of those that replied.
 
         Raises:
@@ -125,43 +136,43 @@ class SumLeader:
                 total += pair.mask(other, self.announced[other][1], total.size, self._down or b"")
         return total
 
-    def _is_seed(self, client: int, found: bytes) -> bool:
-        return commit(found) == self.announced[client][2]
+    def _is_seed(self, client: int, secret: bytes) -> bool:
+        return commit(secret) == self.announced[client][2]
 
-    def _is_masking_secret(self, client: int, found: bytes) -> bool:
-        return KeyPair(client, found).public_key == self.announced[client][1]
+    def _is_masking_secret(self, client: int, secret: bytes) -> bool:
+        return KeyPair(client, secret).public_key == self.announced[client][1]
 
     def _rebuild(self, client: int, is_right: Callable[[int, bytes], bool]) -> bytes:
         """The secret of a client, from the first set of shares that gives the right one."""
-        for some in self._sets():
+        for holders in self._draw_holders():
             try:
-                secret = combine([self._shares[holder][client] for holder in some])
+                secret = combine([self._shares[holder][client] for holder in holders])
             except ValueError:
                 continue
             if is_right(client, secret):
-                self._honest = some
+                self._honest = holders
                 return secret
         raise SecureSumError(
             f"the shares of the secrets of client {client} are wrong: it shared wrong ones, or others lie"
         )
 
-    def _sets(self) -> Iterator[tuple[int, ...]]:
+    def _draw_holders(self) -> Iterator[tuple[int, ...]]:
         """Sets of holders of shares: those whose shares were right before, then others that each may avoid a liar."""
         holders = sorted(self._shares)
         yield self._honest or tuple(holders[: self.least])
         # which sets are tried need not be secret
         draws = random.Random(0)
-        for _ in range(TRIALS if len(holders) > self.least else 0):
+        for _ in range(MAX_TRIALS if len(holders) > self.least else 0):
             yield tuple(draws.sample(holders, self.least))
 
 
-def as_bytes(vector: Vector) -> bytes:
+def vector_to_bytes(vector: Vector) -> bytes:
     """A vector as it is sent, 8 bytes a number."""
     return vector.astype("<u8", copy=False).tobytes()
 
 
-def from_bytes(content: bytes) -> Vector:
-    """Inverse of :func:`as_bytes`; raises SecureSumError if the length is not a multiple of 8."""
+def vector_from_bytes(content: bytes) -> Vector:
+    """Inverse of :func:`vector_to_bytes`; raises SecureSumError if the length is not a multiple of 8."""
     if len(content) % 8:
         raise SecureSumError("its masked vector is cut short")
     return np.frombuffer(content, "<u8").astype(np.uint64, copy=False)

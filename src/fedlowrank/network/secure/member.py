@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ...core.errors import FedlowrankError
-from ...trust.secure_sums import SECRET, MaskingClient, Vector
+from ...trust.secure_sums import SECRET_BYTES, MaskingClient, Vector
 from .signing import MemberKeys, MemberSigner, Session
 
 Announcement = tuple[bytes, bytes, bytes, bytes]
@@ -39,10 +39,10 @@ Announcement = tuple[bytes, bytes, bytes, bytes]
 MAX_CLIENTS = 20
 """Clients of a secure sum over a network: each exchanges messages with all others."""
 
-SHARE = 4 + SECRET + 1
+SHARE_BYTES = 4 + SECRET_BYTES + 1
 """Bytes of a share: its index, and a share of the padded secret."""
 
-BOX = 2 * SHARE + 16
+BOX_BYTES = 2 * SHARE_BYTES + 16
 """Bytes of an encrypted pair of shares."""
 
 _NONCE = bytes(12)  # a key encrypts one message
@@ -52,7 +52,7 @@ class SecureSumError(FedlowrankError):
     """A client takes no further part in a secure sum: what the server sent cannot be trusted."""
 
 
-def threshold(clients: int) -> int:
+def min_participants(clients: int) -> int:
     """The least number of clients that must take each step: more than two thirds of all."""
     return 2 * clients // 3 + 1
 
@@ -99,11 +99,15 @@ class SumMember:
                 f"secure sums over a network are for 2 to {MAX_CLIENTS} clients; there are {clients}"
             )
         self.client, self.session = client, session
-        self.least = threshold(clients)
+        self.least = min_participants(clients)
         self._clients, self._roster, self._signer = clients, roster, signer
-        self._private, seed = X25519PrivateKey.generate(), secrets.token_bytes(SECRET)
-        self._secrets = MaskingClient(client, seed, secrets.token_bytes(SECRET), self.least)
-        self._own = self._private.public_key().public_bytes_raw(), self._secrets.keys.public_key, commit(seed)
+        self._private, seed = X25519PrivateKey.generate(), secrets.token_bytes(SECRET_BYTES)
+        self._secrets = MaskingClient(client, seed, secrets.token_bytes(SECRET_BYTES), self.least)
+        self._announced_keys = (
+            self._private.public_key().public_bytes_raw(),
+            self._secrets.keys.public_key,
+            commit(seed),
+        )
         self._keys: dict[int, tuple[bytes, bytes]] = {}
         self._sharers: tuple[int, ...] = ()
         self._step = 0
@@ -111,8 +115,10 @@ class SumMember:
 
     def announce(self) -> Announcement:
         """Step 1: its keys and commitment, and their signature."""
-        self._take(1)
-        return *self._own, self._signer.sign(self.session.message("keys", self.client, *self._own))
+        self._advance(1)
+        return *self._announced_keys, self._signer.sign(
+            self.session.message("keys", self.client, *self._announced_keys)
+        )
 
     def share(self, announced: Mapping[int, Announcement]) -> dict[int, bytes]:
         """Step 2: an encrypted pair of shares for each other client.
@@ -123,7 +129,7 @@ class SumMember:
         Raises:
             SecureSumError: if there are too few, a signature is wrong, or a key occurs twice.
         """
-        self._take(2)
+        self._advance(2)
         if len(announced) < self.least:
             raise SecureSumError(
                 f"{len(announced)} clients announced keys, and {self.least} of {self._clients} must"
@@ -136,7 +142,7 @@ class SumMember:
                     f"client {client} did not sign the keys that the server says are its own"
                 )
             check_keys(client, announcement)
-        if self.client not in announced or announced[self.client][:3] != self._own:
+        if self.client not in announced or announced[self.client][:3] != self._announced_keys:
             raise SecureSumError("the server lists other keys for this client")
         if len({key for keys in announced.values() for key in keys[:2]}) < 2 * len(announced):
             raise SecureSumError("two clients have a key in common")
@@ -144,8 +150,8 @@ class SumMember:
         shares = dict(zip(self._keys, self._secrets.share(len(self._keys), self.least), strict=True))
         self._secrets.held[self.client] = shares[self.client]
         return {
-            other: self._cipher(self.client, other).encrypt(
-                _NONCE, b"".join(pair), self._bound(self.client, other)
+            other: self._make_cipher(self.client, other).encrypt(
+                _NONCE, b"".join(pair), self._associated_data(self.client, other)
             )
             for other, pair in shares.items()
             if other != self.client
@@ -162,7 +168,7 @@ class SumMember:
         Raises:
             SecureSumError: if there are too few, or one was changed on the way.
         """
-        self._take(3)
+        self._advance(3)
         sharers = sorted({*encrypted, self.client})
         if len(sharers) < self.least:
             raise SecureSumError(
@@ -172,14 +178,14 @@ class SumMember:
             if other == self.client or other not in self._keys:
                 raise SecureSumError(f"client {other} shares secrets, but it announced no keys")
             try:
-                opened = self._cipher(other, self.client).decrypt(
-                    _NONCE, box, self._bound(other, self.client)
+                opened = self._make_cipher(other, self.client).decrypt(
+                    _NONCE, box, self._associated_data(other, self.client)
                 )
             except InvalidTag as error:
                 raise SecureSumError(f"the shares of client {other} were changed on the way") from error
-            if len(opened) != 2 * SHARE:
+            if len(opened) != 2 * SHARE_BYTES:
                 raise SecureSumError(f"client {other} encrypted something else than a pair of shares")
-            self._secrets.held[other] = opened[:SHARE], opened[SHARE:]
+            self._secrets.held[other] = opened[:SHARE_BYTES], opened[SHARE_BYTES:]
         self._sharers = tuple(sharers)
         neighbors = {c: self._keys[c][1] for c in sharers if c != self.client}
         return self._secrets.mask(vector, neighbors, down)
@@ -190,7 +196,7 @@ class SumMember:
         Raises:
             SecureSumError: if there are too few, or the list cannot be.
         """
-        self._take(4)
+        self._advance(4)
         names = tuple(sorted(replied))
         if len(names) < self.least or len(set(names)) < len(names):
             raise SecureSumError(
@@ -210,7 +216,7 @@ class SumMember:
         Raises:
             SecureSumError: if fewer than t clients signed the list that this one signed.
         """
-        self._take(5)
+        self._advance(5)
         message = self.session.message("replied", list(self._agreed))
         valid = [
             c for c in signatures if c in self._agreed and self._roster.verify(c, message, signatures[c])
@@ -221,18 +227,18 @@ class SumMember:
             )
         return self._secrets.reveal(set(self._agreed))
 
-    def _take(self, step: int) -> None:
-        """Take each step once, in order."""
+    def _advance(self, step: int) -> None:
+        """Go to the next step; raises SecureSumError unless steps come once and in order."""
         if step != self._step + 1:
             raise SecureSumError(f"the server asks for step {step} of a secure sum after step {self._step}")
         self._step = step
 
-    def _bound(self, sender: int, receiver: int) -> bytes:
-        """What a ciphertext is bound to."""
+    def _associated_data(self, sender: int, receiver: int) -> bytes:
+        """Return the associated data of a ciphertext (AEAD): the round, the sender and the receiver."""
         return self.session.message("shares", sender, receiver)
 
-    def _cipher(self, sender: int, receiver: int) -> ChaCha20Poly1305:
+    def _make_cipher(self, sender: int, receiver: int) -> ChaCha20Poly1305:
         other = receiver if sender == self.client else sender
         secret = self._private.exchange(X25519PublicKey.from_public_bytes(self._keys[other][0]))
-        kdf = HKDF(hashes.SHA256(), 32, salt=None, info=self._bound(sender, receiver))
+        kdf = HKDF(hashes.SHA256(), 32, salt=None, info=self._associated_data(sender, receiver))
         return ChaCha20Poly1305(kdf.derive(secret))

@@ -23,11 +23,11 @@ from ...storage.digest import read_sealed, write_sealed
 from ...trust.privacy.site_ledger import open_state
 from ...trust.secure_sums import Vector
 from ..messages import Order, RefusedOrderError
-from .leader import as_bytes
+from .leader import vector_to_bytes
 from .member import Announcement, SecureSumError, SumMember
 from .signing import MemberKeys, MemberSigner, Session
 
-RECORD = "masked.json"
+RECORD_FILE = "masked.json"
 """Name of the file in a client's folder."""
 
 
@@ -107,7 +107,7 @@ class Participation:
     def require(self, order: Order) -> None:
         """Refuse to train for a sum in which this client takes no part; raises RefusedOrderError."""
         try:
-            self._of(order)
+            self._find_member(order)
             self._refuse_twice(order)
         except SecureSumError as error:
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
@@ -126,13 +126,13 @@ class Participation:
         """
         try:
             boxes = from_parcel(order.parcel)
-            member, record, contributed = self._of(order), self._record(order.run), vector()
+            member, record, contributed = self._find_member(order), self._record_path(order.run), vector()
             # another node of this client may be asked at the same time
             with FileLock(f"{record}.lock"):
                 self._refuse_twice(order)
-                write_sealed(self._folder / RECORD, {"run": order.run})
+                write_sealed(self._folder / RECORD_FILE, {"run": order.run})
                 write_sealed(record, {"round": order.round + 1})
-            return as_bytes(member.mask(contributed, boxes, down.encode()))
+            return vector_to_bytes(member.mask(contributed, boxes, down.encode()))
         except SecureSumError as error:
             self._member = None
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
@@ -143,7 +143,7 @@ class Participation:
             session = Session(order.run, order.branch, order.round)
             self._member = SumMember(self._client, self._clients, session, self._keys, self._signer)
             return to_parcel({self._client: self._member.announce()})
-        member = self._of(order)
+        member = self._find_member(order)
         if order.step == "share":
             announced = {c: unpack_announcement(text) for c, text in parcel_by_client(order.parcel).items()}
             return to_parcel(member.share(announced))
@@ -151,28 +151,28 @@ class Participation:
             return to_parcel({self._client: member.agree(list(parcel_by_client(order.parcel)))})
         return to_parcel(member.reveal(from_parcel(order.parcel)))
 
-    def _of(self, order: Order) -> SumMember:
+    def _find_member(self, order: Order) -> SumMember:
         """The member of this round; SecureSumError if its secrets are gone, as after a restart."""
         session = Session(order.run, order.branch, order.round)
         if self._member is None or self._member.session != session:
             raise SecureSumError("this client takes no part: it was started again, or left out before")
         return self._member
 
-    def _record(self, run: str) -> Path:
+    def _record_path(self, run: str) -> Path:
         return open_state("masked") / f"{run}-{self._client}.json"
 
     def _refuse_twice(self, order: Order) -> None:
-        own, path = self._folder / RECORD, self._record(order.run)
-        if own.exists() and (run := read_sealed(own).get("run")) != order.run:
+        run_record, round_record = self._folder / RECORD_FILE, self._record_path(order.run)
+        if run_record.exists() and (run := read_sealed(run_record).get("run")) != order.run:
             raise SecureSumError(
                 f"this client has masked vectors in the run {run}, and masks none in another one: the totals of two "
                 "runs may differ by what one client sent. Start it by `fedlowrank join` with another --folder"
             )
-        if not path.exists():
+        if not round_record.exists():
             return
-        last = read_sealed(path).get("round")
+        last = read_sealed(round_record).get("round")
         if type(last) is not int:
-            raise CheckpointError(f"{path} is damaged: it has no round")
+            raise CheckpointError(f"{round_record} is damaged: it has no round")
         if order.round + 1 <= last:
             raise SecureSumError(
                 f"this client has masked a vector in round {last}, and masks none of that round or an earlier one again"

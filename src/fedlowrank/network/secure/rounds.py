@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from ...core import tree
-from ...core.contract.contribution import Aggregator, Sum, contribution_leaves
-from ...core.contract.method import AnyMethod, ClientInfo
+from ...core.contract import AnyMethod, ClientInfo, Sum
+from ...core.contract.contribution import Aggregator, contribution_leaves
 from ...core.errors import ConfigError
 from ...engines.engine import ClientJob, ClientResult
 from ...training.trainer import Meter
 from ...trust.secure_sums import FixedPoint, Vector
 from ..messages import Answer, Step
-from .contributions import vector_size
-from .leader import SumLeader, from_bytes
-from .member import MAX_CLIENTS, SecureSumError, threshold
+from .contributions import count_numbers
+from .leader import SumLeader, vector_from_bytes
+from .member import MAX_CLIENTS, SecureSumError, min_participants
 from .participation import from_parcel, parcel_by_client, to_parcel, unpack_announcement
 from .signing import MemberKeys, Session
 
@@ -81,8 +81,8 @@ class SecureRounds:
                 "`fedlowrank keys`, and give every site the roster"
             )
         self._clients, self._keys, self._grid, self._like = clients, keys, grid, like
-        self.least = threshold(clients)
-        self.size = vector_size(like)
+        self.least = min_participants(clients)
+        self.size = count_numbers(like)
         self.total: Any = None
         self.contributed: list[int] = []
         self.reason = ""
@@ -97,7 +97,7 @@ class SecureRounds:
         leader = self._leader = SumLeader(self._clients, Session(run, branch, round), self._keys)
         results: dict[int, ClientResult] = {}
         try:
-            vector = self._sum(engine, leader, jobs, round, results)
+            vector = self._run_steps(engine, leader, jobs, round, results)
             self._check_weights(vector)
             self.total, self.contributed = self._grid.decode(vector, self._like), sorted(leader.replied)
         except SecureSumError as error:
@@ -105,15 +105,15 @@ class SecureRounds:
             logger.info("round %d: %s", round + 1, self.reason)
         self._leader = None
         # what is sent is 8 bytes a number
-        sent = torch.zeros((), dtype=torch.int64).expand(self.size)
+        zero_vector = torch.zeros((), dtype=torch.int64).expand(self.size)
         for job in jobs:
             client = job.client.id
             if client in self.contributed:
-                yield dataclasses.replace(results[client], upload=sent)
+                yield dataclasses.replace(results[client], upload=zero_vector)
             else:
                 why = self._lost.get(client) or self.reason
-                found = results.get(client, ClientResult(None, None, Meter()))
-                yield dataclasses.replace(found, state=None, upload=None, lost=found.lost or why)
+                result = results.get(client, ClientResult(None, None, Meter()))
+                yield dataclasses.replace(result, state=None, upload=None, lost=result.lost or why)
 
     def bind(self, down: str) -> None:
         """Note the digest of a client's download; raises SecureSumError if that of another client differs."""
@@ -123,26 +123,26 @@ class SecureRounds:
     def add(self, client: int, masked: bytes) -> None:
         """Take the masked vector of a client; raises SecureSumError if it cannot be used."""
         assert self._leader is not None, "vectors arrive while a round runs"
-        vector = from_bytes(masked)
+        vector = vector_from_bytes(masked)
         if vector.size != self.size:
             raise SecureSumError(f"its vector has {vector.size} numbers, and {self.size} are contributed")
         self._leader.add(client, vector)
 
     def _check_weights(self, total: Vector) -> None:
         """Raise SecureSumError if the weights in a total cannot be, as with masks left or a client that lies."""
-        most = self._clients * round(self._grid.largest_weight / self._grid.unit)
+        max_weight = self._clients * round(self._grid.largest_weight / self._grid.unit)
         place, numbers = 0, total.view(np.int64)
         for _, leaf in contribution_leaves(self._like):
             if not isinstance(leaf, Sum):
-                if not 0 <= (weight := int(numbers[place])) <= most:
+                if not 0 <= (weight := int(numbers[place])) <= max_weight:
                     raise SecureSumError(
-                        f"its total has a weight of {weight * self._grid.unit:g}, and {most * self._grid.unit:g} is the "
+                        f"its total has a weight of {weight * self._grid.unit:g}, and {max_weight * self._grid.unit:g} is the "
                         "most: a client sent what it may not, or was sent another model than the others"
                     )
                 place += 1
             place += sum(t.numel() for t in tree.tensors(leaf.value))
 
-    def _sum(
+    def _run_steps(
         self,
         engine: StepEngine,
         leader: SumLeader,
@@ -150,20 +150,20 @@ class SecureRounds:
         round: int,
         results: dict[int, ClientResult],
     ) -> Vector:
-        self._step(engine, "announce", {j.client.id: {} for j in jobs}, round, self._announced)
+        self._step(engine, "announce", {j.client.id: {} for j in jobs}, round, self._take_announcement)
         leader.check(len(leader.announced), "announced keys")
         keys = to_parcel(leader.announced)
-        self._step(engine, "share", dict.fromkeys(leader.announced, keys), round, self._shared)
+        self._step(engine, "share", dict.fromkeys(leader.announced, keys), round, self._take_shares)
         leader.check(len(leader.sharers), "shared their secrets")
         boxes = {c: to_parcel(leader.boxes_for(c)) for c in leader.sharers}
         results |= engine.train_masked([j for j in jobs if j.client.id in boxes], boxes, round)
         leader.check(len(leader.replied), "sent their vectors")
         names = {str(c): "" for c in sorted(leader.replied)}
-        self._step(engine, "agree", dict.fromkeys(leader.replied, names), round, self._agreed)
+        self._step(engine, "agree", dict.fromkeys(leader.replied, names), round, self._take_signature)
         leader.check(len(leader.signatures), "signed who had replied")
         signed = to_parcel(leader.signatures)
-        self._step(engine, "reveal", dict.fromkeys(leader.signatures, signed), round, self._revealed)
-        return leader.total()
+        self._step(engine, "reveal", dict.fromkeys(leader.signatures, signed), round, self._take_revealed)
+        return leader.compute_total()
 
     def _step(
         self,
@@ -185,24 +185,26 @@ class SecureRounds:
                 self._lost[client] = f"client {client}, step {step} of the secure sum: {why}"
                 logger.info(self._lost[client])
 
-    def _announced(self, client: int, parcel: dict[str, str]) -> None:
-        self._server().announce(client, unpack_announcement(_only(parcel_by_client(parcel), client)))
+    def _take_announcement(self, client: int, parcel: dict[str, str]) -> None:
+        self._current_leader().announce(
+            client, unpack_announcement(_take_only_part(parcel_by_client(parcel), client))
+        )
 
-    def _shared(self, client: int, parcel: dict[str, str]) -> None:
-        self._server().share(client, from_parcel(parcel))
+    def _take_shares(self, client: int, parcel: dict[str, str]) -> None:
+        self._current_leader().share(client, from_parcel(parcel))
 
-    def _agreed(self, client: int, parcel: dict[str, str]) -> None:
-        self._server().agree(client, _only(from_parcel(parcel), client))
+    def _take_signature(self, client: int, parcel: dict[str, str]) -> None:
+        self._current_leader().agree(client, _take_only_part(from_parcel(parcel), client))
 
-    def _revealed(self, client: int, parcel: dict[str, str]) -> None:
-        self._server().reveal(client, from_parcel(parcel))
+    def _take_revealed(self, client: int, parcel: dict[str, str]) -> None:
+        self._current_leader().reveal(client, from_parcel(parcel))
 
-    def _server(self) -> SumLeader:
+    def _current_leader(self) -> SumLeader:
         assert self._leader is not None, "steps belong to a round"
         return self._leader
 
 
-def _only(parcel: dict[int, T], client: int) -> T:
+def _take_only_part(parcel: dict[int, T], client: int) -> T:
     if parcel.keys() != {client}:
         raise SecureSumError("it sent parts of others")
     return parcel[client]

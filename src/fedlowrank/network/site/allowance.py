@@ -1,10 +1,10 @@
-"""What the server may still ask of a site: runs, evaluations and trainings, counted on the site's disk.
+"""Counts the runs, evaluations and trainings that a server asks of a site, and limits them.
 
 Every answer tells of the examples, so a server that may ask without end can read them. A folder takes part in
 one run, or in as many as ``join --runs`` says. In each, evaluations are of rounds that only go up to
 ``run.rounds``, so there are ``run.rounds`` + 1 at most. A server that goes back to an earlier checkpoint
 repeats rounds of training, but evaluations of these rounds are not made again. Trainings are counted, repeated
-ones included, up to :func:`most_trainings`. What is asked is counted before it is computed.
+ones included, up to :func:`max_trainings`. What is asked is counted before it is computed.
 
 FOLDER/site.json has the counts.
 """
@@ -20,12 +20,12 @@ from ...core.errors import CheckpointError
 from ...storage.digest import read_sealed, write_sealed
 from ..messages import RefusedOrderError
 
-SITE = "site.json"
+COUNTS_FILE = "site.json"
 """Name of the file in a client's folder."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class RunRequests:
     """What a server asked of a site in one run.
 
     Attributes:
@@ -39,10 +39,10 @@ class Asked:
     order: str = ""
 
 
-_ADAPTER = pydantic.TypeAdapter(dict[str, Asked])
+_ADAPTER = pydantic.TypeAdapter(dict[str, RunRequests])
 
 
-def most_trainings(rounds: int) -> int:
+def max_trainings(rounds: int) -> int:
     """Trainings that a client does for a run of so many rounds: room for rounds that are repeated."""
     return 3 * rounds + 10
 
@@ -59,8 +59,8 @@ class Allowance:
     """
 
     def __init__(self, folder: Path, runs: int) -> None:
-        self.path, self.runs = folder / SITE, runs
-        self._asked: dict[str, Asked] = {}
+        self.path, self.runs = folder / COUNTS_FILE, runs
+        self._asked: dict[str, RunRequests] = {}
         if self.path.exists():
             try:
                 self._asked = _ADAPTER.validate_python(read_sealed(self.path).get("runs"))
@@ -76,11 +76,11 @@ class Allowance:
                 "with --runs NUMBER if the folder may take part in more than one run"
             )
 
-    def of(self, run: str) -> Asked:
+    def of(self, run: str) -> RunRequests:
         """What was asked in a run until now."""
-        return self._asked.get(run, Asked())
+        return self._asked.get(run, RunRequests())
 
-    def count(self, run: str, asked: Asked) -> None:
+    def count(self, run: str, asked: RunRequests) -> None:
         """Store what is asked in a run, before the answer is sent.
 
         Raises:
@@ -90,5 +90,6 @@ class Allowance:
         self.check_run(run)
         if self._asked.get(run) != asked:
             runs = {**self._asked, run: asked}
-            write_sealed(self.path, {"runs": {name: dataclasses.asdict(one) for name, one in runs.items()}})
+            counts = {name: dataclasses.asdict(requests) for name, requests in runs.items()}
+            write_sealed(self.path, {"runs": counts})
             self._asked = runs

@@ -23,13 +23,13 @@ from typing import Any
 from ...core.errors import CheckpointError
 from ...core.io.atomic_files import append_event
 from ...storage.digest import digest_of
-from ..messages import one_line
+from ..messages import to_one_line
 from .site_settings import SiteSettings
 
-AUDIT = "audit.jsonl"
+AUDIT_FILE = "audit.jsonl"
 """Name of the file in a client's folder."""
 
-MAX_BYTES = 64 << 20
+MAX_LOG_BYTES = 64 << 20
 """Size of the file beyond which nothing leaves any more: a server cannot fill the site's disk by it."""
 
 
@@ -43,7 +43,7 @@ class SiteAudit:
 
     path: Path
 
-    def left(self, kind: str, header: str, payload: bytes) -> None:
+    def log_reply(self, kind: str, header: str, payload: bytes) -> None:
         """Log a reply that is about to be sent.
 
         Args:
@@ -57,43 +57,43 @@ class SiteAudit:
         size, digest = len(header.encode()) + len(payload), digest_of(payload) if payload else ""
         self._append("left", kind=kind, bytes=size, digest=digest, header=header)
 
-    def policy(self, digest: str, text: str) -> None:
+    def log_policy(self, digest: str, text: str) -> None:
         """Log the policy that the experiment was compared with; raises CheckpointError if it cannot be written."""
         self._append("policy", digest=digest, text=text)
 
-    def refused(self, kind: str, why: str) -> None:
+    def log_refusal(self, kind: str, why: str) -> None:
         """Log a message that is not answered; a disk that is full is ignored, for nothing leaves."""
         with contextlib.suppress(CheckpointError):
-            self._append("refused", kind=kind, why=one_line(why, 1000))
+            self._append("refused", kind=kind, why=to_one_line(why, 1000))
 
-    def incident(self, error: BaseException) -> str:
+    def log_incident(self, error: BaseException) -> str:
         """Log an error under a number, which repetitions of the error have, too; returns the number.
 
         A disk that is full is ignored: the error is often about it, and the log of the node has the text, too.
         """
-        name, text = type(error).__name__, one_line(str(error), 2000)
-        number = _number(self.path, name, text)
+        name, text = type(error).__name__, to_one_line(str(error), 2000)
+        number = _draw_number(self.path, name, text)
         with contextlib.suppress(CheckpointError):
             self._append("incident", number=number, error=name, text=text)
         return number
 
     def _append(self, event: str, **fields: Any) -> None:
-        if self.path.exists() and self.path.stat().st_size > MAX_BYTES:
+        if self.path.exists() and self.path.stat().st_size > MAX_LOG_BYTES:
             raise CheckpointError(
-                f"{self.path} has more than {MAX_BYTES >> 20} MiB, and nothing leaves without a line in it. "
+                f"{self.path} has more than {MAX_LOG_BYTES >> 20} MiB, and nothing leaves without a line in it. "
                 "Move the file to a place of yours; a new one begins."
             )
         append_event(self.path, event, **fields)
 
 
 @functools.lru_cache(maxsize=1000)
-def _number(path: Path, name: str, text: str) -> str:
+def _draw_number(path: Path, name: str, text: str) -> str:
     """The number of an incident. It is drawn, for a digest would let the server guess the text."""
     del path, name, text
     return secrets.token_hex(4)
 
 
-def explain(error: BaseException, audit: SiteAudit, site: SiteSettings) -> str:
+def explain_error(error: BaseException, audit: SiteAudit, site: SiteSettings) -> str:
     """What the server learns of an error: its class and the number of its incident, or its text.
 
     Args:
@@ -101,6 +101,6 @@ def explain(error: BaseException, audit: SiteAudit, site: SiteSettings) -> str:
         audit: gets its text.
         site: says whether texts of errors may leave.
     """
-    number, name = audit.incident(error), type(error).__name__
+    number, name = audit.log_incident(error), type(error).__name__
     text = f"{name}: {error}" if site.send_errors else f"{name}, incident {number} in the site's audit log"
-    return one_line(text)
+    return to_one_line(text)

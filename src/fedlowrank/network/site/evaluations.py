@@ -1,4 +1,4 @@
-"""What a site tells of its validation and test examples: rounded numbers, once a round.
+"""Rounds the evaluations that leave a site, so that they reveal little of its validation and test examples.
 
 An evaluation answers a question about the examples, and whoever chooses the model chooses the question: some
 hundred evaluations of crafted models read every feature of a small test set. So what is sent is rounded, and
@@ -12,54 +12,59 @@ import math
 from collections.abc import Mapping
 
 from ...data.dataset import ClientData
-from ...results.measurements import ACCURACY, ROUTE, Block, Column
+from ...results.client_numbers import ACCURACY, ROUTE
+from ...results.measurements import ClientTable, Column
 
-FEWEST = 20
-"""Examples of a split without which no number about it is sent."""
+MIN_EXAMPLES = 20
+"""Number of examples of a split below which no result on the split is sent."""
 
-DIGITS = 3
+SIGNIFICANT_DIGITS = 3
 """Significant digits of a loss or of a further metric that is sent."""
 
 
-def coarsen(found: Block, data: ClientData) -> Block:
-    """An evaluation as it may leave a site.
+def coarsen(evaluation: ClientTable, data: ClientData) -> ClientTable:
+    """Round an evaluation so that it may leave a site.
 
-    Of a split with fewer than :data:`FEWEST` examples no number is sent. An accuracy is rounded to a multiple of
-    1/n, where n is the number of examples; losses and further metrics have :data:`DIGITS` significant digits.
+    Of a split with fewer than :data:`MIN_EXAMPLES` examples no number is sent. An accuracy is rounded to a multiple of
+    1/n, where n is the number of examples; losses and further metrics have :data:`SIGNIFICANT_DIGITS` significant digits.
     Shares of clusters are computed from training examples, and are sent with as many digits.
 
     Args:
-        found: of a client.
+        evaluation: of a client.
         data: of the client.
     """
     columns = []
-    for column in found.columns:
-        if column.name == ROUTE and len(data.train) < FEWEST:
+    for column in evaluation.columns:
+        if column.name == ROUTE and len(data.train) < MIN_EXAMPLES:
             continue
-        values = [_coarse(column, value, data) for value in column.values]
+        values = [_coarsen_value(column, value, data) for value in column.values]
         columns.append(dataclasses.replace(column, values=values))
-    return Block(found.clients, columns)
+    return ClientTable(evaluation.clients, columns)
 
 
-def _coarse(column: Column, value: float | None, data: ClientData) -> float | None:
-    """One value as it may leave."""
+def _coarsen_value(column: Column, value: float | None, data: ClientData) -> float | None:
+    """Round one value, or return None if it must not leave."""
     if column.name == ROUTE and value is not None:
-        return _significant(value)
+        return _round_significant(value)
     if value is None or not column.split:
         # sizes of models tell nothing of examples
         return value
     examples = len(getattr(data, column.split))
-    if examples < FEWEST:
+    if examples < MIN_EXAMPLES:
         return None
     if not math.isfinite(value):
         return value
-    return round(value * examples) / examples if column.name == ACCURACY else _significant(value)
+    return round(value * examples) / examples if column.name == ACCURACY else _round_significant(value)
 
 
 def coarsen_losses(losses: Mapping[str, float], examples: int) -> dict[str, float]:
     """Mean losses of passes over training examples as they may leave a site; see :func:`coarsen`."""
-    return {name: _significant(value) for name, value in losses.items()} if examples >= FEWEST else {}
+    return (
+        {name: _round_significant(value) for name, value in losses.items()}
+        if examples >= MIN_EXAMPLES
+        else {}
+    )
 
 
-def _significant(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+def _round_significant(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from ...core import tree
-from .norms import PRODUCTS, distance, floats, numbers_of, product_distance, unpack_received
+from .norms import PRODUCTS_SUFFIX, distance, iterate_floats, iterate_parts, product_distance, unpack_received
 
-WINDOW = 10
+STRIKE_WINDOW = 10
 """Last replies of a client among which long updates are counted."""
 
-_HALVINGS = 40
-"""Of the interval in which a factor is found."""
+_HALVING_STEPS = 40
+"""Number of bisection steps in the search for a factor."""
 
 
 def shorten_upload(upload: Any, down: Any, bounds: Mapping[str, tuple[float, bool]]) -> Any:
@@ -27,29 +27,29 @@ def shorten_upload(upload: Any, down: Any, bounds: Mapping[str, tuple[float, boo
         bounds: as in :class:`.norms.Shortening`.
 
     Returns:
-        It, with the factors that a lossy wire packed as they are received.
+        The shortened upload; factors that lossy compression packed are as the server receives them.
     """
     changed = {}
-    for path, part, reference in numbers_of(upload, down):
-        for name, measured in ((path, distance), (path + PRODUCTS, product_distance)):
+    for path, part, reference in iterate_parts(upload, down):
+        for name, measured in ((path, distance), (path + PRODUCTS_SUFFIX, product_distance)):
             if name in bounds:
                 bound, by_change = bounds[name]
-                part = _shortened(part, reference if by_change else None, bound, measured)
+                part = _shorten_part(part, reference if by_change else None, bound, measured)
         changed[path] = part
-    return _with_parts(unpack_received(upload), changed)
+    return _replace_parts(unpack_received(upload), changed)
 
 
-def _with_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
+def _replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
     """A tree with the parts at some paths replaced."""
     if path in parts:
         return parts[path]
     children = tree.children(value, path)
     if children is None:
         return value
-    return tree.rebuild(value, [(k, _with_parts(v, parts, tree.join_path(path, k))) for k, v in children])
+    return tree.rebuild(value, [(k, _replace_parts(v, parts, tree.join_path(path, k))) for k, v in children])
 
 
-def _shortened(part: Any, reference: Any, bound: float, measured: Callable[..., float]) -> Any:
+def _shorten_part(part: Any, reference: Any, bound: float, measured: Callable[..., float]) -> Any:
     size = measured(part, reference)
     if size <= bound:
         return part
@@ -57,21 +57,21 @@ def _shortened(part: Any, reference: Any, bound: float, measured: Callable[..., 
     if measured is product_distance:
         # the norm of products grows with the fourth power at most
         low, high = 0.0, 1.0
-        for _ in range(_HALVINGS):
+        for _ in range(_HALVING_STEPS):
             t = (low + high) / 2
             low, high = (
-                (t, high) if measured(part_along(part, reference, t), reference) <= bound else (low, t)
+                (t, high) if measured(interpolate_part(part, reference, t), reference) <= bound else (low, t)
             )
         t = low
-    return part_along(part, reference, t)
+    return interpolate_part(part, reference, t)
 
 
-def part_along(part: Any, reference: Any, t: float) -> Any:
-    """The part at r + t(x - r) of every floating-point number x and its reference r, 0 if there is none."""
-    others = {} if reference is None else dict(floats(reference))
+def interpolate_part(part: Any, reference: Any, t: float) -> Any:
+    """Interpolate a part to r + t(x - r) for every floating-point number x and its reference r, 0 if there is none."""
+    references = {} if reference is None else dict(iterate_floats(reference))
 
     def move(path: str, x: Tensor | float) -> Tensor | float:
-        r = others.get(path, 0.0)
+        r = references.get(path, 0.0)
         if not isinstance(x, Tensor):
             return float(r) + t * (x - float(r))
         wide = r.double() if isinstance(r, Tensor) else r
@@ -106,7 +106,7 @@ class Strikes:
     def add(self, client: int, is_strike: bool) -> bool:
         """Count a reply; whether its client is held to the usual norm from now on, and was not before."""
         before = self.is_reached(client)
-        self.last[client] = [*self.last.get(client, ()), int(is_strike)][-WINDOW:]
+        self.last[client] = [*self.last.get(client, ()), int(is_strike)][-STRIKE_WINDOW:]
         return self.is_reached(client) and not before
 
     def is_reached(self, client: int) -> bool:

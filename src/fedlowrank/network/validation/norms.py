@@ -43,15 +43,15 @@ from ...adapters.wire_format import Quantized, Rounded, unpack_factors
 from ...core import tree
 from ...linalg.factored import Factored
 from ...linalg.pair import Pair
-from ...trust.updates import products_of
+from ...trust.updates import split_products
 
-WINDOW = 10
-"""Past rounds whose medians are remembered."""
+MAX_PAST_ROUNDS = 10
+"""Number of past rounds whose medians are stored."""
 
-PRODUCTS = " (products)"
-"""After the path of a part, in the name of the norm of its products."""
+PRODUCTS_SUFFIX = " (products)"
+"""Suffix of the path of a part in the name of the norm of its products."""
 
-CHUNK = 2**16
+CHUNK_NUMBERS = 2**16
 """Numbers that are converted to float64 together: few enough to stay in a core's cache."""
 
 
@@ -70,7 +70,7 @@ class PartNorms:
     download: float = 0.0
 
 
-class Numbers(NamedTuple):
+class ComparedPart(NamedTuple):
     """A part of an upload beside the part of the download that it is compared with.
 
     Attributes:
@@ -84,14 +84,14 @@ class Numbers(NamedTuple):
     reference: Any
 
 
-def numbers_of(upload: Any, down: Any) -> Iterator[Numbers]:
+def iterate_parts(upload: Any, down: Any) -> Iterator[ComparedPart]:
     """The parts of an upload that have floating-point numbers, with what they are compared with."""
-    references = list(_parts(unpack_received(down)))
-    for path, part in _parts(unpack_received(upload)):
-        if any(True for _ in floats(part)):
-            form = _form(part)
-            same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
-            yield Numbers(path, part, same[0][1] if same else None)
+    references = list(_split_parts(unpack_received(down)))
+    for path, part in _split_parts(unpack_received(upload)):
+        if any(True for _ in iterate_floats(part)):
+            form = _describe_form(part)
+            same = sorted((p for p in references if _describe_form(p[1]) == form), key=lambda p: p[0] != path)
+            yield ComparedPart(path, part, same[0][1] if same else None)
 
 
 def unpack_received(value: Any) -> Any:
@@ -105,15 +105,15 @@ def unpack_received(value: Any) -> Any:
 def measure_norms(upload: Any, down: Any) -> dict[str, PartNorms]:
     """The norms of all parts of an upload that have floating-point numbers, by path; see the module."""
     norms = {}
-    for path, part, reference in numbers_of(upload, down):
-        norms[path] = _norms_of(part, reference, distance)
-        if count := len(products(part)):
-            same = reference if len(products(reference)) == count else None
-            norms[path + PRODUCTS] = _norms_of(part, same, product_distance)
+    for path, part, reference in iterate_parts(upload, down):
+        norms[path] = _measure_part(part, reference, distance)
+        if count := len(list_products(part)):
+            same = reference if len(list_products(reference)) == count else None
+            norms[path + PRODUCTS_SUFFIX] = _measure_part(part, same, product_distance)
     return norms
 
 
-def _norms_of(part: Any, reference: Any, by: Callable[..., float]) -> PartNorms:
+def _measure_part(part: Any, reference: Any, by: Callable[..., float]) -> PartNorms:
     if reference is None:
         return PartNorms(by(part))
     return PartNorms(by(part), by(part, reference), by(reference))
@@ -121,24 +121,24 @@ def _norms_of(part: Any, reference: Any, by: Callable[..., float]) -> PartNorms:
 
 def distance(part: Any, minus: Any = None) -> float:
     """Norm of all floating-point numbers of a part, minus those of another of the same form."""
-    mine = [number for _, number in floats(part)]
-    others = [None] * len(mine) if minus is None else [number for _, number in floats(minus)]
-    return math.hypot(*(difference_norm(n, other) for n, other in zip(mine, others, strict=True)))
+    numbers = [number for _, number in iterate_floats(part)]
+    subtracted = [None] * len(numbers) if minus is None else [number for _, number in iterate_floats(minus)]
+    return math.hypot(*(difference_norm(n, other) for n, other in zip(numbers, subtracted, strict=True)))
 
 
-def products(value: Any) -> list[tuple[Tensor, Tensor]]:
+def list_products(value: Any) -> list[tuple[Tensor, Tensor]]:
     """The left and right factors, in float64, of the products in a tree."""
     if isinstance(value, Factored):
         return [((value.u * value.s).double(), value.v.mT.double())]
     if isinstance(value, (Pair, Pairs)):
-        return [(pair.b.detach().double(), pair.a.detach().double()) for pair in products_of(value)]
-    return [pair for _, child in tree.children(value) or () for pair in products(child)]
+        return [(pair.b.detach().double(), pair.a.detach().double()) for pair in split_products(value)]
+    return [pair for _, child in tree.children(value) or () for pair in list_products(child)]
 
 
 def product_distance(part: Any, minus: Any = None) -> float:
     """Norm of all products of a part, minus those of another of the same form; infinite if it overflows."""
-    total, bases = 0.0, None if minus is None else products(minus)
-    for k, (left, right) in enumerate(products(part)):
+    total, bases = 0.0, None if minus is None else list_products(minus)
+    for k, (left, right) in enumerate(list_products(part)):
         if bases is not None:
             # B A - B0 A0 = (B - B0) A + B0 (A - A0), of which no large terms cancel
             left0, right0 = bases[k]
@@ -150,23 +150,24 @@ def product_distance(part: Any, minus: Any = None) -> float:
     return math.sqrt(total)
 
 
-def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _split_parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the fields of dataclasses in a tree with their paths; a tree of another type is one part."""
     is_factored = isinstance(value, (Factored, Pair, Pairs))
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_factored:
         for f in dataclasses.fields(value):
-            yield from _parts(getattr(value, f.name), tree.join_path(path, f.name))
+            yield from _split_parts(getattr(value, f.name), tree.join_path(path, f.name))
     else:
         yield path, value
 
 
-def _form(value: Any) -> list[tuple[str, torch.dtype | None, tuple[int, ...]]]:
+def _describe_form(value: Any) -> list[tuple[str, torch.dtype | None, tuple[int, ...]]]:
     return [
-        (p, x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else (p, None, ()) for p, x in floats(value)
+        (p, x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else (p, None, ())
+        for p, x in iterate_floats(value)
     ]
 
 
-def floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
+def iterate_floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
     """The floating-point tensors and numbers of a tree with their paths."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
@@ -175,7 +176,7 @@ def floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
     if type(value) is float:
         yield path, value
     for key, child in tree.children(value, path) or ():
-        yield from floats(child, tree.join_path(path, key))
+        yield from iterate_floats(child, tree.join_path(path, key))
 
 
 def difference_norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
@@ -184,12 +185,12 @@ def difference_norm(number: Tensor | float, minus: Tensor | float | None = None)
         return abs(number - (0.0 if minus is None else float(minus)))
     total = 0.0
     # not in one go: a tensor in float64 would take twice as much as the tensor itself
-    parts = torch.split(number.detach().reshape(-1), CHUNK)
-    others: Iterable[Tensor | None] = itertools.repeat(None)
+    parts = torch.split(number.detach().reshape(-1), CHUNK_NUMBERS)
+    subtracted: Iterable[Tensor | None] = itertools.repeat(None)
     if isinstance(minus, Tensor):
-        others = torch.split(minus.detach().reshape(-1).to(number.device), CHUNK)
-    for part, other in zip(parts, others, strict=False):
-        wide = part.double() if other is None else part.double() - other.double()
+        subtracted = torch.split(minus.detach().reshape(-1).to(number.device), CHUNK_NUMBERS)
+    for part, subtrahend in zip(parts, subtracted, strict=False):
+        wide = part.double() if subtrahend is None else part.double() - subtrahend.double()
         here = float(torch.linalg.vector_norm(wide))
         if not math.isfinite(here):
             # squares of large numbers in float64 overflow where the numbers do not
@@ -246,7 +247,7 @@ class NormBound:
     ratio: float
     past: dict[int, dict[str, tuple[float | None, float]]] = field(default_factory=dict)
 
-    def outliers(
+    def find_outliers(
         self, replies: Mapping[int, Mapping[str, PartNorms]], steps: Mapping[int, int], round: int
     ) -> dict[int, str]:
         """The clients whose updates are far too long, with the reason.
@@ -260,20 +261,20 @@ class NormBound:
         if not self.ratio or not replies:
             return reasons
         scales = relative_steps(steps, replies)
-        for part, norms in _by_part(replies).items():
-            for client, found in self.lengths(part, norms, round).items():
-                bound = self.ratio * found.usual
-                if not found.has_past or found.usual == 0:
-                    bound = max(bound, self._first_bound(norms[client], found))
-                if found.size > bound * scales[client]:
+        for part, norms in _group_by_part(replies).items():
+            for client, length in self.measure_lengths(part, norms, round).items():
+                bound = self.ratio * length.usual
+                if not length.has_past or length.usual == 0:
+                    bound = max(bound, self._first_bound(norms[client], length))
+                if length.size > bound * scales[client]:
                     reasons.setdefault(client, (
-                        f"its update has the norm {found.size:.4g}{f' at {part}' if part else ''}, above "
-                        f"{bound * scales[client]:.4g}; {found.usual:.4g} is usual "
+                        f"its update has the norm {length.size:.4g}{f' at {part}' if part else ''}, above "
+                        f"{bound * scales[client]:.4g}; {length.usual:.4g} is usual "
                         f"(network.limits.refuse_ratio = {self.ratio:g})"
                     ))  # fmt: skip
         return reasons
 
-    def shortenings(
+    def plan_shortenings(
         self,
         replies: Mapping[int, Mapping[str, PartNorms]],
         ratios: Mapping[int, float],
@@ -281,7 +282,7 @@ class NormBound:
         ratio: float,
         round: int,
     ) -> dict[int, Shortening]:
-        """How the updates are shortened that are longer than they may be.
+        """Plan how to shorten the updates that are too long.
 
         Args:
             replies: result of :func:`measure_norms` for each reply that is used.
@@ -291,30 +292,36 @@ class NormBound:
             round: rounds completed.
         """
         bounds: dict[int, dict[str, tuple[float, bool]]] = {}
-        found: dict[int, Shortening] = {}
-        for part, norms in _by_part(replies).items():
-            for client, one in self.lengths(part, norms, round).items():
-                if one.usual == 0 or one.size <= (bound := one.usual * ratios[client] * reach[client]):
+        shortenings: dict[int, Shortening] = {}
+        for part, norms in _group_by_part(replies).items():
+            for client, length in self.measure_lengths(part, norms, round).items():
+                if length.usual == 0 or length.size <= (
+                    bound := length.usual * ratios[client] * reach[client]
+                ):
                     continue
-                bounds.setdefault(client, {})[part] = bound, one.by_change
-                times, kept, before = one.size / one.usual, bound / one.size, found.get(client)
-                found[client] = Shortening(
+                bounds.setdefault(client, {})[part] = bound, length.by_change
+                times, remaining, before = (
+                    length.size / length.usual,
+                    bound / length.size,
+                    shortenings.get(client),
+                )
+                shortenings[client] = Shortening(
                     bounds[client],
                     max(times, before.length) if before else times,
-                    min(kept, before.kept) if before else kept,
+                    min(remaining, before.kept) if before else remaining,
                     times > ratio * max(1.0, reach[client]) or bool(before and before.is_strike),
                 )
-        return found
+        return shortenings
 
-    def lengths(self, part: str, norms: Mapping[int, PartNorms], round: int) -> dict[int, Length]:
-        """How long a part of each client's update is, and what is usual."""
+    def measure_lengths(self, part: str, norms: Mapping[int, PartNorms], round: int) -> dict[int, Length]:
+        """Measure the length of one part of each client's update, beside the usual length."""
         changes, parts = medians(norms.values())
         past = [self.past[t][part] for t in sorted(self.past) if t < round and part in self.past[t]]
         # past rounds tell weights from differences; a liar has no say in that
         both = [(change, whole) for change, whole in past if change is not None]
         both = both or [(m.change, m.itself) for m in norms.values() if m.change is not None]
         by_change = bool(both) and median_low(c for c, _ in both) <= median_low(w for _, w in both)
-        found = {}
+        lengths = {}
         for client, m in norms.items():
             if by_change and m.change is not None:
                 size, now, before = m.change, changes, [change for change, _ in past if change is not None]
@@ -324,15 +331,15 @@ class NormBound:
             if now is not None and len(norms) > 1:
                 known.append(now)
             is_change = by_change and m.change is not None
-            found[client] = Length(size, max(known, default=0.0), is_change, bool(before), not known)
-        return found
+            lengths[client] = Length(size, max(known, default=0.0), is_change, bool(before), not known)
+        return lengths
 
-    def _first_bound(self, m: PartNorms, found: Length) -> float:
+    def _first_bound(self, m: PartNorms, length: Length) -> float:
         """The norm from which an update is refused without past rounds to compare with."""
-        if m.change is not None and m.download > 0 and (found.by_change or found.alone):
-            return m.download * (self.ratio if found.alone else 1.0)
+        if m.change is not None and m.download > 0 and (length.by_change or length.alone):
+            return m.download * (self.ratio if length.alone else 1.0)
         # differences without any to compare them with
-        return math.inf if found.alone else 0.0 if found.usual > 0 else self.ratio
+        return math.inf if length.alone else 0.0 if length.usual > 0 else self.ratio
 
     def learn(self, replies: Mapping[int, Mapping[str, PartNorms]], round: int) -> None:
         """Store the medians of a round over all replies that were compared, refused ones included."""
@@ -341,7 +348,7 @@ class NormBound:
             del self.past[late]
         if parts := sorted({p for measured in replies.values() for p in measured}):
             self.past[round] = {p: medians(m[p] for m in replies.values() if p in m) for p in parts}
-        for old in sorted(self.past)[:-WINDOW]:
+        for old in sorted(self.past)[:-MAX_PAST_ROUNDS]:
             del self.past[old]
 
 
@@ -353,13 +360,13 @@ def medians(norms: Iterable[PartNorms]) -> tuple[float | None, float]:
 
 
 def relative_steps(steps: Mapping[int, int], clients: Iterable[int]) -> dict[int, float]:
-    """By how much an update may be longer because its client takes more steps than the median; at least 1."""
-    some = list(clients)
-    usual = max(1, median_low(steps[c] for c in some)) if some else 1
-    return {c: max(1.0, steps[c] / usual) for c in some}
+    """Return each client's steps relative to the median, at least 1: the factor on the length of its update."""
+    chosen = list(clients)
+    usual = max(1, median_low(steps[c] for c in chosen)) if chosen else 1
+    return {c: max(1.0, steps[c] / usual) for c in chosen}
 
 
-def _by_part(replies: Mapping[int, Mapping[str, PartNorms]]) -> dict[str, dict[int, PartNorms]]:
+def _group_by_part(replies: Mapping[int, Mapping[str, PartNorms]]) -> dict[str, dict[int, PartNorms]]:
     names = sorted({part for measured in replies.values() for part in measured})
     return {
         part: {c: measured[part] for c, measured in replies.items() if part in measured} for part in names

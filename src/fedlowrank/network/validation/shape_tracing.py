@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from ...core import tree
-from ...core.contract.method import AnyMethod, ClientInfo, Task
+from ...core.contract import AnyMethod, ClientInfo, Task
 from ...training.tracing import trace_upload
 from .upload_forms import Template
 
 
-def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> Template:
+def trace_template(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> Template:
     """The template of a client's upload; only the form of the download is used, and errors are not caught."""
     # without values nothing that a client once sent can matter here, and equal forms have equal templates
     down = tree.zeros_like(down)

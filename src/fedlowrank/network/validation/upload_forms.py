@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...core import tree
-from ...core.contract.method import Lengths, OneOf
+from ...core.contract import Lengths, OneOf
 
-_TEXT = 300
+_MAX_TEXT = 300
 """Characters of what a client sent that may stand in a message."""
 
 
@@ -39,13 +39,13 @@ class Template:
     def of(cls, form: Any, trained: tuple[str, ...] = ()) -> Template:
         """The template of a form (:attr:`fedlowrank.core.contract.update.Update.form`)."""
         empty = erase_values(form)
-        largest_header = _largest(empty, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
+        largest_header = _make_largest(empty, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
         header = tree.encoded_size(largest_header) - tree.nbytes(largest_header)
-        size = header + tree.nbytes(_largest(empty, tree.nbytes))
-        return cls(empty, size, header, _bools(_largest(empty, _bools)), trained)
+        size = header + tree.nbytes(_make_largest(empty, tree.nbytes))
+        return cls(empty, size, header, _count_bools(_make_largest(empty, _count_bools)), trained)
 
 
-def _bools(value: Any) -> int:
+def _count_bools(value: Any) -> int:
     return sum(t.numel() for _, t in tree.leaves(value) if t.dtype == torch.bool)
 
 
@@ -60,13 +60,13 @@ def erase_values(form: Any) -> Any:
     return _map_children(form, erase_values)
 
 
-def _largest(form: Any, size: Callable[[Any], Any]) -> Any:
+def _make_largest(form: Any, size: Callable[[Any], Any]) -> Any:
     """The largest tree of that form."""
     if isinstance(form, OneOf):
-        return max((_largest(f, size) for f in form.forms), key=size)
+        return max((_make_largest(f, size) for f in form.forms), key=size)
     if isinstance(form, Lengths):
         return tree.map_leaves(lambda t: t.new_zeros(()).expand([n or form.most for n in t.shape]), form.form)
-    return form if isinstance(form, Tensor) else _map_children(form, lambda f: _largest(f, size))
+    return form if isinstance(form, Tensor) else _map_children(form, lambda f: _make_largest(f, size))
 
 
 def _map_children(form: Any, change: Callable[[Any], Any]) -> Any:
@@ -95,13 +95,13 @@ class _Length:
         self.most = most
         self.found: int | None = None
 
-    def shape(self, form: Tensor, found: Tensor) -> list[int]:
+    def shape(self, form: Tensor, tensor: Tensor) -> list[int]:
         """The shape that a tensor must have; -1 where no length is valid."""
         out = list(form.shape)
         for axis, n in enumerate(out):
-            if n == 0 and found.ndim == form.ndim:
-                if self.found is None and 1 <= found.shape[axis] <= self.most:
-                    self.found = found.shape[axis]
+            if n == 0 and tensor.ndim == form.ndim:
+                if self.found is None and 1 <= tensor.shape[axis] <= self.most:
+                    self.found = tensor.shape[axis]
                 out[axis] = -1 if self.found is None else self.found
         return out
 
@@ -115,12 +115,12 @@ def decode_upload(data: bytes, template: Template) -> Any:
     return match_form(template.form, tree.decode(data, template.bools))
 
 
-def match_form(form: Any, found: Any, path: str = "", length: _Length | None = None) -> Any:
+def match_form(form: Any, value: Any, path: str = "", length: _Length | None = None) -> Any:
     """Return an upload in the structure and the key order of its form.
 
     Args:
         form: of a :class:`Template`.
-        found: the upload, a tree.
+        value: the upload, a tree.
         path: of this part of the upload.
         length: meaning of a dimension of 0.
 
@@ -128,39 +128,41 @@ def match_form(form: Any, found: Any, path: str = "", length: _Length | None = N
         MismatchError: if the upload has another form.
     """
     if isinstance(form, OneOf):
-        return _match_any(form, found, path)
+        return _match_any(form, value, path)
     if isinstance(form, Lengths):
-        return match_form(form.form, found, path, _Length(form.most))
+        return match_form(form.form, value, path, _Length(form.most))
     if isinstance(form, Tensor):
-        if not isinstance(found, Tensor) or found.dtype != form.dtype:
-            raise MismatchError(path, describe_value(form, length), describe_value(found))
-        if list(found.shape) != (list(form.shape) if length is None else length.shape(form, found)):
-            raise MismatchError(path, describe_value(form, length), describe_value(found))
-        return found
-    if type(found) is not type(form):
-        raise MismatchError(path, describe_value(form), describe_value(found))
+        if not isinstance(value, Tensor) or value.dtype != form.dtype:
+            raise MismatchError(path, describe_value(form, length), describe_value(value))
+        if list(value.shape) != (list(form.shape) if length is None else length.shape(form, value)):
+            raise MismatchError(path, describe_value(form, length), describe_value(value))
+        return value
+    if type(value) is not type(form):
+        raise MismatchError(path, describe_value(form), describe_value(value))
     wanted = tree.children(form, path)
     if wanted is None:
-        if isinstance(form, str) and found != form:
-            raise MismatchError(path, repr(form), shorten_text(repr(found)))
-        return found
-    parts = dict(tree.children(found, path) or ())
+        if isinstance(form, str) and value != form:
+            raise MismatchError(path, repr(form), shorten_text(repr(value)))
+        return value
+    parts = dict(tree.children(value, path) or ())
     if parts.keys() != dict(wanted).keys():
         missing = [k for k, _ in wanted if k not in parts]
-        more = [k for k in parts if k not in dict(wanted)]
+        superfluous = [k for k in parts if k not in dict(wanted)]
         raise MismatchError(
-            path, f"{describe_value(form)} of {len(wanted)} parts", f"one {_describe_keys(missing, more)}"
+            path,
+            f"{describe_value(form)} of {len(wanted)} parts",
+            f"one {_describe_keys(missing, superfluous)}",
         )
     return tree.rebuild(
         form, [(k, match_form(f, parts[k], tree.join_path(path, k), length)) for k, f in wanted]
     )
 
 
-def _match_any(form: OneOf, found: Any, path: str) -> Any:
+def _match_any(form: OneOf, value: Any, path: str) -> Any:
     misfits = []
     for choice in form.forms:
         try:
-            return match_form(choice, found, path)
+            return match_form(choice, value, path)
         except MismatchError as error:
             misfits.append(error)
     first = misfits[0]
@@ -177,14 +179,14 @@ def describe_value(value: Any, length: _Length | None = None) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _describe_keys(missing: Sequence[str], more: Sequence[str]) -> str:
-    found = [("without", missing), ("with", more)]
+def _describe_keys(missing: Sequence[str], superfluous: Sequence[str]) -> str:
+    groups = [("without", missing), ("with", superfluous)]
     return " and ".join(
-        f"{word} {shorten_text(', '.join(map(repr, names[:4])))}" for word, names in found if names
+        f"{word} {shorten_text(', '.join(map(repr, names[:4])))}" for word, names in groups if names
     )
 
 
 def shorten_text(text: str) -> str:
     """The text in one line, cut off where it is long: it may be a client's."""
-    line = "".join(c if c.isprintable() else "?" for c in text[:_TEXT])
-    return line if len(text) <= _TEXT else f"{line} … ({len(text)} characters)"
+    line = "".join(c if c.isprintable() else "?" for c in text[:_MAX_TEXT])
+    return line if len(text) <= _MAX_TEXT else f"{line} … ({len(text)} characters)"

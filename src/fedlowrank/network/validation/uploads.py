@@ -1,7 +1,7 @@
 """Two-stage validation of uploads.
 
-:func:`inspect` accepts an upload that has the form which the method declares
-(:func:`.shape_tracing.expected_upload`), is no larger than that, and is finite. What no form expresses, such
+:func:`inspect_upload` accepts an upload that has the form which the method declares
+(:func:`.shape_tracing.trace_template`), is no larger than that, and is finite. What no form expresses, such
 as a class that does not exist, fails when the server computes with it: such a reply is refused, and the round
 goes on without it. A client with too many refused replies is put on the :class:`Blocklist`.
 
@@ -19,21 +19,21 @@ from typing import Any
 
 from ...config.sections.network_section import Limits
 from ...core import tree
+from ...core.contract import AnyMethod, ClientInfo, ServerView, Task
 from ...core.contract.contribution import Aggregator, fault_of
 from ...core.contract.hook_results import check_server_state
-from ...core.contract.method import AnyMethod, ClientInfo, ServerView, Task
 from ...core.errors import FedlowrankError
-from .norms import difference_norm, floats
-from .shape_tracing import expected_upload
+from .norms import difference_norm, iterate_floats
+from .shape_tracing import trace_template
 from .upload_forms import MismatchError, Template, decode_upload, shorten_text
 
-FAULTS = (
+FAULT_TYPES = (
     RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,
     FedlowrankError,
 )  # fmt: skip
 """What a method may raise on numbers that it did not foresee."""
 
-SLACK = 2**16
+SLACK_BYTES = 2**16
 """Bytes that an upload or its header may have beyond twice the expected size, for other library versions."""
 
 _MAX_TEMPLATES = 256
@@ -64,7 +64,7 @@ class RefusedReplyError(FedlowrankError):
 
 
 class Templates:
-    """A cache of :func:`expected_upload` for clients of the same kind and downloads of the same form."""
+    """A cache of :func:`trace_template` for clients of the same kind and downloads of the same form."""
 
     def __init__(self, method: AnyMethod, task: Task) -> None:
         self.method, self.task = method, task
@@ -81,8 +81,8 @@ class Templates:
         template = self._known.pop(key, None)
         if template is None:
             try:
-                template = expected_upload(self.method, self.task, info, down)
-            except FAULTS as error:
+                template = trace_template(self.method, self.task, info, down)
+            except FAULT_TYPES as error:
                 reason = (
                     f"{self.method.title} cannot work with what it would be sent: {shorten_text(repr(error))}"
                 )
@@ -94,7 +94,7 @@ class Templates:
         return template
 
 
-def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits) -> Any:
+def inspect_upload(data: bytes, template: Template, client: ClientInfo, limits: Limits) -> Any:
     """Decode and validate an upload: its size, its form, and that it is finite.
 
     Returns:
@@ -104,11 +104,11 @@ def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits)
         RefusedReplyError: if it is invalid.
     """
     # sizes come first: a header of many small parts takes many times its size in memory once it is read
-    most, header = max_upload_bytes(template, limits), int.from_bytes(data[:8], "little")
-    if len(data) > most:
-        reason = f"it has {len(data)} bytes; at most {most} are taken (limits.max_bytes)"
+    max_bytes, header = max_upload_bytes(template, limits), int.from_bytes(data[:8], "little")
+    if len(data) > max_bytes:
+        reason = f"it has {len(data)} bytes; at most {max_bytes} are taken (limits.max_bytes)"
         raise RefusedReplyError(client.id, reason)
-    if header > 2 * template.header + SLACK:
+    if header > 2 * template.header + SLACK_BYTES:
         reason = f"its header has {header} bytes, where about {template.header} are expected"
         raise RefusedReplyError(client.id, reason)
     try:
@@ -119,7 +119,7 @@ def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits)
         reason = f"expected {error.expected}, found {error.found}"
         raise RefusedReplyError(client.id, reason, path=error.path) from error
     total = 0.0
-    for path, number in floats(upload):
+    for path, number in iterate_floats(upload):
         total = math.hypot(total, difference_norm(number))
         if not math.isfinite(total):
             raise RefusedReplyError(client.id, "it holds a NaN or an infinity", path=path, not_finite=True)
@@ -131,41 +131,41 @@ def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits)
 
 def max_upload_bytes(template: Template, limits: Limits) -> int:
     """Bytes that an upload may have."""
-    return 2 * template.bytes + SLACK if limits.max_bytes is None else limits.max_bytes
+    return 2 * template.bytes + SLACK_BYTES if limits.max_bytes is None else limits.max_bytes
 
 
-def checked_decode(
+def decode_checked(
     decode: Callable[[Any, ClientInfo], Any], upload: Any, client: ClientInfo, title: str
 ) -> Any:
     """The upload as a method decodes it; raises RefusedReplyError if it fails."""
     try:
         return decode(upload, client)
-    except FAULTS as error:
+    except FAULT_TYPES as error:
         reason = shorten_text(f"{title} cannot decode it: {type(error).__name__}: {error}")
         raise RefusedReplyError(client.id, reason) from error
 
 
-def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
+def make_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
     """The contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
     try:
         contribution = method.contribution(upload, client, server)
         fault = fault_of(contribution)
-    except FAULTS as error:
-        raise RefusedReplyError(client.id, _cannot_use(method, client, error)) from error
+    except FAULT_TYPES as error:
+        raise RefusedReplyError(client.id, _describe_fault(method, client, error)) from error
     if fault is not None:
         raise RefusedReplyError(client.id, f"{method.title} cannot use what it contributes: {fault}")
     return contribution
 
 
-def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView) -> Any:
+def update_server(method: AnyMethod, server: Any, total: Any, view: ServerView) -> Any:
     """The server's next state.
 
     Raises:
         FedlowrankError: if it is not finite.
-        Exception: one of :data:`FAULTS` that the method raised.
+        Exception: one of :data:`FAULT_TYPES` that the method raised.
     """
     new = check_server_state(method, server, method.server_update(server, total, view))
-    for path, number in floats(new):
+    for path, number in iterate_floats(new):
         if not math.isfinite(difference_norm(number)):
             raise FedlowrankError(
                 f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity "
@@ -195,26 +195,26 @@ def update_without_faulty(
         The new state (the old one if no reply is left), and the reason for every client that was left out.
 
     Raises:
-        Exception: as :func:`checked_update`, if no single reply is the cause, or the others fail together.
+        Exception: as :func:`update_server`, if no single reply is the cause, or the others fail together.
     """
 
     def update(clients: Sequence[ClientInfo]) -> Any:
         aggregator = reduce(clients)
         for client in clients:
             aggregator.add(client.id, contribution(client))
-        return checked_update(method, server, aggregator.finish(), dataclasses.replace(view, replied=clients))
+        return update_server(method, server, aggregator.finish(), dataclasses.replace(view, replied=clients))
 
     faulty: dict[int, str] = {}
     for client in view.replied:
         try:
             update([client])
-        except FAULTS as error:
-            faulty[client.id] = _cannot_use(method, client, error)
+        except FAULT_TYPES as error:
+            faulty[client.id] = _describe_fault(method, client, error)
     rest = [client for client in view.replied if client.id not in faulty]
     return (update(rest) if rest else server), faulty
 
 
-def _cannot_use(method: AnyMethod, client: ClientInfo, error: Exception) -> str:
+def _describe_fault(method: AnyMethod, client: ClientInfo, error: Exception) -> str:
     reason = shorten_text(f"{type(error).__name__}: {error}")
     return f"{method.title} cannot use the reply of client {client.id}: {reason}"
 

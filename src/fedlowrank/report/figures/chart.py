@@ -35,8 +35,8 @@ LINES = 14
 POINTS = 250  # most points of a line: about one for each 1.3 units of the width of a figure
 TICK = 0.1  # least distance of two labels on an axis of values, as a part of the axis
 MARGIN = 0.12  # beside the values of an axis, as a part of their range: markers stand some points aside
-TIPS = 40  # most points of a line that show their value under the pointer
-THIN = 1.0  # width of the line of a further series of a method, in points
+MAX_TIPS = 40  # most points of a line that show their value under the pointer
+THIN_LINE_WIDTH = 1.0  # width of the line of a further series of a method, in points
 
 
 class Line(NamedTuple):
@@ -114,7 +114,7 @@ def draw_lines(
         # One evaluation is a point: a line through it would show nothing.
         entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
         if line.place:
-            entry.set(linewidth=THIN, markerfacecolor="none")
+            entry.set(linewidth=THIN_LINE_WIDTH, markerfacecolor="none")
         axes.plot(
             at, scale * table["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
             dash_capstyle="butt", linewidth=entry.get_linewidth(),
@@ -129,12 +129,12 @@ def make_tips(
     x: str | None = None, form_x: Callable[[float], str] = "round {:g}".format,
 ) -> tuple[Tip, ...]:  # fmt: skip
     """Values of lines as drawn by :func:`draw_lines`; ``form`` and ``form_x`` write them."""
-    found = []
+    tips = []
     for line in lines:
-        table = thin_out(line.table, TIPS)
+        table = thin_out(line.table, MAX_TIPS)
         for at, mean in zip(table.index if x is None else table[x], table["mean"], strict=True):
-            found.append(Tip(axes, at, scale * mean, f"{line.label}, {form_x(at)}: {form(mean)}"))
-    return tuple(found)
+            tips.append(Tip(axes, at, scale * mean, f"{line.label}, {form_x(at)}: {form(mean)}"))
+    return tuple(tips)
 
 
 @drawing()

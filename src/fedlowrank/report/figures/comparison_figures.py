@@ -46,15 +46,17 @@ def _plot_learning_curves(
     groups: Sequence[RunGroup], styles: Styles, measure: Measure, *, in_detail: bool
 ) -> Picture | None:
     lines = chart.choose_lines(groups, measure, chart.LINES if in_detail else 0, unseen=in_detail)
-    more = ""
+    explanation = ""
     if any(line.unseen for line in lines):
-        more = " Thin lines, without a band, are named after the colon: further models of a method, and its"
-        more += " mean over the clients that never train, which are left out of all others."
+        explanation = (
+            " Thin lines, without a band, are named after the colon: further models of a method, and its"
+        )
+        explanation += " mean over the clients that never train, which are left out of all others."
     elif any(line.place for line in lines):
-        more = " Thin lines, without a band: further models of a method, named after the colon."
+        explanation = " Thin lines, without a band: further models of a method, named after the colon."
     return chart.plot_measure(
         lines, styles, measure, head=f"Mean {measure.noun} over clients after each evaluated round",
-        tail=f" Round 0 is the state before training.{more}",
+        tail=f" Round 0 is the state before training.{explanation}",
     )  # fmt: skip
 
 
@@ -62,19 +64,19 @@ def _plot_learning_curves(
 def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Final result of each method with its 95 % interval over seeds, the best on top, seeds as dots."""
     measure = measure_of(groups)
-    found = [(group, result) for group in groups if (result := group.final(measure=measure))]
-    found.sort(key=lambda pair: result_place(measure, pair[1]))
-    if not found:
+    results = [(group, result) for group in groups if (result := group.final(measure=measure))]
+    results.sort(key=lambda pair: result_place(measure, pair[1]))
+    if not results:
         return None
-    figure, axes = new_figure(0.7 + 0.25 * len(found), 3.7)
-    table = pd.DataFrame([(r.mean, _shown_ci(r)) for _, r in found], columns=["mean", "ci"])
+    figure, axes = new_figure(0.7 + 0.25 * len(results), 3.7)
+    table = pd.DataFrame([(r.mean, _shown_ci(r)) for _, r in results], columns=["mean", "ci"])
     lows, highs = (measure.scale * end for end in chart.interval_ends(table, measure.bounds))
-    seeds = [measure.scale * group.results(measure=measure)["last"].dropna() for group, _ in found]
+    seeds = [measure.scale * group.results(measure=measure)["last"].dropna() for group, _ in results]
     ends = chart.all_ends([table], measure.bounds)
     chart.set_measure_axis(
         axes.xaxis, measure, [value / measure.scale for one in seeds for value in one], ends
     )
-    for y, (group, result) in enumerate(found):
+    for y, (group, result) in enumerate(results):
         style = styles[group.short]
         if result.modes:
             look: Any = {"marker": style.marker, "markersize": 6, "alpha": 0.8, "color": style.color}
@@ -84,24 +86,26 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         axes.plot(seeds[y], [y] * len(seeds[y]), linestyle="", **look)
         axes.hlines(y, lows[y], highs[y], color=style.color, linewidth=2)
         axes.plot([measure.scale * result.mean], [y], marker=style.marker, markersize=7, color=style.color)
-    chart.set_method_axis(axes, [group.short for group, _ in found])
+    chart.set_method_axis(axes, [group.short for group, _ in results])
     texts = [
         f"{group.short} {format_estimate(measure, result) if result.modes else measure.format(result.mean)}"
-        for group, result in found
+        for group, result in results
     ]
     return Picture(
         figure,
         f"{measure.title} of each method",
-        f"Dot chart of final {measure.noun} for {chart.count_methods(len(found))}: {', '.join(texts)}.",
+        f"Dot chart of final {measure.noun} for {chart.count_methods(len(results))}: {', '.join(texts)}.",
         f"Mean {measure.noun} over clients at the last evaluated round, the best on top"
         + (
             ". One seed, so there is no interval."
-            if all(result.n == 1 for _, result in found)
+            if all(result.n == 1 for _, result in results)
             else "; line: 95 % interval of the mean over seeds, cut to possible values; light dots: seeds."
         )
-        + chart.note_modes(group for group, result in found if result.modes)
+        + chart.note_modes(group for group, result in results if result.modes)
         + "".join(
-            f" Last: {group.short}, {result.diverged} diverged." for group, result in found if result.diverged
+            f" Last: {group.short}, {result.diverged} diverged."
+            for group, result in results
+            if result.diverged
         ),
         tips=tuple(
             Tip(
@@ -110,7 +114,7 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
                 y,
                 f"{group.short}: {format_estimate(measure, result)}",
             )
-            for y, (group, result) in enumerate(found)
+            for y, (group, result) in enumerate(results)
         ),
     )
 
@@ -166,26 +170,26 @@ def plot_communication(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
 def plot_clients(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Box plot of the clients' accuracies at the last evaluated round, one a method, ``+`` at the mean."""
     measure = measure_of(groups)
-    found = []
+    values_by_group = []
     for group in groups:
         values = np.concatenate([run.client_values(group.headline, measure) for run in group.runs])
         if len(values):
-            found.append((group, measure.scale * values))
-    if not found:
+            values_by_group.append((group, measure.scale * values))
+    if not values_by_group:
         return None
-    figure, axes = new_figure(0.9 + 0.36 * len(found))
-    chart.set_measure_axis(axes.xaxis, measure, [value for _, values in found for value in values])
-    for y, (group, values) in enumerate(found):
+    figure, axes = new_figure(0.9 + 0.36 * len(values_by_group))
+    chart.set_measure_axis(axes.xaxis, measure, [value for _, values in values_by_group for value in values])
+    for y, (group, values) in enumerate(values_by_group):
         _draw_box(axes, y, values, styles[group.short])
-    chart.set_method_axis(axes, [group.short for group, _ in found])
-    seeds = max(len(group.runs) for group, _ in found)
+    chart.set_method_axis(axes, [group.short for group, _ in values_by_group])
+    seeds = max(len(group.runs) for group, _ in values_by_group)
     pooled = f" The clients of all {seeds} seeds are pooled." if seeds > 1 else ""
-    medians = [(group, float(np.median(values))) for group, values in found]
+    medians = [(group, float(np.median(values))) for group, values in values_by_group]
     texts = [f"{g.short} {measure.format(m) if measure.is_loss else f'{m:.1f} %'}" for g, m in medians]
     return Picture(
         figure,
         "Spread over clients",
-        f"Box plot of the {measure.noun} of clients for {chart.count_methods(len(found))}. Medians: "
+        f"Box plot of the {measure.noun} of clients for {chart.count_methods(len(values_by_group))}. Medians: "
         f"{', '.join(texts)}.",
         f"{measure.noun.capitalize()} of each client at the last evaluated round. Box: quartiles; line: "
         "median; +: mean; whiskers: the furthest client within 1.5 box lengths; dots: clients "
@@ -214,31 +218,31 @@ def _draw_box(axes: Axes, y: int, values: Any, style: Style) -> None:
 def plot_trade_off(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Accuracy against computation, with marker areas that grow with the bytes sent."""
     measure = measure_of(groups)
-    found = []
+    costs_by_group = []
     for group in groups:
         result = group.final(measure=measure)
         flops = estimate(run.costs["flops"] for run in group.runs)
         size = estimate(run.costs["bytes_up"] + run.costs["bytes_down"] for run in group.runs)
         if result and flops and size and flops.mean > 0:
-            found.append((group, result.mean, flops.mean, size.mean))
-    if not found:
+            costs_by_group.append((group, result.mean, flops.mean, size.mean))
+    if not costs_by_group:
         return None
-    largest = max(size for *_, size in found) or 1.0
+    largest = max(size for *_, size in costs_by_group) or 1.0
     points = [
         chart.Point(
             f"{on_one_line(group.short, 30)} ({format_si(size, 'B')})", styles[group.short], flops, mean,
             math.sqrt(36 + 700 * size / largest), 0.35,
         )
-        for group, mean, flops, size in found
+        for group, mean, flops, size in costs_by_group
     ]  # fmt: skip
     texts = "; ".join(
         f"{group.short} {measure.format(mean)}, {format_si(flops, 'FLOP')}, {format_si(size, 'B')}"
-        for group, mean, flops, size in found
+        for group, mean, flops, size in costs_by_group
     )
     return chart.plot_points(
         points, measure, "training computation per run", "FLOP",
         title=f"{measure.title}, computation and communication",
-        alt=f"Scatter chart for {chart.count_methods(len(found))}: {texts}.",
+        alt=f"Scatter chart for {chart.count_methods(len(costs_by_group))}: {texts}.",
         caption=f"Mean {measure.noun} at the last evaluated round against the floating-point operations of "
         "training; the area of a marker grows with the bytes sent both ways, given in the legend. "
         f"{'Low' if measure.is_loss else 'High'}, to the left and small is better.",
@@ -249,18 +253,18 @@ def plot_trade_off(groups: Sequence[RunGroup], styles: Styles) -> Picture | None
 def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Final accuracy against the varied setting, one line a method, with the 95 % interval over seeds."""
     measure = measure_of(groups)
-    found = [(group, result) for group in groups if group.vary and (result := group.final(measure=measure))]
-    settings = list(dict.fromkeys(_setting(group) for group, _ in found))
+    results = [(group, result) for group in groups if group.vary and (result := group.final(measure=measure))]
+    settings = list(dict.fromkeys(_setting(group) for group, _ in results))
     if len(settings) < 2:
         return None
-    names = list(dict.fromkeys(key for group, _ in found for key, _ in group.vary))
-    values = [dict(group.vary).get(names[0]) for group, _ in found]
+    names = list(dict.fromkeys(key for group, _ in results for key, _ in group.vary))
+    values = [dict(group.vary).get(names[0]) for group, _ in results]
     is_number = len(names) == 1 and all(
         isinstance(v, int | float) and not isinstance(v, bool) for v in values
     )
-    places: list[Any] = values if is_number else [settings.index(_setting(group)) for group, _ in found]
+    places: list[Any] = values if is_number else [settings.index(_setting(group)) for group, _ in results]
     table = pd.DataFrame(
-        [(group.short, result.mean, _shown_ci(result)) for group, result in found],
+        [(group.short, result.mean, _shown_ci(result)) for group, result in results],
         columns=["method", "mean", "ci"], index=places,
     )  # fmt: skip
     figure, axes = new_figure(3.1)
@@ -281,7 +285,7 @@ def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     ends = chart.all_ends([table], measure.bounds)
     chart.set_measure_axis(axes.yaxis, measure, table["mean"].tolist(), ends)
     add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
-    texts = [f"{group.label} {measure.format(result.mean)}" for group, result in found]
+    texts = [f"{group.label} {measure.format(result.mean)}" for group, result in results]
     seeds = ", mean over seeds with bars of the 95 % interval" if table["ci"].notna().any() else ""
     return Picture(
         figure,
@@ -290,7 +294,7 @@ def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         f"Mean {measure.noun} over clients at the last evaluated round for each value of {keys}{seeds}.",
         tips=tuple(
             Tip(axes, at, measure.scale * result.mean, f"{group.label}: {measure.format(result.mean)}")
-            for at, (group, result) in zip(places, found, strict=True)
+            for at, (group, result) in zip(places, results, strict=True)
         ),
     )
 

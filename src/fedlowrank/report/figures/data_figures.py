@@ -30,11 +30,11 @@ from .style import (
 )
 
 POINTS = 2000  # most points in one embedding plot
-# Most points in all embedding plots of a page together, unless that left fewer than :data:`FEWEST` a plot.
+# Most points in all embedding plots of a page together, unless that left fewer than :data:`MIN_POINTS` a plot.
 BUDGET = 4000
-FEWEST = 300
-DOTS = 3000  # most dots in the figure of classes
-LISTED = 20  # most classes named in a legend or along an axis
+MIN_POINTS = 300
+MAX_DOTS = 3000  # most dots in the figure of classes
+MAX_LISTED_CLASSES = 20  # most classes named in a legend or along an axis
 Points = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
 
 
@@ -43,20 +43,20 @@ def plot_embeddings(groups: Sequence[RunGroup]) -> list[Picture]:
 
     Methods whose first seed saved no representations have no plot.
     """
-    found = [(group, stored) for group in groups if (stored := _load_representations(group.first))]
-    if not found:
+    stored_groups = [(group, stored) for group in groups if (stored := _load_representations(group.first))]
+    if not stored_groups:
         return []
-    limit = max(FEWEST, min(POINTS, BUDGET // len(found)))
-    count = 1 + max(int(label.max()) for _, (_, label, _) in found)
+    limit = max(MIN_POINTS, min(POINTS, BUDGET // len(stored_groups)))
+    count = 1 + max(int(label.max()) for _, (_, label, _) in stored_groups)
     colors = [palette_color(i) if count <= len(LIGHT) else hue_color(i, count) for i in range(count)]
-    clients = sorted({int(c) for _, (_, _, client) in found for c in client})
+    clients = sorted({int(c) for _, (_, _, client) in stored_groups for c in client})
     plots = []
-    for group, (x, label, client) in found:
+    for group, (x, label, client) in stored_groups:
         kept = space_evenly(len(x), limit)
         flat = embed(x[kept])
         if flat is not None:
             plots.append(_plot_embedding(group, (flat, label[kept], client[kept]), colors, clients, len(x)))
-    return [_plot_legend(found[0][0].first, colors, clients), *plots] if plots else []
+    return [_plot_legend(stored_groups[0][0].first, colors, clients), *plots] if plots else []
 
 
 def _load_representations(run: RunRecord) -> Points | None:
@@ -127,14 +127,18 @@ def _plot_embedding(
 def _plot_legend(run: RunRecord, colors: Sequence[str], clients: Sequence[int]) -> Picture:
     names, marked = run.config.get("classes") or [], clients[: len(MARKERS)]
     look: Any = {"linestyle": "", "markersize": 6}
-    entries = [Line2D([], [], marker="o", color=color, **look) for color in colors[:LISTED]]
+    entries = [Line2D([], [], marker="o", color=color, **look) for color in colors[:MAX_LISTED_CLASSES]]
     labels = [f"class {on_one_line(names[k] if k < len(names) else k, 14)}" for k in range(len(entries))]
     entries += [Line2D([], [], marker=marker, color=INK, **look) for marker in MARKERS[: len(marked)]]
     labels += [f"client {client}" for client in marked]
     figure, axes = new_figure(0.2)
     axes.set_axis_off()
     add_legend(figure, entries, labels)
-    more = f" {len(colors)} classes, the first {LISTED} named." if len(colors) > LISTED else ""
+    more = (
+        f" {len(colors)} classes, the first {MAX_LISTED_CLASSES} named."
+        if len(colors) > MAX_LISTED_CLASSES
+        else ""
+    )
     more += f" Markers repeat after {len(MARKERS)} clients." if len(clients) > len(MARKERS) else ""
     return Picture(
         figure,
@@ -151,7 +155,7 @@ def plot_class_counts(run: RunRecord) -> Picture | None:
     counts = {str(name): np.array(found, dtype=int) for name, found in rows if found}
     # As many clients as there is room for, at least one.
     dots = np.cumsum([(found > 0).sum() for found in counts.values()])
-    shown = max(1, int((dots <= DOTS).sum()))
+    shown = max(1, int((dots <= MAX_DOTS).sum()))
     drawn = enumerate(list(counts.values())[:shown])
     points = [(i, k, found[k]) for i, found in drawn for k in np.flatnonzero(found)]
     if not points:
@@ -164,11 +168,11 @@ def plot_class_counts(run: RunRecord) -> Picture | None:
     areas = np.maximum(1.5, cell**2 * n / n.max())
     axes.scatter(x, y, s=areas, color=palette_color(0), alpha=0.85, linewidths=0)
     names = [on_one_line(name, 14) for name in run.config.get("classes") or []]
-    if len(names) == classes <= LISTED:
+    if len(names) == classes <= MAX_LISTED_CLASSES:
         axes.set_yticks(range(classes), names)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    if shown <= LISTED:
+    if shown <= MAX_LISTED_CLASSES:
         axes.set_xticks(range(shown), [on_one_line(name, 6) for name in list(counts)[:shown]])
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -109,7 +109,7 @@ def save_figures(
         CheckpointError: if a file cannot be written.
     """
     experiments = read_experiments(runs)
-    made: list[Path] = []
+    paths: list[Path] = []
     sheets: list[tuple[str, list[dict[str, Any]]]] = []
     used: set[str] = set()
     with (
@@ -136,14 +136,14 @@ def save_figures(
                         # No date inside, so that equal runs give equal files.
                         stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
                         picture.figure.savefig(path, facecolor="white", metadata=stamp, dpi=DPI)
-                        made.append(path)
+                        paths.append(path)
                     shown.append(_sheet_entry(picture, stem, kinds))
                 sheets.append(
                     (": ".join(filter(None, (title if len(experiments) > 1 else "", heading))), shown)
                 )
         page_title = experiments[0].title if len(experiments) == 1 else f"{len(experiments)} experiments"
         write_atomically(folder / SHEET, _render_sheet(page_title, sheets).encode())
-    return made
+    return paths
 
 
 def _sheet_entry(picture: Picture, stem: str, kinds: Sequence[str]) -> dict[str, Any]:

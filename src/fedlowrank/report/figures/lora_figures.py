@@ -29,8 +29,8 @@ from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_
 # For axes and captions: not one of the measures that runs are judged by.
 TRAINING = replace(LOSS, noun="training loss", title="Training loss")
 PANELS = 4  # most panels of a figure by rank: a method has few series
-CLOSE = 8  # ranks from which on markers are smaller and closer to their places
-LISTED = 9  # most ranks in a legend
+MIN_CLOSE_RANKS = 8  # ranks from which on markers are smaller and closer to their places
+MAX_LISTED_RANKS = 9  # most ranks in a legend
 SHARE: chart.Bounds = (0.0, 1.0)
 STEPS = [1, 2, 2.5, 5, 10]
 SERIES = {
@@ -52,7 +52,7 @@ def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
     tables = [scores for *_, scores in found]
     ranks = sorted({int(rank) for table in tables for rank in table.index})
     # Of many ranks, markers set aside as far would stand at the next rank.
-    room = min(1.0, CLOSE / len(ranks))
+    room = min(1.0, MIN_CLOSE_RANKS / len(ranks))
     columns = min(2, len(names))
     rows = math.ceil(len(names) / columns)
     figure, panels = new_panels(0.6 + 2.3 * rows, rows, columns, sharey=True)
@@ -133,7 +133,7 @@ def _plot_replies(group: RunGroup) -> Picture | None:
     below.set_xlabel("round")
     chart.set_round_axis(below.xaxis)
     in_order = sorted(counts.index, reverse=True)
-    listed = [in_order[i] for i in chart.space_evenly(len(in_order), LISTED)]
+    listed = [in_order[i] for i in chart.space_evenly(len(in_order), MAX_LISTED_RANKS)]
     labels = [f"rank {rank}" + (f" ({counts[rank]} clients)" if counts[rank] > 1 else "") for rank in listed]
     entries = [chart.legend_entry(styles[rank], "") for rank in listed]
     add_legend(figure, [*entries, even], [*labels, "equal weights"])
@@ -206,11 +206,11 @@ def plot_server_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | No
         chart.set_limits_from_zero(axes, max(ends))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
 
-    found = [(group, *result) for group in groups if (result := server_rank(group))]
-    spans = [f"{g.short} {least:.0f} to {most:.0f}" for g, _, least, most in found if least < most]
+    server_ranks = [(group, *result) for group in groups if (result := server_rank(group))]
+    spans = [f"{g.short} {least:.0f} to {most:.0f}" for g, _, least, most in server_ranks if least < most]
     layers = f" Layers differ at the end: {', '.join(spans)}." if spans else ""
     return chart.plot_lines(
-        [chart.Line(group, group.short, curve) for group, curve, *_ in found], styles, set_axis,
+        [chart.Line(group, group.short, curve) for group, curve, *_ in server_ranks], styles, set_axis,
         title="Rank of the server's update over rounds",
         subject="the singular values that the server holds of its update, mean over layers,",
         form="{:.0f}".format,

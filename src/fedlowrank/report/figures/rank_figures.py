@@ -22,48 +22,48 @@ PANELS = 24  # most panels of ranks; of a deeper model, so many weights are draw
 COLUMNS = 3
 POINTS = 120  # most rounds drawn in a panel of ranks, which is too narrow for more
 # Relative change of a downlink that counts: bytes of a message vary by a digit here and there.
-CHANGED = 0.005
+MIN_RELATIVE_CHANGE = 0.005
 CLIENTS = 20  # fewest clients for a violin: of a few, the box plot shows everything
 
 
 @drawing()
 def plot_ranks(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Rank of every low-rank weight against rounds, in percent of its first rank: a panel a weight."""
-    found = [(group, mine) for group in groups if (mine := rank_curves(group))]
-    names = list(dict.fromkeys(name for _, mine in found for name in mine))
-    if not names or all(len(rank.percent) < 2 for _, mine in found for rank in mine.values()):
+    curves_of_groups = [(group, mine) for group in groups if (mine := rank_curves(group))]
+    names = list(dict.fromkeys(name for _, mine in curves_of_groups for name in mine))
+    if not names or all(len(rank.percent) < 2 for _, mine in curves_of_groups for rank in mine.values()):
         return None
     shown = [names[i] for i in chart.space_evenly(len(names), PANELS)]
     columns = min(COLUMNS, len(shown))
     rows = math.ceil(len(shown) / columns)
     figure, panels = new_panels(0.5 + max(0.86 * rows, 2.2), rows, columns, sharey=True)
     for axes, name in zip(panels.flat, shown, strict=False):
-        lines = [(group, mine[name]) for group, mine in found if name in mine]
+        lines = [(group, mine[name]) for group, mine in curves_of_groups if name in mine]
         percent = [chart.Line(g, g.short, chart.thin_out(rank.percent, POINTS)) for g, rank in lines]
         chart.draw_lines(axes, percent, styles)
         title = f"{_layer(name)}\n{_first_to_last([rank for _, rank in lines])}"
         axes.set_title(title, fontsize=8, loc="left", pad=3)
     chart.finish_grid(panels, len(shown))[columns // 2].set_xlabel("round")
-    drawn = [mine[name].percent for _, mine in found for name in shown if name in mine]
+    drawn = [mine[name].percent for _, mine in curves_of_groups for name in shown if name in mine]
     top = max(100.0, *chart.all_ends(drawn, chart.NON_NEGATIVE))
     panels[0, 0].set(ylim=(-0.05 * top, 1.05 * top))
     panels[0, 0].yaxis.set_major_locator(FixedLocator([0, 50, 100]) if top <= 100 else MaxNLocator(nbins=3))
     chart.set_round_axis(panels[0, 0].xaxis, 4)
     figure.supylabel("rank / % of the first")
-    drawn_groups = [group for group, _ in found]
+    drawn_groups = [group for group, _ in curves_of_groups]
     entries = [chart.legend_entry(styles[group.short], marker="") for group in drawn_groups]
     add_legend(figure, entries, [group.short for group in drawn_groups])
     texts = "; ".join(
         f"{group.short}: " + ", ".join(f"{_layer(n)} {r.first:.0f} to {r.last:.0f}" for n, r in mine.items())
-        for group, mine in found
+        for group, mine in curves_of_groups
     )
     some = f" {len(shown)} of {len(names)} weights are drawn, evenly spaced in depth."
-    order = " in the order of the legend" if len(found) > 1 else ""
+    order = " in the order of the legend" if len(curves_of_groups) > 1 else ""
     return Picture(
         figure,
         "Rank of each layer over rounds",
         f"Line charts of the rank of {len(names)} weights against rounds for "
-        f"{chart.count_methods(len(found))}. From the first rank to the last, {texts}.",
+        f"{chart.count_methods(len(curves_of_groups))}. From the first rank to the last, {texts}.",
         "Rank of the server's weights after each round, in percent of the rank before training, a panel a "
         f"weight in the order of the model{chart.note_band(drawn_groups)} Above each panel: the first rank, "
         f"an arrow, the last one{order}.{some if len(shown) < len(names) else ''}",
@@ -89,18 +89,18 @@ def plot_downlink(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     From 0 up, so that a fall is as large as it looks; logarithmic only where a change would be too small to
     see.
     """
-    found = [(group, sent) for group in groups if len(sent := downlink(group))]
-    largest = max((float(sent["mean"].max()) for _, sent in found), default=0.0)
+    downlinks = [(group, sent) for group in groups if len(sent := downlink(group))]
+    largest = max((float(sent["mean"].max()) for _, sent in downlinks), default=0.0)
     if largest <= 0:
         return None
-    means = [sent["mean"] for _, sent in found]
-    peaks = [mean.max() for mean in means if mean.max() - mean.min() > CHANGED * mean.max()]
+    means = [sent["mean"] for _, sent in downlinks]
+    peaks = [mean.max() for mean in means if mean.max() - mean.min() > MIN_RELATIVE_CHANGE * mean.max()]
     last_ranks = {tuple((name, rank.last) for name, rank in rank_curves(group).items()) for group in groups}
     if not peaks and len(last_ranks) < 2:
         return None
     log = bool(peaks) and max(peaks) * chart.LOG_FROM <= largest
-    silent = [group.short for group, sent in found if log and sent["mean"].max() <= 0]
-    drawn = [(group, chart.thin_out(sent)) for group, sent in found if group.short not in silent]
+    silent = [group.short for group, sent in downlinks if log and sent["mean"].max() <= 0]
+    drawn = [(group, chart.thin_out(sent)) for group, sent in downlinks if group.short not in silent]
     figure, axes = new_figure(3.1)
     for i, (group, sent) in enumerate(drawn):
         style = styles[group.short]
@@ -119,11 +119,11 @@ def plot_downlink(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     chart.set_round_axis(axes.xaxis)
     labels = [f"{on_one_line(group.short, 22)}: {_format_change(sent)}" for group, sent in drawn]
     add_legend(figure, [chart.legend_entry(styles[group.short]) for group, _ in drawn], labels)
-    texts = ", ".join(f"{group.short} {_format_change(sent)}" for group, sent in found)
+    texts = ", ".join(f"{group.short} {_format_change(sent)}" for group, sent in downlinks)
     return Picture(
         figure,
         "Downlink over rounds",
-        f"Line chart of bytes sent to each participant against rounds for {chart.count_methods(len(found))}. "
+        f"Line chart of bytes sent to each participant against rounds for {chart.count_methods(len(downlinks))}. "
         f"From the first round to the last: {texts}.",
         "Bytes of the server's messages in each round, divided by the number of participants"
         f"{chart.note_seeds(groups)}; the legend gives the first and the last round, once if they are equal. "

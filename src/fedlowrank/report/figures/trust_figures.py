@@ -17,14 +17,14 @@ STEPS = [1, 2, 2.5, 5, 10]
 
 def plot_privacy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Privacy spent against rounds, one line a method; None where nothing is private."""
-    found = [group for group in groups if len(privacy_curve(group))]
+    private_groups = [group for group in groups if len(privacy_curve(group))]
     return chart.plot_lines(
-        [chart.Line(group, group.short, privacy_curve(group)) for group in found], styles,
+        [chart.Line(group, group.short, privacy_curve(group)) for group in private_groups], styles,
         lambda axes, ends: _set_axis(axes, "privacy spent, ε", ends),
         title="Privacy spent over rounds",
         subject="ε",
         form="{:.3g}".format,
-        head=f"ε of (ε, δ)-differential privacy of clients after each round, {_describe_privacy(found)}",
+        head=f"ε of (ε, δ)-differential privacy of clients after each round, {_describe_privacy(private_groups)}",
         tail=" Lower is better.",
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ class RunGroup:
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
         """Statistics of a series, else of the headline, one row a seed: see :meth:`.run_statistics.RunStatistics.results`."""
         name, by = self.headline if series is None else series, measure or self.measure
-        rows = [found for run in self.runs if (found := run.results(name, by)) is not None]
+        rows = [results for run in self.runs if (results := run.results(name, by)) is not None]
         return pd.DataFrame(rows, columns=RESULTS)
 
     def final(self, series: str | None = None, measure: Measure | None = None) -> Estimate | None:
@@ -81,11 +81,13 @@ class RunGroup:
     def _estimate(self, column: str, series: str | None, measure: Measure | None) -> Estimate | None:
         name, by = self.headline if series is None else series, measure or self.measure
         rows = [(run.has_found_groups, row) for run in self.runs if (row := run.results(name, by))]
-        found = [(success, row[column]) for success, row in rows if math.isfinite(row.get(column, math.nan))]
-        value = estimate(result for _, result in found)
+        successes_and_values = [
+            (success, row[column]) for success, row in rows if math.isfinite(row.get(column, math.nan))
+        ]
+        value = estimate(result for _, result in successes_and_values)
         if value is None:
             return None
-        successes, results = zip(*found, strict=True)
+        successes, results = zip(*successes_and_values, strict=True)
         seeds = [run.state for run in (*self.runs, *self.left_out)]
         clients = int(sum(row["non_finite"] for _, row in rows)) if column == "last" else 0
         diverged = []
@@ -179,7 +181,7 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
     Raises:
         ConfigError: if the target given is not in (0, 1].
     """
-    found: list[RunGroup] = []
+    groups: list[RunGroup] = []
     for experiment in dict.fromkeys(record.experiment for record in records):
         runs = [RunStatistics(record) for record in records if record.experiment == experiment]
         by_settings: dict[str, list[RunStatistics]] = {}
@@ -187,8 +189,8 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
             key = json.dumps([run.record.method, run.settings, run.record.vary], sort_keys=True)
             by_settings.setdefault(key, []).append(run)
         chosen = choose_target([_finished(some) for some in by_settings.values()], target)
-        found += _label([_group(experiment, some, chosen) for some in by_settings.values()])
-    return found
+        groups += _label([_group(experiment, some, chosen) for some in by_settings.values()])
+    return groups
 
 
 def _finished(runs: Sequence[RunStatistics]) -> list[RunStatistics]:
@@ -202,10 +204,10 @@ def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> Ru
     by_seed = dict(zip(reversed(seeds), reversed(runs), strict=True))
     repeated = tuple(seed for seed, n in Counter(seeds).items() if n > 1)
     first, distinct = runs[0].record, [by_seed[seed] for seed in dict.fromkeys(seeds)]
-    kept, title = _finished(distinct), first.method_title
-    left_out = tuple(run for run in distinct if run not in kept)
+    finished, title = _finished(distinct), first.method_title
+    left_out = tuple(run for run in distinct if run not in finished)
     return RunGroup(
-        experiment, first.method, first.vary, title, title, target, tuple(kept), left_out, repeated
+        experiment, first.method, first.vary, title, title, target, tuple(finished), left_out, repeated
     )
 
 
@@ -215,7 +217,7 @@ def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
     methods = Counter(short for short, _ in titles)
     names = [f"{g.short} ({g.method})" if methods[g.short] > 1 else g.short for g in groups]
     settings = [group.runs[0].settings for group in groups]
-    found: list[RunGroup] = []
+    labeled: list[RunGroup] = []
     used: Counter[str] = Counter()
     for name, own, group in zip(names, settings, groups, strict=True):
         alike: dict[str, list[dict[str, str]]] = {}
@@ -228,5 +230,5 @@ def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
         label = f"{short} ({group.variation})" if group.vary else short
         used[label] += 1
         label = f"{label} [{used[label]}]" if used[label] > 1 else label
-        found.append(replace(group, short=short, label=label))
-    return found
+        labeled.append(replace(group, short=short, label=label))
+    return labeled

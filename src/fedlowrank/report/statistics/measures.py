@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core.io.text import on_one_line
+from ...results.client_metrics import METRICS
+from ...results.client_numbers import CLIENT_NUMBERS
 from ..tables.number_formats import (
     MISSING,
     format_loss,
@@ -90,14 +92,8 @@ LOSS = Measure("loss", "test loss", "Test loss")
 MEASURES = (ACCURACY, LOSS)
 TOKEN_LOSS = Measure("loss", "loss per token", "Loss per token")
 
-_METRIC_TITLES = {
-    "macro_f1": "macro F1", "weighted_f1": "weighted F1", "auroc": "AUROC", "top3": "top-3 accuracy",
-    "top5": "top-5 accuracy", "token_accuracy": "next-token accuracy",
-    "pair_accuracy": "pairs in order", "retrieval_accuracy": "positives found",
-    "ece": "ECE", "rmse": "RMSE", "mae": "MAE", "r2": "R²",
-}  # fmt: skip
-
 
 def metric_title(name: str) -> str:
-    """A metric of ``run.metrics`` as a heading; of ``module:function`` the name of the function."""
-    return _METRIC_TITLES.get(name) or on_one_line(name).replace("_", " ")
+    """A metric of ``run.metrics`` or a further number of clients as a heading; of ``module:function`` the function's name."""
+    number = METRICS.get(name) or CLIENT_NUMBERS.get(name)
+    return (number.title if number else "") or on_one_line(name).replace("_", " ")

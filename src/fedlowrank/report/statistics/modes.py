@@ -13,7 +13,7 @@ LEAST_GAP = 0.1  # between the two groups of seeds: ten points of accuracy
 GAP_TO_SPREAD = 5.0  # least ratio of that gap to the range within either group
 # Seeds from which the results alone may show two groups: normal results look so in fewer than 2 % of samples
 # of five, but in every fifth sample of three.
-ENOUGH = 5
+MIN_SEEDS = 5
 
 
 class Modes(NamedTuple):
@@ -32,7 +32,7 @@ def find_modes(
 
     They are if the widest gap between neighboring results is at least :data:`LEAST_GAP` (of losses: the mean of the
     better group, so that the others are double) and :data:`GAP_TO_SPREAD` times the range of the results on either
-    side. Fewer than :data:`ENOUGH` seeds are too few to see that by their results: then the better group must be
+    side. Fewer than :data:`MIN_SEEDS` seeds are too few to see that by their results: then the better group must be
     those seeds that succeeded by another criterion, and the worse group those that did not.
 
     Args:
@@ -55,7 +55,7 @@ def find_modes(
     spread = max(float(np.ptp(good)), float(np.ptp(bad)))
     if gap <= 0 or gap < least or gap < GAP_TO_SPREAD * spread:
         return None
-    if len(values) < ENOUGH:
+    if len(values) < MIN_SEEDS:
         if len(successes) != len(values):
             return None
         if [successes[i] for i in order] != [True] * reached + [False] * len(bad):

@@ -98,23 +98,23 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
 
 def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str, Any]]:
     """Columns of the CSV about the comparison with the best, by experiment and label of the group."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    columns: dict[tuple[str, str], dict[str, Any]] = {}
     for family in families:
-        kept = [group.label for group in family.not_worse]
+        labels = [group.label for group in family.not_worse]
         for one in family.others:
             gap = one.difference
-            found[one.group.experiment, one.group.label] = {
+            columns[one.group.experiment, one.group.label] = {
                 "difference_best": gap.mean if gap else None,
                 "difference_best_low": gap.low if gap else None,
                 "difference_best_high": gap.high if gap else None,
                 "p_best_holm": one.p,
                 "paired_over": gap.over if gap else None,
                 "pairs": gap.n if gap else None,
-                "not_worse": int(one.group.label in kept) if one.p == one.p else None,
+                "not_worse": int(one.group.label in labels) if one.p == one.p else None,
             }
         if family.best:
-            found[family.best.experiment, family.best.label] = {"not_worse": 1}
-    return found
+            columns[family.best.experiment, family.best.label] = {"not_worse": 1}
+    return columns
 
 
 def paired_differences(one: RunGroup, other: RunGroup, measure: Measure) -> list[pd.Series]:
@@ -124,13 +124,13 @@ def paired_differences(one: RunGroup, other: RunGroup, measure: Measure) -> list
     of which one run is at another round than the other and did not finish.
     """
     by_seed = {run.record.seed: run for run in other.runs}
-    found = []
+    differences = []
     for run in one.runs:
         twin = by_seed.get(run.record.seed)
         if twin is not None and _clients(run.record) == _clients(twin.record) and _are_level(run, twin):
             gaps = _results(one, run, measure) - _results(other, twin, measure)
-            found.append(gaps.dropna())
-    return [gaps for gaps in found if len(gaps)]
+            differences.append(gaps.dropna())
+    return [gaps for gaps in differences if len(gaps)]
 
 
 def _are_level(one: RunStatistics, other: RunStatistics) -> bool:

@@ -26,7 +26,7 @@ from .measures import ACCURACY, MEASURES, Measure
 from .modes import Modes, finds_all_groups
 from .setting_names import settings_of
 
-LAST = 10  # evaluations in the mean over the end of a run
+LAST_EVALUATIONS = 10  # evaluations in the mean over the end of a run
 CONFIDENCE = 0.95
 
 
@@ -164,15 +164,15 @@ class RunStatistics:
         Means over the clients that count in means and for which the metric is defined; infinite if one of them is
         not finite.
         """
-        found = {}
+        metrics = {}
         for name in self.table.metrics:
             for series in self.table.series(name):
                 values = self.table.of_clients(name, series, "test").iloc[-1]
                 honest = values[self.table.who("honest", len(values))].dropna()
                 mean = mean_over_clients(honest)
                 if mean is not None:
-                    found[name, series] = math.inf if math.isnan(mean) else mean
-        return found
+                    metrics[name, series] = math.inf if math.isnan(mean) else mean
+        return metrics
 
     @cached_property
     def measure(self) -> Measure | None:
@@ -209,7 +209,7 @@ class RunStatistics:
         if test.empty:
             return None
         last, at = test.iloc[-1], test.index[-1]
-        found = {
+        numbers = {
             "round": at, "last": last["mean"], "std_clients": last["std"], "last_weighted": last["weighted"],
             "worst_tenth": last["worst"], "clients": last["clients"], "without": last["without"],
             "not_evaluated": last["not_evaluated"], "non_finite": last["non_finite"],
@@ -218,18 +218,18 @@ class RunStatistics:
         worst = math.inf if measure.is_loss else -math.inf
         means, whole = test["mean"], test["mean"].where(test["non_finite"] == 0, worst)
         trained = means[means.index > 0]
-        found["last_ten"] = (means if trained.empty else trained).tail(LAST).mean()
-        found["best_test"] = means.iloc[find_best(whole, lower_is_better=measure.is_loss) or 0]
+        numbers["last_ten"] = (means if trained.empty else trained).tail(LAST_EVALUATIONS).mean()
+        numbers["best_test"] = means.iloc[find_best(whole, lower_is_better=measure.is_loss) or 0]
         scored = self.curve(series, measure, "val")
         validation = scored["mean"].where(scored["non_finite"] == 0, worst).reindex(means.index).dropna()
         place = find_best(validation, lower_is_better=measure.is_loss)
         if place is not None:
             best = validation.index[place]
-            found |= {"best_round": best, "best_by_validation": means[best]}
+            numbers |= {"best_round": best, "best_by_validation": means[best]}
         unseen = self.curve(series, measure, who="unseen")
         if at in unseen.index:
-            found |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
-        return found
+            numbers |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
+        return numbers
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
         """Finite results of the clients that count in means, by client, at the last evaluated round."""
@@ -269,20 +269,20 @@ class RunStatistics:
     @property
     def status(self) -> str:
         """What is wrong with the run; empty for a finished one that was evaluated."""
-        found, state = [], self.state
+        parts, state = [], self.state
         if state != "finished":
             trained = self.record.rounds[-1].round if self.record.rounds else 0
-            found.append(f"{state} at round {self.record.status.get('rounds', trained)}")
+            parts.append(f"{state} at round {self.record.status.get('rounds', trained)}")
         if self.record.missing:
-            found.append(f"{describe_missing(self.record.missing)}, and costs are without them")
+            parts.append(f"{describe_missing(self.record.missing)}, and costs are without them")
         measure = self.measure or ACCURACY
         scored = self.curve(self.headline, measure)
         if scored.empty:
-            found.append("no evaluation")
+            parts.append("no evaluation")
         elif scored.index[-1] < self.table.of_clients(measure.name, self.headline or "", "test").index[-1]:
             noun = measure.noun if measure.is_loss else "accuracy"
-            found.append(f"no finite {noun} after round {scored.index[-1]}")
-        return ", ".join(found)
+            parts.append(f"no finite {noun} after round {scored.index[-1]}")
+        return ", ".join(parts)
 
     @property
     def own_target(self) -> float | None:
@@ -304,7 +304,7 @@ def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str,
     for name, series in dict.fromkeys(key for run in runs for key in run.last_metrics):
         end = "" if series == headline else f".{on_one_line(series)}"
         values = [run.last_metrics[name, series] for run in runs if (name, series) in run.last_metrics]
-        found = estimate(values) if np.isfinite(values).all() else None
-        row[f"metric_{name}{end}"] = found.mean if found else None
-        row[f"metric_{name}_ci95_seeds{end}"] = found.ci if found else None
+        interval = estimate(values) if np.isfinite(values).all() else None
+        row[f"metric_{name}{end}"] = interval.mean if interval else None
+        row[f"metric_{name}_ci95_seeds{end}"] = interval.ci if interval else None
     return row

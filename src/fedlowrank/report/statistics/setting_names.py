@@ -18,16 +18,16 @@ SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lor
 
 def settings_of(run: RunRecord) -> dict[str, str]:
     """Everything but the seed that could make two runs differ, as ``section.key`` to JSON text."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     # Settings that a run from before them does not record, so that old and new runs form one group.
-    _flatten("run", asdict(RunSettings()), found)
-    _flatten("method", run.section("method", "fields"), found)
+    _flatten("run", asdict(RunSettings()), settings)
+    _flatten("method", run.section("method", "fields"), settings)
     for name in SECTIONS:
-        _flatten(name, run.section(name), found)
+        _flatten(name, run.section(name), settings)
     for name, model in run.section("models").items():
         text = f"{model['parameters']:,} parameters" if "parameters" in model else ""
-        _flatten(f"models.{name}", f"{text} [{_digest(model.get('layers'))}]".lstrip(), found)
-    return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
+        _flatten(f"models.{name}", f"{text} [{_digest(model.get('layers'))}]".lstrip(), settings)
+    return {key: value for key, value in settings.items() if key not in NOT_SETTINGS}
 
 
 def _digest(value: object) -> str:

@@ -50,9 +50,9 @@ def compare_over_seeds(differences: ArrayLike) -> Difference:
         return Difference(mean, math.nan, math.nan, math.nan, len(x), "seeds")
     if _is_constant(x):
         return _without_spread(x, "seeds")
-    found = stats.ttest_1samp(x, 0.0)
-    low, high = found.confidence_interval(CONFIDENCE)
-    return Difference(mean, float(low), float(high), float(found.pvalue), len(x), "seeds")
+    test = stats.ttest_1samp(x, 0.0)
+    low, high = test.confidence_interval(CONFIDENCE)
+    return Difference(mean, float(low), float(high), float(test.pvalue), len(x), "seeds")
 
 
 def compare_over_clients(differences: ArrayLike) -> Difference:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.console import Group as Stack
+from rich import console
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -49,7 +49,7 @@ class Comparison:
 
     experiments: tuple[ComparedExperiment, ...]
     frame: pd.DataFrame  # exact values, one row a group; the CSV contains all of them
-    blocks: Mapping[
+    result_tables: Mapping[
         str, TextTable
     ]  # results, by ``accuracy``, ``loss``, ``metrics``, ``trust``, ``size``, ``cost``, ``target``
     targets: Mapping[str, Target]  # of each experiment, by name
@@ -75,7 +75,7 @@ class Comparison:
     @property
     def tables(self) -> list[TextTable]:
         """All tables in the order in which a reader sees them."""
-        return [*self.sweeps, self.summary, *self.blocks.values(), *self.ranks]
+        return [*self.sweeps, self.summary, *self.result_tables.values(), *self.ranks]
 
 
 def comparison(runs: Sequence[RunRecord], target: float | None = None) -> Comparison:
@@ -122,8 +122,12 @@ def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison
     }
     labels = [f"{g.experiment}: {g.label}" if len(targets) > 1 else g.label for g in groups]
     summary = make_summary(frame, families, labels)
-    blocks = {name: make_table(title, labels, found) for name, (title, found) in columns.items() if found}
-    footnotes = [(c.title, c.note) for table in (summary, *blocks.values()) for c in table.columns if c.note]
+    result_tables = {
+        name: make_table(title, labels, found) for name, (title, found) in columns.items() if found
+    }
+    footnotes = [
+        (c.title, c.note) for table in (summary, *result_tables.values()) for c in table.columns if c.note
+    ]
     for name, target in targets.items():
         if target.value is None and not target.source.startswith("no target"):
             where = f"{name}: " if len(targets) > 1 else ""
@@ -140,7 +144,7 @@ def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison
     footnotes += [("paper", source) for source in frame["reference"].dropna().unique()]
     findings = {experiment.name: state_findings(experiment.families) for experiment in experiments}
     return Comparison(
-        tuple(experiments), frame, blocks, targets, tuple(footnotes), findings, summary,
+        tuple(experiments), frame, result_tables, targets, tuple(footnotes), findings, summary,
         tuple(sweep_tables(experiments)), tuple(rank_tables(experiments)), warn_of_mixture(experiments),
         tuple(_all_warnings(experiments)), tuple(list_answers(groups)),
     )  # fmt: skip
@@ -188,18 +192,20 @@ def render_terminal(table: Comparison, all_tables: bool = False) -> RenderableTy
         table: the comparison.
         all_tables: show costs and all other tables, too, before the results.
     """
-    blocks = (*table.blocks.values(), *table.ranks) if all_tables else ()
-    tables = [*blocks, *table.sweeps, table.summary]
+    further_tables = (*table.result_tables.values(), *table.ranks) if all_tables else ()
+    tables = [*further_tables, *table.sweeps, table.summary]
     parts: list[RenderableType] = [part for one in tables for part in to_rich(one)]
     parts += [Text(warning, style="yellow") for warning in table.warnings]
     parts += [Text(finding, style="bold") for finding in _findings(table)]
-    return Stack(*parts)
+    return console.Group(*parts)
 
 
 def _findings(table: Comparison) -> list[str]:
     """The first sentences on each experiment, with its name if there are several."""
     named = len(table.findings) > 1
-    return [f"{name}: {found[0]}" if named else str(found[0]) for name, found in table.findings.items()]
+    return [
+        f"{name}: {findings[0]}" if named else str(findings[0]) for name, findings in table.findings.items()
+    ]
 
 
 def _measures(frame: pd.DataFrame) -> tuple[Measure, Measure]:
@@ -278,12 +284,12 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
         succeeded, bounds = _floats(frame, key("success_seeds")), _floats(frame, key("success_bound"))
         note += f"; {MODES_NOTE}" if succeeded.notna().any() else ""
         for head, cells in column("over seeds", "last", note, "ci95_seeds", always=True):
-            found = zip(cells, frame["seeds"], succeeded, bounds, strict=True)
+            cells_with_modes = zip(cells, frame["seeds"], succeeded, bounds, strict=True)
             yield (
                 head,
                 [
                     format_modes(measure, Modes(int(n), int(k), bound, math.nan)) if k == k else cell
-                    for cell, n, k, bound in found
+                    for cell, n, k, bound in cells_with_modes
                 ],
             )
     note = f"mean ± standard deviation of {noun} over the clients that never train, at the last evaluated "

@@ -60,27 +60,29 @@ def comparison_row(group: RunGroup) -> Row:
     if (final := group.final()) and final.groups_found:
         row["groups_found_seeds"], row["groups_known_seeds"] = final.groups_found
     costs = [run.costs for run in runs]
-    totals: Row = {name: _mean(one[name] for one in costs) for name in COSTS}
+    totals: Row = {name: _mean(cost[name] for cost in costs) for name in COSTS}
     steps, flops = totals.pop("steps"), totals.pop("flops")
-    float32 = _mean(FLOAT32 * _both_ways(one, "parameters") for one in costs)
+    float32 = _mean(FLOAT32 * _both_ways(cost, "parameters") for cost in costs)
     row |= {**totals, "communication_float32": float32, "steps": steps, "flops": flops}
     for kind in ("seconds_train", "seconds_server", "seconds_evaluate"):
-        row[kind] = _mean(one.get(kind) for one in costs)
-    row["simulated_seconds"] = _mean(one.get("simulated_seconds") for one in costs)
-    reached = [found for run in runs if (found := run.costs_to(group.target.value)) is not None]
+        row[kind] = _mean(cost.get(kind) for cost in costs)
+    row["simulated_seconds"] = _mean(cost.get("simulated_seconds") for cost in costs)
+    reached = [
+        cost_to_target for run in runs if (cost_to_target := run.costs_to(group.target.value)) is not None
+    ]
     counted = reached if n and len(reached) == n else []
     row |= {
         "target": group.target.value,
         "target_source": group.target.source,
         "target_reached_seeds": len(reached),
-        "target_round": _mean(one["round"] for one in counted),
-        "target_bytes": _mean(_both_ways(one, "bytes") for one in counted),
-        "target_parameters": _mean(_both_ways(one, "parameters") for one in counted),
-        "target_flops": _mean(one["flops"] for one in counted),
-        "target_steps": _mean(one["steps"] for one in counted),
+        "target_round": _mean(cost["round"] for cost in counted),
+        "target_bytes": _mean(_both_ways(cost, "bytes") for cost in counted),
+        "target_parameters": _mean(_both_ways(cost, "parameters") for cost in counted),
+        "target_flops": _mean(cost["flops"] for cost in counted),
+        "target_steps": _mean(cost["steps"] for cost in counted),
         # Evaluation is part of measuring, not of the method.
-        "target_seconds": _mean(sum(one.get(kind, 0.0) for kind in WORK) for one in counted),
-        "target_simulated_seconds": _mean(one.get("simulated_seconds") for one in counted),
+        "target_seconds": _mean(sum(cost.get(kind, 0.0) for kind in WORK) for cost in counted),
+        "target_simulated_seconds": _mean(cost.get("simulated_seconds") for cost in counted),
         **_model_size(group, group.headline, ""),
     }
     ranks = last_ranks(group)
@@ -189,14 +191,14 @@ def _both_ways(costs: Mapping[str, float], name: str) -> float:
 
 def _mean(values: Iterable[float | None]) -> float | None:
     """Mean of the finite values; integers stay integers where their mean is one."""
-    kept = [value for value in values if value is not None and math.isfinite(value)]
-    if kept and all(isinstance(value, int) for value in kept):
-        total = sum(kept)
-        return total // len(kept) if total % len(kept) == 0 else total / len(kept)
-    return math.fsum(kept) / len(kept) if kept else None
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
+    if numbers and all(isinstance(value, int) for value in numbers):
+        total = sum(numbers)
+        return total // len(numbers) if total % len(numbers) == 0 else total / len(numbers)
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _common(values: Iterable[int]) -> int | str | None:
     """The value if all are equal, else all of them as text."""
-    found = [int(value) for value in values]
-    return found[0] if len(set(found)) == 1 else " ".join(map(str, found)) or None
+    numbers = [int(value) for value in values]
+    return numbers[0] if len(set(numbers)) == 1 else " ".join(map(str, numbers)) or None

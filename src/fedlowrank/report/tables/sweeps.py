@@ -22,13 +22,15 @@ def sweep_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
     """
     families = [family for experiment in experiments for family in experiment.families if family.others]
     best = {(g.experiment, g.label) for family in families for g in family.not_worse}
-    found: dict[tuple[tuple[str, ...], Measure], list[RunGroup]] = {}
+    groups_by_setting: dict[tuple[tuple[str, ...], Measure], list[RunGroup]] = {}
     for experiment in experiments:
         for group in experiment.groups:
             if group.vary:
                 keys = tuple(key for key, _ in group.vary)
-                found.setdefault((keys, experiment.measure), []).append(group)
-    tables = [_sweep_table(keys, measure, members, best) for (keys, measure), members in found.items()]
+                groups_by_setting.setdefault((keys, experiment.measure), []).append(group)
+    tables = [
+        _sweep_table(keys, measure, members, best) for (keys, measure), members in groups_by_setting.items()
+    ]
     return [table for table in tables if len(table.rows) > 1]
 
 
@@ -87,9 +89,9 @@ def shorten_names(keys: Sequence[str]) -> tuple[str, ...]:
     """The last parts of settings' names, with as many parts before them as it takes to tell them apart."""
     parts = [key.split(".") for key in keys]
     for length in range(1, max(map(len, parts), default=1) + 1):
-        found = [".".join(one[-length:]) for one in parts]
-        if max(Counter(found).values(), default=1) == 1:
-            return tuple(found)
+        short = [".".join(one[-length:]) for one in parts]
+        if max(Counter(short).values(), default=1) == 1:
+            return tuple(short)
     return tuple(keys)
 
 

@@ -70,22 +70,22 @@ def to_rich(table: TextTable) -> Iterator[Table | Text]:
     """As many tables as the width of a terminal takes, each with the fields in front, then the note."""
     for i, columns in enumerate(_share_out(table)):
         title = Text(table.title + (", continued" if i else ""))
-        made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        rich_table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for field in table.fields:
-            made.add_column(
+            rich_table.add_column(
                 Text(field), overflow="fold", no_wrap=bool(table.note), min_width=None if table.note else 10
             )
         for place in columns:
             column = table.columns[place]
-            made.add_column(
+            rich_table.add_column(
                 Text(column.title if table.note else _stack(column)), justify=column.align, overflow="fold",
                 no_wrap=not _wraps(table, column), max_width=LABEL if table.note else None,
             )  # fmt: skip
         shown = [*range(len(table.fields)), *(len(table.fields) + place for place in columns)]
         for y, row in enumerate(table.rows):
             # Text, not markup: a name in brackets must stay a name.
-            made.add_row(*(Text(row[x], style="bold" if (y, x) in table.bold else "") for x in shown))
-        yield made
+            rich_table.add_row(*(Text(row[x], style="bold" if (y, x) in table.bold else "") for x in shown))
+        yield rich_table
     for text in (table.note, table.bold_note):
         if text:
             yield Text(text, style="dim")

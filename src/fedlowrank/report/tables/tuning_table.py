@@ -37,8 +37,8 @@ def _table(title: str, settings: Sequence[Setting], chosen: Setting | None) -> T
     for one in settings:
         result = None if one.mean is None else estimate(score.value for score in one.scores if score)
         cell = MISSING if result is None else measure.format_pair(result.mean, result.ci)
-        what = "chosen" if one is chosen else "; ".join(dict.fromkeys(one.messages))
-        rows.append((*map(value_text, one.values.values()), cell, what))
+        remark = "chosen" if one is chosen else "; ".join(dict.fromkeys(one.messages))
+        rows.append((*map(value_text, one.values.values()), cell, remark))
     note = f"Mean {measure.noun} over clients"
     if seeds > 1:
         note += f", mean over {seeds} tuning seeds ± half-width of the 95 % confidence interval"

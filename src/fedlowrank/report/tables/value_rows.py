@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from ...core.io.atomic_files import as_checkpoint_error, write_atomically
-from ...results.frames import ALL, KEYS, client_frame
+from ...results.client_numbers import FRAME_KEYS
+from ...results.frames import ALL, client_frame
 from ...results.records import RunRecord
 
 COLUMNS = ("run", "method", "seed", "round", "client", "client_name", "series", "split", "metric", "value")
@@ -26,12 +27,12 @@ def list_values(record: RunRecord) -> pd.DataFrame:
     if "client_name" not in table:
         table["client_name"] = ""
     keys = ["round", "client", "client_name", "series", "split"]
-    names = [name for name in table if name not in (*keys, *KEYS)]
-    found = table.melt(id_vars=keys, value_vars=names, var_name="metric", value_name="value").dropna(
+    names = [name for name in table if name not in (*keys, *FRAME_KEYS)]
+    values = table.melt(id_vars=keys, value_vars=names, var_name="metric", value_name="value").dropna(
         subset="value"
     )
     method, seed = record.section("method").get("name"), record.section("run").get("seed")
-    return found.assign(run=str(record.folder), method=method, seed=seed)[list(COLUMNS)]
+    return values.assign(run=str(record.folder), method=method, seed=seed)[list(COLUMNS)]
 
 
 def write_values(records: Sequence[RunRecord], path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from ...core.errors import CheckpointError, ConfigError
 from ...results.records import RoundRecord
-from ...results.scalars import scalars
+from ...results.scalars import list_scalars
 from ...storage.digest import read_sealed, write_sealed
 from ..callbacks import Callback
 from .progress import run_label
@@ -138,14 +138,14 @@ class Logger(Callback, ABC):
         """Close the target, if it was opened."""
 
     def _scalars(self, record: RoundRecord) -> dict[str, float]:
-        values = scalars(record, self.clients, self._bytes)
+        values = list_scalars(record, self.clients, self._bytes)
         self._bytes += record.bytes_up + record.bytes_down
         return values
 
     def read_identifier(self) -> str | None:
         """The identifier by which the target knows this run, or None for a new run."""
-        found = self._identifiers().get(self.name)
-        return None if found is None else str(found)
+        identifier = self._identifiers().get(self.name)
+        return None if identifier is None else str(identifier)
 
     def keep_identifier(self, identifier: str) -> None:
         """Store the identifier in the run folder, so that a resumed run goes on where it was."""
@@ -263,12 +263,12 @@ class MlflowLogger(Logger):
 def _flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Settings of method and run as dotted names and texts; MLflow takes at most 6,000 characters of one."""
     method = config.get("method", {})
-    found = {"method": method.get("name", "")}
+    settings = {"method": method.get("name", "")}
     tables = {"method": method.get("fields", {}), "run": config.get("run", {})}
     for section, fields in tables.items():
-        found |= {f"{section}.{field}": value for field, value in fields.items()}
-    found |= config.get("vary", {})
-    return [(field, str(value)[:6000]) for field, value in found.items()]
+        settings |= {f"{section}.{field}": value for field, value in fields.items()}
+    settings |= config.get("vary", {})
+    return [(field, str(value)[:6000]) for field, value in settings.items()]
 
 
 LOGGERS: dict[str, type[Logger]] = {c.name: c for c in (TensorBoardLogger, WandbLogger, MlflowLogger)}

@@ -18,13 +18,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ...results.measurements import LOSS
+from ...results.client_numbers import LOSS
 from ...results.records import RoundRecord
 from .console import console
 
 CONSOLE = console(stderr=True)
 
-SECONDS = 30.0
+SECONDS_BETWEEN_LINES = 30.0
 """Between two lines where there is no terminal, such as in a log file."""
 
 
@@ -89,14 +89,14 @@ def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecor
 
 
 def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
-    """A plain line every :data:`SECONDS` and one at the end."""
+    """A plain line every :data:`SECONDS_BETWEEN_LINES` and one at the end."""
     printed, line, result, last = time.monotonic(), "", "", ""
 
     def show(record: RoundRecord) -> None:
         nonlocal printed, line, result, last
         result = describe_record(record) or result
         line = f"{title}: round {record.round} of {rounds}{', ' * bool(result)}{result}"
-        if time.monotonic() - printed >= SECONDS:
+        if time.monotonic() - printed >= SECONDS_BETWEEN_LINES:
             tell(line)
             printed, last = time.monotonic(), line
 
@@ -110,7 +110,7 @@ def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
 def describe_record(record: RoundRecord) -> str:
     """Mean test accuracy or loss of a record and the privacy spent, as text; empty without evaluation."""
     right, lost = record.mean("test"), record.mean("test", LOSS)
-    spent = record.observed.get("privacy")
+    spent = record.server_metrics.get("privacy")
     private = "" if spent is None else f", ε {spent['epsilon']:.3g} at δ {spent['delta']:g}"
     if right is not None:
         return f"test {100 * right:5.1f} %{private}"

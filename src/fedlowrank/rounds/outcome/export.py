@@ -20,8 +20,7 @@ from ...adapters.deployment import (
     save_deployed,
 )
 from ...adapters.state_dict import full_state_dict
-from ...core.contract.method import ClientInfo
-from ...core.contract.model import Model
+from ...core.contract import ClientInfo, EngineModel
 from ...core.errors import ConfigError, did_you_mean
 from ...core.tree import Params, canonical
 from ...data.dataset import Inputs, Stored
@@ -30,7 +29,7 @@ from ...models.complex_parameters import as_real, with_complex
 from ...results.local_model import LocalModel
 from ..run import Run
 
-BATCH = 20
+LATENCY_BATCH_SIZE = 20
 """Examples at once in the comparison of latency, as in FedSLR (Huang et al., arXiv:2302.11051, Table 9)."""
 
 
@@ -108,57 +107,61 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     )
 
 
-def _parts(run: Run, client: int | str, series: str | None) -> tuple[Model, tuple[Weights, ...]]:
+def _parts(run: Run, client: int | str, series: str | None) -> tuple[EngineModel, tuple[Weights, ...]]:
     """The architecture of a client's model, and what its weights are the sum of."""
     info = run.federation.client(client)
-    made = run.local_model(info)
-    headline = next(iter(made.predictors))
+    model = run.local_model(info)
+    headline = next(iter(model.predictors))
     name = headline if series is None else series
-    if name not in made.predictors:
-        raise ConfigError(f"{run.method.title} has no series {name!r}. {did_you_mean(name, made.predictors)}")
-    if name not in made.parts and name != headline:
+    if name not in model.predictors:
+        raise ConfigError(
+            f"{run.method.title} has no series {name!r}. {did_you_mean(name, model.predictors)}"
+        )
+    if name not in model.parts and name != headline:
         raise ConfigError(
             f"{run.method.title} does not say what its series {name!r} is made of; only {headline!r} can be "
             "exported"
         )
-    if name in made.parts:
-        first, *rest = made.parts[name]
-        weights = sum_parts(made.parts[name], made.model.initial)
+    if name in model.parts:
+        first, *rest = model.parts[name]
+        weights = sum_parts(model.parts[name], model.model.initial)
         # statistics of batch normalizations and other buffers are of the client, and of no part
-        own = {n: t for n, t in made.model.whole(weights).items() if n not in weights}
-        return made.model, ({**first, **own}, *rest)
-    params = single_model(run, info, made)
+        own = {n: t for n, t in model.model.whole(weights).items() if n not in weights}
+        return model.model, ({**first, **own}, *rest)
+    params = single_model(run, info, model)
     # with what is frozen, and with factors of the ranks that the module's layers have
-    state = full_state_dict(made.model, params)
-    return made.model, (canonical({n: as_real(t) for n, t in state.items()}),)
+    state = full_state_dict(model.model, params)
+    return model.model, (canonical({n: as_real(t) for n, t in state.items()}),)
 
 
-def single_model(run: Run, info: ClientInfo, made: LocalModel) -> Params:
+def single_model(run: Run, info: ClientInfo, model: LocalModel) -> Params:
     """The parameters of the one model that a client infers by.
 
     Args:
         run: whose model it is.
         info: the client.
-        made: its model as it stands.
+        model: its model as it stands.
 
     Raises:
         ConfigError: if the client infers by several models, as an ensemble does.
     """
-    if not made.is_one_model(_first(run.federation.clients[info.id].train.x)):
+    if not model.is_one_model(_first(run.federation.clients[info.id].train.x)):
         raise ConfigError(
             f"{run.method.title} infers by more than one model at {info.title} (an ensemble or a mixture "
             "of outputs), and no single module computes the same. Ensemble with mixed = 'weights' and "
             "FLoRAL infer by one."
         )
-    return canonical(made.personal())
+    return canonical(model.personal())
 
 
 def _first(x: Stored) -> Inputs:
     """The first examples of some."""
-    return {n: t[:BATCH] for n, t in x.items()} if isinstance(x, dict) else x[:BATCH]
+    return (
+        {n: t[:LATENCY_BATCH_SIZE] for n, t in x.items()} if isinstance(x, dict) else x[:LATENCY_BATCH_SIZE]
+    )
 
 
-def _deployed(model: Model, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:
+def _deployed(model: EngineModel, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:
     first, *rest = parts
     # matrices of complex numbers have no smaller layout
     whole = unpack_weights({n: first[n] for n in model.complex if n in first}, model.initial)

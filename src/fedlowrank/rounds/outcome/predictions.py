@@ -20,7 +20,7 @@ from ...data.input_types import convert_inputs, convert_named_input
 from ...data.partitioning.checks import check_finite_values, describe_array
 from ...data.user_data.data_frames import is_frame
 from ...data.user_data.feature_names import order_columns
-from ...data.user_data.user_arrays import input_tensor
+from ...data.user_data.user_arrays import to_input_tensor
 from ...results.client_metrics import softmax
 from ...results.evaluation import SPLITS
 from ...results.local_model import LocalModel
@@ -131,27 +131,27 @@ def confusion(
     names = run.federation.classes
     if not names:
         raise ConfigError("these data have no classes, so there is no confusion matrix of them")
-    found = predictions(run, client, split, series)
+    table = predictions(run, client, split, series)
     if client is None:
-        found = found[~found["client"].isin(list(run.excluded_from_means))]
+        table = table[~table["client"].isin(list(run.excluded_from_means))]
     counts = np.zeros((len(names), len(names)), dtype=np.int64)
-    np.add.at(counts, (found["label"], found["prediction"]), 1)
+    np.add.at(counts, (table["label"], table["prediction"]), 1)
     return pd.DataFrame(counts, pd.Index(names, name="label"), pd.Index(names, name="prediction"))
 
 
 def _scores(run: Run, client: int, examples: Examples, series: str | None) -> Tensor:
-    if examples.tokens:
+    if examples.has_token_labels:
         raise ConfigError(
             "language models have a score for each token and not for each example, so there are no "
             "predictions of them; `fedlowrank score` and `fedlowrank adapters` use their models"
         )
-    made = run.local_model(run.federation.infos[client])
-    with torch.inference_mode(), _random_numbers(made, examples):
-        predict = _predictor(run, made, series)
+    model = run.local_model(run.federation.infos[client])
+    with torch.inference_mode(), _random_numbers(model, examples):
+        predict = _predictor(run, model, series)
         if not len(examples):
-            shape = examples.y.shape[1:] if examples.regression else [len(run.federation.classes)]
+            shape = examples.y.shape[1:] if examples.is_regression else [len(run.federation.classes)]
             return torch.zeros(0, *shape)
-        return all_scores(predict, pool_of(made.model, [examples], run.federation.loss)).cpu().clone()
+        return all_scores(predict, pool_of(model.model, [examples], run.federation.loss)).cpu().clone()
 
 
 def _random_numbers(model: LocalModel, examples: Examples) -> contextlib.AbstractContextManager[Any]:
@@ -191,12 +191,12 @@ def _as_examples(inputs: Any, own: Examples, federation: Federation) -> Examples
             raise DataError(f"the input {name!r} must be {wanted}, not {describe_array(named[name])}")
         count = len(next(iter(x.values())))
     else:
-        given = _as_tensor(inputs, "the inputs", "", federation).to(device)
-        x = convert_inputs(given, ids=own.x.dtype == torch.int64)
+        numbers = _as_tensor(inputs, "the inputs", "", federation).to(device)
+        x = convert_inputs(numbers, ids=own.x.dtype == torch.int64)
         if x.dtype != own.x.dtype:
             raise DataError(
                 "the model looks up whole numbers, so the inputs must be whole numbers, not "
-                f"{describe_array(given)}; give x.long()"
+                f"{describe_array(numbers)}; give x.long()"
             )
         if x.ndim == 0 or x.shape[1:] != own.x.shape[1:]:
             wanted = ", ".join(map(str, ["n", *own.x.shape[1:]]))
@@ -205,25 +205,25 @@ def _as_examples(inputs: Any, own: Examples, federation: Federation) -> Examples
     return Examples(x, torch.zeros(count, *own.y.shape[1:], dtype=own.y.dtype, device=device))
 
 
-def _as_tensor(inputs: Any, what: str, name: str, federation: Federation) -> Tensor:
+def _as_tensor(inputs: Any, noun: str, name: str, federation: Federation) -> Tensor:
     """One input as a tensor of its own type, with the columns and the scale of those that clients train on."""
     if is_frame(inputs) and name in federation.feature_names:
-        inputs = order_columns(inputs, federation.feature_names[name], what)
-    given = input_tensor(inputs, what)
-    check_finite_values(what, given)
-    if name in federation.byte_inputs and given.dtype != torch.uint8 and given.numel():
-        low, high = float(given.min()), float(given.max())
+        inputs = order_columns(inputs, federation.feature_names[name], noun)
+    tensor = to_input_tensor(inputs, noun)
+    check_finite_values(noun, tensor)
+    if name in federation.byte_inputs and tensor.dtype != torch.uint8 and tensor.numel():
+        low, high = float(tensor.min()), float(tensor.max())
         if low < 0 or high > 1:
             raise DataError(
-                f"{what} are {describe_array(given)} with values from {low:g} to {high:g}, but the clients train on unsigned "
+                f"{noun} are {describe_array(tensor)} with values from {low:g} to {high:g}, but the clients train on unsigned "
                 "bytes, which are divided by 255. Give unsigned bytes, x.astype('uint8'), or values from 0 to 1"
             )
-    return given
+    return tensor
 
 
 def _counted_examples(examples: Examples, loss: Loss) -> Any:
     """Places of the examples whose label counts."""
-    if examples.regression:
+    if examples.is_regression:
         return np.arange(len(examples))
     return np.flatnonzero(examples.y.cpu().numpy() != loss.ignore_index)
 
@@ -253,13 +253,13 @@ def _names(classes: Sequence[str], numbers: Any) -> list[str]:
 
 def _presences(scores: Tensor, targets: Any) -> dict[str, Any]:
     """Whether each class is present in each example, and predicted to be."""
-    found, probability = (scores > 0).numpy(), torch.sigmoid(scores.double()).numpy()
+    is_present, probability = (scores > 0).numpy(), torch.sigmoid(scores.double()).numpy()
     columns: dict[str, Any] = {}
     for k, end in enumerate(_column_ends(targets)):
-        columns[f"label{end}"], columns[f"prediction{end}"] = targets[:, k], found[:, k].astype(int)
+        columns[f"label{end}"], columns[f"prediction{end}"] = targets[:, k], is_present[:, k].astype(int)
         columns[f"probability{end}"] = probability[:, k]
     is_number = ~np.isnan(probability).any(axis=1)
-    return {**columns, "correct": (found == (targets > 0.5)).all(axis=1) & is_number}
+    return {**columns, "correct": (is_present == (targets > 0.5)).all(axis=1) & is_number}
 
 
 def _column_ends(targets: Any) -> Sequence[str]:

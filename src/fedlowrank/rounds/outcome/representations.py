@@ -9,7 +9,7 @@ from ...models.coupling import mixes_examples
 from ..run import Run
 
 
-def representations(run: Run, limit: int) -> dict[str, Tensor]:
+def compute_representations(run: Run, limit: int) -> dict[str, Tensor]:
     """Representations of about ``limit`` test examples, evenly from all clients, by each client's own model.
 
     Returns:

@@ -11,8 +11,9 @@ from ...adapters.deployment import Layout
 from ...adapters.state_dict import full_state_dict
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.tree import Params
+from ...results.client_numbers import ACCURACY
 from ...results.evaluation import SPLITS
-from ...results.measurements import ACCURACY, Measurements, mean_over_clients
+from ...results.measurements import Measurements, mean_over_clients
 from ...results.ranking import find_best
 from ...results.records import RoundRecord
 from ..run import Run
@@ -78,8 +79,8 @@ class Result:
             )
         if split not in SPLITS:
             raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, SPLITS)}")
-        found = record.by_client(ACCURACY, split, series)
-        return [found.get(info.id) for info in self.run.federation.infos]
+        accuracies = record.by_client(ACCURACY, split, series)
+        return [accuracies.get(info.id) for info in self.run.federation.infos]
 
     def mean_accuracy(
         self, split: str = "test", series: str | None = None, at: Literal["last", "best"] = "last"
@@ -98,11 +99,11 @@ class Result:
             DataError: if there is no best round, or no client has an accuracy: the task is a regression, or the
                 split has no examples.
         """
-        found = self.accuracy(split, series, at)
-        mean = mean_over_clients(a for i, a in enumerate(found) if i not in self.run.excluded_from_means)
+        accuracies = self.accuracy(split, series, at)
+        mean = mean_over_clients(a for i, a in enumerate(accuracies) if i not in self.run.excluded_from_means)
         if mean is None:
             cause = f"no client has examples in the split {split!r}"
-            if self.run.federation.clients[0].train.regression:
+            if self.run.federation.clients[0].train.is_regression:
                 cause = "this is a regression"
             raise DataError(
                 f"there is no mean accuracy, because {cause}. The losses are in the column 'loss' of "

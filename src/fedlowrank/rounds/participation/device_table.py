@@ -58,17 +58,17 @@ def read_device_table(file: str) -> dict[str, tuple[float, ...]]:
         why = f"client {wrong:g} stands there more than once" if wrong is not None else "some are missing"
         raise ConfigError(f"{where} must list the clients 0, 1, ..., each once, but {why}")
     order = sorted(range(len(clients)), key=clients.__getitem__)
-    found = {}
+    columns = {}
     for name in names:
         if name != "client":
             values = _numbers(table[name], where)
-            found[COLUMNS[name]] = tuple(values[row] for row in order)
-    return found
+            columns[COLUMNS[name]] = tuple(values[row] for row in order)
+    return columns
 
 
 def _numbers(column: Series, where: str) -> list[float]:
     """The cells as numbers; the first row below the heading is line 2 of the file."""
-    found = []
+    numbers = []
     for line, text in enumerate(column, 2):
         try:
             value = float(text)
@@ -76,5 +76,5 @@ def _numbers(column: Series, where: str) -> list[float]:
             value = math.nan
         if not math.isfinite(value):
             raise ConfigError(f"{where}, line {line}, column {column.name}: a number is needed, not {text!r}")
-        found.append(value)
-    return found
+        numbers.append(value)
+    return numbers

@@ -162,9 +162,13 @@ class RoundTiming:
         clock: of the clients.
         round: counted from 0.
         sent: sizes of the messages to the participants.
+
+    Attributes:
+        round: the same.
     """
 
     def __init__(self, clock: DeviceClock, round: int, sent: Volume) -> None:
+        self.round = round
         self._clock, self._unavailable, self._sent = clock, clock.unavailable(round), sent
         self._longest = 0.0
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from ...core import tree
-from ...core.contract.contribution import Each, Mean, contribution_leaves, map_contributions
-from ...core.contract.method import AnyMethod, ClientInfo, ServerView, Task
+from ...core.contract import AnyMethod, ClientInfo, Each, Mean, ServerView, Task
+from ...core.contract.contribution import contribution_leaves, map_contributions
 from ...core.errors import TaskError
 from ...training.tracing import trace_upload
 
@@ -47,10 +47,10 @@ def always_drawn(sizes: Sequence[int], count: int) -> set[int]:
     while True:
         left = count - len(certain)
         total = sum(n for i, n in enumerate(sizes) if i not in certain)
-        more = {i for i, n in enumerate(sizes) if i not in certain and n and left * n >= total}
-        if not more:
+        too_large = {i for i, n in enumerate(sizes) if i not in certain and n and left * n >= total}
+        if not too_large:
             return certain
-        certain |= more
+        certain |= too_large
 
 
 def draw_by_size(sizes: Sequence[int], count: int, generator: torch.Generator) -> list[int]:
@@ -95,17 +95,17 @@ def choose_by_loss(candidates: Sequence[int], losses: Mapping[int, float], count
 
 
 def next_losses(
-    last: Mapping[int, float], found: Mapping[int, float], drawn: Sequence[int]
+    last: Mapping[int, float], losses: Mapping[int, float], drawn: Sequence[int]
 ) -> dict[int, float]:
     """The losses by which clients are drawn in the next round.
 
     Args:
         last: those of this round.
-        found: of the clients that replied.
+        losses: of the clients that replied.
         drawn: all clients of this round.
     """
-    known = {**last, **found}
-    missing = [i for i in drawn if i not in found]
+    known = {**last, **losses}
+    missing = [i for i in drawn if i not in losses]
     others = [known[i] for i in sorted(known) if i not in missing]
     if not others:
         return known
@@ -138,8 +138,8 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
     if not tree.tensors(upload):
         return None
     infos = [dataclasses.replace(client, examples=times * _MANY) for times in (1, 3)]
-    found = [method.contribution(upload, info, server) for info in infos]
-    pairs = list(zip(*([leaf for _, leaf in contribution_leaves(one)] for one in found), strict=True))
+    contributions = [method.contribution(upload, info, server) for info in infos]
+    pairs = list(zip(*([leaf for _, leaf in contribution_leaves(one)] for one in contributions), strict=True))
     if sampling == "size" and any(isinstance(leaf, Each) for leaf, _ in pairs):
         return "its server weighs single replies by a rule of its own"
     if sampling == "size" and not all(_is_tripled(one, three) for one, three in pairs):
@@ -154,7 +154,7 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
 
     states = [
         method.server_update(server, total(i, c), ServerView(task, 0, task.key / "sampling", [i]))
-        for i, c in zip(infos, found, strict=True)
+        for i, c in zip(infos, contributions, strict=True)
     ]
     if not _is_close(*states):
         return "its server needs the true number of examples of each client, and here weights stand in their place"

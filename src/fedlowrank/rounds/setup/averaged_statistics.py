@@ -18,12 +18,19 @@ from typing import Any
 
 import torch
 
-from ...core.contract.client_model import ClientModel
-from ...core.contract.contribution import Mean
+from ...core.contract import (
+    AnyMethod,
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    EngineModel,
+    KeepsSumOfUploads,
+    Mean,
+    ServerView,
+    Task,
+    Update,
+)
 from ...core.contract.hook_results import check_pair
-from ...core.contract.method import AnyMethod, ClientInfo, ClientView, ServerView, Task
-from ...core.contract.model import Model
-from ...core.contract.update import KeepsSumOfUploads, Update
 from ...core.contract.wrapper import MethodWrapper
 from ...core.errors import ConfigError, TaskError
 from ...core.tree import Params, tree_dataclass
@@ -54,9 +61,9 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
     title = "Averaged statistics"
     """Of the class alone; an object has that of the method."""
 
-    def metrics(self, server: WithStatistics) -> dict[str, dict[str, float]]:
+    def server_metrics(self, server: WithStatistics) -> dict[str, dict[str, float]]:
         """See the base class."""
-        return self.inner.metrics(server.inner)
+        return self.inner.server_metrics(server.inner)
 
     def server_init(self, task: Task) -> WithStatistics:
         """The method's, and the statistics of the module."""
@@ -75,10 +82,10 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
         before = _read(view.model)
         view.model.set_buffers(down.statistics or {})
         state, upload = check_pair(self.inner, self.inner.local_update(state, down.inner, view))
-        found = _read(view.model)
+        statistics = _read(view.model)
         # a client keeps none
         view.model.set_buffers(before)
-        return state, WithStatistics(upload, found)
+        return state, WithStatistics(upload, statistics)
 
     def follow_upload(
         self, before: Any, after: Any, down: WithStatistics, upload: WithStatistics, view: ClientView
@@ -91,25 +98,25 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
 
     def describe_update(self, down: WithStatistics, client: ClientInfo, task: Task) -> Update:
         """The method's; statistics are no update, so that they are neither clipped nor compressed."""
-        found = self.inner.describe_update(down.inner, client, task)
-        form = None if found.form is None else WithStatistics(found.form, down.statistics)
-        return Update(WithStatistics(found.reference, None), found.scale, form)
+        update = self.inner.describe_update(down.inner, client, task)
+        form = None if update.form is None else WithStatistics(update.form, down.statistics)
+        return Update(WithStatistics(update.reference, None), update.scale, form)
 
     def contribution(self, upload: WithStatistics, client: ClientInfo, server: WithStatistics) -> Any:
         """The method's, and the statistics in a mean weighted by n_k."""
-        found = {
+        statistics = {
             # of what a client sends, a variance may be anything
             n: t.clamp(min=0) if n.endswith("running_var") else t
             for n, t in (upload.statistics or {}).items()
         }
         method = self.inner.contribution(upload.inner, client, server.inner)
-        return {"method": method, "statistics": Mean(found, client.examples)}
+        return {"method": method, "statistics": Mean(statistics, client.examples)}
 
     def server_update(self, server: WithStatistics, total: Any, view: ServerView) -> WithStatistics:
         """The method's, and the mean of the statistics."""
-        made = self.inner.server_update(server.inner, total["method"], view)
-        found = total["statistics"]
-        return WithStatistics(made, server.statistics if found is None else found)
+        inner_state = self.inner.server_update(server.inner, total["method"], view)
+        statistics = total["statistics"]
+        return WithStatistics(inner_state, server.statistics if statistics is None else statistics)
 
     def client_model(self, state: Any, down: WithStatistics, view: ClientView) -> ClientModel:
         """The method's, with the statistics that were sent."""
@@ -151,6 +158,6 @@ def average_statistics(method: AnyMethod, task: Task, settings: RunSettings) -> 
     return AveragedStatistics(inner=method)
 
 
-def _read(model: Model) -> Params:
+def _read(model: EngineModel) -> Params:
     """The running statistics of a model as they are now, in float64: a counter is averaged, too."""
     return {n: t.to(torch.float64, copy=True) for n, t in model.running_statistics.items()}

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from statistics import median_low
 
-from ...core.contract.method import AnyMethod, ClientInfo
+from ...core.contract import AnyMethod, ClientInfo
 from ...core.errors import ConfigError, DataError, TaskError
 from ...data.federation import Federation
 from ...models.coupling import why_not_in_parts
@@ -33,8 +33,8 @@ def place_data(
         models = {n: a.with_running_statistics() for n, a in federation.architectures.items()}
         federation = dataclasses.replace(federation, architectures=models)
     if settings.pixels == "float32" or (settings.pixels == "auto" and settings.device == "cpu"):
-        made = federation.unpack_images() if settings.pixels == "float32" else federation
-        return made.to(settings.device)
+        unpacked = federation.unpack_images() if settings.pixels == "float32" else federation
+        return unpacked.to(settings.device)
     try:
         # before they are moved, so that it is bytes that move
         federation = federation.pack_images()

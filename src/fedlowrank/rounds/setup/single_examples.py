@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from ...core.contract.method import AnyMethod, Pass
+from ...core.contract import AnyMethod, Pass
 from ...core.errors import ConfigError, DataError, SingleValueError
 from ...data.federation import Federation
 from ...models.architecture import Architecture
@@ -55,21 +55,21 @@ def check_single_examples(
                 f"Give every client at least 2 ({_few(sizes)}; partition.min_size), leave those clients out, "
                 "or use a normalization that treats examples singly (nn.GroupNorm).",
             )
-    found = {
+    clients_by_layer = {
         i: name
         for i, n in trained.items()
         for name, sweep in list(passes.items())[::-1]
         if sweep.has_batch_of_one(n)
     }
-    if found:
-        i, name = next(iter(found.items()))
+    if clients_by_layer:
+        i, name = next(iter(clients_by_layer.items()))
         size, layer = passes[name].batch_size, layers[federation.infos[i].architecture]
-        others = len(found) - 1
-        more = f", as at {others} other client{'s' * (others > 1)}" if others else ""
+        others = len(clients_by_layer) - 1
+        other_clients = f", as at {others} other client{'s' * (others > 1)}" if others else ""
         raise SingleValueError(
             str(layer),
             f"{federation.infos[i].title} has {trained[i]} training examples, of which batches of {size} leave a batch of one "
-            f"(pass {name!r}){more}",
+            f"(pass {name!r}){other_clients}",
             _advice(method, passes.values(), size, trained.values()),
         )
 

@@ -1,1 +1,1 @@
-"""A cohort: clients whose tensors are stacked, so that a method's functions are called once for all of them."""
+"""Cohorts: clients for which the functions of a method are called once, with a slice for each client in every tensor."""

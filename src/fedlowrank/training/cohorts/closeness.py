@@ -1,4 +1,4 @@
-"""Whether what a cohort gives equals what a client gives alone, up to rounding."""
+"""Comparison of the result of a cohort with that of a single client, up to rounding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...core import tree
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute without TF32, as a comparison must.
+    """Compute without TF32 in this block, and restore the user's setting afterwards.
 
-    Convolutions on a GPU use it by default, and round by another algorithm for many clients than for one: by 1e-3, as much as
-    a wrong rule might be off. What the user set holds again afterwards.
+    Convolutions on a GPU use TF32 by default, and their algorithm for many clients rounds differently from that for one
+    client. The difference is about 1e-3, which is as large as the error of a wrong rule might be.
     """
     if not torch.cuda.is_available():
         yield
@@ -40,13 +40,13 @@ def full_precision() -> Iterator[None]:
             setattr(switch, name, was)
 
 
-def is_close(found: Any, expected: Any) -> bool:
+def is_close(result: Any, expected: Any) -> bool:
     """Whether trees are equal up to the rounding of a pass; plain numbers up to that of float64."""
-    if isinstance(found, float) and isinstance(expected, float):
-        return abs(found - expected) <= 1e-9 * abs(expected) or found == expected
-    if tree.form(found) != tree.form(expected):
+    if isinstance(result, float) and isinstance(expected, float):
+        return abs(result - expected) <= 1e-9 * abs(expected) or result == expected
+    if tree.form(result) != tree.form(expected):
         return False
-    pairs = zip(tree.tensors(found), tree.tensors(expected), strict=True)
+    pairs = zip(tree.tensors(result), tree.tensors(expected), strict=True)
     return all(_is_near(a, b) for a, b in pairs)
 
 
@@ -54,11 +54,11 @@ def _is_near(a: Tensor, b: Tensor) -> bool:
     if not a.numel() or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     if a.shape == b.shape and bool(a.isinf().any()):
-        # an infinity is as good as itself, and as nothing else
-        same = a == b
-        if bool((a.isinf() & ~same).any()):
+        # an infinity equals only itself
+        is_equal = a == b
+        if bool((a.isinf() & ~is_equal).any()):
             return False
-        a, b = a.masked_fill(same, 0), b.masked_fill(same, 0)
+        a, b = a.masked_fill(is_equal, 0), b.masked_fill(is_equal, 0)
     wide = tree.wide_type(a.dtype)
     bound = max(1e-3, 30 * torch.finfo(a.dtype).eps) * float(b.to(wide).abs().max()) + 1e-5
     return float((a.to(wide) - b.to(wide)).abs().max()) <= bound

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from ...core import tree
-from ...core.contract.method import Batch
-from ..feed import flat, join_batches, require_like_inputs
-from ..stacked import Stacked, UnsupportedError, stack, with_rows
+from ...core.contract import Batch
+from ..client_tensors.client_tensor import ClientTensor, NoRuleError, to_client_tensor, with_rows
+from ..client_tensors.control_flow import unwrap_client_tensor
 from ..trainer import LocalTrainer
-from .control_flow import unwrap_stacked
+from .cohort_batches import flatten_batch, join_batches, require_like_inputs
 
 
 class CohortBatch(Batch):
-    """Rows of several clients whose sums and means are stacked tensors, so that a statistic may compute with them."""
+    """Rows of several clients whose sums and means are client tensors, with which a statistic may compute."""
 
     def total(self, values: Tensor) -> Tensor:
-        """See the base class: of each client."""
-        return stack(super().total(values))
+        """See the base class: for each client."""
+        return to_client_tensor(super().total(values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """See the base class: of each client."""
-        return stack(unwrap_stacked(super().mean(values)))
+        """See the base class: for each client."""
+        return to_client_tensor(unwrap_client_tensor(super().mean(values)))
 
 
 def total_cohort(
@@ -38,41 +38,41 @@ def total_cohort(
     Args:
         trainers: one a client, those with the most examples first.
         statistic: sums over its batch by :meth:`Batch.total`.
-        params: its first argument; tensors that differ between clients are stacked.
+        params: its first argument; tensors that differ between clients are client tensors.
         constants: its last arguments, likewise.
 
     Returns:
-        The sums; every tensor is stacked ``[K, ...]``.
+        The sums, a tree of client tensors ``[K, ...]``.
 
     Raises:
-        UnsupportedError: if an operation has no rule, or a result is the same for all clients.
+        NoRuleError: if an operation has no rule, or a result is the same for all clients.
     """
     require_like_inputs([trainer.data.examples.x for trainer in trainers])
     chunks = [trainer.data.chunk_places() for trainer in trainers]
     if any(len(a) < len(b) for a, b in itertools.pairwise(chunks)):
-        raise UnsupportedError("clients whose chunks are not in order of their number")
+        raise NoRuleError("clients whose chunks are not in order of their number")
     sums: Any = None
     for step in range(len(chunks[0])):
-        active = sum(step < len(own) for own in chunks)
-        batches = [t.data.chunk(own[step]) for t, own in zip(trainers[:active], chunks, strict=False)]
-        rows = flat(join_batches(batches))
+        active = sum(step < len(places) for places in chunks)
+        batches = [t.data.chunk(places[step]) for t, places in zip(trainers[:active], chunks, strict=False)]
+        rows = flatten_batch(join_batches(batches))
         batch = CohortBatch(**{f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)})
-        given = tree.map_leaves(lambda t, n=active: _first_clients(t, n), (params, constants))
+        now, of_active = tree.map_leaves(lambda t, n=active: _first_clients(t, n), (params, constants))
         with torch.no_grad(), with_rows():
-            part = tree.map_leaves(lambda t: _padded(t, len(trainers)), statistic(given[0], batch, *given[1]))
+            part = tree.map_leaves(lambda t: _padded(t, len(trainers)), statistic(now, batch, *of_active))
         part = tree.widen(part)
         sums = part if sums is None else tree.add(sums, part)
-    return tree.map_leaves(stack, sums)
+    return tree.map_leaves(to_client_tensor, sums)
 
 
 def _first_clients(t: Tensor, clients: int) -> Tensor:
-    return stack(unwrap_stacked(t)[:clients]) if isinstance(t, Stacked) else t
+    return to_client_tensor(unwrap_client_tensor(t)[:clients]) if isinstance(t, ClientTensor) else t
 
 
 def _padded(t: Tensor, clients: int) -> Tensor:
-    """A sum of each client; 0 of those that have no more examples."""
-    if not isinstance(t, Stacked):
-        raise UnsupportedError("a sum that is the same for all clients")
-    own = unwrap_stacked(t)
-    missing = clients - len(own)
-    return own if not missing else torch.cat([own, own.new_zeros(missing, *own.shape[1:])])
+    """Sums ``[clients, ...]`` of all clients, 0 for those without further examples."""
+    if not isinstance(t, ClientTensor):
+        raise NoRuleError("a sum that is the same for all clients")
+    sums = unwrap_client_tensor(t)
+    missing = clients - len(sums)
+    return sums if not missing else torch.cat([sums, sums.new_zeros(missing, *sums.shape[1:])])

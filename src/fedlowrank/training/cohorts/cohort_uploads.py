@@ -1,4 +1,4 @@
-"""The uploads of a cohort, stacked, and what they contribute to a round."""
+"""The uploads of a cohort in one tree, and what they contribute to a round."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any
 import torch
 
 from ...core import tree
-from ...core.contract.contribution import Each, Mean, Sum, contribution_leaves, map_contributions
-from ...core.contract.method import ClientInfo
-from ..stacked import Stacked
+from ...core.contract import ClientInfo, Each, Mean, Sum
+from ...core.contract.contribution import contribution_leaves, map_contributions
+from ..client_tensors.client_tensor import ClientTensor
+from ..client_tensors.control_flow import (
+    expand_to_clients,
+    select_clients,
+    split_clients,
+    unwrap_client_tensor,
+)
 from .closeness import is_close
 from .cohort_trainer import CohortMemory
 from .cohort_view import CohortInfo
-from .control_flow import expand_to_clients, select_clients, split_clients, unwrap_stacked
 from .division import divide
 
 ContributeUpload = Callable[[Any, Any], Any]
@@ -24,13 +29,13 @@ ContributeUpload = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class CohortContribution:
-    """What some clients contribute.
+    """What one client contributes, or all clients of a cohort or of a part of it.
 
     Attributes:
         clients: their identifiers.
-        value: a contribution whose tensors are stacked ``[K, ...]``, see
-            :meth:`fedlowrank.core.contract.contribution.Aggregator.add_rows`; or of one client, as it gives it alone.
-        weights: of each client by the path of a mean; None of one client.
+        value: a contribution with tensors ``[K, ...]``, see
+            :meth:`fedlowrank.core.contract.contribution.Aggregator.add_rows`; or that of one client, with plain tensors.
+        weights: weights of the clients, by the path of a mean; None for one client.
     """
 
     clients: list[int]
@@ -42,9 +47,9 @@ class CohortUploads:
     """The uploads of clients whose trees have one form.
 
     Args:
-        stacked: the uploads as one tree; a tensor that is not stacked is the same at all clients.
-        clients: how many there are.
-        kind: of the cohort, by which is remembered whether its contributions can be computed at once.
+        stacked: the uploads as one tree of client tensors; an ordinary tensor is the same at all clients.
+        clients: number of clients.
+        kind: key of the cohort in ``memory``, which keeps whether its contributions can be computed at once.
         memory: of the engine.
 
     Attributes:
@@ -69,12 +74,12 @@ class CohortUploads:
         if self._finite is None:
             finite = torch.ones(self.clients, dtype=torch.bool)
             for t in tree.tensors(self.stacked):
-                own = unwrap_stacked(t)
-                if not (own.is_floating_point() or own.is_complex()) or not own.numel():
+                values = unwrap_client_tensor(t)
+                if not (values.is_floating_point() or values.is_complex()) or not values.numel():
                     continue
-                if isinstance(t, Stacked):
-                    finite &= own.isfinite().reshape(self.clients, -1).all(1).cpu()
-                elif not bool(own.isfinite().all()):
+                if isinstance(t, ClientTensor):
+                    finite &= values.isfinite().reshape(self.clients, -1).all(1).cpu()
+                elif not bool(values.isfinite().all()):
                     finite[:] = False
             self._finite = finite.tolist()
         return self._finite[place]
@@ -82,84 +87,95 @@ class CohortUploads:
     def contributions(
         self, places: Sequence[int], infos: Sequence[ClientInfo], contribute: ContributeUpload
     ) -> list[CohortContribution]:
-        """What clients contribute: of all at once where the method's function allows it.
+        """What clients contribute, computed for all at once where the method's function allows it.
 
         Args:
             places: of the clients in this cohort.
             infos: of these clients.
-            contribute: the method's function.
+            contribute: maps an upload to its contribution, by the method.
         """
         known = self._memory.is_equal.get(self._kind)
         if known is False or len(places) == 1:
-            return [self._alone(k, i, contribute) for k, i in zip(places, infos, strict=True)]
+            return [self._contribute_one(k, i, contribute) for k, i in zip(places, infos, strict=True)]
 
-        def together(members: Sequence[tuple[int, ClientInfo]], _: None) -> list[CohortContribution]:
+        def call_for_cohort(members: Sequence[tuple[int, ClientInfo]], _: None) -> list[CohortContribution]:
             if len(members) == 1:
-                return [self._alone(*members[0], contribute)]
-            return [self._together(members, contribute)]
+                return [self._contribute_one(*members[0], contribute)]
+            return [self._contribute_many(members, contribute)]
 
-        def alone(member: tuple[int, ClientInfo], _: None) -> CohortContribution:
-            return self._alone(*member, contribute)
+        def call_for_client(member: tuple[int, ClientInfo], _: None) -> CohortContribution:
+            return self._contribute_one(*member, contribute)
 
         members = list(zip(places, infos, strict=True))
-        found = divide(members, together, alone, None, lambda why: self._memory.log("contribution", why))
+        contributions = divide(
+            members,
+            call_for_cohort,
+            call_for_client,
+            None,
+            lambda reason: self._memory.log("contribution", reason),
+        )
         if known is None:
-            is_equal = any(c.weights is not None for c in found) and self._is_equal(
-                found, members[-1], contribute
+            is_equal = any(c.weights is not None for c in contributions) and self._is_equal(
+                contributions, members[-1], contribute
             )
             self._memory.is_equal[self._kind] = is_equal
             if not is_equal:
-                return [self._alone(*member, contribute) for member in members]
-        return found
+                return [self._contribute_one(*member, contribute) for member in members]
+        return contributions
 
-    def _alone(self, place: int, info: ClientInfo, contribute: ContributeUpload) -> CohortContribution:
+    def _contribute_one(
+        self, place: int, info: ClientInfo, contribute: ContributeUpload
+    ) -> CohortContribution:
         return CohortContribution([info.id], contribute(self.row(place), info), None)
 
-    def _together(
+    def _contribute_many(
         self, members: Sequence[tuple[int, ClientInfo]], contribute: ContributeUpload
     ) -> CohortContribution:
         places, count = [place for place, _ in members], len(members)
         upload = self.stacked
         if places != list(range(self.clients)):
             upload = select_clients(self.stacked, places)
-        given = contribute(upload, CohortInfo([info for _, info in members]))
+        contribution = contribute(upload, CohortInfo([info for _, info in members]))
         weights: dict[str, list[float]] = {}
 
-        def rows(path: str, leaf: Any) -> Any:
+        def expand_leaf(path: str, leaf: Any) -> Any:
             if isinstance(leaf, Each):
                 return Each(split_clients(leaf.value, count))
             value = tree.map_leaves(lambda t: expand_to_clients(t, count), leaf.value)
             if isinstance(leaf, Sum):
                 return Sum(value, leaf.counts)
             weight = leaf.weight
-            many = (
-                unwrap_stacked(weight).double().tolist()
-                if isinstance(weight, Stacked)
+            weights[path] = (
+                unwrap_client_tensor(weight).double().tolist()
+                if isinstance(weight, ClientTensor)
                 else [float(weight)] * count
             )
-            weights[path] = many
             return Mean(value, 0.0)
 
-        return CohortContribution([info.id for _, info in members], map_contributions(rows, given), weights)
+        return CohortContribution(
+            [info.id for _, info in members], map_contributions(expand_leaf, contribution), weights
+        )
 
     def _is_equal(
         self,
-        found: Sequence[CohortContribution],
+        contributions: Sequence[CohortContribution],
         member: tuple[int, ClientInfo],
         contribute: ContributeUpload,
     ) -> bool:
-        """Whether a client contributes the same as alone, up to rounding."""
-        (own,) = (c for c in found if member[1].id in c.clients)
-        if own.weights is None:
+        """Whether a client contributes the same in its cohort as by itself, up to rounding."""
+        (of_cohort,) = (c for c in contributions if member[1].id in c.clients)
+        if of_cohort.weights is None:
             return True
-        k, expected = own.clients.index(member[1].id), self._alone(*member, contribute).value
-        pairs = zip(contribution_leaves(own.value), contribution_leaves(expected), strict=True)
-        for (path, many), (alone_path, alone) in pairs:
-            if path != alone_path or type(many) is not type(alone):
+        k, expected = of_cohort.clients.index(member[1].id), self._contribute_one(*member, contribute).value
+        pairs = zip(contribution_leaves(of_cohort.value), contribution_leaves(expected), strict=True)
+        for (path, leaf), (expected_path, expected_leaf) in pairs:
+            if path != expected_path or type(leaf) is not type(expected_leaf):
                 return False
-            value = many.value[k] if isinstance(many, Each) else tree.map_leaves(lambda t: t[k], many.value)
-            if not is_close(value, alone.value):
+            value = leaf.value[k] if isinstance(leaf, Each) else tree.map_leaves(lambda t: t[k], leaf.value)
+            if not is_close(value, expected_leaf.value):
                 return False
-            if isinstance(alone, Mean) and not is_close(own.weights[path][k], float(alone.weight)):
+            if isinstance(expected_leaf, Mean) and not is_close(
+                of_cohort.weights[path][k], float(expected_leaf.weight)
+            ):
                 return False
         return True

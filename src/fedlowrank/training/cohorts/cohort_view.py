@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.contract.method import ClientInfo
+from ...core.contract import ClientInfo
 from ...core.contract.training_request import Trainer
 from ...core.key import Key
-from ..stacked import UnsupportedError, stack
-from .control_flow import require_agreement, stack_numbers, unwrap_stacked
+from ..client_tensors.client_tensor import NoRuleError, to_client_tensor
+from ..client_tensors.control_flow import require_agreement, stack_numbers, unwrap_client_tensor
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Clients of one form, as a function sees them that is called once for all.
+    """Arguments of a function that is called once for clients of one form.
 
     Attributes:
-        places: of the clients among those for whom the function is called.
-        value: the trees of all, stacked.
-        info: of all.
-        key: of all.
-        trainer: the verbs of a view, for all.
+        places: of the clients among all those for which the function is called.
+        value: the trees of the clients as one tree of client tensors.
+        info: of the clients.
+        key: of the clients.
+        trainer: executes the functions of the view for all clients.
     """
 
     places: Sequence[int]
@@ -36,14 +36,16 @@ class Cohort:
 
 
 class CohortInfo:
-    """:class:`ClientInfo` of a cohort: the numbers of examples of all clients; else what all clients agree in.
+    """:class:`ClientInfo` of a cohort: its attributes are those that all clients share, except ``examples``.
+
+    An attribute in which the clients differ divides the cohort.
 
     Args:
         infos: of the clients.
 
     Attributes:
         infos: as above.
-        examples: of each client, float64 ``[K]``, which every method only computes with.
+        examples: number of examples of each client, a float64 tensor ``[K]``.
     """
 
     def __init__(self, infos: Sequence[ClientInfo]) -> None:
@@ -63,7 +65,7 @@ class CohortInfo:
 
 
 class CohortKey:
-    """The keys of all clients; a draw is made from each, so that it is what the client would draw alone.
+    """The keys of all clients. Each client draws from its own, so that it draws the same as by itself.
 
     Args:
         keys: of the clients.
@@ -78,21 +80,21 @@ class CohortKey:
     def draw(self, f: Callable[[torch.Generator, int], Tensor], count: Any) -> Tensor:
         """See :meth:`fedlowrank.core.key.Key.draw`; rows beyond a client's own number are zero."""
         counts = (
-            [int(n) for n in unwrap_stacked(count).tolist()]
+            [int(n) for n in unwrap_client_tensor(count).tolist()]
             if isinstance(count, Tensor)
             else [count] * len(self._keys)
         )
         drawn = [f(key.generator(), n) for key, n in zip(self._keys, counts, strict=True)]
-        return stack(torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True))
+        return to_client_tensor(torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True))
 
     def generator(self) -> torch.Generator:
         """Refused: a generator belongs to one client."""
-        raise UnsupportedError("a generator of one client; Key.draw draws for all")
+        raise NoRuleError("a generator of one client; Key.draw draws for all")
 
     def numpy(self) -> Any:
         """Refused: a generator belongs to one client."""
-        raise UnsupportedError("a generator of one client; Key.draw draws for all")
+        raise NoRuleError("a generator of one client; Key.draw draws for all")
 
     def seed(self) -> int:
         """Refused: a seed belongs to one client."""
-        raise UnsupportedError("the seed of one client")
+        raise NoRuleError("the seed of one client")

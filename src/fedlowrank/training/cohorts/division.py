@@ -5,50 +5,86 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..stacked import UnsupportedError, without_rows
+from ..client_tensors.client_tensor import NoRuleError, without_rows
+from ..client_tensors.control_flow import DifferingError
 from .cohort_trainer import CohortTrainer
-from .control_flow import DifferingError
 
 M = TypeVar("M")
 R = TypeVar("R")
 
+MAX_PARTS = 8
+"""Parts into which every cohort may be divided."""
+
+MIN_CLIENTS_OF_PART = 8
+"""Clients of a part, on average, where there are more than :data:`MAX_PARTS` parts."""
+
 
 def divide(
     members: Sequence[M],
-    together: Callable[[Sequence[M], Any], list[R]],
-    alone: Callable[[M, Any], R],
+    call_for_cohort: Callable[[Sequence[M], Any], list[R]],
+    call_for_client: Callable[[M, Any], R],
     trainer: CohortTrainer | None,
     log: Callable[[str], None],
 ) -> list[R]:
-    """Call ``together`` for all members, or for parts of them wherever control flow needs one answer, or one by one.
+    """Call a pure function for all members; if that fails, for parts of them or for each of them.
+
+    The cohort is divided where control flow needs one answer and the members give several: a part are those that give the
+    same answer. Where an operation has no rule, or there are too many parts, the function is called for each member.
 
     Args:
         members: of the cohort.
-        together: gives the results of some members.
-        alone: gives the result of one.
-        trainer: of the members, which is handed on; parts and single clients get the answers that it gave. None
-            for a function without verbs.
-        log: tells why members go on one by one.
+        call_for_cohort: calls the function for some members at once.
+        call_for_client: calls the function for one member.
+        trainer: of the members, for the function; parts and single members get the answers that it gave. None for a function
+            that needs no trainer.
+        log: logs why the function is called for each member.
     """
-    parts: dict[str, list[int]] = {}
+    parts: list[list[int]] = []
+    reason: str | None = None
     try:
         with without_rows():
-            return together(members, trainer)
+            return call_for_cohort(members, trainer)
     except DifferingError as differs:
-        parts = differs.parts()
-    except UnsupportedError as reason:
-        log(f"goes on with one client after another: {reason}")
+        parts = [*differs.parts().values()]
+    except NoRuleError as error:
+        reason = str(error)
     except Exception as error:  # noqa: BLE001 - a client alone raises the method's own error, if it is one
-        log(f"goes on with one client after another: {type(error).__name__}: {error}")
-    if 1 < len(parts) <= max(8, len(members) // 8) and len(parts) < len(members):
-        found: list[R] = []
-        for places in parts.values():
-            own = None if trainer is None else trainer.part(places)
-            found += divide([members[k] for k in places], together, alone, own, log)
-        return found
+        reason = f"{type(error).__name__}: {error}"
+    if is_worth_dividing(len(parts), len(members)):
+        return _divide_parts(members, parts, call_for_cohort, call_for_client, trainer, log)
     if len(parts) > 1:
-        log(
-            f"goes on with one client after another: {len(members)} clients give {len(parts)} answers to its control flow"
-        )
-    singles = [None] * len(members) if trainer is None else trainer.singles()
-    return [alone(*pair) for pair in zip(members, singles, strict=True)]
+        reason = f"{len(members)} clients give {len(parts)} answers to its control flow"
+    if reason is not None:
+        log(f"goes on with one client after another: {reason}")
+    trainers = [None] * len(members) if trainer is None else trainer.singles()
+    return [call_for_client(*pair) for pair in zip(members, trainers, strict=True)]
+
+
+def is_worth_dividing(parts: int, members: int) -> bool:
+    """Whether a call for each part takes less time than a call for each member.
+
+    A call for a cohort takes as long as several calls for a single client, and a part may have to be divided again. So parts
+    must be few, or of many members.
+
+    Args:
+        parts: number of parts, 0 if the cohort has none.
+        members: number of members.
+    """
+    max_parts = max(MAX_PARTS, members // MIN_CLIENTS_OF_PART)
+    return 1 < parts < members and parts <= max_parts
+
+
+def _divide_parts(
+    members: Sequence[M],
+    parts: Sequence[Sequence[int]],
+    call_for_cohort: Callable[[Sequence[M], Any], list[R]],
+    call_for_client: Callable[[M, Any], R],
+    trainer: CohortTrainer | None,
+    log: Callable[[str], None],
+) -> list[R]:
+    """Call :func:`divide` for the members at the places of each part."""
+    results: list[R] = []
+    for places in parts:
+        of_part = None if trainer is None else trainer.part(places)
+        results += divide([members[k] for k in places], call_for_cohort, call_for_client, of_part, log)
+    return results

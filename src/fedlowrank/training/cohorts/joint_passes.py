@@ -1,8 +1,9 @@
 """One pass for several cohorts, whose clients differ in padded dimensions such as the LoRA rank.
 
-A cohort is called by itself, because its trees have a form of their own. Where it asks for a pass whose request declares
-dimensions that zeros may pad (:class:`fedlowrank.core.contract.training_request.PaddedDimensions`), the call ends; the passes
-of all cohorts are trained as one, and each cohort is called again with its part of the answer
+A function is called for each cohort by itself, because the trees of each have a form of their own. A call ends where it
+requests a pass with dimensions that may be padded with zeros
+(:class:`fedlowrank.core.contract.training_request.PaddedDimensions`). The passes of all cohorts are trained as one, and the
+function is called again for each cohort, with its part of the answer
 (:mod:`.cohort_trainer` explains why a second call trains nothing again).
 """
 
@@ -19,10 +20,10 @@ from torch.nn import functional
 from ...core import tree
 from ...core.contract.training_request import Request
 from ..captured_variables import code_of
-from ..stacked import Stacked, UnsupportedError, stack, without_rows
+from ..client_tensors.client_tensor import ClientTensor, NoRuleError, to_client_tensor, without_rows
+from ..client_tensors.control_flow import DifferingError, expand_to_clients, unwrap_client_tensor
 from ..steps import refill
-from .cohort_trainer import CohortTrainer, PassAskedError, VerbAnswer
-from .control_flow import DifferingError, expand_to_clients, unwrap_stacked
+from .cohort_trainer import CohortTrainer, PassAskedError, TrainerAnswer
 from .division import divide
 
 M = TypeVar("M")
@@ -31,67 +32,69 @@ R = TypeVar("R")
 
 def divide_jointly(
     cohorts: Sequence[tuple[Sequence[M], CohortTrainer]],
-    together: Callable[[Sequence[M], Any], list[R]],
-    alone: Callable[[M, Any], R],
+    call_for_cohort: Callable[[Sequence[M], Any], list[R]],
+    call_for_client: Callable[[M, Any], R],
     log: Callable[[str], None],
 ) -> list[R]:
-    """Call ``together`` for each cohort, as :func:`.division.divide` does, and train their passes as one.
+    """Call a pure function for each cohort, as :func:`.division.divide` does, and train their passes as one.
 
     Args:
         cohorts: the members of each and their trainer, which asks for passes.
-        together: gives the results of some members.
-        alone: gives the result of one.
-        log: tells why members go on one by one.
+        call_for_cohort: calls the function for some members at once.
+        call_for_client: calls the function for one member.
+        log: logs why the function is called for each member.
     """
-    found: list[R] = []
+    results: list[R] = []
     waiting = [*cohorts]
     while waiting:
-        asked: list[tuple[Sequence[M], CohortTrainer, Request]] = []
+        requests: list[tuple[Sequence[M], CohortTrainer, Request]] = []
         parts: list[tuple[Sequence[M], CohortTrainer]] = []
         for members, trainer in waiting:
             try:
                 with without_rows():
-                    found += together(members, trainer)
+                    results += call_for_cohort(members, trainer)
             except PassAskedError as pass_:
-                asked.append((members, trainer, pass_.request))
+                requests.append((members, trainer, pass_.request))
             except DifferingError as differs:
-                own = differs.parts().values()
-                if len(own) == 1:
-                    # all would answer alike, and yet are not equal, as NaN is not equal to itself
-                    found += divide(members, together, alone, trainer.again(), log)
+                answers_alike = differs.parts().values()
+                if len(answers_alike) == 1:
+                    # the values have one representation and yet differ, as NaN is not equal to itself
+                    results += divide(members, call_for_cohort, call_for_client, trainer.again(), log)
                     continue
-                parts += [([members[k] for k in places], trainer.part(places)) for places in own]
-            except (Exception, UnsupportedError):  # noqa: BLE001 - divide finds out what it means
-                found += divide(members, together, alone, trainer.again(), log)
-        answers = _train_jointly([t for _, t, _ in asked], [r for _, _, r in asked])
+                parts += [([members[k] for k in places], trainer.part(places)) for places in answers_alike]
+            except (Exception, NoRuleError):  # noqa: BLE001 - divide meets it again, and handles it
+                results += divide(members, call_for_cohort, call_for_client, trainer.again(), log)
+        answers = _train_jointly([t for _, t, _ in requests], [r for _, _, r in requests])
         waiting = parts + [
             (members, trainer.again([answer], joins=True))
-            for (members, trainer, _), answer in zip(asked, answers, strict=True)
+            for (members, trainer, _), answer in zip(requests, answers, strict=True)
         ]
-    return found
+    return results
 
 
-def _train_jointly(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> list[VerbAnswer]:
-    """The answers to the requests of several cohorts, trained together as far as they differ in padded dimensions alone.
+def _train_jointly(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> list[TrainerAnswer]:
+    """Train the passes of several cohorts; requests that differ only in padded dimensions become one pass.
 
     Args:
         trainers: one a cohort.
-        requests: what each asks for.
+        requests: one a cohort.
     """
     kinds: dict[Any, list[int]] = {}
     for place, request in enumerate(requests):
-        kinds.setdefault(_kind(request), []).append(place)
-    answers: dict[int, VerbAnswer] = {}
+        kinds.setdefault(_kind_of(request), []).append(place)
+    answers: dict[int, TrainerAnswer] = {}
     for places in kinds.values():
-        some = [trainers[k] for k in places], [requests[k] for k in places]
-        found = _as_one(*some) if len(places) > 1 else None
-        found = found or [trainer.answer(request) for trainer, request in zip(*some, strict=True)]
-        answers |= zip(places, found, strict=True)
+        of_kind = [trainers[k] for k in places], [requests[k] for k in places]
+        joint = _train_as_one(*of_kind) if len(places) > 1 else None
+        joint = joint or [trainer.answer(request) for trainer, request in zip(*of_kind, strict=True)]
+        answers |= zip(places, joint, strict=True)
     return [answers[k] for k in range(len(requests))]
 
 
-def _as_one(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> list[VerbAnswer] | None:
-    """The answers by one pass; None where the pass cannot be batched over clients."""
+def _train_as_one(
+    trainers: Sequence[CohortTrainer], requests: Sequence[Request]
+) -> list[TrainerAnswer] | None:
+    """Train the passes of several cohorts as one; None where this pass cannot be batched over clients."""
     sizes = [len(t.locals_) for t in trainers]
     clients = [(c, place) for c, size in enumerate(sizes) for place in range(size)]
     locals_ = [trainers[c].locals_[place] for c, place in clients]
@@ -103,31 +106,33 @@ def _as_one(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> l
         columns = zip(_axes(values[0], axes), *map(tree.tensors, values), strict=True)
         return refill(values[0], [_join(ts, sizes, axis, order) for axis, *ts in columns])
 
-    whole = dataclasses.replace(
+    joint_request = dataclasses.replace(
         first,
         start=join([r.start for r in requests], first.padded.start),
         constants=join([r.constants for r in requests], first.padded.constants),
     )
     joint = trainers[0].beside([locals_[k] for k in order])
-    answer = joint.batched(whole, [requests[clients[k][0]] for k in order])
+    answer = joint.train_batched(joint_request, [requests[clients[k][0]] for k in order])
     if answer is None:
         return None
     for k, (_, error) in joint.errors.items():
         c, place = clients[order[k]]
         trainers[c].errors.setdefault(place, (len(trainers[c].answers), error))
     back = torch.tensor(order).argsort()
-    rows = [unwrap_stacked(t)[back.to(t.device)] for t in tree.tensors(answer.value)]
-    found, a = [], 0
+    rows = [unwrap_client_tensor(t)[back.to(t.device)] for t in tree.tensors(answer.value)]
+    answers, a = [], 0
     for request, size in zip(requests, sizes, strict=True):
         like = tree.tensors(request.start)
-        cut = [_cut(t[a : a + size], _shape(one)) for t, one in zip(rows, like, strict=True)]
-        found.append(VerbAnswer(refill(request.start, [stack(t.contiguous()) for t in cut])))
+        cut = [
+            _remove_padding(t[a : a + size], _shape(unpadded)) for t, unpadded in zip(rows, like, strict=True)
+        ]
+        answers.append(TrainerAnswer(refill(request.start, [to_client_tensor(t.contiguous()) for t in cut])))
         a += size
-    return found
+    return answers
 
 
-def _kind(request: Request) -> Any:
-    """What requests must have in common: all but their tensors and the sizes of padded dimensions."""
+def _kind_of(request: Request) -> Any:
+    """What requests must have in common to become one pass: all but their tensors and the sizes of padded dimensions."""
     padded = request.padded
     return (
         code_of(request.loss),
@@ -139,7 +144,7 @@ def _kind(request: Request) -> Any:
 
 
 def _form(value: Any, axes: Mapping[str, int]) -> Any:
-    """The form of a tree but for the sizes of padded dimensions."""
+    """The form of a tree, without the sizes of padded dimensions."""
     sizes = []
     for axis, t in zip(_axes(value, axes), tree.tensors(value), strict=True):
         shape = [*_shape(t)]
@@ -150,8 +155,8 @@ def _form(value: Any, axes: Mapping[str, int]) -> Any:
 
 
 def _shape(t: Tensor) -> torch.Size:
-    """Of one client."""
-    return unwrap_stacked(t).shape[1:] if isinstance(t, Stacked) else t.shape
+    """The shape of one client's tensor."""
+    return unwrap_client_tensor(t).shape[1:] if isinstance(t, ClientTensor) else t.shape
 
 
 def _axes(value: Any, axes: Mapping[str, int]) -> list[int | None]:
@@ -164,21 +169,21 @@ def _axes(value: Any, axes: Mapping[str, int]) -> list[int | None]:
 
 
 def _join(tensors: Sequence[Tensor], sizes: Sequence[int], axis: int | None, order: Sequence[int]) -> Tensor:
-    """One tensor of each cohort as one of all clients, or as the one that all share."""
-    if all(t is tensors[0] and not isinstance(t, Stacked) for t in tensors):
+    """Join the tensors of cohorts into one of all clients, padded with zeros; a tensor that all share stays as it is."""
+    if all(t is tensors[0] and not isinstance(t, ClientTensor) for t in tensors):
         return tensors[0]
     parts = [expand_to_clients(t, size) for t, size in zip(tensors, sizes, strict=True)]
     if axis is not None:
-        most = max(p.shape[axis + 1] for p in parts)
-        parts = [_pad(p, axis + 1, most) for p in parts]
-    return stack(torch.cat(parts)[torch.tensor(order, device=parts[0].device)])
+        largest = max(p.shape[axis + 1] for p in parts)
+        parts = [_pad(p, axis + 1, largest) for p in parts]
+    return to_client_tensor(torch.cat(parts)[torch.tensor(order, device=parts[0].device)])
 
 
 def _pad(t: Tensor, axis: int, size: int) -> Tensor:
-    behind = [0, 0] * (t.ndim - 1 - axis)
-    return functional.pad(t, [*behind, 0, size - t.shape[axis]])
+    later_axes = [0, 0] * (t.ndim - 1 - axis)
+    return functional.pad(t, [*later_axes, 0, size - t.shape[axis]])
 
 
-def _cut(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """Tensors ``[K, ...]`` without what was padded."""
+def _remove_padding(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """Tensors ``[K, *shape]`` of larger ones that were padded."""
     return t[(slice(None), *(slice(n) for n in shape))]

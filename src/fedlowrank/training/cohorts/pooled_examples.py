@@ -10,17 +10,17 @@ import torch
 
 from ...data.dataset import Examples
 from ...data.pixels import Pixels
-from ..feed import common_base
+from .cohort_batches import common_base
 
-POOL = 256 << 20
-"""Bytes of training examples up to which they are copied."""
+MAX_POOLED_BYTES = 256 << 20
+"""Bytes of training examples that are copied into one tensor, at most."""
 
 
 def pool_examples(parts: Sequence[Examples]) -> list[Examples]:
     """The examples of each client as views of one tensor of inputs and one of targets.
 
-    They are copied, so that they take twice their memory; larger ones than :data:`POOL`, and inputs that are neither tensors
-    of one form nor images of one table, come back as they are.
+    The examples are copied, so that they take twice their memory. Examples of more than :data:`MAX_POOLED_BYTES`, and inputs
+    that are neither tensors of one form nor images of one table, come back as they are.
     """
     unchanged, inputs = list(parts), [part.x for part in parts]
     table = inputs[0].table if isinstance(inputs[0], Pixels) else None
@@ -31,7 +31,9 @@ def pool_examples(parts: Sequence[Examples]) -> list[Examples]:
         return unchanged
     if any(len({(t.shape[1:], t.dtype, t.device) for t in column}) > 1 for column in columns):
         return unchanged
-    if sum(t.nbytes for column in columns for t in column) > POOL or all(map(common_base, columns)):
+    if sum(t.nbytes for column in columns for t in column) > MAX_POOLED_BYTES or all(
+        map(common_base, columns)
+    ):
         return unchanged
     bounds = list(itertools.accumulate((len(part) for part in parts), initial=0))
     x, y = map(torch.cat, columns)

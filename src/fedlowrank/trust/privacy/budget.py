@@ -242,8 +242,8 @@ class Budget:
         """The draws of the site's other runs on the same data."""
         if self._site is None:
             return Counter()
-        found = self._site.draws_of_others()
-        if found != self._counted:
+        draws = self._site.draws_of_others()
+        if draws != self._counted:
             # what was found of further draws holds no more
-            self._counted, self._room_until = found, 0
-        return found
+            self._counted, self._room_until = draws, 0
+        return draws

@@ -132,8 +132,8 @@ class PrivacyLedger:
 
     def clients_of(self, round: int, noise: float | None = None) -> tuple[int, ...] | None:
         """Who was charged for a round, with that noise or any; None if it was not charged."""
-        found = (c for c in self._charges if c.round == round and noise in (None, c.noise))
-        return next((c.clients for c in found), None)
+        charges = (c for c in self._charges if c.round == round and noise in (None, c.noise))
+        return next((c.clients for c in charges), None)
 
     @property
     def noise(self) -> float | None:
@@ -177,14 +177,14 @@ class PrivacyLedger:
 
     def draws_if_repeated(self, round: int, noise: float) -> list[Counter[tuple[float, Sampling]]]:
         """:meth:`draws` after a further release of an earlier draw of a round, for each such draw."""
-        found = []
+        counts = []
         for (at, sampling, _), noises in self._draws.items():
             if at == round:
                 after = self.draws()
                 after[_combine(noises), sampling] -= 1
                 after[_combine([*noises, noise]), sampling] += 1
-                found.append(after)
-        return found
+                counts.append(after)
+        return counts
 
     def precision(self, client: int) -> float:
         """Σ σ⁻² of a client's releases."""

@@ -97,7 +97,7 @@ def discrete_gaussian(size: int, std: float) -> NDArray[np.int64]:
         keep = accept < np.exp(-((laplace - std * std / scale) ** 2) / (2 * std * std))
         # zero has one sign, or it would count twice
         keep &= ~(negative & (laplace == 0))
-        found = np.where(negative, -laplace, laplace)[keep].astype(np.int64)[: size - count]
-        drawn[count : count + len(found)] = found
-        count += len(found)
+        accepted = np.where(negative, -laplace, laplace)[keep].astype(np.int64)[: size - count]
+        drawn[count : count + len(accepted)] = accepted
+        count += len(accepted)
     return drawn

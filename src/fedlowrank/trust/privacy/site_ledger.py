@@ -25,14 +25,14 @@ from filelock import FileLock
 from ...core.errors import CheckpointError, ConfigError
 from ...core.io.atomic_files import as_checkpoint_error, read_json, write_json
 from ...core.io.private_files import make_private_folder
-from ...data.overlap import SKETCH, overlap
+from ...data.overlap import MAX_SKETCH_DIGESTS, measure_overlap
 from .accounting import Accountant, Sampling, local_epsilon, total_epsilon
 from .ledger import PrivacyLedger
 
-STATE = "FEDLOWRANK_STATE"
+STATE_VARIABLE = "FEDLOWRANK_STATE"
 """Name of the environment variable of the folder."""
 
-SAME_DATA = 0.1
+MIN_SHARED_DATA = 0.1
 """Share of the smaller data set from which on two data sets of a client count as the same."""
 
 NoiseKind = Literal["local", "central", "server"]
@@ -40,13 +40,15 @@ NoiseKind = Literal["local", "central", "server"]
 
 def state_folder() -> Path:
     """The folder in which a site keeps what outlives its runs."""
-    own, usual = os.environ.get(STATE), os.environ.get("XDG_STATE_HOME")
-    if own:
-        return Path(own)
+    state, state_home = os.environ.get(STATE_VARIABLE), os.environ.get("XDG_STATE_HOME")
+    if state:
+        return Path(state)
     try:
-        return (Path(usual) if usual else Path.home() / ".local" / "state") / "fedlowrank"
+        return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "fedlowrank"
     except RuntimeError as error:
-        raise ConfigError(f"there is no home folder for the ledger of privacy; set {STATE}") from error
+        raise ConfigError(
+            f"there is no home folder for the ledger of privacy; set {STATE_VARIABLE}"
+        ) from error
 
 
 def open_state(room: str = "privacy") -> Path:
@@ -62,7 +64,8 @@ def open_state(room: str = "privacy") -> Path:
         make_private_folder(state / room)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}. It is to hold what a site must not forget between runs: set {STATE} to a folder that can be written"
+            f"{error}. It is to hold what a site must not forget between runs: set {STATE_VARIABLE} to a "
+            "folder that can be written"
         ) from error
     return state / room
 
@@ -99,12 +102,14 @@ class SiteRun:
             return False
         if self.kind == "server":
             return not set(self.data).isdisjoint(other.data)
-        return overlap(self.data, other.data) >= SAME_DATA
+        return measure_overlap(self.data, other.data) >= MIN_SHARED_DATA
 
     def with_data_of(self, other: SiteRun) -> SiteRun:
         """The run, on the data of both."""
         data = sorted({*self.data, *other.data})
-        return dataclasses.replace(self, data=tuple(data if self.kind == "server" else data[:SKETCH]))
+        return dataclasses.replace(
+            self, data=tuple(data if self.kind == "server" else data[:MAX_SKETCH_DIGESTS])
+        )
 
 
 class SiteLedger:
@@ -196,9 +201,9 @@ class SiteLedger:
 
     def others(self) -> list[PrivacyLedger]:
         """The ledgers of other runs on the same data."""
-        found = entries(self.folder)
-        own = found.pop(self.name, (self.run, None))[0]
-        return [ledger for run, ledger in found.values() if run.concerns(self.run) or run.concerns(own)]
+        entries = read_entries(self.folder)
+        own_run = entries.pop(self.name, (self.run, None))[0]
+        return [ledger for run, ledger in entries.values() if run.concerns(self.run) or run.concerns(own_run)]
 
     def precision(self) -> float:
         """Σ σ⁻² of all releases of the data, of this run and the others."""
@@ -210,13 +215,13 @@ class SiteLedger:
         return sum((ledger.draws() for ledger in self.others()), Counter())
 
 
-def entries(folder: Path) -> dict[str, tuple[SiteRun, PrivacyLedger]]:
+def read_entries(folder: Path) -> dict[str, tuple[SiteRun, PrivacyLedger]]:
     """All runs in a folder ``STATE/privacy``, by name, with their ledgers; the first to begin comes first.
 
     Raises:
         CheckpointError: if a file is damaged, or a run has charges and no description.
     """
-    found = {}
+    entries = {}
     for path in folder.glob("*.jsonl"):
         described = path.with_suffix(".json")
         if not described.exists():
@@ -226,16 +231,18 @@ def entries(folder: Path) -> dict[str, tuple[SiteRun, PrivacyLedger]]:
             )
         with as_checkpoint_error(f"cannot read {path}"):
             is_now = path.stat()
-        found[path.stem] = _read(described), _ledger(path, is_now.st_size, is_now.st_mtime_ns)
-    return dict(sorted(found.items(), key=lambda item: (item[1][0].began, item[0])))
+        entries[path.stem] = _read(described), _ledger(path, is_now.st_size, is_now.st_mtime_ns)
+    return dict(sorted(entries.items(), key=lambda item: (item[1][0].began, item[0])))
 
 
-def accounts(found: dict[str, tuple[SiteRun, PrivacyLedger]]) -> list[list[str]]:
+def list_accounts(entries: dict[str, tuple[SiteRun, PrivacyLedger]]) -> list[list[str]]:
     """The names of runs, those on the same data in one list, also if only by way of a third run."""
     groups: list[list[str]] = []
-    for name, (run, _) in found.items():
-        same = [group for group in groups if any(run.concerns(found[other][0]) for other in group)]
-        groups = [group for group in groups if group not in same] + [[*(n for g in same for n in g), name]]
+    for name, (run, _) in entries.items():
+        joined = [group for group in groups if any(run.concerns(entries[other][0]) for other in group)]
+        groups = [group for group in groups if group not in joined] + [
+            [*(n for g in joined for n in g), name]
+        ]
     return groups
 
 

@@ -57,15 +57,15 @@ def read_tools(value: object, place: str) -> tuple[Any, ...]:
     """
     if value is None or value == "":
         return ()
-    found: object = value
+    tools: object = value
     if isinstance(value, str):
         try:
-            found = json.loads(value)
+            tools = json.loads(value)
         except json.JSONDecodeError as error:
             raise DataError(f"{place}: 'tools' is not JSON: {error}.") from error
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise DataError(f"{place}: 'tools' must be a list of JSON schemas, not {_shorten(found)}.")
-    return tuple(_without_nulls(tool) for tool in found)
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise DataError(f"{place}: 'tools' must be a list of JSON schemas, not {_shorten(tools)}.")
+    return tuple(_remove_nulls(tool) for tool in tools)
 
 
 def is_learnt(message: ChatMessage) -> bool:
@@ -107,13 +107,13 @@ def drop_oldest_exchange(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, 
 def _read_message(message: object, where: str) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise DataError(f"{where} must be an object with 'role' and 'content', not {_shorten(message)}.")
-    found = _without_nulls(message)
-    if "role" in found:
-        role, content = found["role"], found.get("content", "")
-        rest = {key: value for key, value in found.items() if key not in ("role", "content")}
-    elif "from" in found:
-        speaker, content = found["from"], found.get("value", "")
-        rest = {key: value for key, value in found.items() if key not in ("from", "value")}
+    fields = _remove_nulls(message)
+    if "role" in fields:
+        role, content = fields["role"], fields.get("content", "")
+        rest = {key: value for key, value in fields.items() if key not in ("role", "content")}
+    elif "from" in fields:
+        speaker, content = fields["from"], fields.get("value", "")
+        rest = {key: value for key, value in fields.items() if key not in ("from", "value")}
         if speaker not in SHAREGPT_ROLES:
             raise DataError(
                 f"{where} is from {speaker!r}, which is none of {', '.join(SHAREGPT_ROLES)}. Rename it, or "
@@ -153,11 +153,11 @@ def _read_content(content: object, where: str) -> str:
     )
 
 
-def _without_nulls(value: Any) -> Any:
+def _remove_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: _remove_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
-        return [_without_nulls(inner) for inner in value]
+        return [_remove_nulls(inner) for inner in value]
     return value
 
 

@@ -26,7 +26,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WRITTEN_KEYS = ("role", "content", "tool_calls", "weight", "train")
 """Keys of messages that are checked, or that say what is learnt."""
 
-_TRIED = 20
+_MAX_TRIED_CONVERSATIONS = 20
 """At most so many conversations are written without a key, to find out whether the template reads it."""
 
 # What templates raise: their own errors, and those of Python's operations on values that they do not expect.
@@ -106,11 +106,14 @@ class ChatTemplate:
                     "learns every token. Set loss_on to 'assistant'."
                 )
             return Sample(encoded.ids, encoded.ids.copy(), record)
-        spans = self._marked_spans(conversation)
+        spans = self._find_marked_spans(conversation)
         if spans is None:
-            spans = self._spans_after_prompts(conversation, text, encoded)
+            spans = self._find_spans_after_prompts(conversation, text, encoded)
         learnt = [any(_overlaps(token, span) for span in spans) for token in encoded.offsets]
-        labels = [token if own else IGNORE_INDEX for token, own in zip(encoded.ids, learnt, strict=True)]
+        labels = [
+            token if is_learnt_token else IGNORE_INDEX
+            for token, is_learnt_token in zip(encoded.ids, learnt, strict=True)
+        ]
         return Sample(encoded.ids, labels, record)
 
     @property
@@ -171,14 +174,14 @@ class ChatTemplate:
         where = f"{conversation.place}: {self._title} leaves out"
         for k, message in enumerate(conversation.messages):
             role, hint = message["role"], "Use another template."
-            is_here = message["content"].strip() in text
-            if role in ("system", "user") and not is_here:
+            is_written = message["content"].strip() in text
+            if role in ("system", "user") and not is_written:
                 if role == "system":
                     hint = "Set system = 'merge' to put it before the first user's text, or use another template."
                 raise DataError(f"{where} or changes turn {k + 1}, of the {role}. {hint}")
             # a template may change what an assistant or a tool says, such as its thoughts; an answer often repeats a tool's
-            is_here = not message["content"].strip() or (is_here and role != "tool")
-            if not is_here and self._is_unread(conversation, text, "content", k):
+            is_written = not message["content"].strip() or (is_written and role != "tool")
+            if not is_written and self._is_unread(conversation, text, "content", k):
                 raise DataError(f"{where} the text of turn {k + 1}, of the {role}. {hint}")
             if message.get("tool_calls") and self._is_unread(conversation, text, "tool_calls", k):
                 raise DataError(
@@ -192,9 +195,9 @@ class ChatTemplate:
 
     def _try_keys(self, conversation: Conversation, text: str) -> None:
         """Find out which further keys of messages the template reads."""
-        found = {key for message in conversation.messages for key in message}
-        for key in found - self._read_keys - set(_WRITTEN_KEYS):
-            if self._tried_keys[key] < _TRIED:
+        keys = {key for message in conversation.messages for key in message}
+        for key in keys - self._read_keys - set(_WRITTEN_KEYS):
+            if self._tried_keys[key] < _MAX_TRIED_CONVERSATIONS:
                 self._tried_keys[key] += 1
                 if not self._is_unread(conversation, text, key):
                     self._read_keys.add(key)
@@ -220,16 +223,16 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> _Encoded:
         # the template writes the special tokens itself
-        found = self._tokenizer(
+        encoding = self._tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
         )
-        return _Encoded(list(found["input_ids"]), [(a, b) for a, b in found["offset_mapping"]])
+        return _Encoded(list(encoding["input_ids"]), [(a, b) for a, b in encoding["offset_mapping"]])
 
-    def _marked_spans(self, conversation: Conversation) -> list[Span] | None:
+    def _find_marked_spans(self, conversation: Conversation) -> list[Span] | None:
         """Characters between the markers of the template; None without markers."""
         tools = list(conversation.tools) or None
         template = self._tokenizer.get_chat_template(None, tools)
@@ -239,15 +242,15 @@ class ChatTemplate:
         # turns that begin or end in a space, of which byte-level tokenizers trim the offsets
         # (huggingface/transformers#47325).
         library = importlib.import_module("transformers.utils.chat_template_utils")
-        _, found = library.render_jinja_template(
+        _, marked = library.render_jinja_template(
             conversations=[[dict(message) for message in conversation.messages]],
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
         )
-        spans: list[Span] = [(a, b) for a, b in found[0]]
-        turns, chosen = _assistant_turns(conversation.messages), self._choose_turns(conversation)
+        spans: list[Span] = [(a, b) for a, b in marked[0]]
+        turns, chosen = _list_assistant_turns(conversation.messages), self._choose_turns(conversation)
         if self._loss_on == "last" and chosen == turns[-1:]:
             return spans[-1:]
         if chosen == turns:
@@ -261,11 +264,13 @@ class ChatTemplate:
 
     def _choose_turns(self, conversation: Conversation) -> list[int]:
         """The turns of the assistant to learn."""
-        turns = [k for k in _assistant_turns(conversation.messages) if k >= conversation.learn_from]
+        turns = [k for k in _list_assistant_turns(conversation.messages) if k >= conversation.learn_from]
         turns = turns[-1:] if self._loss_on == "last" else turns
         return [k for k in turns if is_learnt(conversation.messages[k])]
 
-    def _spans_after_prompts(self, conversation: Conversation, text: str, encoded: _Encoded) -> list[Span]:
+    def _find_spans_after_prompts(
+        self, conversation: Conversation, text: str, encoded: _Encoded
+    ) -> list[Span]:
         """Characters that follow the prompt for generation, of each turn of the assistant to learn."""
         messages, spans = conversation.messages, []
         for k in self._choose_turns(conversation):
@@ -283,17 +288,17 @@ class ChatTemplate:
                     f"prompts of training and generation would differ: it is no longer {prompt[-60:]!r}. Use a "
                     "template with {% generation %} markers."
                 )
-            end = self._end_in(whole, text, encoded)
+            end = self._find_end(whole, text, encoded)
             if end is None:
                 raise DataError(
                     f"{where}: {self._title} rewrites earlier turns when later ones follow (as some do with "
                     "thoughts), so a model would not learn what it has to write. Set loss_on = 'last', split the "
                     "conversation, or use a template with {% generation %} markers."
                 )
-            spans.append((len(prompt), self._without_space_after_end(text, len(prompt), end)))
+            spans.append((len(prompt), self._strip_after_end(text, len(prompt), end)))
         return spans
 
-    def _end_in(self, whole: str, text: str, encoded: _Encoded) -> int | None:
+    def _find_end(self, whole: str, text: str, encoded: _Encoded) -> int | None:
         """Where a conversation up to a turn ends within the whole text; None if the turn was rewritten.
 
         A template may end a whole conversation with special tokens that it does not write between turns.
@@ -309,13 +314,13 @@ class ChatTemplate:
             return encoded.offsets[same - 1][1]
         return None
 
-    def _without_space_after_end(self, text: str, start: int, end: int) -> int:
+    def _strip_after_end(self, text: str, start: int, end: int) -> int:
         """The end of a turn without white space after a token that ends it."""
         turn = text[start:end].rstrip()
         return start + len(turn) if turn.endswith(self._ends) else end
 
 
-def _assistant_turns(messages: Sequence[ChatMessage]) -> list[int]:
+def _list_assistant_turns(messages: Sequence[ChatMessage]) -> list[int]:
     return [k for k, message in enumerate(messages) if message["role"] == "assistant"]
 
 

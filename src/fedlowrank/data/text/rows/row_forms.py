@@ -38,17 +38,17 @@ class RowForm(NamedTuple):
 
     Attributes:
         columns: the columns that a row has; of several in one place a row has one.
-        more: columns that a row may have.
+        optional: columns that a row may have.
         read: makes the record of row ``i`` of a table from category and client.
     """
 
     columns: tuple[tuple[str, ...], ...]
-    more: tuple[str, ...]
+    optional: tuple[str, ...]
     read: Callable[[Table, int, str | None, str | None], Record]
 
-    def fits(self, found: Collection[str]) -> bool:
+    def fits(self, columns: Collection[str]) -> bool:
         """Whether a table with these columns can have rows of this form."""
-        return all(any(name in found for name in names) for names in self.columns)
+        return all(any(name in columns for name in names) for names in self.columns)
 
     def describe(self) -> str:
         """The columns in words."""
@@ -61,13 +61,13 @@ def recognize_form(table: Table) -> Form:
     Raises:
         DataError: if there is none; the message lists the forms.
     """
-    found = _columns_with_values(table)
+    columns = _list_columns_with_values(table)
     for name, form in FORMS.items():
-        if form.fits(found):
+        if form.fits(columns):
             return name
     forms = "; ".join(f"{name}: {form.describe()}" for name, form in FORMS.items())
     raise DataError(
-        f"{table.source!r} has the columns {', '.join(sorted(found)) or 'none'}, which are of no known form. "
+        f"{table.source!r} has the columns {', '.join(sorted(columns)) or 'none'}, which are of no known form. "
         f"Rename columns to one of these: {forms}. Or use source 'instructions', which takes any columns."
     )
 
@@ -94,12 +94,12 @@ def read_rows(
         raise DataError(
             f"{table.source!r} has labels, by which partitions divide. Leave category_column {category!r} out."
         )
-    found, kind = _columns_with_values(table), FORMS[form]
+    columns, kind = _list_columns_with_values(table), FORMS[form]
     for names in kind.columns:
-        if not any(name in found for name in names):
+        if not any(name in columns for name in names):
             raise DataError(
                 f"{table.source!r} has no column {' or '.join(map(repr, names))}, which rows of the form {form!r} "
-                f"have. It has {', '.join(sorted(found))}. Rename a column, or set another form."
+                f"have. It has {', '.join(sorted(columns))}. Rename a column, or set another form."
             )
     records = []
     for i in range(len(table.rows)):
@@ -110,18 +110,18 @@ def read_rows(
         if client is not None and owner is None:
             raise DataError(f"{table.place(i)} names no client in {client!r}. Fill it in, or drop the row.")
         records.append(kind.read(table, i, stratum, owner))
-    kept = [record for record in records if _has_text(record)]
-    return kept, len(records) - len(kept)
+    learnable = [record for record in records if _has_text(record)]
+    return learnable, len(records) - len(learnable)
 
 
-def unread_columns(table: Table, form: Form, *more: str | None) -> list[str]:
+def list_unread_columns(table: Table, form: Form, *other_columns: str | None) -> list[str]:
     """Columns of a table that the form and the other settings do not read, sorted."""
     kind = FORMS[form]
-    read = {*kind.more, *more, *(name for names in kind.columns for name in names)}
-    return sorted(_columns_with_values(table) - read)
+    read = {*kind.optional, *other_columns, *(name for names in kind.columns for name in names)}
+    return sorted(_list_columns_with_values(table) - read)
 
 
-def _columns_with_values(table: Table) -> set[str]:
+def _list_columns_with_values(table: Table) -> set[str]:
     table.require()
     return {name for row in table.rows for name, value in row.items() if value is not None}
 
@@ -134,34 +134,38 @@ def _has_text(record: Record) -> bool:
     return bool(record.text.strip()) if isinstance(record, Labeled) else True
 
 
-def _value(table: Table, i: int, names: tuple[str, ...]) -> tuple[Any, str]:
+def _find_value(table: Table, i: int, names: tuple[str, ...]) -> tuple[Any, str]:
     """The value of the only one of these columns that row ``i`` has, and its column."""
     row = table.rows[i]
     filled = [name for name in names if row.get(name) is not None]
     if len(filled) != 1:
-        found = ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"
+        filled_columns = (
+            ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"
+        )
         need = " or ".join(map(repr, names))
-        problem = f"needs one of {need}, and has several" if filled else f"has no {need}; it has {found}"
+        problem = (
+            f"needs one of {need}, and has several" if filled else f"has no {need}; it has {filled_columns}"
+        )
         raise DataError(f"{table.place(i)} {problem}. Fill it in, or drop the row.")
     return row[filled[0]], filled[0]
 
 
 def _read_messages(table: Table, i: int, category: str | None, client: str | None) -> Conversation:
-    value, column = _value(table, i, ("messages",))
+    value, column = _find_value(table, i, ("messages",))
     messages = read_messages(value, table.place(i), column)
-    return _conversation(table, i, messages, 0, category, client)
+    return _make_conversation(table, i, messages, 0, category, client)
 
 
 def _read_conversations(table: Table, i: int, category: str | None, client: str | None) -> Conversation:
-    value, column = _value(table, i, ("conversations",))
+    value, column = _find_value(table, i, ("conversations",))
     messages = read_messages(value, table.place(i), column)
     system = table.text(i, "system", optional=True)
     if system and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
-    return _conversation(table, i, messages, 0, category, client)
+    return _make_conversation(table, i, messages, 0, category, client)
 
 
-def _conversation(
+def _make_conversation(
     table: Table,
     i: int,
     messages: tuple[ChatMessage, ...],
@@ -179,17 +183,17 @@ def _conversation(
 def _read_completion(
     table: Table, i: int, category: str | None, client: str | None
 ) -> Instruction | Conversation:
-    prompt, _ = _value(table, i, ("prompt",))
-    completion, _ = _value(table, i, ("completion",))
+    prompt, _ = _find_value(table, i, ("prompt",))
+    completion, _ = _find_value(table, i, ("completion",))
     if isinstance(table.rows[i].get("label"), bool):
         raise DataError(
             f"{table.place(i)} has a 'label' that tells good completions from bad ones, and all would be learnt. "
             "Keep the good rows and drop the column, or make pairs of 'chosen' and 'rejected'."
         )
-    return _prompted(table, i, prompt, completion, "completion", category, client)
+    return _make_prompted(table, i, prompt, completion, "completion", category, client)
 
 
-def _prompted(
+def _make_prompted(
     table: Table,
     i: int,
     prompt: Any,
@@ -207,7 +211,7 @@ def _prompted(
     if is_message_list(prompt):
         asked = read_messages(prompt, place, "prompt")
         answered = read_messages(response, place, column)
-        return _conversation(table, i, (*asked, *answered), len(asked), category, client)
+        return _make_conversation(table, i, (*asked, *answered), len(asked), category, client)
     for name, value in (("prompt", prompt), (column, response)):
         if not isinstance(value, str):
             raise DataError(f"{place}: {name!r} must be text or a list of messages, not {value!r}.")
@@ -215,13 +219,13 @@ def _prompted(
 
 
 def _read_alpaca(table: Table, i: int, category: str | None, client: str | None) -> Instruction:
-    instruction, _ = _value(table, i, ("instruction",))
+    instruction, _ = _find_value(table, i, ("instruction",))
     for name in ("history", "system"):
         if table.rows[i].get(name):
             raise DataError(
                 f"{table.place(i)} has a {name!r}, which this form would lose. Convert the rows to 'messages'."
             )
-    response, column = _value(table, i, ("output", "response"))
+    response, column = _find_value(table, i, ("output", "response"))
     for name, value in (("instruction", instruction), (column, response)):
         if not isinstance(value, str):
             raise DataError(f"{table.place(i)}: {name!r} must be text, not {value!r}.")
@@ -232,28 +236,28 @@ def _read_alpaca(table: Table, i: int, category: str | None, client: str | None)
 
 
 def _read_preference(table: Table, i: int, category: str | None, client: str | None) -> Preference:
-    chosen, _ = _value(table, i, ("chosen",))
-    rejected, _ = _value(table, i, ("rejected",))
+    chosen, _ = _find_value(table, i, ("chosen",))
+    rejected, _ = _find_value(table, i, ("rejected",))
     prompt, place = table.rows[i].get("prompt"), table.place(i)
     if is_message_list(chosen) != is_message_list(rejected):
         raise DataError(
             f"{place}: 'chosen' and 'rejected' must both be text, or both be lists of messages. Rewrite one."
         )
     if is_message_list(chosen) and not is_message_list(prompt):
-        prompt, chosen, rejected = _prompt_of_lists(prompt, chosen, rejected, place)
+        prompt, chosen, rejected = _split_prompt(prompt, chosen, rejected, place)
     if prompt is None:
         raise DataError(
             f"{place} has no 'prompt', and 'chosen' and 'rejected' are text. Add a column 'prompt', or write "
             "lists of messages, whose common first turns are the prompt."
         )
     pair = [
-        _prompted(table, i, prompt, response, column, category, client)
+        _make_prompted(table, i, prompt, response, column, category, client)
         for response, column in ((chosen, "chosen"), (rejected, "rejected"))
     ]
     return Preference(pair[0], pair[1], category, client)
 
 
-def _prompt_of_lists(
+def _split_prompt(
     prompt: Any, chosen: Any, rejected: Any, place: str
 ) -> tuple[Sequence[ChatMessage], Sequence[ChatMessage], Sequence[ChatMessage]]:
     """The turns of the prompt, and what follows them in two lists of messages.
@@ -266,16 +270,16 @@ def _prompt_of_lists(
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     common = [turn for turn, _ in pairs]
     if not common or len(common) in (len(first), len(second)):
-        what = "begin with different turns" if not common else "differ in no turn of the assistant"
+        problem = "begin with different turns" if not common else "differ in no turn of the assistant"
         raise DataError(
-            f"{place}: 'chosen' and 'rejected' {what}, so there is no pair of responses to one prompt. Drop the "
+            f"{place}: 'chosen' and 'rejected' {problem}, so there is no pair of responses to one prompt. Drop the "
             "row, or add a column 'prompt'."
         )
     return common, first[len(common) :], second[len(common) :]
 
 
 def _read_pair(table: Table, i: int, category: str | None, client: str | None) -> TextPair:
-    texts = [_value(table, i, names) for names in (("anchor", "query"), ("positive", "document"))]
+    texts = [_find_value(table, i, names) for names in (("anchor", "query"), ("positive", "document"))]
     for value, column in texts:
         if not isinstance(value, str):
             raise DataError(f"{table.place(i)}: {column!r} must be text, not {value!r}.")
@@ -287,15 +291,15 @@ def _read_text(table: Table, i: int, category: str | None, client: str | None) -
 
 
 def _read_label(table: Table, i: int, _category: str | None, client: str | None) -> Labeled:
-    label, _ = _value(table, i, ("label",))
+    label, _ = _find_value(table, i, ("label",))
     if isinstance(label, bool) or not isinstance(label, str | int):
         raise DataError(f"{table.place(i)}: 'label' must be text or a whole number, not {label!r}.")
     return Labeled(table.text(i, "text"), label, client)
 
 
 def _read_word_labels(table: Table, i: int, _category: str | None, client: str | None) -> TokenLabeled:
-    words, _ = _value(table, i, ("tokens",))
-    labels, column = _value(table, i, ("ner_tags", "labels", "tags"))
+    words, _ = _find_value(table, i, ("tokens",))
+    labels, column = _find_value(table, i, ("ner_tags", "labels", "tags"))
     place = table.place(i)
     if not is_message_list(words) or not all(isinstance(word, str) for word in words) or not words:
         raise DataError(f"{place}: 'tokens' must be a list of words, not {words!r}.")

@@ -16,7 +16,7 @@ from ....core.key import Key
 from ...download.data_files import expand_path
 from ..table import Table, read_data_file, read_split
 from ..text_records import KINDS, Record, Texts, check_share, hold_out
-from .row_forms import FORMS, Form, read_rows, recognize_form, unread_columns
+from .row_forms import FORMS, Form, list_unread_columns, read_rows, recognize_form
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -91,9 +91,9 @@ class TextRows(CheckedFields):
     def load(self) -> Texts:
         """The records; see `TextSource.load`."""
         notes: list[str] = []
-        train_tables = self._train_tables()
-        test_tables = self._test_tables()
-        forms = {table.source: self._form(table) for table in [*train_tables, *test_tables]}
+        train_tables = self._read_train_tables()
+        test_tables = self._read_test_tables()
+        forms = {table.source: self._choose_form(table) for table in [*train_tables, *test_tables]}
         self._check_one_form(forms)
         train = [record for table in train_tables for record in self._read(table, forms, notes)]
         test = [record for table in test_tables for record in self._read(table, forms, notes)]
@@ -106,21 +106,21 @@ class TextRows(CheckedFields):
         count = f"{len(forms)} files" if len(forms) > 1 else next(iter(forms))
         own_columns = (self.client_column, self.category_column)
         tables = [*train_tables, *test_tables]
-        unread = sorted({name for table in tables for name in unread_columns(table, form, *own_columns)})
+        unread = sorted({name for table in tables for name in list_unread_columns(table, form, *own_columns)})
         rest_of_note = f"; not read: {', '.join(unread)}" if unread else ""
         notes.insert(0, f"{count}: rows are of the form {form!r} ({columns}), {how}{rest_of_note}")
-        own: Any = rest
+        train_records: Any = rest
         held_out: Any = test or share
         return Texts(
-            self._title(),
-            own,
+            self._choose_title(),
+            train_records,
             held_out,
-            classes=self.classes or self._named_classes(train_tables[0], form),
+            classes=self.classes or self._find_class_names(train_tables[0], form),
             notes=tuple(notes),
             format="verbatim" if form == "prompt_completion" else "none" if form == "text" else None,
         )
 
-    def _form(self, table: Table) -> Form:
+    def _choose_form(self, table: Table) -> Form:
         return recognize_form(table) if self.form == "auto" else self.form
 
     def _read(self, table: Table, forms: dict[str, Form], notes: list[str]) -> list[Record]:
@@ -130,8 +130,8 @@ class TextRows(CheckedFields):
         if empty:
             notes.append(f"{table.source}: {empty} of {len(table.rows)} rows dropped, which have no text")
         if self.client_by_file:
-            client = _stem(table.source)
-            records = [_with_client(record, client) for record in records]
+            client = _remove_endings(table.source)
+            records = [_set_client(record, client) for record in records]
         return records
 
     def _check_one_form(self, forms: dict[str, Form]) -> None:
@@ -139,19 +139,19 @@ class TextRows(CheckedFields):
         for source, form in forms.items():
             first.setdefault(form, source)
         if len(first) > 1:
-            found = "; ".join(f"{form!r} as in {source!r}" for form, source in first.items())
-            raise DataError(f"the files have rows of different forms: {found}. Convert them to one form.")
+            described = "; ".join(f"{form!r} as in {source!r}" for form, source in first.items())
+            raise DataError(f"the files have rows of different forms: {described}. Convert them to one form.")
 
     def _check_one_type(self, records: list[Record]) -> None:
         kinds = {KINDS[type(record)] for record in records}
         if len(kinds) > 1:
             raise DataError(
-                f"{self._title()!r}: prompts are text in some rows and lists of messages in others. Convert "
+                f"{self._choose_title()!r}: prompts are text in some rows and lists of messages in others. Convert "
                 "them to lists of messages."
             )
 
-    def _train_tables(self) -> list[Table]:
-        files = self._files()
+    def _read_train_tables(self) -> list[Table]:
+        files = self._find_files()
         if files is None:
             assert isinstance(self.path, str)
             return [read_split(self.path, self.name, self.train_split, self.cache)]
@@ -161,7 +161,7 @@ class TextRows(CheckedFields):
             )
         return [read_data_file(file, self.cache) for file in files]
 
-    def _test_tables(self) -> list[Table]:
+    def _read_test_tables(self) -> list[Table]:
         if self.test is not None:
             return [read_data_file(self.test, self.cache)]
         if self.test_split is None:
@@ -169,7 +169,7 @@ class TextRows(CheckedFields):
         assert isinstance(self.path, str)
         return [read_split(self.path, self.name, self.test_split, self.cache)]
 
-    def _files(self) -> list[str] | None:
+    def _find_files(self) -> list[str] | None:
         """The files that the path names, or None for what ``datasets`` finds by itself."""
         if not isinstance(self.path, str):
             files = [expand_path(path) for path in self.path]
@@ -182,8 +182,8 @@ class TextRows(CheckedFields):
             elif Path(where).is_file():
                 files = [where]
             elif self.client_by_file and Path(where).is_dir():
-                found = sorted(Path(where).iterdir())
-                files = [str(file) for file in found if file.name.removesuffix(".gz").endswith(_ENDINGS)]
+                paths = sorted(Path(where).iterdir())
+                files = [str(file) for file in paths if file.name.removesuffix(".gz").endswith(_ENDINGS)]
                 if not files:
                     raise DataError(f"{where!r} holds no file that ends in {', '.join(_ENDINGS)}.")
             elif self.client_by_file:
@@ -193,41 +193,41 @@ class TextRows(CheckedFields):
             else:
                 return None
         if self.client_by_file:
-            twice = [name for name, count in Counter(map(_stem, files)).items() if count > 1]
+            twice = [name for name, count in Counter(map(_remove_endings, files)).items() if count > 1]
             if twice:
                 raise DataError(f"two files would both be the client {twice[0]!r}. Rename one of them.")
         return files
 
-    def _named_classes(self, table: Table, form: Form) -> tuple[str, ...]:
+    def _find_class_names(self, table: Table, form: Form) -> tuple[str, ...]:
         """The classes that a data set itself names for its column of labels."""
         names = {"labels": ("label",), "token_labels": ("ner_tags", "labels", "tags")}.get(form, ())
         return next((table.classes[name] for name in names if name in table.classes), ())
 
     def _check_one_order(self, tables: Sequence[Table], forms: Mapping[str, Form]) -> None:
         """Refuse class numbers of files that name their classes in other orders: a number would be two classes."""
-        named = {table.source: self._named_classes(table, forms[table.source]) for table in tables}
+        named = {table.source: self._find_class_names(table, forms[table.source]) for table in tables}
         orders = {source: names for source, names in named.items() if names}
         if self.classes:
             orders = {"data.classes": tuple(self.classes), **orders}
         if len(set(orders.values())) > 1:
-            found = "; ".join(f"{list(names)} in {source!r}" for source, names in orders.items())
+            described = "; ".join(f"{list(names)} in {source!r}" for source, names in orders.items())
             raise DataError(
-                f"labels are numbers of classes whose names are in different orders: {found}. Store the names instead of the "
+                f"labels are numbers of classes whose names are in different orders: {described}. Store the names instead of the "
                 "numbers, or cast all files to one order"
             )
 
-    def _title(self) -> str:
+    def _choose_title(self) -> str:
         """A name for reports: of the file, or of its folder if the file is only the training part."""
         if not isinstance(self.path, str):
-            return Path(expand_path(self.path[0])).parent.name or _stem(self.path[0])
+            return Path(expand_path(self.path[0])).parent.name or _remove_endings(self.path[0])
         where = Path(expand_path(self.path))
-        stem = _stem(self.path)
+        stem = _remove_endings(self.path)
         if (stem.startswith("train") or "*" in stem) and where.parent.name:
             return where.parent.name
         return stem or self.path
 
 
-def _stem(path: str) -> str:
+def _remove_endings(path: str) -> str:
     """Name of a file without its endings; of a folder its name."""
     name = os.path.basename(os.path.normpath(expand_path(path)))  # noqa: PTH119 - a hub name is no path
     for ending in (".gz", *_ENDINGS):
@@ -235,5 +235,5 @@ def _stem(path: str) -> str:
     return name
 
 
-def _with_client(record: Record, client: str) -> Record:
+def _set_client(record: Record, client: str) -> Record:
     return replace(record, client=client)

@@ -1,0 +1,1 @@
+"""Tables and drawings of the result pages; `docs/evidence.py` and `docs/league.py` write them."""

@@ -1,0 +1,285 @@
+"""The claims of the papers, judged by the committed figures, and the tables of the summary; see ``docs/evidence.py``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from fedlowrank.report.statistics.significance import ALPHA, correct_holm
+from fedlowrank.report.tables.number_formats import format_signed
+from tables.experiments import (
+    FIGURES,
+    FOUND,
+    RESULTS,
+    ROOT,
+    costs_to,
+    format_rate,
+    list_seeds,
+    paired_differences,
+    read_figures,
+    read_settings,
+    results_by_seed,
+    running_costs,
+    table_row,
+    unit_of,
+)
+from tables.verdicts import MARGIN, MARKS, VERDICTS, Judgment, judge_claim, judge_difference, judge_rate
+
+
+class Case(NamedTuple):
+    """One comparison that a claim is about, and what the figures say about it."""
+
+    label: str
+    experiment: str
+    judged: Judgment
+    diverged: tuple[int, int]  # seeds of the method and of the other
+    effects: tuple[float, ...]  # the paper's differences in points; empty if it gives none
+    digits: int
+    unit: str  # points, loss or runs
+    is_nearest: bool
+    is_strong: bool = False
+    """Whether it stands after Holm's correction within its claim."""
+
+    @property
+    def is_matched(self) -> bool:
+        """Whether data, clients, model and rounds are the paper's."""
+        return read_settings()[self.experiment]["task"] == "matched"
+
+    @property
+    def estimate(self) -> str:
+        """The estimate with its interval and its marks."""
+        found = self.judged
+        if self.unit == "runs":
+            text = format_rate(round(found.value * found.n), found.n, found.low, found.high)
+        else:
+            text = format_signed(f"{found.value:+.{self.digits}f}")
+            if not math.isnan(found.low):
+                ends = f"[{found.low:+.{self.digits}f}, {found.high:+.{self.digits}f}]"
+                text += " " + ends.replace("-", "−")
+        return text + "†" * self.is_strong + " ≈" * found.is_equivalent
+
+    @property
+    def inside(self) -> str:
+        """Whether the paper's effect lies inside the interval."""
+        within = [self.judged.low <= effect <= self.judged.high for effect in self.effects]
+        if not within:
+            return "–"
+        return "yes" if all(within) else "partly" if any(within) else "no"
+
+    @property
+    def reported(self) -> str:
+        """The paper's effect, or the range of several."""
+        ends = [format_signed(f"{effect:+.1f}") for effect in sorted(self.effects)]
+        return " to ".join(dict.fromkeys([ends[0], ends[-1]])) if ends else "–"
+
+
+Judged = list[tuple[dict[str, Any], list[Case], str]]
+
+
+@cache
+def judge_claims() -> Judged:
+    """The claims of ``evidence.toml`` with their comparisons and verdicts; no comparison where one rests on text alone."""
+    claims = tomllib.loads((RESULTS / "evidence.toml").read_text())["claims"]
+    return [_judge(claim) for claim in claims]
+
+
+def _judge(claim: dict[str, Any]) -> tuple[dict[str, Any], list[Case], str]:
+    """The family of a claim's comparisons is corrected together."""
+    if "cases" not in claim:
+        return claim, [], claim["verdict"]
+    shared = {key: value for key, value in claim.items() if key != "effects"}
+    cases = [_judge_case(shared | case) for case in claim["cases"]]
+    corrected = correct_holm([case.judged.p for case in cases])
+    cases = [
+        case._replace(is_strong=p < ALPHA and case.judged.mark != "open")
+        for case, p in zip(cases, corrected, strict=True)
+    ]
+    verdict = judge_claim(
+        [case.judged for case in cases], [case.is_strong for case in cases], claim.get("asks", "each")
+    )
+    return claim, cases, verdict
+
+
+def _judge_case(case: dict[str, Any]) -> Case:
+    name = case["experiment"]
+    scale, digits = unit_of(name)
+    if "rate" in case:
+        successes = count_successes(case)
+        judged, unit, lost = judge_rate(successes, len(list_seeds(name))), "runs", (0, 0)
+    else:
+        figures, seeds, measure = read_figures(name), list_seeds(name), case.get("measure", "test")
+        sides = case["method"], case["against"]
+        pairs = paired_differences(figures, *sides, case.get("series"), measure)
+        kept = [len(results_by_seed(figures, side, case.get("series"), measure)) for side in sides]
+        lost = len(seeds) - kept[0], len(seeds) - kept[1]
+        is_loss = scale == 1
+        judged = judge_difference(
+            scale * pairs.to_numpy(), case["expected"], math.nan if is_loss else MARGIN, lost[0] - lost[1]
+        )
+        unit = "loss" if is_loss else "points"
+    effects = tuple(read_effect(effect) for effect in case.get("effects", ()))
+    return Case(
+        case["label"], name, judged, lost, effects, digits, unit, is_nearest=case.get("nearest", False)
+    )
+
+
+def read_effect(effect: str) -> float:
+    """A difference that a paper prints, in points, rounded to its two digits.
+
+    Args:
+        effect: ``FILE: A - B``, of a file in ``experiments/`` and two names in its section ``[reference]``; ``A[2]`` is
+            the third of several numbers.
+    """
+    file, first, second = re.fullmatch(r"(\S+): (\S+) - (\S+)", effect).groups()  # type: ignore[union-attr]
+    reference = tomllib.loads((ROOT / "experiments" / f"{file}.toml").read_text())["reference"]
+    numbers = reference.get("accuracy") or reference["score"]
+    return round(_number_of(numbers, first) - _number_of(numbers, second), 2)
+
+
+def _number_of(numbers: dict[str, Any], name: str) -> float:
+    name, _, place = name.partition("[")
+    return float(numbers[name][int(place.rstrip("]"))] if place else numbers[name])
+
+
+def count_successes(case: dict[str, Any]) -> int:
+    """Runs of a case that succeed; a diverged run does not.
+
+    Args:
+        case: with ``rate = "found"``, the run's largest shares are the true clusters at the end; or with the unit of
+            a cost, ``MB`` or ``TFLOP``: the method reaches the last result of ``target`` in the same seed, and at
+            less cost than ``against``.
+    """
+    name, method = case["experiment"], case["method"]
+    if case["rate"] == "found":
+        rows = pd.read_csv(FIGURES / f"{name}-recovery.csv")
+        return int((rows.loc[rows["method"] == method, "index"] >= FOUND).sum())
+    figures = read_figures(name)
+    cost = running_costs(figures)[case["rate"]]
+    own, other = (costs_to(figures, side, case["target"], cost) for side in (method, case["against"]))
+    ahead = own < other.reindex(own.index).fillna(math.inf)
+    return int(ahead.sum())
+
+
+def claims_table(paper: str) -> str:
+    """The verdict of every claim of a paper in a short table."""
+    head = ["claim", "the paper", "here, nearest comparison", "task", "inside", *MARKS, "verdict"]
+    lines = [table_row(head), "| :--- | ---: | :--- | :--- | :--- | ---: | ---: | ---: | :--- |"]
+    lines += [_short_row(*judged) for judged in judge_claims() if judged[0]["paper"] == paper]
+    return "\n".join(lines)
+
+
+def nearest_case(cases: Sequence[Case]) -> Case:
+    """The comparison that is nearest to the paper's."""
+    return next((case for case in cases if case.is_nearest), cases[0])
+
+
+def comparisons_tables() -> dict[str, tuple[str, str]]:
+    """For each paper its page, and its claims, each with its verdict and the table of its comparisons."""
+    found = {}
+    for paper, of_paper in itertools.groupby(judge_claims(), lambda judged: judged[0]["paper"]):
+        rows = list(of_paper)
+        about = f"{paper}: differences behind the verdicts, with their 95 % intervals"
+        parts = [
+            f"![{about}](figures/{paper.lower()}-claims.svg)",
+            *(_describe_claim(*judged) for judged in rows),
+        ]
+        found[paper] = rows[0][0]["page"], "\n\n".join(parts)
+    return found
+
+
+def papers() -> list[str]:
+    """The papers in the order of their claims."""
+    return list(dict.fromkeys(claim["paper"] for claim, _, _ in judge_claims()))
+
+
+def label_of(claim: dict[str, Any], case: Case) -> str:
+    """What is compared in a case."""
+    return f"{claim['difference']}: {case.label}".replace("minus: ", "minus ")
+
+
+def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> str:
+    name = f"[{claim['claim']}]({_link(claim, cases)})"
+    if not cases:
+        return table_row([name, claim.get("effect", "–"), claim["found"], *[""] * 5, verdict])
+    near = nearest_case(cases)
+    effect = near.reported if near.effects else claim.get("effect", "–")
+    here = f"{near.estimate}<br>{near.label}" + (", loss" if near.unit == "loss" else "")
+    task, counts = "matched" if near.is_matched else "proxy", [_count_mark(cases, mark) for mark in MARKS]
+    return table_row([name, effect, here, task, near.inside, *counts, f"**{verdict}**"])
+
+
+def _count_mark(cases: Sequence[Case], mark: str) -> str:
+    """Number of comparisons with a mark, and of those that stand after correction."""
+    marked = [case for case in cases if case.judged.mark == mark]
+    strong = sum(case.is_strong for case in marked)
+    return str(len(marked)) + (f" ({strong}†)" if strong else "")
+
+
+def count_verdicts() -> str:
+    """A sentence with the number of claims that have each verdict."""
+    found = [verdict for _, _, verdict in judge_claims()]
+    phrases = {
+        "holds": ("holds", "hold"),
+        "holds in part": ("holds in part", "hold in part"),
+        "depends": ("depends on the setting", "depend on the setting"),
+        "does not hold": ("does not hold", "do not hold"),
+        "equivalent": ("is equivalent to no difference", "are equivalent to no difference"),
+        "undecided": ("is undecided", "are undecided"),
+        "no interval": ("has no interval", "have no interval"),
+    }
+    counts = [(found.count(verdict), *phrases[verdict]) for verdict in VERDICTS if verdict in found]
+    *first, last = (f"**{n}** {singular if n == 1 else plural}" for n, singular, plural in counts)
+    return f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}."
+
+
+def verdicts_table() -> str:
+    """Number of claims with each verdict, by paper."""
+    judged = judge_claims()
+    lines = [table_row(["paper", *VERDICTS]), "| :--- |" + " ---: |" * len(VERDICTS)]
+    for paper in [*papers(), "all"]:
+        found = [verdict for claim, _, verdict in judged if paper in (claim["paper"], "all")]
+        lines.append(table_row([paper, *(str(found.count(verdict)) for verdict in VERDICTS)]))
+    return "\n".join(lines)
+
+
+def _describe_claim(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> str:
+    """The claim with its verdict, what the paper and these experiments say of it, and a row for each comparison."""
+    said = [("The paper", claim["reported"]), ("Here", claim.get("measured", ""))]
+    lines = [f"**{claim['claim']}** Verdict: **{verdict}**.", ""]
+    lines += [f"- {who}: {sentence}" for who, text in said for sentence in split_sentences(text)]
+    if cases:
+        head = ["comparison", "the paper", "here", "inside", "task", "diverged", "mark"]
+        lines += ["", table_row(head), "| :--- | ---: | :--- | :--- | :--- | :--- | :--- |"]
+    for case in cases:
+        task, lost = "matched" if case.is_matched else "proxy", _format_diverged(case)
+        cells = [case.reported, case.estimate, case.inside, task, lost, case.judged.mark]
+        lines.append(table_row([label_of(claim, case), *cells]))
+    return "\n".join(lines)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences of a text; a capital after a full stop begins one."""
+    return [sentence for sentence in re.split(r"(?<=\.) (?=[A-ZÀ-Ωα-ω])", text) if sentence]
+
+
+def _format_diverged(case: Case) -> str:
+    """Seeds in which the method and the other diverged."""
+    return f"{case.diverged[0]} / {case.diverged[1]}" if any(case.diverged) else ""
+
+
+def _link(claim: dict[str, Any], cases: Sequence[Case]) -> str:
+    """To the section of the nearest comparison's experiment."""
+    page: str = claim["page"]
+    if not cases:
+        return page
+    above = (RESULTS / page).read_text().split(f"<!-- evidence {nearest_case(cases).experiment} -->")[0]
+    title = re.findall(r"^##+ (.*)$", above, flags=re.MULTILINE)[-1]
+    anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+    return f"{page}#{anchor}"

@@ -1,0 +1,141 @@
+"""Local training in a round of the vectorized engine: one call of the method for a cohort, or for one client."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import tree
+from ..core.contract import AnyMethod, ClientView, Task
+from ..core.contract.hook_results import check_pair
+from ..core.contract.training_request import Trainer
+from ..core.errors import NonFiniteError
+from ..data.federation import Federation
+from ..training.client_tensors.control_flow import refuse_numbers, split_clients, stack_clients
+from ..training.cohorts.closeness import is_close
+from ..training.cohorts.cohort_trainer import CohortMemory, CohortTrainer
+from ..training.cohorts.cohort_uploads import CohortUploads
+from ..training.cohorts.cohort_view import CohortInfo, CohortKey
+from ..training.kept_optimizers import KeepingTrainer, split_optimizers
+from ..training.trainer import LocalTrainer, Meter
+from .engine import ClientJob, ClientResult, Engine, client_key, finite_losses
+
+PlacedResult = tuple[int, ClientResult]
+"""A client's result, after the place of the client among the jobs."""
+
+
+@dataclass(frozen=True)
+class CohortMember:
+    """A client of a cohort.
+
+    Attributes:
+        place: of the client among the jobs.
+        job: of the client.
+        local: trains this client by itself.
+    """
+
+    place: int
+    job: ClientJob
+    local: LocalTrainer
+
+    def restarted(self) -> CohortMember:
+        """The client before it was trained, with an empty meter."""
+        return CohortMember(self.place, self.job, self.local.fresh())
+
+
+@dataclass(frozen=True)
+class RoundTraining:
+    """Trains the clients of a round.
+
+    Attributes:
+        engine: calls the method for a single client.
+        method: of the run.
+        federation: with the clients' data.
+        task: of the run.
+        round: counted from 0.
+        memory: of the engine.
+        log: logs a message once.
+    """
+
+    engine: Engine
+    method: AnyMethod
+    federation: Federation
+    task: Task
+    round: int
+    memory: CohortMemory
+    log: Callable[[str], None]
+
+    def train_cohort(self, members: Sequence[CohortMember], trainer: CohortTrainer) -> list[PlacedResult]:
+        """Train all clients of a cohort by one call of the method.
+
+        Args:
+            members: of the cohort.
+            trainer: of the cohort.
+        """
+        method, jobs = self.method, [m.job for m in members]
+        stored, down = stack_clients([j.state for j in jobs]), stack_clients([j.down for j in jobs])
+        state, optimizers = split_optimizers(tree.canonical(stored))
+        infos = [j.client for j in jobs]
+        info: Any = CohortInfo(infos)
+        key: Any = CohortKey([client_key(self.federation, i.id, self.round) for i in infos])
+        keeping = KeepingTrainer(trainer, info, optimizers)
+        view = ClientView(info, self.task, self.task.model(infos[0]), self.round, key, keeping)
+        state, upload = check_pair(method, method.local_update(state, tree.canonical(down), view))
+        refuse_numbers((state, upload))
+        state, upload = tree.canonical(keeping.collect(state)), tree.canonical(upload)
+        states = split_clients(state, len(members))
+        kind = repr(method), infos[0].architecture, tree.form(upload)
+        uploads = CohortUploads(upload, len(members), kind, self.memory)
+        # a member whose training met a NaN is called by itself, for a method may handle the error
+        trainers = trainer.singles() if trainer.errors else []
+        failed = {k: self.train_one(members[k], trainers[k])[1] for k in sorted(trainer.errors)}
+        results = [
+            failed.get(k) or ClientResult(states[k], uploads.row(k), m.local.meter)
+            for k, m in enumerate(members)
+        ]
+        if all(result.error is not None for result in failed.values()):
+            results = [dataclasses.replace(r, cohort=uploads, place=k) for k, r in enumerate(results)]
+        return [(m.place, result) for m, result in zip(members, results, strict=True)]
+
+    def train_one(self, member: CohortMember, trainer: Trainer | None = None) -> PlacedResult:
+        """Train one client with plain tensors, as the sequential engine does.
+
+        Args:
+            member: the client.
+            trainer: of the client; None for its own, which has computed nothing yet.
+        """
+        try:
+            state, upload = self.engine.local_update(
+                self.method, self.federation, self.task, self.round, member.job, trainer or member.local
+            )
+        except NonFiniteError as error:
+            return member.place, ClientResult(None, None, Meter(), error)
+        return member.place, ClientResult(state, upload, finite_losses(member.local.meter))
+
+    def train_each(self, members: Sequence[CohortMember]) -> list[PlacedResult]:
+        """Train clients one after another."""
+        return [self.train_one(member) for member in members]
+
+    def retrain_each(self, members: Sequence[CohortMember]) -> list[PlacedResult]:
+        """Train clients once more, one after another, as if nothing had been trained."""
+        return [self.train_one(member.restarted()) for member in members]
+
+    def has_equal_result(self, member: CohortMember, result: ClientResult) -> bool:
+        """Whether a client that is trained by itself has the state and the upload of its cohort, up to rounding.
+
+        Args:
+            member: the client, which is trained once more.
+            result: of the client in its cohort.
+        """
+        _, expected = self.train_one(member.restarted())
+        if expected.error is not None or result.error is not None:
+            return (expected.error is None) == (result.error is None)
+        is_equal = is_close((result.state, result.upload), (expected.state, expected.upload))
+        if not is_equal:
+            self.log(
+                "gives another state or upload for many clients at once than for one alone, so it runs "
+                "one client after another"
+            )
+        return is_equal

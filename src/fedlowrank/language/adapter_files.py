@@ -1,0 +1,164 @@
+"""Writes PEFT's adapter folders, and merges updates into a base."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ..adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer
+from ..core.errors import TaskError
+from ..core.tree import Params
+from ..linalg.pair import Factors, Pair, zero_pad_pair
+from ..models.stateless import names_of_parameters
+from .base_model import HEAD_NAMES
+from .lora.peft_adapter import ADAPTER
+from .optional_packages import import_library, silence_library
+
+METADATA_FILE = "fedlowrank.json"
+
+
+def write_adapter(
+    folder: Path,
+    pairs: Factors,
+    scale: float,
+    config: Any,
+    layers: Mapping[str, AdaptedLayer],
+    base_name: str,
+    digest: str,
+    *,
+    head: Mapping[str, Tensor] | None = None,
+    whole: Mapping[str, Tensor] | None = None,
+    round: int | None = None,
+    client: int | None = None,
+) -> Path:
+    """Write an adapter folder as PEFT does: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+    All layers get the largest rank r; factors of a smaller rank are zero-padded. B includes the scale of training, and
+    the configuration has α = r without rsLoRA, so that PEFT applies the scale 1. ``fedlowrank.json`` is written to the
+    same folder.
+
+    ``PeftModel.from_pretrained`` restores a head through PEFT's ``modules_to_save``. A classification model whose head
+    differs from the head in the base's files therefore needs ``head``, even if the head was frozen.
+
+    Args:
+        folder: created if it does not exist; other files in it stay. It is returned.
+        pairs: factors by layer.
+        scale: s of the update s·B A.
+        config: ``peft_config["default"]`` of the model, with the target modules that PEFT found.
+        layers: the adapted layers (``find_lora(model, None).layers``).
+        base_name: name of the base, as the user gave it.
+        digest: digest of the base's files (:func:`fedlowrank.storage.base_files.combine_file_digests`).
+        head: all tensors of a classification head, by their names in the base.
+        whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
+        round: round of the adapter, counted from 0.
+        client: index of the client that owns the adapter; None for the server.
+    """
+    rank = max(1, *(pair.rank for pair in pairs.values()))
+    tensors: Params = {PEFT_PREFIX + n: t for n, t in [*(head or {}).items(), *(whole or {}).items()]}
+    for name, pair in pairs.items():
+        padded = zero_pad_pair(Pair(pair.b * scale, pair.a), rank)
+        for path, value in layers[name].shape_parameters(padded).items():
+            tensors[name_in_file(path)] = value
+    tensors = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
+    settings = _adapter_config(config, list(pairs), rank, base_name, head or {}, whole or {})
+    metadata = {"format": 1, "digest": digest, "round": round, "client": client, "rank": rank, "scale": scale}
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
+    (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=2, sort_keys=True))
+    return folder
+
+
+def name_in_file(path: str) -> str:
+    """Return the name of a factor in a file of PEFT, which omits the name of the adapter."""
+    return path.replace(f".{ADAPTER}.weight", ".weight").removesuffix(f".{ADAPTER}")
+
+
+def merge_update(
+    model: Any,
+    layers: Mapping[str, AdaptedLayer],
+    updates: Mapping[str, Pair | Tensor],
+    head: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """Copy the base of a model and add updates to its weights, in float32, then cast to the weight's dtype.
+
+    Args:
+        model: a base with an adapter; the copy has no adapter.
+        layers: its adapted layers.
+        updates: factors, or whole matrices ``[d, k]``, by layer.
+        head: tensors that replace tensors of the base, by their names in the base.
+
+    Raises:
+        TaskError: if a layer is quantized, or shares its weight with another.
+    """
+    merged = copy.deepcopy(model).unload()
+    owners = names_of_parameters(merged)
+    for name, update in updates.items():
+        weight = merged.get_submodule(name).weight
+        if not weight.is_floating_point():
+            raise TaskError(f"the weight of {name} is quantized; merge into the base loaded without quantize")
+        if len(owners[id(weight)]) > 1:
+            shared = " and ".join(owners[id(weight)])
+            raise TaskError(f"{shared} are one tensor, so an update of {name} cannot be merged into it alone")
+        delta = update.b.float() @ update.a.float() if isinstance(update, Pair) else update.float()
+        with torch.no_grad():
+            weight.copy_(weight.float() + layers[name].reshape_update(delta).to(weight.device))
+    state = merged.state_dict()
+    for name, value in (head or {}).items():
+        state[name].copy_(value)
+    return merged
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
+    """Write a whole model as an ordinary folder of ``transformers``, with its tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with silence_library(import_library("transformers", "a language model")):
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _adapter_config(
+    config: Any,
+    names: list[str],
+    rank: int,
+    base_name: str,
+    head: Mapping[str, Tensor],
+    whole: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """Make the content of ``adapter_config.json`` for an adapter that :func:`write_adapter` writes."""
+    file_config = copy.deepcopy(config)
+    file_config.r = file_config.lora_alpha = rank
+    # any other value makes PEFT initialize the factors from the weights of the base that it loads
+    file_config.init_lora_weights = True
+    # all layers have one rank, and B includes the scale of its layer
+    file_config.rank_pattern, file_config.alpha_pattern = {}, {}
+    file_config.use_rslora, file_config.inference_mode, file_config.base_model_name_or_path = (
+        False,
+        True,
+        base_name,
+    )
+    if whole:
+        # names instead of a pattern, because layers that are stored whole must not match
+        file_config.target_modules = set(names)
+    saved_modules = dict.fromkeys(name.rpartition(".")[0] for name in whole)
+    if head:
+        # PEFT itself adds every module whose name ends in one of HEAD_NAMES
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in head)
+        other_modules = [m for m in modules if not any(part.endswith(HEAD_NAMES) for part in m.split("."))]
+        file_config.task_type, file_config.modules_to_save = (
+            "SEQ_CLS",
+            [*other_modules, *HEAD_NAMES, *saved_modules],
+        )
+    else:
+        # for the type SEQ_CLS PEFT expects a head in the file and fails without one
+        file_config.task_type = None if file_config.task_type == "SEQ_CLS" else file_config.task_type
+        file_config.modules_to_save = list(saved_modules) or None
+    return {n: sorted(v) if isinstance(v, set) else v for n, v in file_config.to_dict().items()}

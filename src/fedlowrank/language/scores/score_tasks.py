@@ -1,0 +1,137 @@
+"""Evaluation tasks that read records from a file: Dolly and perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...core.arguments.bounds import check_bounds
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import ConfigError, DataError, did_you_mean
+from ...data.text.table import read_file
+from . import perplexity, rouge
+from .harness_task import HarnessTask
+from .score import Render, Score, adds_special_tokens
+from .text_generation import Decoding, complete_prompts
+
+
+@dataclass(frozen=True)
+class DollyTask(CheckedFields):
+    """Dolly (Databricks 2023): mean Rouge-L F of the answers to the instructions of a held-out category.
+
+    Attributes:
+        path: jsonl of ``instruction``, ``context``, ``response`` and ``category``, or another file that
+            :func:`fedlowrank.data.text.table.read_file` reads.
+        category: category of the records that are scored; None takes all, for a file that has only held-out
+            records.
+        stemmer: whether words are reduced to their stems first.
+        limit: number of these records, from the first on; None takes all.
+        decoding: greedy with 128 new tokens, by default.
+    """
+
+    section = "dolly"
+
+    path: str
+    category: str | None = None
+    stemmer: bool = False
+    limit: int | None = None
+    decoding: Decoding = Decoding(128)
+
+    def __post_init__(self) -> None:
+        check_bounds(self, {"limit": ">= 1"}, "dolly")
+
+    def score(self, model: Any, tokenizer: Any, format: Render) -> Score:
+        """See :meth:`.score.ScoreTask.score`."""
+        columns = ("instruction", "context", "response", *(() if self.category is None else ("category",)))
+        records = _read_records(self.path, columns, optional="context")
+        if self.category is not None:
+            categories = {r["category"] for r in records}
+            if self.category not in categories:
+                raise DataError(
+                    f"{self.path!r} has no category {self.category!r}. {did_you_mean(self.category, categories)}"
+                )
+            records = [r for r in records if r["category"] == self.category]
+        records = records[: self.limit]
+        prompts = [format({"instruction": r["instruction"], "input": r["context"]}) for r in records]
+        adds_special = self.decoding.special_tokens and adds_special_tokens(format)
+        decoding = replace(self.decoding, special_tokens=adds_special)
+        completions = [text.strip() for text in complete_prompts(model, tokenizer, prompts, decoding)]
+        value = rouge.compute_rouge_l(completions, [r["response"] for r in records], self.stemmer)
+        details = {"metric": "Rouge-L F", "stemmer": self.stemmer, "category": self.category}
+        return Score("dolly", value, len(records), decoding.describe(), details)
+
+
+@dataclass(frozen=True)
+class PerplexityTask(CheckedFields):
+    """Perplexity of texts: exp of the mean negative log-likelihood of a token.
+
+    Attributes:
+        path: jsonl of records.
+        text: column whose tokens count.
+        instruction: column with an instruction, which the text answers; the instruction is written as a prompt in the
+            given format. None: the text has no prompt.
+        input: column with the instruction's input, or None.
+        context: maximum number of tokens of a row; longer rows are truncated on the right. None truncates nothing.
+        end: whether the end token counts.
+        batch_size: number of rows in a batch; the score does not depend on it.
+        limit: number of records, from the first on; None takes all.
+    """
+
+    section = "perplexity"
+
+    path: str
+    text: str = "text"
+    instruction: str | None = None
+    input: str | None = None
+    context: int | None = 1024
+    end: bool = False
+    batch_size: int = 8
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self, {"limit": ">= 1", "batch_size": ">= 1"}, "perplexity")
+        if self.context is not None and self.context < 2:
+            raise ConfigError(
+                f"context must be >= 2, it is {self.context}: the first token is predicted by nothing"
+            )
+
+    def score(self, model: Any, tokenizer: Any, format: Render) -> Score:
+        """See :meth:`.score.ScoreTask.score`."""
+        columns = [name for name in (self.text, self.instruction, self.input) if name is not None]
+        records = _read_records(self.path, columns, self.limit)
+        prompts, texts = [""] * len(records), [r[self.text] for r in records]
+        if self.instruction is not None:
+            inputs = [""] * len(records) if self.input is None else [r[self.input] for r in records]
+            prompts = [
+                format({"instruction": r[self.instruction], "input": record_input})
+                for r, record_input in zip(records, inputs, strict=True)
+            ]
+        adds_special = self.instruction is None or adds_special_tokens(format)
+        rows = perplexity.tokenize_texts(tokenizer, prompts, texts, self.context, self.end, adds_special)
+        likelihood = perplexity.measure_likelihood(model, rows, self.batch_size)
+        decoding = "nothing generated: each token given all before it"
+        decoding += "" if self.context is None else f", rows cut to {self.context} tokens"
+        details = {"nll": likelihood.nll, "tokens": likelihood.tokens}
+        details |= {"records": len(records), "end token counts": self.end}
+        return Score("perplexity", likelihood.perplexity, likelihood.tokens, decoding, details)
+
+
+def _read_records(
+    path: str, columns: Sequence[str], limit: int | None = None, optional: str = ""
+) -> list[dict[str, str]]:
+    """Read text columns of a file's first records; the optional column may be missing."""
+    table = read_file(path)
+    table.require()
+    return [
+        {column: table.text(i, column, optional=column == optional) for column in columns}
+        for i in range(len(table.rows))[:limit]
+    ]
+
+
+TASKS: dict[str, type] = {
+    "dolly": DollyTask,
+    "lm_eval": HarnessTask,
+    "perplexity": PerplexityTask,
+}
+"""Tasks by name; the fields of each class are its settings."""

@@ -1,0 +1,289 @@
+"""The singular value decomposition of U diag(s) Vᵀ + L Rᵀ without the matrix itself.
+
+U and V are orthonormal already. Only the new columns L ``[d, M]`` and R ``[k, M]`` are made orthogonal to them, and
+a core of r + M rows and columns is decomposed, with r the number of columns of U. Block Gram-Schmidt loses
+orthogonality where the new columns lie nearly in the span of the old ones. That is the usual case in federated LoRA,
+since clients begin at the server's own factors. So it is done in two passes.
+
+Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend_basis`); Householder QRs of
+such tall matrices take several times as long. A Gram matrix squares the condition. So the first pass only has to
+leave well-conditioned columns, for which float32 is often enough. The second pass measures, in the dtype of the
+factors, what the first one left, and refuses it if it is too ill-conditioned. Then the first pass is repeated in that
+dtype, and as a last resort both are done by Householder QRs (BCGS2: Barlow and Smoktunowicz, Numer. Math. 123, 2013).
+The orthonormal columns of the second pass are never formed: its triangular factor goes into the rotation at the end.
+
+If the stack is as wide as the matrix has rows or columns, the matrix is no larger than the stack and is decomposed
+itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .factored import thin_svd
+
+REAL = torch.float64
+"""Dtype of singular values, energies and cores, for any dtype of the factors."""
+MAX_INVERSE_NORM = 10.0
+"""‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses only rounding."""
+MAX_INVERSE_NORM_FLOAT32 = 1e4
+"""The same bound for a first pass in float32; the inverses of its triangular factors are harmless then."""
+MIN_OUTSIDE_SHARE = 1e-4
+"""The share of their squared norms that new columns must have outside the old ones for a first pass in float32; in
+other dtypes the bound on the rounding of a first pass."""
+TRIANGLE_ROWS = 40
+"""Rows of one triangular solve; the rest is a product of matrices, which takes half the time."""
+ROW_GAP = 8
+"""Unused entries between the rows of a buffer."""
+
+
+@dataclass(frozen=True)
+class ExtendedBasis:
+    """The orthonormal columns [old Q]. Q is not stored; it is defined by new = old·inner + Q·triangle.
+
+    Attributes:
+        old: ``[L, n, R]`` with orthonormal columns.
+        new: ``[L, M, n]``, one row for each column; with the old columns they span the same space as the added
+            columns.
+        inner: ``[L, R, M]`` in float64.
+        triangle: ``[L, M, M]``, upper triangular, in float64.
+        coordinates: C ``[L, R + M, M]`` in float64 with added = [old Q] C.
+    """
+
+    old: Tensor
+    new: Tensor
+    inner: Tensor
+    triangle: Tensor
+    coordinates: Tensor
+
+    def multiply(self, i: int, x: Tensor) -> Tensor:
+        """Multiply [old Q] X for the i-th matrix, for X ``[R + M, r]`` in float64."""
+        old, r = self.old[i], self.old.shape[-1]
+        low = torch.linalg.solve_triangular(self.triangle[i], x[r:], upper=True)
+        high = x[:r] - self.inner[i] @ low
+        out: Tensor = self.new[i].mT @ low.to(old.dtype)
+        return out.addmm_(old, high.to(old.dtype))
+
+
+def empty_rows(like: Tensor, *shape: int) -> Tensor:
+    """Allocate a tensor with a gap after each row.
+
+    Without it the rows of most weights are a power of two apart. Then few rows fit a cache at once, and some
+    products take twice the time.
+    """
+    *above, n = shape
+    return like.new_empty(*above, n + ROW_GAP)[..., :n]
+
+
+def extend_basis(old: Tensor, added: Tensor) -> ExtendedBasis:
+    """Extend orthonormal columns by the span of others.
+
+    Args:
+        old: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
+        added: ``[L, M, n]``, one row for each new column, R + M ≤ n.
+    """
+    for run_first_pass in (_first_pass_float32, _first_pass) if added.shape[1] else ():
+        first = run_first_pass(old, added)
+        extended = first and _second_pass(old, *first)
+        if extended is not None:
+            return extended
+    q, c = orthogonalize(old, added.mT)
+    # in this case the triangle is the identity
+    eye = torch.eye(q.shape[-1], dtype=REAL, device=q.device).expand(len(q), -1, -1)
+    inner = eye.new_zeros(len(q), old.shape[-1], q.shape[-1])
+    return ExtendedBasis(old, q.mT, inner, eye, c.to(REAL))
+
+
+_FirstPass = tuple[Tensor, Tensor, Tensor | None]
+"""Rows N, C ``[L, t, M]`` and an upper triangle T (None: identity) with added = old[:, :t] C + Nᵀ T."""
+
+
+def _first_pass_float32(old: Tensor, added: Tensor) -> _FirstPass | None:
+    """Do the first pass from products in float32; None if these are too coarse for it.
+
+    Only the leading old columns are subtracted, as many as the new ones have large components in: clients are sent
+    the leading triplets. The second pass subtracts the others; their components must be no larger than what
+    remains.
+    """
+    o, n = old.float(), added.float()
+    c, gram = (o.mT @ n.mT).to(REAL), (n @ n.mT).to(REAL)
+    s = gram - c.mT @ c
+    outside = _diagonal(s) / _diagonal(gram)
+    if not bool((outside > MIN_OUTSIDE_SHARE).all()):
+        return None
+    t, inverse_norm = _cholesky(s)
+    if not inverse_norm <= MAX_INVERSE_NORM_FLOAT32:
+        return None
+    # squared norms of what would remain in the old columns from the j-th one on, relative to the rest
+    components = torch.linalg.solve_triangular(t, c, upper=True, left=False).square()
+    remaining = components.flip(-2).cumsum(-2).flip(-2).amax((0, -1))
+    c = c[:, : int((remaining > 1).sum())]
+    if c.shape[1] == 0 and inverse_norm <= MAX_INVERSE_NORM:
+        return added, c, None
+    return _solve(t, _subtract_projection(added, old, c)), c, t
+
+
+def _first_pass(old: Tensor, added: Tensor) -> _FirstPass | None:
+    """Do the first pass in the dtype of the factors; None if the columns are numerically dependent."""
+    c = (old.mT @ added.mT).to(REAL)
+    rest = _subtract_projection(added, old, c)
+    t, inverse_norm = _cholesky((rest @ rest.mT).to(REAL))
+    if not inverse_norm * torch.finfo(old.dtype).eps <= MIN_OUTSIDE_SHARE:
+        return None
+    # by an inverse, the error would grow with the condition
+    rest = torch.linalg.solve_triangular(t.to(rest.dtype), rest.mT, upper=True, left=False).mT
+    return rest, c, t
+
+
+def _second_pass(old: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> ExtendedBasis | None:
+    inner, gram = (old.mT @ rows.mT).to(REAL), (rows @ rows.mT).to(REAL)
+    s = gram - inner.mT @ inner
+    triangle, inverse_norm = _cholesky(s)
+    if not (
+        inverse_norm <= MAX_INVERSE_NORM and bool((_diagonal(s) * MAX_INVERSE_NORM > _diagonal(gram)).all())
+    ):
+        return None
+    low, high = (triangle, inner) if t is None else (triangle @ t, inner @ t)
+    if c.shape[1]:
+        high = high.clone()
+        high[:, : c.shape[1]] += c
+    return ExtendedBasis(old, rows, inner, triangle, torch.cat([high, low], -2))
+
+
+def _subtract_projection(rows: Tensor, old: Tensor, c: Tensor) -> Tensor:
+    """Subtract from rows their projection, given by C, on the leading old columns; the result is a new tensor."""
+    out = empty_rows(rows, *rows.shape)
+    if c.shape[1] == 0:
+        return out.copy_(rows)
+    return torch.baddbmm(rows, c.mT.to(rows.dtype), old[..., : c.shape[1]].mT, alpha=-1, out=out)
+
+
+def _diagonal(s: Tensor) -> Tensor:
+    return s.diagonal(dim1=-2, dim2=-1)
+
+
+def _cholesky(s: Tensor) -> tuple[Tensor, float]:
+    """Factorize S: T, upper triangular, with S = Tᵀ T, and the largest ‖·‖₁ of the inverses of S scaled to unit diagonal.
+
+    That norm is no less than the spectral one; it is NaN or infinite where there is no factor.
+    """
+    size = _diagonal(s).sqrt()
+    low, info = torch.linalg.cholesky_ex(s / (size[..., :, None] * size[..., None, :]))
+    if bool(info.any()):
+        return s, float("inf")
+    inverse_norm = torch.cholesky_inverse(low).abs().sum(-1).max() if s.numel() else s.new_zeros(())
+    return (low * size[..., :, None]).mT, float(inverse_norm)
+
+
+def _solve(t: Tensor, rows: Tensor) -> Tensor:
+    """Solve Nᵀ T = ``rows``ᵀ for N, in place; T must not be ill-conditioned."""
+    low = t.mT.to(rows.dtype)
+    for i in range(0, rows.shape[1], TRIANGLE_ROWS):
+        solved, at = slice(i), slice(i, i + TRIANGLE_ROWS)
+        if i:
+            rows[:, at].baddbmm_(low[:, at, solved], rows[:, solved], alpha=-1)
+        block = low[:, at, at]
+        eye = torch.eye(block.shape[-1], dtype=rows.dtype, device=rows.device)
+        rows[:, at] = torch.linalg.solve_triangular(block, eye, upper=False) @ rows[:, at]
+    return rows
+
+
+def orthogonalize(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Extend orthonormal columns by new ones.
+
+    Args:
+        basis: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
+        new: ``[L, n, M]``, R + M ≤ n.
+
+    Returns:
+        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with new = [basis Q]
+        C.
+    """
+    if basis.shape[-1] == 0:
+        return _qr(new)
+    inside = basis.mT @ new
+    q, t = _qr(new - basis @ inside)
+    again = basis.mT @ q
+    q, t2 = _qr(q - basis @ again)
+    return q, torch.cat([inside + again @ t, t2 @ t], -2)
+
+
+def _qr(a: Tensor) -> tuple[Tensor, Tensor]:
+    q, r = torch.linalg.qr(a)
+    return q, r
+
+
+def rounding_floor(shape: tuple[int, int], dtype: torch.dtype) -> float:
+    """The share of the largest addend below which a singular value is rounding.
+
+    It is max(d, k)·ε in float64. In float32 that would be 5e-4 for a matrix of 4096 rows and would drop real
+    singular values, so there it is 32 ε.
+    """
+    eps = torch.finfo(dtype).eps
+    return eps * (max(shape) if dtype == REAL else 32)
+
+
+def add_low_rank(
+    u: Tensor, s: Tensor, v: Tensor, left: Tensor, right: Tensor, cap: int | None
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Compute the singular value decompositions of U diag(s) Vᵀ + L Rᵀ for L matrices of one shape.
+
+    Args:
+        u: ``[L, d, R]`` with orthonormal columns.
+        s: ``[L, R]`` in float64, of any sign and order.
+        v: ``[L, k, R]`` with orthonormal columns.
+        left: ``[L, d, M]``.
+        right: ``[L, k, M]``.
+        cap: how many triplets to keep at most, or None.
+
+    Returns:
+        For each matrix U' ``[d, r]``, s' ``[r]`` in float64, V' ``[k, r]``, and the singular values that ``cap``
+        cut off. Values that are rounding (:func:`rounding_floor`) are dropped. The largest entry of each column
+        of U', by magnitude, is positive.
+    """
+    (d, r), (k, m) = u.shape[-2:], right.shape[-2:]
+    if r + m >= min(d, k):
+        core = (u.to(REAL) * s[:, None, :]) @ v.to(REAL).mT + left.to(REAL) @ right.to(REAL).mT
+        bases: list[ExtendedBasis] = []
+    else:
+        bases = [extend_basis(u, left.mT), extend_basis(v, right.mT)]
+        core = bases[0].coordinates @ bases[1].coordinates.mT
+        core.diagonal(dim1=-2, dim2=-1)[:, :r] += s
+    # A difference of large addends is no more accurate than they are, so they set the scale and not the
+    # result.
+    columns = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(
+        right, dim=1, dtype=REAL
+    )
+    scale = torch.cat([s.abs(), columns, s.new_zeros(len(s), 1)], -1).amax(-1)
+    x, values, yt = thin_svd(core)
+    least = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * rounding_floor((d, k), u.dtype)
+    ranks = (values > least[:, None]).sum(-1).tolist()
+    decompositions = []
+    for i, rank in enumerate(ranks):
+        new_rank = rank if cap is None else min(rank, cap)
+        xi, yi = x[i, :, :new_rank], yt[i, :new_rank].mT
+        # a clone, as it would else keep the columns that are dropped alive
+        u1 = (
+            bases[0].multiply(i, xi)
+            if bases
+            else xi.to(u.dtype, memory_format=torch.contiguous_format, copy=True)
+        )
+        sign = _canonical_signs(u1)
+        u1.mul_(sign)
+        yi = yi * sign
+        v1 = bases[1].multiply(i, yi) if bases else yi.to(v.dtype, memory_format=torch.contiguous_format)
+        decompositions.append((u1, values[i, :new_rank].clone(), v1, values[i, new_rank:rank].clone()))
+    return decompositions
+
+
+def _canonical_signs(u: Tensor) -> Tensor:
+    """1 or -1 for each column that makes its largest entry by magnitude, the first of equals, positive."""
+    if u.shape[1] == 0:
+        return u.new_ones(0)
+    high, low = u.amax(0), -u.amin(0)
+    if bool((high == low).any()):
+        high, low = u.gather(0, u.abs().argmax(0, keepdim=True))[0], u.new_zeros(())
+    return torch.where(high < low, -1.0, 1.0).to(u.dtype)

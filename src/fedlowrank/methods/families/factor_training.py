@@ -1,0 +1,163 @@
+"""Local training of LoRA factors: the step that all LoRA methods share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...adapters.lora.adapted_layers import AdaptedLayer
+from ...adapters.lora.lora_factors import LoRA, lora_of
+from ...core.contract import Batch, ClientView, PaddedDimensions
+from ...core.errors import TaskError
+from ...core.learning.batch_losses import task_loss
+from ...core.learning.optimizer import Optimizer
+from ...core.tree import Params, join_path
+from ...core.tree import leaves as tree_leaves
+from ...linalg.pair import Factors
+from .lora_family import Leaves, insert_leaves
+
+Penalty = Callable[[Leaves], Tensor]
+"""A term of the loss that depends on the trained leaves alone."""
+
+
+def train_leaves(
+    view: ClientView,
+    start: Leaves,
+    scale: float,
+    optimizer: Optimizer,
+    *,
+    fixed_leaves: Leaves | None = None,
+    frozen_factors: Factors | None = None,
+    moved_weights: Params | None = None,
+    penalty: Penalty | None = None,
+) -> Leaves:
+    """Train leaves by the pass ``local``: the loss is that of W_0 + s·B A.
+
+    Args:
+        view: the client's.
+        start: the leaves that are trained, as they begin.
+        scale: s.
+        optimizer: of the pass.
+        fixed_leaves: leaves that the model has too and that are not trained, such as A in FFA-LoRA.
+        frozen_factors: a second adapter that is not trained, see :func:`~.lora_family.insert_leaves`.
+        moved_weights: weights W_0 that are no longer the initial ones, by the name of their parameter.
+        penalty: added to the loss.
+
+    Returns:
+        The trained leaves.
+
+    Raises:
+        TaskError: as :func:`check_factors_changed`.
+    """
+    model, lora = view.model, lora_of(view.model)
+    # A layer with a scale of its own is trained in the module's own factors.
+    rescaled_layers = {name: layer for name, layer in lora.layers.items() if layer.ratio != 1}
+
+    def loss(
+        trained: Leaves,
+        batch: Batch,
+        fixed_leaves: Leaves,
+        frozen_factors: Factors,
+        moved_weights: Params,
+        client_scale: Tensor | None,
+    ) -> Tensor:
+        trained = _scale_layers(trained, rescaled_layers, 1)
+        all_leaves = fixed_leaves | trained
+        s = lora_of(model).scale if client_scale is None else client_scale
+        params = insert_leaves(model, all_leaves, s, frozen_factors, moved_weights)
+        value = task_loss(model.apply(params, batch.x), batch)
+        return value if penalty is None else value + penalty(trained)
+
+    # A tensor, not a number: clients with unequal scales are still trained together.
+    some_b = next(iter(start["b"].values()))
+    client_scale = None if scale == lora.scale else some_b.new_tensor(scale, dtype=torch.float64)
+    frozen_factors = frozen_factors or {}
+    constants = fixed_leaves or {}, frozen_factors, moved_weights or {}, client_scale
+    start = _scale_layers(start, rescaled_layers, -1)
+    end: Leaves = view.train(
+        loss, start, "local", optimizer, constants=constants, padded=_rank_dimensions(frozen_factors)
+    )
+    check_factors_changed(view, start, end, optimizer)
+    return _scale_layers(end, rescaled_layers, 1)
+
+
+def check_factors_changed(view: ClientView, start: Leaves, end: Leaves, optimizer: Optimizer) -> None:
+    """Check that training changed a factor, unless the learning rate of all factors is 0.
+
+    Args:
+        view: the client's.
+        start: the leaves before the pass ``local``.
+        end: the leaves after it.
+        optimizer: of the pass.
+
+    Raises:
+        TaskError: if no factor changed: no gradient reaches them.
+    """
+    if _has_learning_rate(view, start, optimizer) and not _has_changed_factor(
+        lora_of(view.model), start, end
+    ):
+        raise TaskError(
+            f"{view.info.title}, round {view.round}: training changed no LoRA factor. No gradient "
+            "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"
+        )
+
+
+def _rank_dimensions(frozen_factors: Factors) -> PaddedDimensions:
+    """The dimensions that differ between clients: the ranks of trained, fixed and frozen factors.
+
+    Paths begin with the position among the constants of :func:`train_leaves`: 0 fixed leaves, 1 frozen factors.
+    """
+    frozen = {
+        f"{join_path('/1', name)}/{factor}": axis
+        for name in frozen_factors
+        for factor, axis in (("b", 1), ("a", 0))
+    }
+    return PaddedDimensions({"/a": 0, "/b": 1}, {"/0/a": 0, "/0/b": 1} | frozen)
+
+
+def _has_learning_rate(view: ClientView, start: Leaves, optimizer: Optimizer) -> bool:
+    """Whether the learning rate of some factor is not 0 in some step of this round."""
+    paths = [path for path, _ in tree_leaves(start)]
+    rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
+    if not any(lr for path, lr in rates if path.startswith(("/a/", "/b/"))):
+        return False
+    # a schedule over rounds may have ended, whether counted in rounds or in steps
+    steps, schedule = view.steps("local"), optimizer.local_schedule
+    return any(schedule.scale(t, steps, view.round) for t in range(steps))
+
+
+def _scale_layers(leaves: Leaves, layers: Mapping[str, AdaptedLayer], power: Literal[1, -1]) -> Leaves:
+    """Multiply the factor that begins at zero by a power of its layer's ratio, in some layers."""
+    if not layers:
+        return leaves
+
+    def scale_factor(factor: str, name: str, t: Tensor) -> Tensor:
+        layer = layers.get(name)
+        if layer is None or layer.zero != factor:
+            return t
+        return t * (layer.ratio if power == 1 else 1 / layer.ratio)
+
+    return leaves | {
+        factor: {name: scale_factor(factor, name, t) for name, t in leaves[factor].items()}
+        for factor in ("a", "b")
+        if factor in leaves
+    }
+
+
+def _has_changed_factor(lora: LoRA, start: Leaves, end: Leaves) -> bool:
+    """Whether one of the factors that are zero at the start changed, or none is zero.
+
+    The other factor proves nothing: weight decay moves it without a gradient, and a large factor stays the same
+    where a step is below its rounding.
+    """
+    zero_factors = [
+        (layer.zero, name)
+        for name, layer in lora.layers.items()
+        if name in start.get(layer.zero, {}) and not start[layer.zero][name].any()
+    ]
+    return not zero_factors or any(
+        not torch.equal(start[factor][name], end[factor][name]) for factor, name in zero_factors
+    )

@@ -1,0 +1,178 @@
+"""The open instructions of the server: what each node may fetch, what it may reply, and how many bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
+from flwr.proto.runtime_pb2 import PushAppMessagesRequest, PushAppMessagesResponse
+
+from ..message_bounds import CHUNK_BYTES, EXTRA_PIECES, FRAME_BYTES
+
+REMEMBERED_SECONDS = 600.0
+"""Seconds for which an instruction is remembered after it has expired."""
+
+TOO_LARGE_PREFIX = "it has"
+"""Beginning of the reasons for refusing a reply that is too large."""
+
+
+@dataclass
+class OpenOrder:
+    """A message of the server to a node, and the reply that the node has announced.
+
+    Attributes:
+        node: Flower's number of the node.
+        limit: bytes that its reply may have; None for no limit.
+        expires: when it expires, in seconds since 1970.
+        pieces: its objects, which its node may fetch.
+        is_closed: whether the server takes no reply any more.
+        reply: identifier of the reply, or "".
+        announced: objects of the reply.
+        missing: those of them that have not arrived.
+        sizes: bytes of those that were sent.
+        refused: why the reply is refused, or "".
+    """
+
+    node: int
+    limit: int | None
+    expires: float
+    pieces: frozenset[str]
+    is_closed: bool = False
+    reply: str = ""
+    announced: frozenset[str] = frozenset()
+    missing: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    refused: str = ""
+
+
+class OpenOrders:
+    """The instructions that have not expired. Nothing of it is stored: a run ends with the process of its server."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenOrder] = {}
+        self._limits: dict[int, int] = {}
+        self._unsent: set[str] = set()
+
+    def set_limits(self, limits: Mapping[int, int]) -> None:
+        """Limit the replies to the next instructions, in bytes, by node."""
+        self._limits |= limits
+
+    def add(self, request: PushAppMessagesRequest) -> None:
+        """Note what the server's half sends."""
+        now = time.time()
+        self._open = {
+            name: order for name, order in self._open.items() if order.expires + REMEMBERED_SECONDS > now
+        }
+        for message, tree in zip(request.messages_list, request.message_object_trees, strict=False):
+            metadata = message.metadata
+            limit = self._limits.get(metadata.dst_node_id)
+            end = metadata.created_at + metadata.ttl
+            self._open[metadata.message_id] = OpenOrder(
+                metadata.dst_node_id, limit, end, frozenset(_list_pieces(tree))
+            )
+
+    def note_unsent(self, response: PushAppMessagesResponse) -> None:
+        """Note the objects that the server's half will send now; it sends the next message after the last of them."""
+        self._unsent = set(response.objects_to_push)
+
+    def note_sent(self, piece: str) -> None:
+        """Note that the server's half has sent an object."""
+        self._unsent.discard(piece)
+
+    def close(self, names: Iterable[str]) -> list[str]:
+        """Take no more of the replies to these instructions; returns the replies that were announced."""
+        known = [self._open[name] for name in names if name in self._open]
+        for order in known:
+            order.is_closed = True
+        return [order.reply for order in known if order.reply]
+
+    def take_refused(self) -> dict[str, tuple[str, str]]:
+        """Identifier and reason of every refused reply, by the instruction; each is returned once."""
+        orders = {name: order for name, order in self._open.items() if order.refused and not order.is_closed}
+        self.close(orders)
+        return {name: (order.reply, order.refused) for name, order in orders.items()}
+
+    def is_incomplete(self, name: str) -> bool:
+        """Whether pieces of the reply to an instruction are missing; Flower would wait for them for minutes."""
+        order = self._open.get(name)
+        return order is not None and bool(order.missing or order.refused)
+
+    def may_fetch(self, node: int, piece: str) -> bool:
+        """Whether an object belongs to an instruction to a node."""
+        return any(piece in order.pieces for order in self._open.values() if order.node == node)
+
+    def may_delete(self, node: int, name: str) -> bool:
+        """Whether an instruction is to a node, and there: the server's half fails if it is deleted before."""
+        order = self._open.get(name)
+        return order is not None and order.node == node and not order.pieces & self._unsent
+
+    def find_reply_fault(self, node: int, request: PushMessagesRequest) -> str | None:
+        """Check a reply that a node announces: return why it is refused, or record it and return None."""
+        if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+            return f"it announced {len(request.messages_list)} messages in one call"
+        metadata, tree = request.messages_list[0].metadata, request.message_object_trees[0]
+        if metadata.src_node_id != node:
+            return "it spoke for another node"
+        if metadata.dst_node_id != SUPERLINK_NODE_ID:
+            return "it wrote to another node"
+        if not metadata.reply_to_message_id:
+            return "it gave an order"
+        order = self._open.get(metadata.reply_to_message_id)
+        if order is None or order.node != node:
+            return "its reply answers nothing that it was asked, or comes too late"
+        if order.is_closed:
+            return "its reply comes too late"
+        if order.reply not in ("", metadata.message_id):
+            return "it replied twice, and differently"
+        pieces = _list_pieces(tree)
+        if tree.object_id != metadata.message_id:
+            return "the objects of its reply are those of another message"
+        if (
+            order.limit is not None
+            and len(pieces) > (max_bytes := order.limit + FRAME_BYTES) // CHUNK_BYTES + EXTRA_PIECES
+        ):
+            order.refused = _describe_excess(f"{len(pieces)} pieces", max_bytes)
+            return order.refused
+        order.reply, order.announced = metadata.message_id, frozenset(pieces)
+        order.missing |= order.announced - order.sizes.keys()
+        return None
+
+    def note_missing(self, request: PushMessagesRequest, response: PushMessagesResponse) -> None:
+        """Record which objects of a reply Flower lacks; it has the others from other replies."""
+        order = self._open[request.messages_list[0].metadata.reply_to_message_id]
+        order.missing = set(response.objects_to_push)
+
+    def find_piece_fault(self, node: int, request: PushObjectRequest) -> str | None:
+        """Return why an object that a node sends is refused, or None."""
+        piece, size = request.object_id, len(request.object_content)
+        orders = [order for order in self._open.values() if order.node == node and piece in order.announced]
+        if not orders or not request.session_id:
+            return "it sent an object that belongs to none of its replies"
+        if all(order.is_closed for order in orders):
+            return "its reply comes too late"
+        for order in orders:
+            # one that is sent twice is stored once
+            order.sizes[piece] = size
+            if order.limit is not None and sum(order.sizes.values()) > (
+                max_bytes := order.limit + FRAME_BYTES
+            ):
+                order.refused = _describe_excess("more bytes", max_bytes)
+        return next((order.refused for order in orders if order.refused), None)
+
+    def note_arrival(self, node: int, piece: str) -> None:
+        """Note that an object is stored."""
+        for order in self._open.values():
+            if order.node == node:
+                order.missing.discard(piece)
+
+
+def _list_pieces(tree: ObjectTree) -> list[str]:
+    return [tree.object_id, *(piece for child in tree.children for piece in _list_pieces(child))]
+
+
+def _describe_excess(excess: str, max_bytes: int) -> str:
+    return f"{TOO_LARGE_PREFIX} {excess}, too many: {max_bytes} bytes are taken (network.limits.max_bytes)"

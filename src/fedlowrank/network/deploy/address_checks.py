@@ -1,0 +1,103 @@
+"""Finds the process that uses a run folder or a port. It runs before slow imports, so that the error comes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import socket
+from pathlib import Path
+
+import psutil
+
+from ...core.errors import ConfigError
+from ...storage.lock import FolderInUseError, is_alive, read_holder
+from .flower_process import ProcessError, listen
+
+PORT_COUNT = 1 << 16
+_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s:/@\[\]]+):([0-9]{1,5})")
+
+
+def refuse_second(out: Path | None, host: str, port: int) -> None:
+    """Refuse to serve where another server does.
+
+    Args:
+        out: run folder, if it is known yet.
+        host: address to listen on.
+        port: to listen on.
+
+    Raises:
+        FolderInUseError: if a server of this run folder lives.
+        ProcessError: if the port is in use, unless by what a killed server left, which the next start ends; or if
+            there is no such port or address.
+    """
+    if not 0 < port < PORT_COUNT:
+        raise ProcessError(f"--port {port}: ports go from 1 to {PORT_COUNT - 1}")
+    if out is not None and (server := _find_server(flower_home(out))) is not None:
+        raise FolderInUseError(
+            f"{out} is served by process {server}. Wait until that ends, or end it (`kill {server}`), and start this "
+            "again."
+        )
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or _describe_listener(port) is not None:
+            raise make_listen_error(host, port, error) from error
+
+
+def make_listen_error(host: str, port: int, error: OSError) -> ProcessError:
+    """The error of an address that cannot be listened on, with the process that has it."""
+    # the numbers of errors of names are not those of the system
+    is_name = isinstance(error, socket.gaierror)
+    reason = error.strerror if is_name else os.strerror(error.errno or 0)
+    problem = f"cannot listen on {host}, port {port}: {reason}"
+    if error.errno != errno.EADDRINUSE:
+        return ProcessError(f"{problem}. Give another by --host or --port.")
+    holder = _describe_listener(port)
+    return ProcessError(f"{problem}{holder or ''}. Choose another by --port, or end the program that has it.")
+
+
+def check_address(address: str) -> None:
+    """Refuse what is no address of a server.
+
+    Raises:
+        ConfigError: unless it is HOST:PORT, with brackets around an IPv6 address.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[1]) < PORT_COUNT:
+        raise ConfigError(
+            f"--server {address!r} is no address. Write HOST:PORT, such as fl.example.org:8000 or [::1]:8000, with a "
+            f"port from 1 to {PORT_COUNT - 1} and without https://"
+        )
+
+
+def flower_home(out: Path) -> Path:
+    """The folder of Flower's processes, beside a run folder."""
+    return out.with_name(f"{out.name}.flower")
+
+
+def _describe_listener(port: int) -> str | None:
+    """The process that listens on a port, as the end of a sentence; None if it is a server that was killed."""
+    # psutil names processes of other users to root only
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr.port == port
+                and connection.pid is not None
+            ):
+                command = psutil.Process(connection.pid).cmdline()
+                if "--database" not in command:
+                    return f" by process {connection.pid} (`{' '.join(command)[:100]}`)"
+                home = Path(command[command.index("--database") + 1]).parent
+                server = _find_server(home)
+                run = home.with_name(home.name.removesuffix(".flower"))
+                return None if server is None else f" by process {server}, which serves {run}"
+    return " by a process of another user"
+
+
+def _find_server(home: Path) -> int | None:
+    """The living process that has the folder of a server, or None."""
+    holder = read_holder(home)
+    return int(holder["pid"]) if is_alive(holder) else None

@@ -1,0 +1,154 @@
+"""Limits the bytes of a message that are read into memory while Flower fetches it piece by piece."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app.message.array import Array
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_body,
+    get_object_type_from_object_content,
+    iterate_object_tree,
+)
+
+CHUNK_BYTES = 5 << 20
+"""Bytes of an array that Flower sends in one piece."""
+
+EXTRA_PIECES = 16
+"""Pieces that a message may have besides those of its array."""
+
+FRAME_BYTES = 1 << 16
+"""Bytes that a message may have besides its header and its payload."""
+
+MAX_RECORD_BYTES = 4 << 20
+"""Bytes of all pieces that hold no array data. In memory, Flower's records of numbers take many times as much."""
+
+
+class FetchBound:
+    """Compares the fetched bytes of a message with the bytes that it may have.
+
+    Args:
+        max_bytes: bytes of header and payload.
+        hint: what sets the limit, for the reason.
+
+    Attributes:
+        problem: why the message is refused; empty while it is not.
+    """
+
+    def __init__(self, max_bytes: int, hint: str = "network.limits.max_bytes") -> None:
+        self.max_bytes, self.hint = max_bytes + FRAME_BYTES, hint
+        self.problem = ""
+        self._read_bytes = self._record_bytes = self._chunk_count = 0
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces that the message may have."""
+        return self.max_bytes // CHUNK_BYTES + EXTRA_PIECES
+
+    def expect(self, pieces: int) -> None:
+        """Compare the number of pieces that the message names."""
+        if pieces > self.pieces:
+            self._exceed(f"{pieces} pieces")
+
+    def add(self, content: bytes) -> None:
+        """Count a piece that was fetched."""
+        self._read_bytes += len(content)
+        try:
+            if get_object_type_from_object_content(content) != ArrayChunk.__qualname__:
+                self._record_bytes += len(content)
+            self._chunk_count += count_array_chunks(content)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            self.problem = self.problem or f"a piece of it cannot be read: {error!r}"[:300]
+        # an array may name one piece many times
+        if (
+            max(self._read_bytes, CHUNK_BYTES * (self._chunk_count - 1)) > self.max_bytes
+            or self._record_bytes > MAX_RECORD_BYTES
+        ):
+            self._exceed("more bytes")
+
+    def _exceed(self, excess: str) -> None:
+        self.problem = (
+            self.problem or f"it has {excess}, too many: {self.max_bytes} bytes are taken ({self.hint})"
+        )
+
+
+class BoundedClient:
+    """Flower's client of the SuperLink, except that it stops reading a reply that is too large.
+
+    The number of pieces is compared with the limit before a reply is read. While it is read, its bytes are
+    compared, and how often its array repeats a piece. The guard of the SuperLink limits a single piece.
+
+    Args:
+        client: of a Flower grid.
+        limit: bytes that the reply to a message may have, by the message's identifier.
+
+    Attributes:
+        refused: why a reply was refused, by the identifier of the message.
+    """
+
+    def __init__(self, client: Any, limit: Callable[[str], int]) -> None:
+        self._client, self._limit = client, limit
+        self._lock = threading.Lock()
+        self._owners: dict[str, set[str]] = {}
+        self._bounds: dict[str, FetchBound] = {}
+        self._counted: set[str] = set()
+        self._names: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Delegate everything else to the client."""
+        return getattr(self._client, name)
+
+    def PullMessages(self, request: Any) -> Any:  # noqa: N802 - Flower's name
+        """Fetch the replies without their content, and refuse those with too many pieces."""
+        reply = self._client.PullMessages(request)
+        self._owners, self._bounds, self._counted = {}, {}, set()
+        for message, tree in zip(reply.messages_list, reply.message_object_trees, strict=True):
+            message_id = message.metadata.reply_to_message_id
+            self._names[message_id] = message.metadata.message_id
+            pieces = [piece.object_id for piece in iterate_object_tree(tree)]
+            for piece in pieces:
+                # replies may have pieces in common, such as the form of the data at registration
+                self._owners.setdefault(piece, set()).add(message_id)
+            bound = self._bounds[message_id] = FetchBound(self._limit(message_id))
+            bound.expect(len(pieces))
+            self._record_refusal(message_id)
+        return reply
+
+    def PullObject(self, request: Any) -> Any:  # noqa: N802 - Flower's name
+        """Fetch a piece, unless all replies that it belongs to are too large."""
+        owners = self._owners.get(request.object_id, set())
+        if self._is_refused(owners):
+            return PullObjectResponse(object_found=False)
+        reply = self._client.PullObject(request)
+        with self._lock:
+            # a piece that several replies have in common is fetched once for each of them
+            if reply.object_content and request.object_id not in self._counted:
+                self._counted.add(request.object_id)
+                for message_id in owners:
+                    self._bounds[message_id].add(reply.object_content)
+                    self._record_refusal(message_id)
+        return PullObjectResponse(object_found=False) if self._is_refused(owners) else reply
+
+    def take_refused(self, message_id: str) -> tuple[str, str]:
+        """Identifier of a refused reply, and why it was refused, by the identifier of the message; only once."""
+        return self._names.pop(message_id), self.refused.pop(message_id)
+
+    def _is_refused(self, owners: set[str]) -> bool:
+        return bool(owners) and owners <= self.refused.keys()
+
+    def _record_refusal(self, message_id: str) -> None:
+        if self._bounds[message_id].problem:
+            self.refused.setdefault(message_id, self._bounds[message_id].problem)
+
+
+def count_array_chunks(content: bytes) -> int:
+    """The number of pieces of an array, which may be repeated; 0 if the content is not an array."""
+    if not content or get_object_type_from_object_content(content) != Array.__qualname__:
+        return 0
+    return len(json.loads(get_object_body(content, Array)).get("arraychunk_ids", ()))

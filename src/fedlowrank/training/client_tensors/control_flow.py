@@ -1,0 +1,227 @@
+"""Data-dependent control flow of a method that is called for many clients at once.
+
+Control flow reads a truth value, a number or an attribute of a client (``bool(t)``, ``.item()``, ``info.cluster``). If all
+clients have one value, the function goes on with it. If not, :class:`DifferingError` carries the value of each client; the
+engine divides the cohort by these values and calls the pure function again for each part. So control flow may depend on
+anything.
+
+Outside of steps no tensor is a batch: an ordinary tensor is a constant that all clients share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...core import tree
+from ..steps import refill
+from .client_tensor import RULES, ClientTensor, NoRuleError, has_rows, to_client_tensor, use_tensor
+from .tensor_rules import along_dimension
+
+T = TypeVar("T")
+
+
+class DifferingError(BaseException):
+    """Control flow asks for one value, and the clients of the cohort have several.
+
+    Attributes:
+        values: of each client.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        super().__init__("the clients of a cohort differ in what control flow asks for")
+        self.values = list(values)
+
+    def parts(self) -> dict[str, list[int]]:
+        """The places of the clients that have a value, by the representation of the value."""
+        places: dict[str, list[int]] = {}
+        for k, value in enumerate(self.values):
+            places.setdefault(repr(value), []).append(k)
+        return places
+
+
+def require_agreement(values: Sequence[T]) -> T:
+    """The value that all clients have; raises :class:`DifferingError` if they differ."""
+    first = values[0]
+    if any(v != first for v in values[1:]):
+        raise DifferingError(values)
+    return first
+
+
+class ClientIntegers(ClientTensor):
+    """An integer of each client, which is hashable where all clients have the same one."""
+
+    def __hash__(self) -> int:
+        return hash(require_agreement(unwrap_client_tensor(self).tolist()))
+
+
+def stack_numbers(values: Sequence[int]) -> ClientTensor:
+    """Make a tensor ``[K]`` of an integer of each client, float64 so that functions can compute with it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        integers = torch.tensor(values, dtype=torch.float64).as_subclass(ClientIntegers)
+    integers.lr, integers.uses, integers.number = None, 0, int
+    return integers
+
+
+def refuse_numbers(value: Any) -> None:
+    """Raise NoRuleError if a tree holds a number of each client; a single client's tree holds a number of Python there."""
+    if any(getattr(t, "number", None) for t in tree.tensors(value)):
+        raise NoRuleError("a number of each client in a state or an upload")
+
+
+def count_slices(tensors: Iterable[Any]) -> int:
+    """Number of clients of the client tensors among these arguments, of which there is at least one."""
+    return next(len(unwrap_client_tensor(t)) for t in tensors if isinstance(t, ClientTensor))
+
+
+def unwrap_client_tensor(t: Tensor) -> Tensor:
+    """The ordinary tensor of a client tensor, or an ordinary tensor as it is; no use is counted."""
+    if not isinstance(t, ClientTensor):
+        return t
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.as_subclass(Tensor)
+
+
+def expand_to_clients(t: Tensor, clients: int) -> Tensor:
+    """An ordinary tensor ``[K, ...]`` with a slice for each client; a tensor that all share is not copied."""
+    return unwrap_client_tensor(t) if isinstance(t, ClientTensor) else t.expand(clients, *t.shape)
+
+
+def split_clients(value: T, clients: int) -> list[T]:
+    """The tree of each client."""
+    columns = [expand_to_clients(t, clients).unbind() for t in tree.tensors(value)]
+    return [refill(value, [column[k] for column in columns]) for k in range(clients)]
+
+
+def select_clients(value: T, places: Sequence[int]) -> T:
+    """The tree of the clients at some places of a cohort."""
+    index = torch.tensor(places)
+
+    def pick(t: Tensor) -> Tensor:
+        return (
+            to_client_tensor(unwrap_client_tensor(t).index_select(0, index.to(t.device)))
+            if isinstance(t, ClientTensor)
+            else t
+        )
+
+    return tree.map_leaves(pick, value)
+
+
+def stack_clients(trees: Sequence[T]) -> T:
+    """Join the trees of clients into one tree of client tensors; a tensor that all clients share stays as it is.
+
+    Raises:
+        NoRuleError: if the trees differ in form.
+    """
+    first, form = trees[0], tree.form(trees[0])
+    if any(tree.form(t) != form for t in trees[1:]):
+        raise NoRuleError("clients whose trees differ in form")
+    columns = zip(*(tree.tensors(t) for t in trees), strict=True)
+    return refill(first, [_share(column) for column in columns])
+
+
+def _share(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    place, strides = first.data_ptr(), first.stride()
+    if all(t is first or (t.data_ptr() == place and t.stride() == strides) for t in tensors[1:]):
+        return first
+    return to_client_tensor(torch.stack(list(tensors)).detach())
+
+
+# Rules of operations outside of steps
+
+
+def _tensors(args: Any) -> Iterator[Any]:
+    for a in args:
+        yield from a if isinstance(a, (tuple, list)) else (a,)
+
+
+def _share_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule that takes, outside of steps, an ordinary tensor for a constant that all clients share."""
+
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        if not has_rows():
+            clients = count_slices(_tensors(args))
+            args = tuple(_expand(a, clients) for a in args)
+        return rule(*args, **kwargs)
+
+    return shared
+
+
+def _expand(a: Any, clients: int) -> Any:
+    if isinstance(a, (tuple, list)) and any(isinstance(t, Tensor) for t in a):
+        return [_expand(t, clients) for t in a]
+    return (
+        to_client_tensor(a.expand(clients, *a.shape))
+        if isinstance(a, Tensor) and not isinstance(a, ClientTensor)
+        else a
+    )
+
+
+def _convert(t: Any, *args: Any, **kwargs: Any) -> Tensor:
+    args = tuple(unwrap_client_tensor(a) if isinstance(a, Tensor) else a for a in args)
+    return (
+        to_client_tensor(use_tensor(t).to(*args, **kwargs))
+        if isinstance(t, ClientTensor)
+        else t.to(*args, **kwargs)
+    )
+
+
+def _values(t: Any) -> list[Any]:
+    """The number of each client in a tensor with one number a client."""
+    if has_rows():
+        raise NoRuleError("control flow within a step")
+    p = use_tensor(t)
+    if p.numel() != len(p):
+        raise NoRuleError("a number of a tensor with several")
+    numbers: list[Any] = p.reshape(len(p)).tolist()
+    return numbers
+
+
+def _new_tensor(t: Any, values: Any, **options: Any) -> Tensor:
+    if any(isinstance(v, ClientTensor) for v in _tensors((values,))):
+        raise NoRuleError("a tensor made of a number of each client")
+    like = use_tensor(t) if isinstance(t, ClientTensor) else t
+    new: Tensor = like.new_tensor(values, **options)
+    return new
+
+
+def _equal(a: Any, b: Any) -> bool:
+    clients = count_slices((a, b))
+    left, right = expand_to_clients(a, clients), expand_to_clients(b, clients)
+    if left.shape != right.shape:
+        return False
+    return bool(require_agreement((left == right).reshape(clients, -1).all(1).tolist()))
+
+
+for _func in (torch.matmul, Tensor.matmul, torch.cat, torch.stack, torch.tensordot, torch.linalg.svd):
+    RULES[_func] = _share_constants(RULES[_func])
+
+RULES.update(
+    {
+        Tensor.to: _convert,
+        Tensor.__bool__: lambda t: bool(require_agreement(list(map(bool, _values(t))))),
+        Tensor.__int__: lambda t: int(require_agreement(list(map(int, _values(t))))),
+        Tensor.__index__: lambda t: int(require_agreement(list(map(int, _values(t))))),
+        Tensor.__float__: lambda t: float(require_agreement(list(map(float, _values(t))))),
+        Tensor.item: lambda t: require_agreement(_values(t)),
+        Tensor.tolist: lambda t: require_agreement(use_tensor(t).tolist()),
+        torch.equal: _equal,
+        Tensor.equal: _equal,
+        Tensor.new_zeros: lambda t, *shape, **options: use_tensor(t).new_zeros(*shape, **options),
+        Tensor.new_ones: lambda t, *shape, **options: use_tensor(t).new_ones(*shape, **options),
+        Tensor.new_tensor: _new_tensor,
+        Tensor.nbytes.__get__: lambda t: t.nbytes // len(t),  # type: ignore[attr-defined]  # a getter
+        Tensor.element_size: lambda t: t.element_size(),
+        Tensor.is_complex: lambda t: t.is_complex(),
+        Tensor.is_contiguous: lambda t, **options: use_tensor(t).is_contiguous(**options),
+        Tensor.stride: lambda t: t.stride()[1:],
+    }
+)
+for _name in ("argmax", "argmin", "cumsum"):
+    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = along_dimension(
+        getattr(torch, _name), (None,)
+    )

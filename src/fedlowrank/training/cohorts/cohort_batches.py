@@ -1,0 +1,264 @@
+"""The batches of a cohort: one batch with the rows of all clients for each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.contract import Batch
+from ...core.learning.losses import IGNORE_INDEX, Loss
+from ...data.pixels import Pixels
+from ..client_tensors.client_tensor import NoRuleError
+from ..local_data import LocalData, channels_last, gather
+
+
+class BufferPool:
+    """Memory of batches that is used again, because allocating new pages takes as long as copying a batch."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Tensor] = {}
+
+    def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
+        """An uninitialized buffer of a tensor's type; it overwrites the last buffer of that purpose."""
+        key = purpose, t.dtype, t.device
+        if key not in self._buffers or self._buffers[key].numel() < math.prod(shape):
+            self._buffers[key] = t.new_empty(math.prod(shape))
+        return self._buffers[key][: math.prod(shape)].view(shape)
+
+
+class CohortBatches:
+    """The batches of clients, step by step.
+
+    If the examples of all clients are rows of one tensor, a batch of all clients is one selection of its rows, and the places
+    of these rows are computed once for the pass. If not, the rows of each client are copied into a buffer that is used again.
+    A batch is valid until the next one is requested.
+
+    Args:
+        data: of the clients.
+        name: of the pass.
+        pool: buffers for batches.
+    """
+
+    def __init__(self, data: Sequence[LocalData], name: str, pool: BufferPool) -> None:
+        self._pool = pool
+        self._loss = data[0].loss
+        require_like_inputs([d.examples.x for d in data])
+        is_augmented = any(d.augment.is_active for d in data)
+        self._rows = None if is_augmented else _shared_rows(data, name)
+        if self._rows is not None:
+            return
+        self._examples = [d.examples for d in data]
+        self._orders = [d.indices(name) for d in data]
+        self._columns = None if is_augmented or data[0].width is None else [d.columns(name) for d in data]
+        self._batches_of_clients = [d.batches(name) for d in data]
+        # images change their layout in a batch
+        self._can_copy_rows = not is_augmented and all(
+            not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data
+        )
+
+    def batch(self, step: int, active: int) -> Batch:
+        """The batch of the first clients at a step; steps must be requested in order."""
+        if self._rows is not None:
+            return self._rows.batch(step)
+        examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
+        if self._columns is not None:
+            # texts as wide as the widest; behind their end they have the padding of the tokenizer
+            columns = max(of_client[step] or 0 for of_client in self._columns[:active])
+            pairs = zip(examples, index, strict=True)
+            return join_batches([gather(e, i, step, columns, self._loss) for e, i in pairs])
+        if not self._can_copy_rows:
+            return join_batches([next(batches) for batches in self._batches_of_clients[:active]])
+        if any(len(i) != len(index[0]) for i in index):
+            return join_batches(
+                [gather(e, i, step, loss=self._loss) for e, i in zip(examples, index, strict=True)]
+            )
+        x, y = (self._copy_rows(part, [getattr(e, part) for e in examples], index) for part in ("x", "y"))
+        return Batch(x, y, step=step, loss=self._loss)
+
+    def _copy_rows(self, part: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
+        """Equally many rows of each tensor, ``[clients, b, ...]``."""
+        first: Any = tensors[0]
+        if isinstance(first, Pixels):
+            if all(p.table is first.table for p in tensors):
+                return first.images(self._copy_rows(part, [p.codes for p in tensors], index))
+            return torch.stack([p.index_select(0, i) for p, i in zip(tensors, index, strict=True)])
+        out = self._pool.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
+        for row, t, i in zip(out.unbind(), tensors, index, strict=True):
+            torch.index_select(t, 0, i, out=row)
+        return out
+
+
+def require_like_inputs(inputs: Sequence[Any]) -> None:
+    """Refuse inputs that differ in shape between clients, because padding would change them; texts have their own padding.
+
+    Raises:
+        NoRuleError: if they differ.
+    """
+    shapes = {tuple(x.shape[1:]) for x in inputs if not isinstance(x, dict)}
+    if len(shapes) > 1:
+        raise NoRuleError("clients whose inputs differ in shape")
+
+
+@dataclass(frozen=True)
+class _SharedRows:
+    """Batches of clients whose examples are rows of one tensor.
+
+    Attributes:
+        inputs: of all clients, ``[rows, ...]``, maybe encoded.
+        labels: of all clients, ``[rows, ...]``.
+        decode: turns rows of ``inputs`` into inputs.
+        places: for each step, the rows of ``inputs`` and of ``labels`` in its batch, each ``[clients, b]``.
+        masks: for each step, which rows of its batch are examples; None where all are.
+        loss: of the task.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    decode: Callable[[Tensor], Tensor]
+    places: list[tuple[Tensor, Tensor]]
+    masks: list[Tensor | None]
+    loss: Loss
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step."""
+        x_rows, y_rows = self.places[step]
+        x = channels_last(self.decode(self.inputs.index_select(0, x_rows.flatten())))
+        y = self.labels.index_select(0, y_rows.flatten())
+        shape = x_rows.shape
+        x, y = x.unflatten(0, shape), y.unflatten(0, shape)
+        return Batch(x, y, self.masks[step], step, loss=self.loss)
+
+
+def _as_stored(rows: Tensor) -> Tensor:
+    """Rows that need no decoding."""
+    return rows
+
+
+def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
+    """The batches of a pass if the examples of all clients are rows of one tensor; None if they are not.
+
+    Clients with the most steps come first. A client with fewer examples in a step repeats its first one, masked.
+    """
+    inputs: list[Any] = [d.examples.x for d in data]
+    decode: Callable[[Tensor], Tensor] = _as_stored
+    if isinstance(inputs[0], Pixels):
+        decode = inputs[0].images
+        inputs = [x.codes for x in inputs if x.table is inputs[0].table]
+    if len(inputs) < len(data) or any(isinstance(x, dict) for x in inputs):
+        return None
+    x, y = common_base(inputs), common_base([d.examples.y for d in data])
+    if x is None or y is None or y[0].ndim > 2 or (y[0].ndim == 2 and not y[0].is_floating_point()):
+        return None
+    orders = [[i.numpy() for i in d.order(name)] for d in data]
+    places: list[list[Any]] = [[], []]
+    masks: dict[int, Any] = {}
+    for step in range(len(orders[0])):
+        index = [order[step] for order in orders if step < len(order)]
+        width = max(map(len, index))
+        if min(map(len, index)) < width:
+            masks[step] = np.arange(width) < np.array([[len(i)] for i in index])
+            index = [np.concatenate([i, np.full(width - len(i), i[0])]) for i in index]
+        indices = np.stack(index)
+        for rows, (_, offsets) in zip(places, (x, y), strict=True):
+            rows.append(indices + np.array(offsets[: len(index)])[:, None])
+    device = y[0].device
+    x_rows, y_rows = (_to_device(steps, device) for steps in places)
+    masks_on_device = dict(zip(masks, _to_device(list(masks.values()), device), strict=True))
+    masks_of_steps = [masks_on_device.get(step) for step in range(len(x_rows))]
+    rows_of_steps = list(zip(x_rows, y_rows, strict=True))
+    return _SharedRows(x[0], y[0], decode, rows_of_steps, masks_of_steps, data[0].loss)
+
+
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays as tensors on a device, which are copied there in one piece."""
+    if not arrays:
+        return []
+    values = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
+    parts = torch.split(values, [a.size for a in arrays])
+    return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
+
+
+def common_base(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
+    """The tensor whose rows all tensors are, and where each begins in it; None if there is no such tensor."""
+    first = tensors[0]
+    width = math.prod(first.shape[1:])
+    storage = first.untyped_storage()
+    if width == 0 or first.dtype == torch.bool:
+        return None
+    for t in tensors:
+        is_inside = t.untyped_storage().data_ptr() == storage.data_ptr() and t.is_contiguous()
+        has_form = t.shape[1:] == first.shape[1:] and t.dtype == first.dtype
+        if not is_inside or not has_form or t.storage_offset() % width:
+            return None
+    rows = storage.nbytes() // first.element_size() // width
+    base = first.as_strided((rows, *first.shape[1:]), _contiguous_strides(first.shape[1:]), 0)
+    return base, [t.storage_offset() // width for t in tensors]
+
+
+def _contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor ``[rows, *shape]``."""
+    return [math.prod(shape[i:]) for i in range(len(shape) + 1)]
+
+
+def flatten_batch(batch: Batch) -> Batch:
+    """Turn a batch of all clients ``[K, b, ...]`` into one of their rows ``[K·b, ...]``."""
+    x = (
+        {n: t.flatten(0, 1) for n, t in batch.x.items()}
+        if isinstance(batch.x, dict)
+        else batch.x.flatten(0, 1)
+    )
+    mask = None if batch.mask is None else batch.mask.flatten()
+    return Batch(x, batch.y.flatten(0, 1), mask, batch.step, len(batch.y), batch.loss)
+
+
+def join_batches(batches: list[Batch]) -> Batch:
+    """Join a batch of each client into one ``[K, b, ...]``; shorter batches are zero-padded and masked."""
+    sizes = [len(b) for b in batches]
+    longest = max(sizes)
+
+    def join(tensors: list[Tensor], fill: int = 0) -> Tensor:
+        if all(t.shape == tensors[0].shape for t in tensors):
+            return torch.stack(tensors)
+        # texts of unequal length differ in their second dimension too
+        shape = [max(ns) for ns in zip(*(t.shape for t in tensors), strict=True)]
+        out = tensors[0].new_full((len(tensors), *shape), fill)
+        for row, t in zip(out, tensors, strict=True):
+            row[tuple(slice(n) for n in t.shape)] = t
+        return out
+
+    x = [b.x for b in batches]
+    inputs = {n: join([of_client[n] for of_client in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
+    labels = join([b.y for b in batches], _padding(batches))
+    mask = None
+    if min(sizes) != longest:
+        # created on the device: a copy from the host would wait for the steps before
+        mask = torch.ones(len(sizes), longest, dtype=torch.bool, device=batches[0].y.device)
+        for i, size in enumerate(sizes):
+            if size < longest:
+                mask[i, size:].fill_(False)
+                if labels.ndim == 2:
+                    # a label of its own: that of another class may have an infinite loss
+                    labels[i, size:] = labels[i, 0]
+                if isinstance(inputs, dict):
+                    # a text without a token has no attention to any
+                    for t in inputs.values():
+                        t[i, size:] = t[i, 0]
+    return Batch(inputs, labels, mask, batches[0].step, loss=batches[0].loss)
+
+
+def _padding(batches: Sequence[Batch]) -> int:
+    """The label of the tokens that pad shorter texts, which does not count."""
+    batch = batches[0]
+    if batch.y.ndim < 2:
+        return 0
+    if batch.y.is_floating_point():
+        if len({b.y.shape[1:] for b in batches}) > 1:
+            raise NoRuleError("real targets of unequal widths")
+        return 0
+    return IGNORE_INDEX if batch.weights is not None else batch.loss.ignore_index

@@ -1,0 +1,301 @@
+"""A federation that starts from an adapter of PEFT begins with the logits of PEFT, under every LoRA method."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fedlowrank import SGD, Federation
+from fedlowrank.adapters.lora.lora_factors import find_lora
+from fedlowrank.adapters.lora.lora_layers import add_lora
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.core.errors import ConfigError, DataError, TaskError
+from fedlowrank.engines import ENGINES
+from fedlowrank.language.export.server_model import find_server_model
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.simulate import simulate
+
+torch.set_num_threads(1)
+
+IDS = torch.tensor([[1, 5, 9, 7, 4, 6]])
+FIXED_RANK = ["fedit", "ffa_lora", "fedsa_lora", "fedex_lora"]
+ANY_RANK = ["hetlora", "flexlora", "flora", "fedhl"]
+
+
+def write_adapter(base: Path, folder: Path, **config: Any) -> Tensor:
+    """An adapter with random factors by plain PEFT; its logits."""
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], **config}
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    with warnings.catch_warnings():
+        # that it saves the base's embedding, too
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`", UserWarning)
+        made.save_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
+    logits: Tensor = loaded.eval()(input_ids=IDS).logits.detach()
+    return logits
+
+
+def make_run(
+    base: Path,
+    folder: Path,
+    rows: Path,
+    method: str,
+    lora: dict[str, Any],
+    lr: float = 0.0,
+    start: Path | None = None,
+) -> Run:
+    for c in range(2):
+        lines = [json.dumps({"prompt": f"who is {i}?", "completion": f"the fox {c}"}) for i in range(12)]
+        (rows / f"site{c}.jsonl").write_text("\n".join(lines))
+    config = ExperimentConfig.parse(
+        {
+            "name": "start",
+            "method": method,
+            "data": {
+                "source": "text",
+                "path": str(rows / "*.jsonl"),
+                "client_by_file": True,
+                "normalize": "none",
+            },
+            "partition": {"kind": "natural"},
+            "language": {"path": str(base), "context": 48, "format": "plain"},
+            "lora": {"start": str(folder), **lora},
+            "run": {"rounds": 1},
+            "local": {} if start is None else {"start": str(start)},
+            "defaults": {"steps": 1, "batch_size": 4, "optimizer": {"kind": "sgd", "lr": lr}},
+        }
+    )
+    run = Run(config.build_method(method), config.federation(), config.run, ENGINES["sequential"]())
+    run.start()
+    return run
+
+
+def logits_of(run: Run, params: Any) -> Tensor:
+    with torch.no_grad(), run.federation.companion.use_parameters(params) as model:
+        found: Tensor = model(input_ids=IDS).logits
+    return found
+
+
+def plain_logits(base: Path) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = transformers.AutoModelForCausalLM.from_pretrained(base).eval()(input_ids=IDS).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "lora"),
+    [(m, {}) for m in (*FIXED_RANK, *ANY_RANK, "standalone", "fedavg")]
+    + [(m, {"r": 6, "lora_alpha": 6}) for m in FIXED_RANK]
+    + [(m, {"ranks": [4, 3]}) for m in ANY_RANK]
+    + [(m, {"ranks": [2, 1]}) for m in ("flexlora", "flora", "fedhl")],
+)
+def test_the_first_model_is_that_of_peft(
+    method: str, lora: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    expected = write_adapter(llama, tmp_path / "adapter")
+    assert (expected - plain_logits(llama)).abs().max() > 0.01
+    run = make_run(llama, tmp_path / "adapter", tmp_path, method, lora)
+    for _ in range(2):
+        server = find_server_model(run)
+        params = run.personal(run.federation.infos[0]) if server is None else server
+        assert torch.allclose(logits_of(run, params), expected, atol=2e-5)
+        # a round at a learning rate of 0 changes nothing, but for means of truncated models
+        if lora.get("ranks") and method not in ("fedhl", "flora"):
+            break
+        run.step()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"layers.0.self_attn.v_proj": 9}},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+    ],
+)
+def test_scales_and_ranks_of_single_layers_are_read(
+    config: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    expected = write_adapter(llama, tmp_path / "adapter", **config)
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {})
+    assert torch.allclose(logits_of(run, run.personal(run.federation.infos[1])), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 0, "layers_pattern": "layers"},
+        {"exclude_modules": ["v_proj"]},
+        {"target_modules": r".*layers\.1\..*(q|v)_proj"},
+        {"alpha_pattern": {"v_proj": 20}},
+        {"lora_dropout": 0.25},
+    ],
+    ids=str,
+)
+def test_the_layers_and_settings_are_those_of_the_adapter(
+    config: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    expected = write_adapter(llama, tmp_path / "adapter", **config)
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {})
+    params = run.personal(run.federation.infos[0])
+    assert torch.allclose(logits_of(run, params), expected, atol=2e-5)
+    stored = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.replace(".default.weight", ".weight") for name in params} == set(stored)
+    # as PEFT loads them, so that steps are the same, too
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    ours: Any = run.federation.companion
+    for name, layer in theirs.named_modules():
+        if hasattr(layer, "lora_A"):
+            own = ours.model.get_submodule(name)
+            assert own.scaling == layer.scaling
+            assert getattr(own.lora_dropout["default"], "p", 0) == getattr(
+                layer.lora_dropout["default"], "p", 0
+            )
+
+
+def test_layers_that_are_set_replace_those_of_the_adapter(llama: Path, tmp_path: Path) -> None:
+    expected = write_adapter(
+        llama, tmp_path / "adapter", layers_to_transform=[1], alpha_pattern={"q_proj": 9}
+    )
+    wider = {"target_modules": ["q_proj", "v_proj", "o_proj"], "r": 4, "lora_alpha": 4}
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", wider)
+    params = run.personal(run.federation.infos[0])
+    assert torch.allclose(logits_of(run, params), expected, atol=2e-5)
+    assert len(params) == 2 * 3 * 2
+
+
+def test_training_goes_on_from_the_factors(llama: Path, tmp_path: Path) -> None:
+    """One step of FedIT is a step of SGD on the factors in plain PEFT."""
+    write_adapter(llama, tmp_path / "adapter")
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {}, lr=0.1)
+    before = {n: t.clone() for n, t in run.personal(run.federation.infos[0]).items()}
+    stored = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name, value in before.items():
+        assert torch.equal(value, stored[name.replace(".default.weight", ".weight")])
+    run.step()
+    after = run.personal(run.federation.infos[0])
+    # A has a gradient in the first step already, for B is not zero
+    assert all((after[n] - before[n]).abs().max() > 0 for n in before)
+
+
+@pytest.mark.parametrize(
+    ("method", "lora", "error", "message"),
+    [
+        ("fedit", {"ranks": [2, 2]}, TaskError, "starts from has rank 3 .* choose fedhl, flexlora or flora"),
+        ("hetlora", {"ranks": [2, 1]}, TaskError, "Set lora.ranks to at least 3"),
+        ("fedit", {"r": 2}, ConfigError, "lora.r is 2. Set lora.r = 3, or leave it out"),
+        ("fedit", {"target_modules": ["q_proj"]}, ConfigError, "which this model does not adapt"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    method: str, lora: dict[str, Any], error: type[Exception], message: str, llama: Path, tmp_path: Path
+) -> None:
+    write_adapter(llama, tmp_path / "adapter")
+    with pytest.raises(error, match=message):
+        make_run(llama, tmp_path / "adapter", tmp_path, method, lora)
+
+
+def test_folders_that_are_no_lora_adapter_are_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no adapter folder of PEFT: there is no adapter_config\.json"):
+        make_run(llama, tmp_path, tmp_path, "fedit", {})
+    write_adapter(llama, tmp_path / "dora", use_dora=True)
+    with pytest.raises(ConfigError, match="use_dora = True, but its magnitudes"):
+        make_run(llama, tmp_path / "dora", tmp_path, "fedit", {})
+    write_adapter(llama, tmp_path / "other")
+    file = tmp_path / "other" / "adapter_model.safetensors"
+    cut = {
+        n: t[..., :-1].contiguous() if "lora_A" in n else t
+        for n, t in safetensors.torch.load_file(file).items()
+    }
+    safetensors.torch.save_file(cut, file)
+    with pytest.raises(DataError, match="The adapter is of another base model"):
+        make_run(llama, tmp_path / "other", tmp_path, "fedit", {})
+
+
+@pytest.mark.parametrize("name", [*FIXED_RANK, *ANY_RANK])
+def test_trained_layers_of_your_own_module_are_the_start(name: str) -> None:
+    """Not for language models alone: factors that a module brings are not thrown away."""
+    generator = torch.Generator().manual_seed(0)
+    net = add_lora(
+        nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), rank=2, alpha=3, target_modules=["0"]
+    )
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x, y = torch.randn(20, 6, generator=generator), torch.arange(20) % 3
+    federation = Federation.from_arrays([(x[:10], y[:10]), (x[10:], y[10:])], net, classes=3)
+    method = METHODS[name](optimizer=SGD(lr=0.0), batch_size=4, training=LoRATraining(head="frozen"))
+    result = simulate(method, federation, rounds=1)
+    params = result.personal(0)
+    with torch.no_grad():
+        found = torch.func.functional_call(net, params, (x,))
+    assert torch.allclose(found, net(x), atol=1e-5)
+
+
+def test_the_adapter_may_lie_elsewhere_on_a_machine(llama: Path, tmp_path: Path) -> None:
+    expected = write_adapter(llama, tmp_path / "adapter")
+    run = make_run(llama, tmp_path / "of the others", tmp_path, "fedit", {}, start=tmp_path / "adapter")
+    assert torch.allclose(logits_of(run, run.personal(run.federation.infos[1])), expected, atol=2e-5)
+    files = run.federation.companion.files
+    weights = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert files["start/adapter_model.safetensors"] == hashlib.blake2b(weights, digest_size=16).hexdigest()
+    with pytest.raises(ConfigError, match=r"lora\.start is not set"):
+        make_run(llama, tmp_path, tmp_path, "fedit", {"start": None}, start=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("begun", ["pissa", "olora"])
+def test_an_adapter_that_belongs_to_another_base_is_refused(llama: Path, tmp_path: Path, begun: str) -> None:
+    write_adapter(llama, tmp_path / "adapter", init_lora_weights=begun)
+    with pytest.raises(ConfigError, match="PEFT changes the base when it loads it"):
+        make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {"ranks": [3]})
+
+
+def test_layers_of_a_higher_rank_have_room(llama: Path, tmp_path: Path) -> None:
+    expected = write_adapter(llama, tmp_path / "adapter", rank_pattern={"q_proj": 6})
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {})
+    language: Any = run.federation.companion
+    with torch.no_grad(), language.use_parameters(find_server_model(run)) as model:
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_organizations_begin_at_their_mean(llama: Path, tmp_path: Path) -> None:
+    folders, updates = [tmp_path / "a", tmp_path / "b"], []
+    for rank, folder in zip((2, 3), folders, strict=True):
+        write_adapter(llama, folder, r=rank, lora_alpha=4)
+        stored = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+        updates.append(stored[name.format("B")] @ stored[name.format("A")] * (4 / rank))
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    model = peft.PeftModel.from_pretrained(base, folders[0], "a")
+    model.load_adapter(folders[1], "b")
+    model.add_weighted_adapter(["a", "b"], [0.5, 0.5], "start", combination_type="cat")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`", UserWarning)
+        model.save_pretrained(tmp_path / "mean", selected_adapters=["start"])
+    run = make_run(llama, tmp_path / "mean" / "start", tmp_path, "fedhl", {"ranks": [5]})
+    params = run.personal(run.federation.infos[0])
+    (made,) = run.federation.architectures.values()
+    lora = find_lora(made.module, None)
+    layer = next(n for n in lora.layers if n.endswith("layers.0.self_attn.q_proj"))
+    found = lora.layers[layer].read_pair(params).dense() * lora.scale
+    torch.testing.assert_close(found, (updates[0] + updates[1]) / 2, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,140 @@
+"""Prompts of scores, sample answers and conversations are tokenized as in training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from fedlowrank.cli.language_commands import language_of_run, scores
+from fedlowrank.cli.main import main
+from fedlowrank.language.language_model import Language
+from fedlowrank.language.scores import Decoding, DollyTask, HarnessTask, PerplexityTask
+from fedlowrank.rounds.run import Run
+from tests.language.text_experiments import make_causal_tables, run_rounds, write_toml
+from tests.support.byte_tokenizers import TEMPLATES
+
+torch.set_num_threads(1)
+
+QUESTION = "who is 3?"
+FORMATS = ["chat", "plain", "alpaca", "verbatim"]
+
+
+@pytest.fixture(scope="module")
+def base(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama, whose tokenizer adds a begin token, with a chat template that writes none."""
+    folder = shutil.copytree(llama, tmp_path_factory.mktemp("base") / "llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (TEMPLATES / "chatml.jinja").read_text()
+    tokenizer.save_pretrained(folder)
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    return folder
+
+
+def run_in(base: Path, folder: Path, form: str) -> tuple[Run, Language, list[int]]:
+    """A run in a format, and the tokens of the question's prompt in its training rows."""
+    language = {"path": str(base), "format": form, "context": 200, "prompts": [QUESTION], "answer_tokens": 1}
+    run = run_rounds(
+        make_causal_tables(base, folder, method="fedit", language=language, lora={"ranks": [2]}), 0
+    )
+    tokenizer = language_of_run(run).loaded.tokenizer
+    for client in run.federation.clients:
+        for ids, labels in zip(client.train.x["input_ids"], client.train.y, strict=True):
+            prompt = ids[: int((labels >= 0).nonzero()[0])].tolist()
+            if QUESTION in tokenizer.decode(prompt):
+                return run, language_of_run(run), prompt
+    raise AssertionError("no row asks the question")
+
+
+@contextlib.contextmanager
+def first_inputs(model: Any) -> Iterator[list[list[int]]]:
+    """Tokens of each first row that a model reads, without padding on the left."""
+    found: list[list[int]] = []
+
+    def record(_: Any, args: Any, given: dict[str, Any]) -> None:
+        ids, mask = given["input_ids"][0], given.get("attention_mask")
+        found.append((ids if mask is None else ids[mask[0].bool()]).tolist())
+
+    handle = model.get_base_model().register_forward_pre_hook(record, with_kwargs=True)
+    yield found
+    handle.remove()
+
+
+def records(folder: Path) -> str:
+    path = folder / "records.jsonl"
+    path.write_text(
+        json.dumps({"instruction": QUESTION, "context": "", "response": "a fox", "text": "a fox"})
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_scores_and_answers_ask_with_the_tokens_of_training(form: str, base: Path, tmp_path: Path) -> None:
+    run, language, prompt = run_in(base, tmp_path, form)
+    file = records(tmp_path)
+    with first_inputs(language.model) as seen:
+        scores(run, DollyTask(file, decoding=Decoding(1)), ["base"])
+        scores(run, PerplexityTask(file, instruction="instruction"), ["base"])
+        language.answer(run)
+    assert len(seen) == 3
+    assert all(row[: len(prompt)] == prompt for row in seen)
+    # plain texts are no prompts
+    with first_inputs(language.model) as seen:
+        scores(run, PerplexityTask(file), ["base"])
+    assert seen[0] == language.loaded.tokenizer("a fox")["input_ids"]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["generate_until", "multiple_choice"])
+@pytest.mark.parametrize("form", ["chat", "plain"])
+def test_the_harness_asks_with_the_tokens_of_training(
+    form: str, kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'fedlowrank[harness]'")
+    run, language, prompt = run_in(base, tmp_path, form)
+    lines = ["task: own", "dataset_path: json", "test_split: test", f"output_type: {kind}"]
+    lines += ["dataset_kwargs:", "  data_files:", f"    test: {records(tmp_path)}"]
+    lines += ['doc_to_text: "{{instruction}}"', "target_delimiter: ''"]
+    lines += (
+        ["doc_to_target: 0", 'doc_to_choice: ["a", "b"]']
+        if kind == "multiple_choice"
+        else ['doc_to_target: "{{text}}"']
+    )
+    (tmp_path / "own.yaml").write_text("\n".join(lines))
+    task = HarnessTask(str(tmp_path / "own.yaml"), prompting="format", shots=0, max_new_tokens=1)
+    with first_inputs(language.model) as seen:
+        scores(run, task, ["base"])
+    assert seen
+    assert all(row[: len(prompt)] == prompt for row in seen)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_chat_asks_in_the_format_of_training(
+    form: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, prompt = run_in(base, tmp_path, form)
+    language = {"path": str(base), "format": form, "context": 200}
+    tables = make_causal_tables(
+        base, tmp_path, method="fedit", language=language, lora={"ranks": [2]}, run={"rounds": 1}
+    )
+    assert main(["run", str(write_toml(tables, tmp_path / "e.toml")), "-o", str(tmp_path / "run")]) == 0
+    seen: list[list[int]] = []
+    from fedlowrank.language.scores import text_generation
+
+    whole = text_generation._tokenize_prompt
+
+    def recorded(*given: Any) -> list[int]:
+        seen.append(whole(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(text_generation, "_tokenize_prompt", recorded)
+    assert main(["chat", str(tmp_path / "run"), "--prompt", QUESTION, "--tokens", "2"]) == 0
+    assert seen == [prompt]

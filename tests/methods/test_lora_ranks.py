@@ -1,0 +1,166 @@
+"""Ranks and scales in federated LoRA: each client trains at its own, and what it adds does not depend on its scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedlowrank.adapters.lora.lora_factors import lora_of
+from fedlowrank.adapters.lora.lora_layers import add_lora
+from fedlowrank.core import tree
+from fedlowrank.core.errors import TaskError
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.methods.families.lora_family import LoRATraining, Scaling
+from fedlowrank.methods.fedex_lora import FedExLoRA
+from fedlowrank.methods.fedhl import FedHL
+from fedlowrank.methods.fedit import FedIT
+from fedlowrank.methods.fedsa_lora import FedSALoRA
+from fedlowrank.methods.ffa_lora import FFALoRA
+from fedlowrank.methods.flexlora import FlexLoRA
+from fedlowrank.methods.flora import FLoRA
+from fedlowrank.methods.hetlora import HetLoRA
+from fedlowrank.storage.state import State
+from tests.golden import lora_reference as reference
+from tests.golden.reference import forward
+from tests.support.method_calls import Reply
+
+from .comparisons import assert_parameters_close, get_shapes
+from .lora_setting import (
+    EQUAL_RANK_METHODS,
+    FAST_LOCAL,
+    LAYER_NAMES,
+    LAYER_SHAPES,
+    NO_EVALUATION,
+    TRAINING,
+    UNEQUAL_RANK_METHODS,
+    assert_head_equal,
+    assert_hetlora_equals_reference,
+    assert_updates_equal,
+    draw_initial_arrays,
+    federate_lora,
+    make_reference_setting,
+    predict,
+    run_lora,
+    train_client,
+    update_server,
+)
+from .setting import LOCAL, Net, run_rounds
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", UNEQUAL_RANK_METHODS, ids=lambda k: k.title)
+def test_a_rank_may_equal_a_dimension_of_a_layer(kind: Any) -> None:
+    ranks = (9, 1, 9, 4)
+    if kind is HetLoRA:
+        assert_hetlora_equals_reference(HetLoRA(training=TRAINING, **LOCAL), Sequential, ranks)
+        return
+    run = run_lora(kind, ranks=ranks, participation=0.75)
+    s = make_reference_setting(run)
+    if kind is FLoRA:
+        key = run.federation.key / "client"
+        net = reference.flora(
+            s, [{k: draw_initial_arrays(key / k / t, ranks[k]) for k in c} for t, c in enumerate(s.rounds)]
+        )
+        assert_head_equal(run, net, 1e-9)
+        np.testing.assert_allclose(
+            predict(run, 1).numpy(),
+            forward(net, run.federation.clients[1].test.x.double().numpy())[1],
+            atol=1e-9,
+        )
+    else:
+        ws, net, *_ = reference.fedhl(s) if kind is FedHL else reference.flexlora(s)
+        assert_updates_equal(run, ws, net, ranks, 1e-9)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("kind", UNEQUAL_RANK_METHODS, ids=lambda k: k.title)
+def test_the_server_holds_the_clients_own_scales(kind: Any) -> None:
+    # of scale 2, 1, 2/3 and 1/2: α/r with ranks that differ, and a server padded to rank 4
+    for client, rank in enumerate((1, 2, 3, 4)):
+        run = run_lora(kind, 0)
+        upload = train_client(run, client)[1]
+        server = update_server(run, [Reply(run.federation.infos[client], upload)])
+        for n in LAYER_NAMES:
+            wanted = 2 / rank * upload.factors[n].dense()
+            held = (
+                server.delta[n].dense()
+                if kind in (FedHL, FlexLoRA)
+                else (server.history.updates[0] if kind is FLoRA else server.factors)[n].dense()
+            )
+            torch.testing.assert_close(held, wanted, rtol=0, atol=1e-14)
+            assert float(wanted.norm()) > 1e-3
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", UNEQUAL_RANK_METHODS, ids=lambda k: k.title)
+def test_every_client_trains_at_its_own_rank(kind: Any) -> None:
+    run = run_lora(kind, 2)
+    for k, rank in enumerate((1, 2, 3, 4)):
+        up = train_client(run, k)[1]
+        assert {n: (p.b.shape, p.a.shape) for n, p in up.factors.items()} == {
+            n: ((d, rank), (rank, w)) for n, (d, w) in zip(LAYER_NAMES, LAYER_SHAPES, strict=True)
+        }
+        assert all(np.linalg.matrix_rank(up.factors[n].dense()) == rank for n in LAYER_NAMES)
+        if kind is not FLoRA:
+            down = run.method.download(run.state.server, run.federation.infos[k])
+            assert get_shapes(getattr(down, "message", down)) == get_shapes(up)
+
+
+@pytest.mark.parametrize("kind", EQUAL_RANK_METHODS, ids=lambda k: k.title)
+def test_unequal_ranks_are_refused_with_both_clients(kind: Any) -> None:
+    with pytest.raises(
+        TaskError, match=rf"{kind.title} .* client 0 has 2 and client 2 has 3.*fedhl, hetlora"
+    ):
+        run_lora(kind, 0, ranks=(2, 2, 3, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
+def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
+    held = add_lora(Net(9, 10), 3, 2.0, trainable=("head",), rslora=True)
+    a, b = (
+        run_rounds(
+            kind(training=LoRATraining(scaling=s), **FAST_LOCAL),
+            federate_lora([3] * 4, held),
+            rounds=2,
+            **NO_EVALUATION,
+        )
+        for s in ("equal", "alpha")
+    )
+    skip = {f"/scaling{x}" for x in ("", "/power")}
+    assert {p for p, _ in tree.leaves(a.state.server)} == {p for p, _ in tree.leaves(b.state.server)} - skip
+    for (path, x), (_, y) in zip(tree.leaves(a.state.server), tree.leaves(b.state.server), strict=True):
+        assert torch.equal(x, y), path
+    for k in range(4):
+        assert torch.equal(predict(a, k), predict(b, k))
+
+
+@pytest.mark.parametrize(("rslora", "at_two"), [(False, 3.0), (True, 6 / 2**0.5)])
+def test_alpha_falls_by_the_rank_or_by_its_root(rslora: bool, at_two: float) -> None:
+    held = add_lora(Net(9, 10), 4, 6.0, trainable=("head",), rslora=rslora)
+    model = federate_lora([None] * 4, held).architectures["model"]
+    assert LoRATraining(scaling="alpha").build_scaling(lora_of(model)).at(2) == pytest.approx(
+        at_two, rel=1e-15
+    )
+    assert LoRATraining(scaling="equal").build_scaling(lora_of(model)).at(2) == pytest.approx(
+        6 / (2 if rslora else 4), rel=1e-15
+    )
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", [FedHL, FlexLoRA, HetLoRA])
+def test_what_a_client_adds_does_not_depend_on_its_scale(kind: Any) -> None:
+    run = run_rounds(
+        kind(training=LoRATraining(rank=2), **FAST_LOCAL), federate_lora(), rounds=2, **NO_EVALUATION
+    )
+    before = [predict(run, k) for k in range(4)]
+    run.method = kind(training=LoRATraining(rank=2, scaling="alpha"), **FAST_LOCAL)
+    run.state = State(
+        2, dataclasses.replace(run.state.server, scaling=Scaling(1.0, 2, 1.0)), run.state.clients
+    )
+    for k in range(4):
+        assert_parameters_close(predict(run, k), before[k])

@@ -1,0 +1,92 @@
+"""A method of one's own, ``module:Class``, over a network: registration, training and the end are as in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.network.client import ClientRuntime, prepare
+from tests.support.local_network import agrees, local, served, small
+
+CODE = """
+from dataclasses import dataclass
+from fedlowrank.methods import FedAvg
+
+@dataclass(frozen=True)
+class Damped(FedAvg):
+    title = "Damped FedAvg"
+
+    def server_update(self, server, *rest):
+        mean = super().server_update(server, *rest)
+        return {name: (value + mean[name]) / 2 for name, value in server.items()}
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", [False, True])
+def test_a_class_is_named_in_the_file(variant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"own_damped_{variant}".lower()
+    (tmp_path / f"{module}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"{module}:Damped"
+    made = small("half", methods={"half": {"method": name}}) if variant else small(name)
+    carrier = local(made, tmp_path / "clients")
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+    method = json.loads((tmp_path / "run" / "run.json").read_text())["method"]
+    assert (method["name"], method["title"]) == (("half", "half") if variant else (name, "Damped FedAvg"))
+
+
+NORMALIZED = """
+from torch import nn
+
+def net(shape, classes):
+    return nn.Sequential(nn.Linear(*shape, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, classes))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("statistics", ["local", "averaged"])
+def test_a_model_with_batch_normalization(
+    statistics: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_normalized.py").write_text(NORMALIZED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sections = {"model": {"names": ["own_normalized:net"]}, "run": {"statistics": statistics}}
+    made = small("fedavg", rounds=2, defaults={"drop_last": True}, **sections)
+    carrier = local(made, tmp_path / "clients")
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+
+
+def test_a_client_refuses_parts_of_batches_as_a_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_parts.py").write_text(NORMALIZED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = small("fedavg", model={"names": ["own_parts:net"]}, run={"micro_batch": 4})
+    prepare(tmp_path / "client", made, 0, made.shares())
+    with pytest.raises(ConfigError, match=r"run\.micro_batch = 4 .* batch normalization '1'"):
+        _ = ClientRuntime(tmp_path / "client").method
+
+
+LOSS = """
+from torch.nn import functional
+
+def tempered(scores, targets):
+    return functional.cross_entropy(scores / 3, targets, reduction="none")
+"""
+
+
+@pytest.mark.full
+def test_a_loss_is_named_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_tempered.py").write_text(LOSS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = small("fedavg", rounds=2, loss={"kind": "own_tempered:tempered"})
+    carrier = local(made, tmp_path / "clients")
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["loss"]["kind"] == "own_tempered:tempered"

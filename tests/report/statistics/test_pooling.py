@@ -1,0 +1,209 @@
+"""Runs are pooled as seeds of one setting only where they are; what diverged, stopped or was repeated is said."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedlowrank.report import comparison
+from fedlowrank.report.figures.comparison_figures import plot_results
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.significance import compare_over_clients, correct_holm
+from fedlowrank.report.tables.comparison_tables import comparison_markdown
+from tests.report.report_runs import (
+    cells,
+    draw,
+    findings_of,
+    members,
+    regression_of,
+    rounds_of,
+    rows_of,
+    text_of,
+)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"loss": {"kind": "cross_entropy", "label_smoothing": 0.9}},
+        {"models": {"model": {"parameters": 900, "layers": {"": "MLP"}}}},
+        {"models": {"model": {"parameters": 650, "layers": {"": "Linear(bias=False)"}}}},
+        {"data": {"name": "digits", "seed": 1}},
+        {"run": {"attack": {"kind": "backdoor", "target": 7}}},
+        {"fields": {"mu": 0.9, "seed": 3}},
+    ],
+)
+def test_runs_that_differ_in_more_than_the_seed_are_no_seeds_of_one_setting(make_run, other):
+    first = {
+        "loss": {"kind": "cross_entropy"},
+        "models": {"model": {"parameters": 650, "layers": {"": "Linear"}, "frozen": "a"}},
+        "data": {"name": "digits", "seed": 0},
+        "run": {"attack": {"kind": "backdoor", "target": 1}},
+        "fields": {"mu": 0.9, "seed": 2},
+    }
+    one, two = make_run("a", 0, **first), make_run("a", 1, **{**first, **other})
+    assert [len(group.runs) for group in group_runs([one, two])] == [1, 1]
+    same = make_run("a", 1, **{**first, "run": {**first["run"], "target": 0.9}})
+    assert [len(group.runs) for group in group_runs([one, same])] == [2]
+
+
+@pytest.mark.parametrize("key", ["data.seed", "run.attack.target"])
+def test_a_varied_setting_called_seed_or_target_makes_groups(make_run, key):
+    runs = [make_run("a", s, vary={key: k}) for k in (1, 7) for s in (0, 1)]
+    table = comparison(runs)
+    assert [row["seeds"] for row in rows_of(table)] == [2, 2]
+    last = ".".join(key.split(".")[-2:])
+    assert [row["label"] for row in rows_of(table)] == [f"a ({last} = 1)", f"a ({last} = 7)"]
+
+
+def test_a_seed_given_twice_is_said_in_the_terminal_and_in_markdown(make_run):
+    table = comparison([make_run("a", 0), make_run("a", 0), make_run("b", 0)])
+    said = "a: seed 0 was given more than once"
+    assert said in " ".join(text_of(table, all_tables=False).split())
+    assert said in comparison_markdown(table)
+
+
+def test_seeds_of_other_data_are_named(make_run):
+    more = [{**row, "train": row["train"] + 50} for row in members(2)]
+    rounds = rounds_of([[0.5, 0.6]])
+    table = comparison([make_run("a", 0, rounds=rounds), make_run("a", 1, rounds=rounds, clients=more)])
+    (said,) = [one for one in table.warnings if "same data" in one]
+    assert "seed 0 has 201 training, 30 validation and 25 test examples" in said
+    assert "seed 1 has 301 training" in said
+    # a partition by seed moves an example of each client at most
+    near = [{**row, "train": row["train"] + 1, "val": row["val"] - 1} for row in members(2)]
+    table = comparison([make_run("a", 0, rounds=rounds), make_run("a", 1, rounds=rounds, clients=near)])
+    assert not [one for one in table.warnings if "same data" in one]
+
+
+def test_clients_that_were_not_drawn_for_evaluation_are_not_without_examples(make_run):
+    rows = rounds_of([[0.1] * 6, [0.5, 0.6, 0.7]])
+    table = comparison([make_run("a", rounds=rows)])
+    (row,) = rows_of(table)
+    assert (row["clients_in_mean"], row["clients_not_evaluated"], row["clients_without_test"]) == (3, 3, 0)
+    assert "a: 3 of 6 clients were evaluated; means are over those." in table.warnings
+    assert not [one for one in table.warnings if "without test examples" in one]
+
+
+class TestDivergence:
+    def test_a_method_with_a_diverged_client_is_last_and_not_tested(self, make_run):
+        """The other is better on every client, and yet its mean is larger, for it counts all of them."""
+        runs = [
+            make_run("a", rounds=regression_of([[1.0] * 6, [0.145, 0.179, 0.191, 0.237, 0.160, math.inf]])),
+            make_run("b", rounds=regression_of([[1.0] * 6, [0.106, 0.150, 0.184, 0.193, 0.108, 34.7]])),
+        ]
+        (said,) = findings_of(runs)
+        assert said.startswith("b reaches the lowest mean test loss")
+        assert "Diverged, so last and not tested: a (1 client)." in said
+        a, b = rows_of(table := comparison(runs))
+        assert (b["not_worse"], a["not_worse"], a["p_best_holm"]) == (1, None, None)
+        results = {row[0]: row[1] for row in table.summary.rows}
+        assert results["a"].endswith("(1 client diverged)")
+        picture = draw(plot_results, *runs)
+        assert [text.get_text() for text in picture.figure.axes[0].get_yticklabels()] == ["b", "a"]
+        assert "Last: a, 1 client diverged." in picture.caption
+        assert "diverged" not in results["b"]
+
+    def test_a_round_at_which_a_client_diverged_is_not_the_best(self, make_run):
+        risk = [[2.0, 2.0], [1.0, 1.0], [0.5, math.inf]]
+        (row,) = rows_of(comparison([make_run("a", rounds=regression_of(risk))]))
+        assert (row["loss_best_round"], row["loss_best_by_validation"]) == (1, 1.0)
+
+    def test_a_seed_whose_training_diverged_is_a_failure_and_no_result(self, make_run):
+        rows = {"a": [0.9, 0.91, 0.3], "b": [0.5, 0.52, 0.51]}
+        runs = [
+            make_run(
+                name, s, rounds=rounds_of([[0.1], [top]]),
+                status={"state": "diverged" if (name, s) == ("a", 2) else "finished", "rounds": 1},
+            )
+            for name, tops in rows.items() for s, top in enumerate(tops)
+        ]  # fmt: skip
+        table = comparison(runs)
+        a, b = rows_of(table)
+        assert a["accuracy_last"] == pytest.approx(0.905)
+        assert {row[0]: row[1] for row in table.summary.rows}["a"].endswith("(1 of 3 seeds diverged)")
+        assert "seed 2: diverged at round 1" in a["status"]
+        assert findings_of(runs)[0].startswith("b reaches the highest")
+        assert b["not_worse"] == 1
+
+
+class TestStopped:
+    def runs(self, make_run):
+        whole = {"a": (0.80, 0.82, 0.81), "b": (0.70, 0.73, 0.72)}
+        runs = [make_run(m, s, rounds=rounds_of([[0.1], [0.2], [top]])) for m, tops in whole.items()
+                for s, top in enumerate(tops) if (m, s) != ("a", 2)]  # fmt: skip
+        part = make_run(
+            "a",
+            2,
+            rounds=rounds_of([[0.1], [0.2]]),
+            run={"rounds": 2},
+            status={"state": "stopped", "rounds": 1},
+        )
+        return [*runs, part]
+
+    def test_a_run_that_did_not_finish_is_in_no_mean_and_no_pair(self, make_run):
+        table = comparison(self.runs(make_run))
+        a, b = sorted(rows_of(table), key=lambda row: row["label"])
+        assert (a["accuracy_last"], a["seeds"]) == (pytest.approx(0.81), 2)
+        assert (b["pairs"], b["seeds"]) == (2, 3)
+        gaps = [0.70 - 0.80, 0.73 - 0.82]
+        assert b["p_best_holm"] == pytest.approx(stats.ttest_1samp(gaps, 0).pvalue)
+        assert "seed 2: stopped at round 1" in a["status"]
+        assert any("No result counts it" in one for one in table.warnings)
+        assert cells(table, "accuracy", "status")[0].startswith("seed 2")
+
+    def test_runs_that_all_go_on_are_shown_and_paired_after_equal_rounds(self, make_run):
+        on = {"state": "running", "rounds": 1}
+        runs = [
+            make_run(m, 0, rounds=rounds_of([[0.1] * 3, [0.5 + d] * 3]), status=on)
+            for m, d in (("a", 0.1), ("b", 0))
+        ]
+        late = make_run("c", 0, rounds=rounds_of([[0.1] * 3, [0.4] * 3, [0.5] * 3]))
+        a, b, c = rows_of(comparison([*runs, late]))
+        assert (a["accuracy_last"], b["pairs"], c["pairs"]) == (pytest.approx(0.6), 3, None)
+
+
+class TestPairs:
+    def test_runs_of_other_data_of_the_same_sizes_are_not_paired(self, make_run):
+        tops = {"a": 0.9, "b": 0.8, "c": 0.7}
+        runs = [
+            make_run(m, s, rounds=rounds_of([[top + 0.01 * s]]), fingerprint=["new" if m == "c" else "old", "x"])
+            for m, top in tops.items() for s in (0, 1)
+        ]  # fmt: skip
+        _, b, c = rows_of(comparison(runs))
+        assert (b["pairs"], c["pairs"]) == (2, None)
+        assert "Not tested: c, which has no seed with the same clients as the best" in findings_of(runs)[0]
+
+    def test_equal_differences_share_a_rank_whatever_rounding_makes_of_them(self):
+        """Accuracies are k / 10: the ranks are those of whole numbers."""
+        random = np.random.default_rng(0)
+        for _ in range(50):
+            one, other = random.integers(0, 11, (2, 24))
+            if np.ptp(one - other):
+                expected = stats.wilcoxon(one - other).pvalue
+                assert compare_over_clients(one / 10 - other / 10).p == pytest.approx(expected, rel=1e-9)
+
+    def test_the_best_of_equal_methods_is_better_than_another_in_one_of_twenty_cases_at_most(self):
+        """Of ten methods without any difference, corrected for the nine comparisons alone it were every eighth."""
+        random, found, trials, methods = np.random.default_rng(1), 0, 600, 10
+        for _ in range(trials):
+            x = random.normal(size=(methods, 5))
+            best = x[x.mean(axis=1).argmax()]
+            p = [stats.ttest_1samp(one - best, 0).pvalue for one in x if one is not best]
+            corrected = correct_holm(p, methods * (methods - 1) // 2)
+            found += min(corrected) < 0.05
+        assert found / trials < 0.07
+
+    def test_holm_for_all_pairs_by_hand(self, make_run):
+        tops = {"a": (0.9, 0.92, 0.91), "b": (0.8, 0.83, 0.81), "c": (0.7, 0.71, 0.75)}
+        runs = [make_run(m, s, rounds=rounds_of([[top]])) for m, t in tops.items() for s, top in enumerate(t)]
+        _, b, c = rows_of(comparison(runs))
+        raw = {m: stats.ttest_rel(tops[m], tops["a"]).pvalue for m in "bc"}
+        first, second = sorted(raw, key=raw.get)
+        expected = {first: 3 * raw[first]}
+        expected[second] = max(expected[first], 2 * raw[second])
+        assert (b["p_best_holm"], c["p_best_holm"]) == pytest.approx((expected["b"], expected["c"]))
+        assert "p corrected by Holm for all 3 pairs" in findings_of(runs)[0]

@@ -1,0 +1,1 @@
+"""Helpers that the tests of several folders use, named after what they make."""
