@@ -91,7 +91,8 @@ class Evaluator:
         self._cohort_is_equal: dict[str, bool] = {}
         self._fits_cohorts = True
         self._not_finite: set[int] = set()
-        self._labels: dict[tuple[int, str], int] = {}
+        # by client the labels of each split that count; None if each example has one
+        self._labels: dict[int, list[int] | None] = {}
 
     def evaluate(
         self,
@@ -140,14 +141,22 @@ class Evaluator:
 
     def _count_labels(self, clients: Sequence[int]) -> list[Column]:
         """How many labels of each client count; nothing where these are the numbers of examples."""
-        parts = {(i, split): getattr(self.federation.clients[i], split) for i in clients for split in SPLITS}
-        for key in parts.keys() - self._labels.keys():
-            self._labels[key] = count_labels(parts[key], self.federation.loss)
-        if all(self._labels[key] == len(part) for key, part in parts.items()):
+        for i in clients:
+            if i not in self._labels:
+                data = self.federation.clients[i]
+                counts = [count_labels(getattr(data, split), self.federation.loss) for split in SPLITS]
+                self._labels[i] = None if counts == self._examples_of(i) else counts
+        if all(self._labels[i] is None for i in clients):
             return []
+        counted = {i: self._labels[i] or self._examples_of(i) for i in clients}
         return [
-            Column(COUNTED_LABELS, "", split, [self._labels[i, split] for i in clients]) for split in SPLITS
+            Column(COUNTED_LABELS, "", split, [counted[i][k] for i in clients])
+            for k, split in enumerate(SPLITS)
         ]
+
+    def _examples_of(self, client: int) -> list[int]:
+        """Number of examples of each split of a client."""
+        return [len(getattr(self.federation.clients[client], split)) for split in SPLITS]
 
     def _warn_of_not_finite(self, measured: ClientTable) -> None:
         """Name once each client whose loss is not finite."""
@@ -398,11 +407,10 @@ def _measure(models: ModelsOfClients, pool: ScoringPool, metrics: Mapping[str, M
 
 def _table_of_models(models: ModelsOfClients, scores: Mapping[str, Scores]) -> ClientTable:
     """The table of the clients of models, given the scores of each series on the splits of one client after another."""
-    sizes = [
-        ({series: model.count_parameters(series) for series in scores}, model.routes or [])
-        for model, infos in models
-        for _ in infos
-    ]
+    sizes: list[tuple[Mapping[str, int], list[float]]] = []
+    for model, infos in models:
+        counts = {series: model.count_parameters(series) for series in scores}
+        sizes += [(counts, model.routes or [])] * len(infos)
     return _table_of_scores([info.id for _, infos in models for info in infos], scores, sizes)
 
 
