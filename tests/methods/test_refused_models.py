@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fedlowrank.core.errors import TaskError
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods.ensemble import Ensemble
+from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedala import FedALA
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedem import FedEM
@@ -21,6 +23,7 @@ from fedlowrank.methods.fedrep import FedRep
 from fedlowrank.methods.fedrod import FedRoD
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.ifca import IFCA
+from fedlowrank.methods.lg_fedavg import LGFedAvg
 from fedlowrank.methods.local_adaptor import LocalAdaptor
 from fedlowrank.methods.moon import MOON
 from fedlowrank.methods.pfedlora import PFedLoRA
@@ -71,3 +74,29 @@ def test_a_model_without_a_layer_to_adapt_is_refused(method: Any) -> None:
     federation = Federation.from_arrays(make_arrays(), Bare, classes=CLASSES)
     with pytest.raises(TaskError, match=r"no layer to adapt.*Bare"):
         prepare_run(method, federation)
+
+
+@pytest.mark.parametrize("method", [FD(), FedProto(), LGFedAvg()])
+def test_models_of_other_types_are_refused_where_they_exchange_numbers(method: Any) -> None:
+    clients = [(np.zeros((6, 4)), np.arange(6) % 3)] * 2
+    models = {"a": Headed, "b": lambda: Headed().double()}
+    federation = Federation.from_arrays(clients, models, classes=3)
+    with pytest.raises(TaskError, match=r"float64"):
+        method.server_init(federation.task(2))
+
+
+def test_the_adapter_of_pfedlora_has_the_widest_type_whatever_the_order_of_clients() -> None:
+    clients = [(np.zeros((6, 4), dtype="float32"), np.arange(6) % 3)] * 2
+    nets = {"a": Headed, "b": lambda: Headed().bfloat16()}
+    for order in (["a", "b"], ["b", "a"]):
+        federation = Federation.from_arrays(clients, {n: nets[n] for n in order}, classes=3)
+        assert PFedLoRA(width=2).server_init(federation.task(2)).a.dtype == torch.float32
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.to(self.body.weight.dtype)).relu())

@@ -38,6 +38,7 @@ from .families.clusters import (
     average_clusters,
     compute_cluster_weights,
     contribute_by_cluster,
+    describe_draws,
     draw_models,
     find_routes,
     learn_router,
@@ -82,6 +83,10 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
         return self.router.passes(self.main_pass)
+
+    def remarks(self, task: Task) -> list[str]:
+        """Models that do not begin as the user's module does."""
+        return describe_draws(self.title, task, self.clusters)
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``, the first that of every other method."""

@@ -42,7 +42,7 @@ from ..core.contract import (
 )
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
-from ..core.tree import Params, tree_dataclass, widen
+from ..core.tree import Params, tree_dataclass
 
 
 @tree_dataclass
@@ -90,7 +90,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> ServerState:
-        """No output is known; raises TaskError if models have other numbers of outputs."""
+        """No output is known; raises TaskError if models have other numbers of outputs or other types."""
         counts = {name: m.probe(m.example).shape[-1] for name, m in sorted(task.architectures.items())}
         if len(set(counts.values())) > 1:
             counts_text = ", ".join(f"{name} has {count}" for name, count in counts.items())
@@ -98,7 +98,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
                 f"{self.title} averages the outputs of all clients, and their models have other numbers of outputs: "
                 f"{counts_text}. Give each model one output a class, {task.classes}"
             )
-        like = widen(next(iter(task.model(task.clients[0]).initial.values())))
+        like = next(iter(task.model(task.clients[0]).initial.values())).to(task.common_type(self.title))
         total = like.new_zeros(task.classes, next(iter(counts.values())))
         return ServerState(total, like.new_zeros(task.classes), {})
 

@@ -31,7 +31,7 @@ from ..core.errors import TaskError
 from ..core.learning.batch_losses import mean_loss
 from ..core.learning.losses import class_axis
 from ..core.tree import Params
-from .families.clusters import compute_model_losses, draw_models, zero_router_logits
+from .families.clusters import compute_model_losses, describe_draws, draw_models, zero_router_logits
 from .families.fixed_models import in_inference_mode
 
 
@@ -80,6 +80,10 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
     zero_step_settings: ClassVar[dict[str, int]] = {
         "adapt": 1
     }  # the one EM step of a round moves the shares at any learning rate
+
+    def remarks(self, task: Task) -> list[str]:
+        """Models that do not begin as the user's module does."""
+        return describe_draws(self.title, task, self.clusters)
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``; raises TaskError for a loss that couples examples."""

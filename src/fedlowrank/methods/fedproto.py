@@ -93,7 +93,7 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
     def server_init(self, task: Task) -> Prototypes:
         """No prototype is known."""
-        like = widen(next(iter(task.model(task.clients[0]).initial.values())))
+        like = next(iter(task.model(task.clients[0]).initial.values())).to(task.common_type(self.title))
         mean = like.new_zeros(task.classes, task.common_width(self.title))
         return Prototypes(mean, torch.zeros(task.classes, dtype=torch.bool, device=like.device))
 

@@ -42,6 +42,7 @@ from .families.clusters import (
     clamp_shares,
     compute_model_losses,
     contribute_by_cluster,
+    describe_draws,
     draw_models,
     select_cluster,
 )
@@ -80,6 +81,10 @@ class IFCA(Method[Params, None, Params, Upload]):
     title = "IFCA"
     citation = "Ghosh et al., NeurIPS 2020, arXiv:2006.04088"
     keep_refusal = "a client may train the model of another cluster in the next round"
+
+    def remarks(self, task: Task) -> list[str]:
+        """Models that do not begin as the user's module does."""
+        return describe_draws(self.title, task, self.clusters)
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``."""

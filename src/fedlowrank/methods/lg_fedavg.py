@@ -35,17 +35,17 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> Params:
-        """h^0, the head of the first client's architecture; all heads must have its shapes."""
+        """h^0, the head of the first client's architecture; all heads must have its shapes and types."""
         first = task.model(task.clients[0])
         head = first.head_of(first.initial)
         for client in task.clients:
             model = task.model(client)
             other = model.head_of(model.initial)
-            if {n: p.shape for n, p in other.items()} != {n: p.shape for n, p in head.items()}:
+            if _forms(other) != _forms(head):
                 raise TaskError(
                     f"{self.title} shares the head, but the heads of client {task.clients[0].id} "
-                    f"({first.name}) and client {client.id} ({model.name}) differ: {_shapes(head)} and "
-                    f"{_shapes(other)}"
+                    f"({first.name}) and client {client.id} ({model.name}) differ: {_forms(head)} and "
+                    f"{_forms(other)}"
                 )
         return head
 
@@ -69,5 +69,5 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
         return ClientModel(state | down)
 
 
-def _shapes(params: Params) -> str:
-    return ", ".join(f"{n} {tuple(p.shape)}" for n, p in params.items())
+def _forms(params: Params) -> str:
+    return ", ".join(f"{n} {tuple(p.shape)} {p.dtype}".replace("torch.", "") for n, p in params.items())

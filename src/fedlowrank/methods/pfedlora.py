@@ -26,6 +26,7 @@ each draws its own).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,7 +76,9 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
         adapter = initial_adapter(inputs, self.width, task.classes, key)
         if self.start == "svd":
             adapter = initial_adapter_from_head(first, self.width, adapter)
-        like = next(iter(first.initial.values()))
+        # the widest type of all architectures, whatever the order of the clients
+        types = (next(iter(m.initial.values())).dtype for m in task.architectures.values())
+        like = next(iter(first.initial.values())).to(functools.reduce(torch.promote_types, types))
         return PFedLoRAAdapter(*(t.to(like) for t in (adapter.a, adapter.a_bias, adapter.b, adapter.b_bias)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:

@@ -69,6 +69,7 @@ class Architecture:
             ``outputs_of(x)``, or None where they are the scores.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
             the tensors.
+        factory: makes the module anew, of the user; None if the user gave a module.
         pass_trainer: what takes the steps of its passes (:class:`fedlowrank.training.trainer.PassTrainer`), or None for this
             package's own.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
@@ -124,6 +125,7 @@ class Architecture:
         self.autocast: torch.dtype | None = None
         self.readout: Callable[[Callable[[Any], Tensor], Any], Tensor] | None = None
         self.pass_trainer: Any = None
+        self.factory: Callable[[], nn.Module] | None = None
         self._library_hooks: int | None = None
         is_named = head is not None or hasattr(module, "head_name")
         if head is None:
@@ -422,11 +424,42 @@ class Architecture:
         with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators(self.device):
             self.set_training(True)
             try:
-                return scores, self.apply(leaves, x).requires_grad
+                attached = self.apply(leaves, x)
+                is_trainable = attached.requires_grad
             except (RuntimeError, ValueError, TaskError):
-                return scores, True
+                self.set_training(False)
+                attached, is_trainable = self.apply(leaves, x), True
             finally:
                 self.set_training(False)
+        self._refuse_other_references(attached)
+        return scores, is_trainable
+
+    def _refuse_other_references(self, scores: Tensor) -> None:
+        """Refuse a forward pass that reads a parameter of the module itself and not the one that is trained.
+
+        Args:
+            scores: of a forward pass with other tensors in the place of all trained parameters.
+
+        Raises:
+            TaskError: with the names of such parameters.
+        """
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        pending, seen, missed = [scores.grad_fn], set[Any](), set[str]()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            name = names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                missed.add(name)
+            pending += [previous for previous, _ in node.next_functions]
+        if missed:
+            raise TaskError(
+                f"model {self.name}: its forward reads {', '.join(sorted(missed))} by another reference than the attribute "
+                "of its module, such as a list, a closure or functools.partial, so that training would not change what "
+                "it computes. Read the attribute in forward (self.weight), or keep such parameters in an nn.ParameterList"
+            )
 
     def layer_with_single_value(self) -> str | None:
         """Name of the first batch normalization for which one example is one value of each channel."""
@@ -434,10 +467,16 @@ class Architecture:
             return self._code.layer_with_single_value(*map_leaves(torch.clone, (self.initial, self.example)))
 
     def reinitialize(self, key: Key) -> Params:
-        """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
+        """Initial parameters of another key: of the user's factory, which is called once more.
+
+        Of a module without a factory, such as a pretrained one, layers with ``reset_parameters`` draw theirs by their own
+        rules, and all other parameters stay as they are.
+        """
 
         def again() -> nn.Module:
             # drawn on the CPU, for all devices are to begin with the same numbers
+            if self.factory is not None:
+                return self.factory()
             module = copy.deepcopy(self.module).cpu()
             for layer in module.modules():
                 reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
@@ -629,6 +668,7 @@ def build_architecture(
 
         module = build_module(make, key)
         architecture = Architecture(name, module, example, head)
+        architecture.factory = None if isinstance(model, nn.Module) else make
         if architecture.head_name is None:
             # where there is a head, the check of the split has made this pass
             _ = architecture.example_scores

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from .. import tree
+from ..errors import TaskError
 from ..key import Key
 from ..tree import Params
 
@@ -83,11 +84,13 @@ class EngineModel(Model, Protocol):
         example: one input.
         couples: whether the scores of an example depend on the batch that it is in.
         buffers: initial values of the buffers that ``forward`` may change.
+        factory: makes the module anew, of the user; None if the user gave a module.
     """
 
     example: Any
     couples: bool
     buffers: Params
+    factory: Callable[[], nn.Module] | None
 
     @property
     def is_standard(self) -> bool:
@@ -145,4 +148,14 @@ def without_data(model: M) -> M:
     """
     bare_copy = copy.copy(model)
     bare_copy.example, bare_copy.cache = tree.map_leaves(Tensor.clone, model.example), {}
+    if model.factory is not None:
+        # it may hold anything
+        bare_copy.factory = _refuse_to_draw
     return bare_copy
+
+
+def _refuse_to_draw() -> nn.Module:
+    raise TaskError(
+        "a worker has no factory of the user's models. Call model.reinitialize in server_init or client_init, which the "
+        "process of the simulation calls"
+    )

@@ -231,6 +231,24 @@ class Task:
                 )
         return self.model(first).width
 
+    def common_type(self, method: str) -> torch.dtype:
+        """The type in which numbers of all architectures are exchanged: float32 for half precision.
+
+        Raises:
+            TaskError: if architectures have parameters of different types; float16, bfloat16 and float32 are one type.
+        """
+        types = {
+            name: wide_type(next(iter(model.initial.values())).dtype)
+            for name, model in sorted(self.architectures.items())
+        }
+        if len(set(types.values())) > 1:
+            described = ", ".join(f"{name} has {t}".replace("torch.", "") for name, t in types.items())
+            raise TaskError(
+                f"{method} exchanges numbers between models, so their parameters must have one type, but {described}. "
+                "Call .float() or .double() on the modules."
+            )
+        return next(iter(types.values()))
+
     def smallest_model(self, name: str | None = None) -> EngineModel:
         """The architecture of that name, or the one with the fewest parameters."""
         if name is None:

@@ -194,15 +194,34 @@ def select_cluster(value: T, cluster: int) -> T:
 def draw_models(title: str, task: Task, count: int) -> Params:
     """Draw the initial weights of C models ``[C, ...]``; the first are those of all other methods.
 
+    The others are drawn by the user's factory, or by the layers' own rules where the user gave a module.
+
     Raises:
         ConfigError: if C < 1.
-        TaskError: if the clients hold different architectures.
+        TaskError: if the clients hold different architectures, or the models begin with equal weights.
     """
     if count < 1:
         raise ConfigError(f"{title}: there must be at least one model; clusters is {count}")
     model = task.common_model(title)
     draws = [model.initial, *(model.reinitialize(task.key / "ensemble" / c) for c in range(1, count))]
-    return {n: torch.stack([d[n] for d in draws]) for n in model.initial}
+    models = {n: torch.stack([d[n] for d in draws]) for n in model.initial}
+    if count > 1 and all(torch.equal(t, t[:1].expand_as(t)) for t in models.values()):
+        raise TaskError(
+            f"{title}: all {count} models would begin with the same weights, so that they could not learn different "
+            "clusters. Initial values must be random: give the federation a function that makes the module, such as "
+            "lambda: Net(), and draw its parameters there, by nn.init or torch.randn"
+        )
+    return models
+
+
+def describe_draws(title: str, task: Task, count: int) -> list[str]:
+    """Say that a module that the user gave, such as a pretrained one, is the start of one model only."""
+    if count < 2 or task.common_model(title).factory is not None:
+        return []
+    return [
+        f"{title}: the parameters of the module are the start of the first model alone; the other {count - 1} begin at "
+        "random values of its layers, because the federation was given a module and not a function that makes it."
+    ]
 
 
 def unbind_models(models: Params) -> list[Params]:
