@@ -5,6 +5,7 @@ Both layers are in one process and take turns on one thread; medians of 40 calls
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 
@@ -52,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

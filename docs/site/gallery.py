@@ -5,8 +5,8 @@ The runs stay in `runs/gallery`; a second call goes on with them. The pictures a
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from fedlowrank.cli.main import main
@@ -75,4 +75,8 @@ def draw(runs: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs" / "gallery")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "runs", nargs="?", type=Path, default=ROOT / "runs" / "gallery", help="folder of the runs"
+    )
+    draw(parser.parse_args().runs)

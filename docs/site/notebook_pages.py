@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import re
@@ -95,6 +96,9 @@ def execute(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description="Execute the notebooks anew and store their outputs in them."
+    ).parse_args()
     for file in sorted(NOTEBOOKS.glob("*.ipynb")):
         execute(file)
         print(file.name)

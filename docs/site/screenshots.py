@@ -7,6 +7,7 @@ It needs Chromium or Chrome, compares three methods over five seeds (about a min
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -66,4 +67,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -1,4 +1,7 @@
-"""The claims of the papers, judged by the committed figures, and the tables of the summary; see ``docs/evidence.py``."""
+"""The claims of the papers, judged by the committed figures, and the tables of the summary.
+
+A part of ``docs/evidence.py``, which is the command; this file is only imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tables of the evidence experiments, from the committed figures; see ``docs/evidence.py``."""
+"""Tables of the evidence experiments, from the committed figures.
+
+A part of ``docs/evidence.py``, which is the command; this file is only imported.
+"""
 
 from __future__ import annotations
 

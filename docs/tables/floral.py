@@ -7,8 +7,8 @@ seeds; then in brackets what the paper prints.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 from pathlib import Path
 
 from fedlowrank.config.experiment import ExperimentConfig
@@ -57,4 +57,10 @@ def main(runs: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        description="FLoRAL's Table 1 as Markdown: these runs beside the paper's numbers."
+    )
+    parser.add_argument(
+        "runs", type=Path, help="folder with a folder for each experiment of experiments/floral"
+    )
+    main(parser.parse_args().runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ def paste(page: str, table: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     file = ROOT / "experiments" / "demo" / "tune.toml"
     subprocess.run(
         [sys.executable, "-m", "fedlowrank.cli.main", "tune", str(file), "--jobs", "2"], check=True

@@ -195,3 +195,51 @@ def test_the_signature_is_documented(capsys: Capsys) -> None:
         assert "factory(shape, classes)" in " ".join(text.split())
         assert "torch.nn.Module" in text
     assert "--allow-code" in readme
+
+
+METRIC = """
+import numpy as np
+
+def half(scores, labels):
+    return 0.5 * float(np.mean(scores.argmax(-1) == labels))
+
+def none(scores, labels):
+    return 0.0
+"""
+
+
+def write_metrics(text: str = METRIC) -> None:
+    """Write a module of metrics, as another process would find it."""
+    Path("own_metrics.py").write_text(text)
+    sys.modules.pop("own_metrics", None)
+
+
+def test_changed_code_of_a_metric_is_another_configuration(capsys: Capsys) -> None:
+    """One run has one definition of a metric; metrics may be added and dropped."""
+    write_metrics()
+    both = ["compare", write(Path()), "--methods", "fedavg", "run.rounds=1"]
+    measured = 'run.metrics=["own_metrics:half"]'
+    done(capsys, *both, measured)
+    write_metrics(METRIC.replace("0.5 *", "0.25 *"))
+    assert "the code of own_metrics:half was changed" in refused(capsys, *both, measured, "--seeds", "0,1")
+    resume = ["resume", "runs/small/fedavg-s0", "--allow-code"]
+    assert "the code of own_metrics:half was changed" in refused(capsys, *resume, "run.rounds=2")
+    write_metrics()
+    done(capsys, *resume, "run.rounds=2", 'run.metrics=["own_metrics:half", "own_metrics:none"]')
+    done(capsys, *resume, "run.rounds=3", "run.metrics=[]")
+    assert "code" not in RunRecord.load(Path("runs/small/fedavg-s0")).config
+    done(capsys, *resume, "run.rounds=4", measured)
+    assert RunRecord.load(Path("runs/small/fedavg-s0")).config["code"].keys() == {"own_metrics:half"}
+
+
+@pytest.mark.parametrize("arguments", [["resume", "RUN", "run.rounds=2"], ["predict", "RUN"]])
+def test_one_message_names_all_code(arguments: list[str], capsys: Capsys) -> None:
+    write_metrics()
+    Path("own_method.py").write_text(
+        "from fedlowrank.methods import FedAvg\nclass Own(FedAvg):\n    title = 'Own'\n"
+    )
+    done(
+        capsys, "run", write(Path()), "--method", "own_method:Own", "run.rounds=1",
+        'run.metrics=["own_metrics:half"]', "-o", "RUN",
+    )  # fmt: skip
+    assert "names Python code, own_metrics:half, own_method:Own, which" in refused(capsys, *arguments)

@@ -10,7 +10,9 @@ import pytest
 
 from fedlowrank.cli import catalog
 from fedlowrank.cli.main import main
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.setup.method_title import method_title
 from fedlowrank.testing.check import CheckFinding
 from tests.cli.small_experiment import SMALL, done, refused, write
 
@@ -220,3 +222,16 @@ def test_workers_end_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
     """The command has a handler of SIGTERM, by which processes that train are ended."""
     assert main(["run", write(Path(), ALONE), "run.engine=processes", "run.rounds=2"]) == 0
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_class_without_a_title_is_not_called_as_its_base(capsys: Capsys) -> None:
+    Path("own_method.py").write_text(CODE.replace('    title = "Damped FedAvg"\n', ""))
+    sys.modules.pop("own_method", None)
+    title = f"FedAvg ({NAME})"
+    done(capsys, "compare", write(Path()), "--methods", f"fedavg,{NAME}", "run.rounds=1")
+    assert RunRecord.load(Path(f"runs/small/{NAME}-s0")).method_title == title
+    assert RunRecord.load(Path("runs/small/fedavg-s0")).method_title == "FedAvg"
+    assert title in " ".join(done(capsys, "report", "runs/small").split())
+    # from Python, too
+    method = ExperimentConfig.read("small.toml", (), NAME).build_method(NAME)
+    assert method_title(method) == title

@@ -67,3 +67,10 @@ def test_a_metric_of_the_user_s_is_code(capsys: Capsys) -> None:
     done(capsys, "predict", str(folder), "--allow-code")
     write(Path(), SMALL.replace("rounds = 2", 'rounds = 2\nmetrics = ["macrof1"]'))
     assert "Did you mean 'macro_f1'" in refused(capsys, "run", "small.toml", "-o", "other")
+
+
+def test_a_run_without_its_best_round_says_what_keeps_it(capsys: Capsys) -> None:
+    done(capsys, "run", write(Path()), "run.rounds=1", "-o", "RUN")
+    found = refused(capsys, "predict", "RUN", "--best")
+    assert "run.keep_best = true" in found
+    assert "stopped" not in found

@@ -75,6 +75,20 @@ def test_a_run_is_scored_by_the_validation_of_its_clients() -> None:
     assert score_run(record(rounds, [{"id": 0}, {"id": 1, "hostile": True}]), "last") == (0.6, 7, False)
 
 
+def test_the_state_before_training_is_no_candidate() -> None:
+    rounds = [by_clients(t, [v], [0.0]) for t, v in enumerate([0.9, 0.4, 0.3])]
+    assert score_run(record(rounds, CLIENTS[:1]), "best") == (0.4, 1, False)
+
+
+def test_a_run_that_used_no_reply_has_no_score() -> None:
+    table = by_clients(1, [0.9, 0.9], [0.0, 0.0]).measured
+    dropped = [RoundRecord(t, [0, 1], {"0": "NaN", "1": "NaN"}, measured=table) for t in (1, 2)]
+    start, used = RoundRecord(0, measured=table), RoundRecord(3, [0, 1], {"0": "NaN"}, measured=table)
+    for at in ("last", "best"):
+        assert score_run(record([start, *dropped], CLIENTS[:2]), at) is None
+        assert score_run(record([start, *dropped, used], CLIENTS[:2]), at) is not None
+
+
 def test_a_run_is_scored_by_the_series_asked_for_or_else_by_its_first() -> None:
     tables = {"personal": {"val": [0.1, 0.3], "test": [0, 0]}, "server": {"val": [0.5, 0.7], "test": [0, 0]}}
     both = RoundRecord(1, measured=make_client_table({"accuracy": tables}))
@@ -344,3 +358,16 @@ def test_settings_that_diverge_are_shown_and_never_chosen(capsys: Capsys) -> Non
     assert "diverged (seed 10)" in Path("runs/small-tuned/tuning.md").read_text()
     assert "Standalone: not compared, for no setting of the grid has a result" in out
     assert [p.name for p in Path("runs/small-tuned").glob("*-s*")] == ["fedavg-s0"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_setting_in_which_every_reply_was_dropped_is_never_chosen(capsys: Capsys) -> None:
+    done(
+        capsys, "tune", write(Path(), TUNE), 'compare=["fedavg"]', "tune.test_seeds=[0]", "run.on_nan=drop",
+        "tune.grid.optimizer.lr=[1e38,0.00001]", "tune.rounds=2", "tune.at=best", "defaults.epochs=3",
+    )  # fmt: skip
+    assert chosen() == {"fedavg": 0.00001}
+    with Path("runs/small-tuned/tuning.csv").open() as file:
+        messages = [row["messages"] for row in csv.DictReader(file)]
+    assert "diverged: no reply of a client was ever used (seed 10)" in messages[0]
+    assert messages[1] == ""

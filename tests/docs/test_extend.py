@@ -43,7 +43,8 @@ def test_files_are_short_and_run_from_both_sides(
         elif words[1] != "check":
             assert main(words[1:]) == 0, command
     printed = capsys.readouterr().out
-    assert "round 5 validation" in printed
+    assert "round 6 validation 0.856" in printed
+    assert "stopped early" in printed
     assert "Weighted mean" in printed
 
     last = load_runs("runs", last=True).query("split == 'test'")
@@ -57,6 +58,9 @@ def test_files_are_short_and_run_from_both_sides(
     exec(compile(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1], "page", "exec"), names := {})
     table = names["result"].to_frame()
     assert isinstance(table, pd.DataFrame)
+    # it learns, and the callback ends it before the last of 20 rounds
+    assert names["result"].rounds[-1].validation() > 0.8
+    assert len(names["result"].rounds) < 20
     np.testing.assert_array_equal(np.bincount(np.load("my_data.npz")["client"]), 50)
 
 

@@ -114,17 +114,40 @@ def test_the_scripts_run(capsys: Capsys) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("folder")
 def test_the_commands_of_apfl_run(capsys: Capsys) -> None:
-    commands = [c for c in COMMANDS if "apfl" in c]
-    assert [c.split()[0] for c in commands] == ["check", "compare", "check", "run"]
+    after = PAGE.partition("### In two passes")[2]
+    (text,) = re.findall(r"```toml\n(.*?my_apfl.*?)```", after, re.DOTALL)
+    Path("passes.toml").write_text(text.replace("experiments/", f"{ROOT}/experiments/"))
+    commands = [c for c in COMMANDS if "apfl" in c or "passes.toml" in c]
+    assert [c.split()[0] for c in commands] == ["check", "compare", "check", "run", "compare"]
     for command in commands:
         words = shlex.split(command.replace("experiments/", f"{ROOT}/experiments/"))
+        # fewer rounds than on the page, for time
+        words = ["run.rounds=1" if word == "run.rounds=10" else word for word in words]
         more = ["run.representations=0"] if words[0] != "check" else []
         assert main([*words, *more]) == 0
     out = capsys.readouterr().out
     assert "FAILED" not in out
     rows = re.findall(r"^ *(?:My )?APFL +([\d.]+) ", out, re.MULTILINE)
-    assert len(rows) == 2
+    # the first comparison; rows of passes.toml, where alpha differs, follow
+    assert len(rows) >= 2
     assert rows[0] == rows[1]
+    # a class that does not set one_model has no row for it
+    assert "one_model" not in out
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("folder")
+def test_the_experiment_file_and_the_personal_part_run(capsys: Capsys) -> None:
+    (text,) = re.findall(r"```toml\n(.*?fedexp.*?)```", PAGE, re.DOTALL)
+    Path("mine.toml").write_text(text.replace("experiments/", f"{ROOT}/experiments/"))
+    # the other commands of FedExP are run in test_tutorials.py
+    commands = [c for c in COMMANDS if "mine.toml" in c or "personal_part" in c]
+    assert [c.split()[0] for c in commands] == ["compare", "check", "compare"]
+    for command in commands:
+        words = shlex.split(command.replace("experiments/", f"{ROOT}/experiments/"))
+        more = ["run.representations=0"] if words[0] != "check" else []
+        assert main([*words, *more]) == 0, command
+    assert "FAILED" not in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -106,7 +106,7 @@ def test_the_choice_is_logged_and_gives_that_engine_s_result(caplog: pytest.LogC
         run.step()
         engine.close()
     assert [r.getMessage() for r in caplog.records] == [
-        "engine auto: vectorized (small dense models, many clients)"
+        "engine auto: vectorized (small dense models, enough clients to batch)"
     ]
     named = simulate(method, made(), rounds=2, engine="vectorized").run
     assert tree.equal(run.state.server, named.state.server)

@@ -490,6 +490,23 @@ def test_a_truncated_checkpoint_file_is_named(tmp_path: Path, keep: float) -> No
     simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
 
 
+def test_a_damaged_last_checkpoint_can_be_removed_and_an_older_one_cannot(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    before, last = sorted((folder / "checkpoint").glob("*.checkpoint"))[-2:]
+    kept = before.read_bytes()
+    before.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{before.name}.*do not remove it"):
+        simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
+    before.write_bytes(kept)
+    whole = last.read_bytes()
+    last.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{last.name}.*remove it to go on from {before.name}"):
+        simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
+    last.unlink()
+    simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **TINY)
+    assert last.read_bytes() == whole
+
+
 @pytest.mark.full
 def test_a_missing_checkpoint_file_is_named(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run", **TINY)

@@ -40,6 +40,7 @@ from ..report.figures.gallery import SHEET
 from ..report.figures.style import EMBEDDED_FONTS, Width
 from ..results.records import RoundRecord, RunRecord
 from ..rounds.outcome.export import write
+from ..rounds.setup.method_title import method_title
 from ..rounds.simulate import simulate
 from ..storage.run_files import ACCOUNT, run_folders
 from ..storage.run_folder import RunFolder
@@ -202,7 +203,7 @@ def resume(
     """Go on with a run, maybe from an earlier checkpoint, without some clients, or for more rounds."""
     stored = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     laid, name = LaidTables(stored["experiment"], parse_overrides(overrides)), stored["method"]["name"]
-    experiment = ExperimentConfig.parse_laid(laid, methods=[name], allow_code=allow_code)
+    experiment = ExperimentConfig.parse_laid(laid, name, [name], allow_code)
     method = dict.fromkeys(("method", "compare"), f"the run is one of {name}.")
     refuse_unread_overrides(laid, {**SEVERAL_RUNS, **method})
     if changes := experiment.changes_from(stored, name, stored["vary"]):
@@ -229,7 +230,7 @@ def export(folder: Path, client: int, series: str | None, layout: Layout, out: P
     python = "export by simulate(..., folder=..., resume=True).deploy(client)"
     run = open_run(folder, python, allow_code=allow_code)
     gain = write(run, client, series, layout, out)
-    title = f"{run.method.title}, client {client}, after round {run.round}"
+    title = f"{method_title(run.method)}, client {client}, after round {run.round}"
     table = Table("", "dense", "deployed", title=title)
     table.add_row("parameters", *(f"{s.parameters:,}" for s in gain.size))
     table.add_row("bytes", *(f"{s.nbytes:,}" for s in gain.size))

@@ -15,6 +15,7 @@ from ..core.errors import ConfigError
 from ..core.io.atomic_files import as_checkpoint_error
 from ..report.figures.style import EMBEDDED_FONTS
 from ..rounds.outcome.predictions import confusion, predictions
+from ..rounds.setup.method_title import method_title
 from .terminal import OUT
 
 MAX_NUMBERS = 30
@@ -44,7 +45,11 @@ def predict(
         line += f"; {100 * table['correct'].mean():.1f} % are predicted correctly"
     OUT.print(line)
     if confusion_matrix is not None:
-        _draw(confusion(run, client, split, series), f"{run.method.title}, {who}, {split}", confusion_matrix)
+        _draw(
+            confusion(run, client, split, series),
+            f"{method_title(run.method)}, {who}, {split}",
+            confusion_matrix,
+        )
         OUT.print(f"confusion matrix: {confusion_matrix}")
     return 0
 

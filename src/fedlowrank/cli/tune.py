@@ -16,6 +16,7 @@ from ..config.tuning import (
     Setting,
     choose_setting,
     find_edges,
+    has_used_no_reply,
     plan_tuning,
     score_run,
     tune_settings,
@@ -188,15 +189,14 @@ def _with_scores(setting: Setting, outcomes: dict[Path, Outcome], tune: TuneSett
     scores, messages = [], []
     for run in setting.runs:
         outcome = outcomes[run.folder]
-        score = (
-            score_run(RunRecord.load(run.folder), tune.at, tune.series)
-            if outcome.state == "finished"
-            else None
-        )
+        record = RunRecord.load(run.folder) if outcome.state == "finished" else None
+        score = None if record is None else score_run(record, tune.at, tune.series)
         scores.append(score)
         seed = f"seed {run.experiment.run.seed}"
         if outcome.state == "refused":
             messages.append(f"not run: {outcome.message}")
+        elif record is not None and has_used_no_reply(record):
+            messages.append(f"diverged: no reply of a client was ever used ({seed})")
         elif score is None:
             messages.append(f"diverged ({seed})")
     return dataclasses.replace(setting, scores=tuple(scores), messages=tuple(messages))

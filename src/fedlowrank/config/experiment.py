@@ -30,6 +30,7 @@ from ..models.fingerprint import describe_named
 from ..models.zoo import ModelSettings
 from ..rounds.config_changes import changes_of
 from ..rounds.run_settings import RunSettings
+from ..rounds.setup.method_title import class_title
 from .assembly import Shares, assemble, load_language, share_data
 from .reading.merging import LaidTables, format_toml, merge_tables
 from .reading.parsing import (
@@ -290,9 +291,10 @@ class ExperimentConfig(pydantic.BaseModel):
         if not self.name or self.name in (".", "..") or any(c in self.name for c in "/\\"):
             raise ConfigError(f"name: {self.name!r} cannot be the name of a folder")
         self._allow_code = (info.context or {}).get("allow_code", True)
-        if not self._allow_code:
-            _refuse_code(self.code)
         asked = (info.context or {}).get("method")
+        if not self._allow_code:
+            # that of the method that was asked for, too, so that one message names all
+            _refuse_code(tuple(dict.fromkeys([*self.code, *([asked] if asked and ":" in asked else [])])))
         named = [name for name in (asked, self.method, *self.compare) if name] or [DEFAULT_METHOD]
         self._methods = {name: self._build(name) for name in dict.fromkeys((*named, *self.methods))}
         self.concept.check(self.partition, self.augment)
@@ -413,7 +415,7 @@ class ExperimentConfig(pydantic.BaseModel):
     def method_title(self, name: str) -> str:
         """How reports call a method or a variant."""
         own = self.methods.get(name, MethodSettings())
-        return own.title or (name if own.method else self._class_of(name).title)
+        return own.title or (name if own.method else class_title(self._class_of(name)))
 
     def shares(self) -> Shares:
         """What each client holds, from the seed of the run; see :func:`.assembly.share_data`."""
@@ -457,7 +459,7 @@ class ExperimentConfig(pydantic.BaseModel):
         cls = self._class_of(name)
         named = [self.loss.kind] if self.loss.is_own else []
         named += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
-        named += self.model.own
+        named += [*self.model.own, *(metric for metric in self.run.metrics if ":" in metric)]
         if not self._allow_code:
             _refuse_code(named)
         things = {one: import_named(one, "code") for one in named}

@@ -28,7 +28,8 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
         ConfigError: if the configuration names Python code and that is not allowed.
     """
     stored = read_run_config(folder, python)
-    experiment, name = ExperimentConfig.parse(stored["experiment"], allow_code), stored["method"]["name"]
+    name = stored["method"]["name"]
+    experiment = ExperimentConfig.parse(stored["experiment"], allow_code, name)
     config = {**experiment.describe_run(name), "vary": stored["vary"]}
     which = "best" if best else "checkpoint"
     try:

@@ -169,11 +169,11 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
 
     Args:
         run: that has finished.
-        at: ``last`` or ``best``, the evaluated round.
+        at: ``last`` or ``best``, the evaluated round; the state before any training is no candidate for the best.
         series: which models; see :class:`.sections.tune_section.TuneSettings`.
 
     Returns:
-        The score, or None if it is not finite.
+        The score, or None if it is not finite or no reply was used.
 
     Raises:
         ConfigError: if no client has validation examples.
@@ -190,9 +190,18 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
             f"{run.folder}: no client has validation examples, by which settings are chosen. Set split.val, "
             "such as 0.1"
         )
-    chosen = [scores[-1]] if at == "last" else [score for score in scores if math.isfinite(score.value)]
+    if has_used_no_reply(run):
+        return None
+    trained = [score for score in scores if score.round > 0 and math.isfinite(score.value)]
+    chosen = [scores[-1]] if at == "last" else trained
     best = find_best(map(_cost, chosen), lower_is_better=True)
     return chosen[best] if best is not None and math.isfinite(chosen[best].value) else None
+
+
+def has_used_no_reply(run: RunRecord) -> bool:
+    """Whether replies were dropped or lost and none was ever used, so that the models are those before training."""
+    has_lost = any(record.lost for record in run.rounds)
+    return has_lost and all(len(record.lost) >= len(record.participants) for record in run.rounds)
 
 
 def _validation(record: RoundRecord, excluded: Collection[int], series: str | None) -> ValidationScore | None:

@@ -65,7 +65,7 @@ def choose_engine(
     are_models_small = all(model.parameters <= max_parameters for model in models)
     are_layers_dense = all(p.ndim <= 2 for model in models for p in model.initial.values())
     if can_batch and are_layers_dense and are_models_small:
-        return Vectorized, "small dense models, many clients"
+        return Vectorized, "small dense models, enough clients to batch"
     if is_worth_cores:
         return Processes, f"{cores()} cores"
     return Sequential, "little work" if can_use_cores else "one core"

@@ -80,7 +80,7 @@ class LanguageSettings(LanguageBase):
         system: how the system's turn of a conversation is written. template: by the chat template; merge: its text is put
             before the text of the first user's turn, for templates without a system role.
         by_length: form training batches of examples of similar length.
-        neftune: α of the noise that is added to embeddings in training (:mod:`.embedding_noise`); 0 for no noise.
+        neftune: α of the noise that is added to embeddings in training; 0 for no noise.
         autocast: dtype of matrix products, bfloat16 or float16, for weights of any dtype; none uses the dtype of the
             weights.
         trainer: own: this package takes the gradient steps; trl: TRL's ``SFTTrainer`` takes them; or ``module:function``: your

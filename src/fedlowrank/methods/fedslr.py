@@ -15,8 +15,8 @@ M is the number of all clients that can train (those of ``run.unseen`` never do)
 (:mod:`fedlowrank.linalg.matricize`); every weight of two or more dimensions is proxed, vectors (biases, scales) are only
 averaged and corrected. The model is w + p_i; the series ``gkr`` is w alone. The proximal term towards w^t and γ_i enter
 the gradient explicitly; the optimizer's weight decay is part of f_i in both phases. With momentum β the threshold of
-phase II is η μ / (1 - β), so that μ weighs the same penalty (:mod:`.families.proximal_steps`); with μ > 0 AdamW and
-groups of other learning rates are refused.
+phase II is η μ / (1 - β), so that μ weighs the same penalty (:mod:`fedlowrank.methods.families.proximal_steps`); with
+μ > 0 AdamW and groups of other learning rates are refused.
 
 Differences from the paper: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; and
 there, too, p_i of a normalization layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs

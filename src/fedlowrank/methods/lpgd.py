@@ -8,8 +8,8 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix
     server:                 w^{t+1} = mean_{S_t} w_i                                            server_update
 
 η is the learning rate of the step; with momentum β the threshold is λ η / (1 - β), so that λ weighs the same penalty
-(:mod:`.families.proximal_steps`). With λ > 0 AdamW and groups of other learning rates are refused. A step costs a
-singular value decomposition of every matrix, and the mean of low-rank models has full rank, so the download does not
+(:mod:`fedlowrank.methods.families.proximal_steps`). With λ > 0 AdamW and groups of other learning rates are refused. A step
+costs a singular value decomposition of every matrix, and the mean of low-rank models has full rank, so the download does not
 shrink; that is why the paper proposes FedSLR. The upload could travel as factors; it is sent whole, as FedSLR's is.
 Matrices and settings are FedSLR's; there is no personal component.
 """

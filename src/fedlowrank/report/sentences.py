@@ -15,7 +15,7 @@ from .low_rank import format_ranks
 from .statistics.experiments import ComparedExperiment
 from .statistics.groups import RunGroup
 from .statistics.measures import ACCURACY, LOSS
-from .statistics.setting_names import SECTIONS, last_part, value_text
+from .statistics.setting_names import CODE, SECTIONS, last_part, value_text
 from .tables.number_formats import format_percent
 from .trust import describe_trust
 
@@ -222,7 +222,9 @@ def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
     every = [run.settings for group in groups for run in group.runs]
     differences = []
     for key in dict.fromkeys(key for one in every for key in one):
-        values = dict.fromkeys(one.get(key, "none") for one in every)
+        # the code of a method is in its own runs alone
+        having = [one for one in every if key in one or not key.startswith(CODE)]
+        values = dict.fromkeys(one.get(key, "none") for one in having)
         if len(values) > 1 and not key.startswith("method.") and last_part(key) not in varied:
             differences.append(f"{on_one_line(key)} ({on_one_line(', '.join(values), 80)})")
     return [f"The runs differ in more than their methods: {'; '.join(differences)}."] if differences else []

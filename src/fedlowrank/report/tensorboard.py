@@ -12,7 +12,7 @@ from ..rounds.logs.loggers import summary_writer
 def export_tensorboard(run: RunRecord, folder: Path) -> None:
     """Write one event file with a run's accuracies, bytes, losses and seconds.
 
-    Tags are those of :func:`fedlowrank.results.scalars.scalars`, which a run with ``run.log =
+    Tags are those of :func:`fedlowrank.results.scalars.list_scalars`, which a run with ``run.log =
     ["tensorboard"]`` writes while it goes on; the step is the number of rounds completed.
 
     Args:

@@ -35,6 +35,7 @@ def changes_of(stored: Any, now: Any, method: AnyMethod) -> list[str]:
         method: that it runs.
     """
     stored = add_defaults(stored, method) if isinstance(stored, dict) else stored
+    stored, now = _leave_out_single_metrics(stored, now)
     before, after = (_rounds(c) for c in (stored, now))
     if not isinstance(before, int) or not isinstance(after, int) or before == after:
         return differences(stored, now)
@@ -62,6 +63,28 @@ def check_changes(folder: Path, stored: Any, now: Any, method: AnyMethod) -> Non
             + "; ".join(changes)
             + ". Set these back, or start a new run in another folder."
         )
+
+
+def _leave_out_single_metrics(stored: Any, now: Any) -> tuple[Any, Any]:
+    """Two configurations without the code of metrics that only one of them has, for metrics may be added and dropped."""
+    codes = [_table(config, "code") for config in (stored, now)]
+    metrics = {name for config in (stored, now) for name in _table(config, "run").get("metrics") or ()}
+    single = {name for name in metrics if any(name not in code for code in codes)}
+    if not any(name in code for name in single for code in codes):
+        return stored, now
+    kept = [{name: text for name, text in code.items() if name not in single} for code in codes]
+    # a configuration without any code of the user's own has no such section
+    stored, now = (
+        {**{key: value for key, value in config.items() if key != "code"}, **({"code": code} if code else {})}
+        for config, code in zip((stored, now), kept, strict=True)
+    )
+    return stored, now
+
+
+def _table(config: Any, section: str) -> dict[str, Any]:
+    """A section of a configuration; empty if there is none."""
+    found = config.get(section) if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _rounds(config: Any) -> Any:

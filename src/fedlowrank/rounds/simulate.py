@@ -35,6 +35,7 @@ from .restore import restore_run
 from .round_loop import run_rounds
 from .run import Run
 from .run_settings import RunSettings
+from .setup.method_title import class_title
 from .stored_settings import unwrap
 
 P = ParamSpec("P")
@@ -223,7 +224,7 @@ def describe_run(method: AnyMethod, federation: Federation, settings: RunSetting
         "name": federation.name,
         "method": {
             "name": names.get(cls, f"{cls.__module__}:{cls.__qualname__}"),
-            "title": method.title,
+            "title": class_title(cls),
             "citation": method.citation,
             "fields": dataclasses.asdict(method),
         },

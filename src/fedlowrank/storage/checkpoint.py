@@ -192,8 +192,10 @@ def load(folder: Path, store: ClientStore | None = None) -> State:
 
 
 def exists(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint."""
-    return any(folder.glob(f"*{KEPT}"))
+    """Whether a folder holds a checkpoint; raises CheckpointError if it may not be read."""
+    with as_checkpoint_error(f"cannot read {folder}"):
+        # glob says nothing of a folder that may not be read
+        return any(name.endswith(KEPT) for name in _list_names(folder))
 
 
 def rounds_kept(folder: Path) -> list[int]:
@@ -242,7 +244,31 @@ def _files(folder: Path) -> list[_File]:
     """All files of a folder, oldest first."""
     with as_checkpoint_error(f"cannot read {folder}"):
         paths = [*folder.glob(f"*{KEPT}"), *folder.glob(f"*{STATES}")]
-    return sorted((_read(path) for path in paths), key=lambda file: file.round)
+    checkpoints = sorted(path for path in paths if path.suffix == KEPT)
+    files = []
+    for path in paths:
+        try:
+            files.append(_read(path))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {_advise(path, checkpoints)}") from error
+    return sorted(files, key=lambda file: file.round)
+
+
+def _advise(path: Path, checkpoints: Sequence[Path]) -> str:
+    """What to do about a damaged file of a folder with these checkpoints, oldest first."""
+    if len(checkpoints) > 1 and path == checkpoints[-1]:
+        return f"Restore it from a copy, or remove it to go on from {checkpoints[-2].name}."
+    return (
+        "Restore it from a copy, or train anew in another folder: later checkpoints may need the states of clients "
+        "that it holds, so do not remove it."
+    )
+
+
+def _list_names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _newest(files: Sequence[_File], round: int) -> dict[int, tuple[_File, _Entry | None]]:

@@ -18,6 +18,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -64,10 +65,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The contents of ``run.json`` in a run folder, without digests.
 
     Raises:
-        CheckpointError: if there is none, or it is damaged.
+        CheckpointError: if there is none, or it is damaged or may not be read.
     """
     path = folder / CONFIG
-    if not path.is_file():
+    with as_checkpoint_error(f"cannot read {folder}"):
+        has_config = _exists(path) and path.is_file()
+    if not has_config:
         raise CheckpointError(f"{folder} is not a run folder: it holds no {CONFIG}")
     config = read_sealed(path)
     for name in ("method", "run", "models", "vary", "reference"):
@@ -220,13 +223,37 @@ _MEMBER = b"\x1f\x8b\x08" + bytes(5)
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
-    """Run folders among folders and directly below them, without those that were moved aside."""
+    """Run folders among folders and directly below them, without those that were moved aside.
+
+    Raises:
+        CheckpointError: if a folder may not be read, so that nothing shows whether it holds a run.
+    """
     folders_of_runs: list[Path] = []
     for folder in folders:
-        inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
-        inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
-        folders_of_runs += [folder] if (folder / "run.json").exists() or not inner else inner
+        inner = [] if _holds_run(folder) else [p for p in _list_folders(folder) if _holds_run(p)]
+        folders_of_runs += inner or [folder]
     return folders_of_runs
+
+
+def _list_folders(folder: Path) -> list[Path]:
+    """The folders directly below a folder, sorted, without runs that were moved aside; none of what is no folder."""
+    with as_checkpoint_error(f"cannot read {folder}"):
+        below = [Path(entry) for entry in os.scandir(folder) if entry.is_dir()] if folder.is_dir() else []
+    return sorted(p for p in below if not re.search(r"\.old-\d+$", p.name))
+
+
+def _holds_run(folder: Path) -> bool:
+    with as_checkpoint_error(f"cannot read {folder}"):
+        return _exists(folder / CONFIG)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file or folder; raises OSError if that may not be known."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def actual_status(folder: Path, status: dict[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,9 @@ class RunFolder:
         Raises:
             CheckpointError: if it exists and ``force`` is not set, or cannot be made.
         """
-        if self.path.exists():
+        with as_checkpoint_error(f"cannot read {self.path}"):
+            exists = self.path.exists()
+        if exists:
             if not force:
                 raise self.taken(self.path)
             self.move_aside(self.path)
@@ -206,11 +208,20 @@ class RunFolder:
         Raises:
             CheckpointError: if there is none, or it is damaged.
         """
+        if which == "best" and not checkpoint.exists(self.path / which):
+            raise CheckpointError(
+                f"{self.path} holds no state of its best round. A run keeps it with run.keep_best = true, from its first "
+                "evaluation with validation examples on. Take the last checkpoint,",
+                python="or run the experiment with keep_best=True.",
+                command="or run the experiment with run.keep_best=true.",
+            )
         return checkpoint.load(self.path / which, store)
 
     def lock(self) -> None:
         """Keep other processes from writing the folder; raises FolderInUseError if one does."""
-        if (self.path / CONFIG).exists():
+        with as_checkpoint_error(f"cannot read {self.path}"):
+            exists = (self.path / CONFIG).exists()
+        if exists:
             self._lock.enter_context(exclusive(self.path))
 
     def repair_tables(self, round: int) -> bool:

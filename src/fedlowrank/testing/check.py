@@ -89,17 +89,26 @@ def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
         device: where all runs take place: cpu, or cuda, where states are compared to 1e-6 instead of bit for bit.
 
     Returns:
-        One finding a check; a check that raises fails, with the error as its detail.
+        One finding a check that applies to the method; a check that raises fails, with the error as its detail.
     """
     findings = []
     at = Trajectory(method, device)
     for name, test in _CHECKS.items():
+        if not _applies(test, method):
+            continue
         try:
             detail = test(at)
         except Exception as error:  # noqa: BLE001 - a user's method may raise anything
             detail = f"{type(error).__name__}: {error}{_place(method, error)}"
         findings.append(CheckFinding(name, detail is None, detail or ""))
     return findings
+
+
+def _applies(test: Callable[[Trajectory], str | None], method: AnyMethod) -> bool:
+    """Whether a check tests something that the method claims."""
+    if test is _one_model:
+        return method.one_model
+    return not (test is _extended and method.uses_rounds)
 
 
 def _place(method: AnyMethod, error: Exception) -> str:

@@ -50,6 +50,38 @@ def test_runs_that_differ_in_more_than_the_seed_are_no_seeds_of_one_setting(make
     assert [len(group.runs) for group in group_runs([one, same])] == [2]
 
 
+@pytest.mark.parametrize(
+    ("method", "named", "labels"),
+    [
+        ("mine:Own", "mine:Own", ["FedAvg (mine:Own, code 2ac89f8f)", "FedAvg (mine:Own, code 77777777)"]),
+        ("fedavg", "met:half", ["FedAvg (code of met:half 2ac89f8f)", "FedAvg (code of met:half 77777777)"]),
+    ],
+)
+def test_runs_of_other_code_are_no_seeds_of_one_setting(make_run, method, named, labels):
+    codes = "2ac89f8f0000", "777777770000"
+    runs = [make_run(method, s, title="FedAvg", code={named: f"Own {c}"}) for c in codes for s in (0, 1)]
+    assert [group.label for group in group_runs(runs)] == labels
+    assert [len(group.runs) for group in group_runs(runs)] == [2, 2]
+    assert [group.label for group in group_runs(runs[:2])] == ["FedAvg"]
+    other = make_run("other", 0)
+    assert "differ in more" not in " ".join(comparison([*runs[:2], other]).warnings)
+    assert f"code.{named}" in " ".join(comparison([*runs, other]).warnings)
+
+
+def test_what_a_run_keeps_is_no_setting_of_its_method(make_run):
+    kept = {
+        "keep_checkpoints": 9,
+        "checkpoint_every": 2,
+        "keep_best": True,
+        "client_memory": 100,
+        "adapters": [1],
+        "log": ["tensorboard"],
+    }
+    runs = [make_run("a", s, run={key: value}) for s, (key, value) in enumerate(kept.items())]
+    assert [len(group.runs) for group in group_runs([*runs, make_run("a", 9)])] == [7]
+    assert len(group_runs([make_run("a", 0, run={"evaluate_every": k}) for k in (1, 2)])) == 2
+
+
 @pytest.mark.parametrize("key", ["data.seed", "run.attack.target"])
 def test_a_varied_setting_called_seed_or_target_makes_groups(make_run, key):
     runs = [make_run("a", s, vary={key: k}) for k in (1, 7) for s in (0, 1)]

@@ -23,7 +23,7 @@ class TuneSettings(CheckedFields):
         test_seeds: of the runs with the chosen settings; none of them may be a tuning seed.
         measure: what settings are chosen by; validation is the mean over clients of the validation accuracy,
             of a regression the mean validation loss.
-        at: round of the measure: last, or best for the best of all evaluated rounds.
+        at: round of the measure: last, or best for the best of all evaluated rounds after the start.
         series: which models are measured, such as "server"; by default each method's first series. A method
             without that series is measured by its first.
         rounds: of a tuning run; by default run.rounds.

@@ -16,7 +16,7 @@ from .accuracy_target import Target, choose_target
 from .measures import ACCURACY, LOSS, TOKEN_LOSS, Measure
 from .modes import find_modes
 from .run_statistics import Estimate, RunStatistics, curve_over_seeds, estimate
-from .setting_names import last_part, value_text, vary_text
+from .setting_names import CODE, code_text, last_part, value_text, vary_text
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> Ru
 
 
 def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """Make labels unique: by the method's name, then by the settings that differ, at last by a number."""
+    """Make labels unique: by the method's name, its code, then the settings that differ, at last by a number."""
     titles = {(group.short, group.method) for group in groups}
     methods = Counter(short for short, _ in titles)
     names = [f"{g.short} ({g.method})" if methods[g.short] > 1 else g.short for g in groups]
@@ -226,9 +226,19 @@ def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
                 alike.setdefault(str(other_group.vary), []).append(other)
         keys = {key for some in alike.values() for one in some for key in one}
         differing = sorted(k for k in keys if any(len({one.get(k) for one in s}) > 1 for s in alike.values()))
-        short = ", ".join([name, *(f"{last_part(key)} = {value_text(own.get(key))}" for key in differing)])
+        code = [key.removeprefix(CODE) for key in differing if key.startswith(CODE)]
+        others = [key for key in differing if not key.startswith(CODE)]
+        named = _name_code(name, group.method, code_text(code, own, group.method)) if code else name
+        short = ", ".join([named, *(f"{last_part(key)} = {value_text(own.get(key))}" for key in others)])
         label = f"{short} ({group.variation})" if group.vary else short
         used[label] += 1
         label = f"{label} [{used[label]}]" if used[label] > 1 else label
         labeled.append(replace(group, short=short, label=label))
     return labeled
+
+
+def _name_code(name: str, method: str, code: str) -> str:
+    """The name of a group with its code, such as ``FedAvg (mine:Own, code 2ac89f8f)``."""
+    if name.endswith(f"({method})"):
+        return f"{name[:-1]}, {code})"
+    return f"{name} ({method}, {code})" if ":" in method and name != method else f"{name} ({code})"

@@ -15,6 +15,14 @@ from ...rounds.run_settings import RunSettings
 SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "loss", "run")
 """Sections of ``run.json`` that the methods of an experiment share."""
 
+CODE = "code."
+"""How the settings begin that hold what the user's own code is: ``code.module:attribute``."""
+
+STORAGE_SETTINGS = (
+    "run.checkpoint_every", "run.keep_checkpoints", "run.keep_best", "run.client_memory", "run.adapters", "run.log",
+)  # fmt: skip
+"""Settings of what a run keeps and where, which change no result."""
+
 
 def settings_of(run: RunRecord) -> dict[str, str]:
     """Everything but the seed that could make two runs differ, as ``section.key`` to JSON text."""
@@ -24,10 +32,30 @@ def settings_of(run: RunRecord) -> dict[str, str]:
     _flatten("method", run.section("method", "fields"), settings)
     for name in SECTIONS:
         _flatten(name, run.section(name), settings)
+    # one entry for each name, which may have dots
+    settings |= {f"{CODE}{name}": json.dumps(text) for name, text in run.section("code").items()}
     for name, model in run.section("models").items():
         text = f"{model['parameters']:,} parameters" if "parameters" in model else ""
         _flatten(f"models.{name}", f"{text} [{_digest(model.get('layers'))}]".lstrip(), settings)
-    return {key: value for key, value in settings.items() if key not in NOT_SETTINGS}
+    left_out = (*NOT_SETTINGS, *STORAGE_SETTINGS)
+    return {key: value for key, value in settings.items() if key not in left_out}
+
+
+def code_text(names: Sequence[str], settings: Mapping[str, str], method: str) -> str:
+    """The digests of the user's own code, such as ``code 2ac89f8f, code of met:half 1b22c0de``.
+
+    Args:
+        names: of the code, ``module:attribute``.
+        settings: of a run, from :func:`settings_of`.
+        method: the name of its method.
+    """
+    texts = []
+    for name in names:
+        of = "" if name == method else f"of {on_one_line(name)} "
+        # a description ends with the digest
+        words = str(json.loads(settings.get(f"{CODE}{name}", "null")) or "unknown").split()
+        texts.append(f"code {of}{on_one_line(words[-1])[:8]}")
+    return ", ".join(texts)
 
 
 def _digest(value: object) -> str:

@@ -1,6 +1,6 @@
 """Logging while a run goes on: TensorBoard, Weights & Biases, MLflow.
 
-Each round's numbers (:func:`...results.scalars.scalars`) are written as soon as its record is complete. Logging reads
+Each round's numbers (:func:`...results.scalars.list_scalars`) are written as soon as its record is complete. Logging reads
 records alone, so it never changes a result.
 """
 
