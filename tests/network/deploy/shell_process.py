@@ -21,4 +21,4 @@ class ShellProcess(FlowerProcess):
         self._launch(["sh", "-c", self.script, str(self.home)])
 
     def wait_for(self, word: str, seconds: float) -> None:
-        self._await(lambda: word in self.tail(), f"it had said {word}", seconds)
+        self._wait_until(lambda: word in self.tail(), f"it had said {word}", seconds)
