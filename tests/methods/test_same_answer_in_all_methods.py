@@ -157,7 +157,7 @@ def test_a_graph_in_training_alone_is_enough() -> None:
     ("name", "sweep"), [("fedavg", "local"), ("per_fedavg", "adapt"), ("fedrep", "head")]
 )
 def test_a_loss_without_a_gradient_names_client_round_and_pass(name: str, sweep: str, engine: str) -> None:
-    with pytest.raises(LossError, match=rf"client 0, round 0, pass '{sweep}': no gradient reaches what"):
+    with pytest.raises(LossError, match=rf"client 0, round 1, pass '{sweep}': no gradient reaches what"):
         simulate(method(name), federation(DetachedInBatches), rounds=1, engine=engine)
 
 
@@ -249,7 +249,7 @@ def test_a_loss_that_asks_for_the_training_mode(engine: str) -> None:
 @pytest.mark.parametrize(("kind", "said"), [("number", "is a float"), ("vector", r"is a tensor \[4\]")])
 def test_a_loss_that_is_no_number_is_named(kind: str, said: str) -> None:
     for engine in ("sequential", "vectorized"):
-        with pytest.raises(LossError, match=f"client 0, round 0, pass 'local': the loss {said}"):
+        with pytest.raises(LossError, match=f"client 0, round 1, pass 'local': the loss {said}"):
             simulate(Own(kind=kind, batch_size=4), federation(), rounds=1, engine=engine)
 
 

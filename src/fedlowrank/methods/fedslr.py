@@ -185,8 +185,8 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
-        mean = {"w": Mean(widen(upload))}
-        return mean if self.memory_efficient else {**mean, "replies": Each(upload)}
+        contributions: dict[str, Any] = {"w": Mean(widen(upload))}
+        return contributions if self.memory_efficient else {**contributions, "replies": Each(upload)}
 
     def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""

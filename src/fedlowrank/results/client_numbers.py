@@ -1,7 +1,8 @@
 """The numbers that an evaluation has of each client, and what is true of all their values: one table.
 
-A further number is an entry of :data:`CLIENT_NUMBERS` and a column that ``results/evaluation.py`` computes. Tables, loggers,
-the report and the check of a client's answer over the network read the entry. Metrics of ``run.metrics`` are in
+A further number is an entry of :data:`CLIENT_NUMBERS` and a column that ``results/evaluation.py`` computes. Tables, loggers
+and the report show an entry about scores. Numbers about a model, clusters or data are recorded, and shown where code asks for
+them. The check of a client's answer over the network reads the entry. Metrics of ``run.metrics`` are in
 :mod:`.client_metrics`.
 """
 

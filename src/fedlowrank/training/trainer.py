@@ -140,7 +140,7 @@ class LocalTrainer:
                         self.whose if self.may_halve and is_repeatable else None,
                     )
         except LossError as error:
-            where = f"{self.data.info.title}, round {self.round}, pass {name!r}"
+            where = f"{self.data.info.title}, round {self.round + 1}, pass {name!r}"
             raise LossError(f"{where}: {error}") from error
         self.account(request, kind, float(losses.mean(dtype=tree.wide_type(losses.dtype))))
         check_finite(self.data.info, self.round, name, losses, end)

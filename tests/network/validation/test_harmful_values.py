@@ -184,7 +184,7 @@ def test_a_state_that_is_not_finite_is_never_returned(bad: float, as_tensor: boo
 
     server, dropped = aggregate(Stub(update), None, replies_of(1.0, bad, 2.0), VIEW)
     assert float(server["deep"]["x"][1] if as_tensor else server["deep"]["x"]) == 3
-    assert "Stub, round 3: the server's new state would hold a NaN or an infinity at /deep/x" in dropped[1]
+    assert "Stub, round 4: the server's new state would hold a NaN or an infinity at /deep/x" in dropped[1]
     # two that are finite alone and not together: nobody can be named
     large = 2e38 if as_tensor else 1.5e308
     with pytest.raises(FedlowrankError, match="would hold a NaN or an infinity at /deep/x"):

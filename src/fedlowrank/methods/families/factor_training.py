@@ -100,7 +100,7 @@ def check_factors_changed(view: ClientView, start: Leaves, end: Leaves, optimize
         lora_of(view.model), start, end
     ):
         raise TaskError(
-            f"{view.info.title}, round {view.round}: training changed no LoRA factor. No gradient "
+            f"{view.info.title}, round {view.round + 1}: training changed no LoRA factor. No gradient "
             "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"
         )
 

@@ -168,7 +168,7 @@ def update_server(method: AnyMethod, server: Any, total: Any, view: ServerView) 
     for path, number in iterate_floats(new):
         if not math.isfinite(difference_norm(number)):
             raise FedlowrankError(
-                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity "
+                f"{method.title}, round {view.round + 1}: the server's new state would hold a NaN or an infinity "
                 f"at {path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or "
                 "set limits.max_norm."
             )
