@@ -424,14 +424,15 @@ class Architecture:
         with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators(self.device):
             self.set_training(True)
             try:
-                attached = self.apply(leaves, x)
-                is_trainable = attached.requires_grad
+                with_graph = self.apply(leaves, x)
+                is_trainable = with_graph.requires_grad
             except (RuntimeError, ValueError, TaskError):
+                # in inference it runs, as the probe has shown, and reads the same parameters
                 self.set_training(False)
-                attached, is_trainable = self.apply(leaves, x), True
+                with_graph, is_trainable = self.apply(leaves, x), True
             finally:
                 self.set_training(False)
-        self._refuse_other_references(attached)
+        self._refuse_other_references(with_graph)
         return scores, is_trainable
 
     def _refuse_other_references(self, scores: Tensor) -> None:
@@ -660,11 +661,11 @@ def build_architecture(
     try:
 
         def make() -> nn.Module:
-            architecture = model if isinstance(model, nn.Module) else model()
-            if not isinstance(architecture, nn.Module):
-                raise TypeError(f"its factory makes a {type(architecture).__name__}, not a torch.nn.Module")
-            _initialize_lazy_layers(name, architecture, example)
-            return architecture
+            network = model if isinstance(model, nn.Module) else model()
+            if not isinstance(network, nn.Module):
+                raise TypeError(f"its factory makes a {type(network).__name__}, not a torch.nn.Module")
+            _initialize_lazy_layers(name, network, example)
+            return network
 
         module = build_module(make, key)
         architecture = Architecture(name, module, example, head)
