@@ -232,7 +232,7 @@ def test_a_method_of_ones_own_is_checked() -> None:
     made = Own(beta=0, names=["x"], table={"y": 1}, anything=object(), function=abs)  # type: ignore[arg-type]
     assert (made.beta, made.names, made.function) == (0, ("x",), abs)
     assert "Own.beta: input should be a valid number; it is '0.1'" in refused(lambda: Own(beta="0.1"))  # type: ignore[arg-type]
-    assert "Own: beta must be >= 0 and < 1; it is 2" in refused(lambda: Own(beta=2))
+    assert f"Own ({__name__}:Own): beta must be >= 0 and < 1; it is 2" in refused(lambda: Own(beta=2))
     assert "Own.how: 'c' is no choice" in refused(lambda: Own(how="c"))  # type: ignore[arg-type]
     assert "Own.table: input should be a valid number" in refused(lambda: Own(table={"y": "z"}))  # type: ignore[dict-item]
     assert "optimizer=SGD(lr=0.1)" in refused(lambda: Own(lr=0.1))  # type: ignore[call-arg]
@@ -263,7 +263,7 @@ def test_an_annotation_that_cannot_be_resolved_is_not_checked() -> None:
 @pytest.mark.parametrize(
     ("bounds", "says"),
     [
-        ({"beta": "[0, 1)"}, "Own: bounds['beta'] is '[0, 1)'. Write '>= 0 and < 1'."),
+        ({"beta": "[0, 1)"}, "bounds['beta'] is '[0, 1)'. Write '>= 0 and < 1'."),
         ({"beta": "(0, 1]"}, "Write '> 0 and <= 1'."),
         ({"beta": "]0; 1["}, "Write '> 0 and < 1'."),
         ({"beta": "[0, inf)"}, "Write '>= 0'."),
@@ -273,7 +273,7 @@ def test_an_annotation_that_cannot_be_resolved_is_not_checked() -> None:
         ({"beta": ""}, "Write one comparison"),
         ({"beta": (0, 1)}, "Write one comparison"),
         ({"gamma": "> 0"}, "bounds names 'gamma', which is no field"),
-        ({"names": "> 0"}, "Own: names must be a number, for bounds names it"),
+        ({"names": "> 0"}, "names must be a number, for bounds names it"),
         ("> 0", "bounds must be a dict by name of a field"),
     ],
 )

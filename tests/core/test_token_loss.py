@@ -27,7 +27,8 @@ from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.results.scoring import ScoringPool, measure
+from fedlowrank.results.evaluation.pools import ScoringPool
+from fedlowrank.results.evaluation.scoring import measure_predictor
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.local_data import LocalData, chunk_size, gather
@@ -177,8 +178,8 @@ def test_accuracy_and_risk_against_numpy(n: int) -> None:
         assert chunk_size(examples) == 4096 // 24
     with torch.no_grad():
         risk, accuracy = by_hand(model(**examples.x).numpy(), examples.y.numpy())
-        found = measure(lambda x: model(**x), ScoringPool([examples, widened(examples, 13)]))
-    assert found.risk == pytest.approx([risk, risk], abs=1e-12)
+        found = measure_predictor(lambda x: model(**x), ScoringPool([examples, widened(examples, 13)]))
+    assert found.loss == pytest.approx([risk, risk], abs=1e-12)
     assert found.accuracy == pytest.approx([accuracy, accuracy], abs=1e-15)
     # a mean over texts would be another number
     alone = [examples.take(torch.tensor([i])) for i in range(7)]

@@ -79,7 +79,9 @@ def test_functions_are_called_once_a_round_and_give_what_each_client_gives_alone
         assert (a.bytes_up, a.bytes_down, a.steps, a.flops) == (b.bytes_up, b.bytes_down, b.steps, b.flops)
         for split in ("val", "test"):
             for series in ("personal", "global"):
-                assert a.values("accuracy", split, series) == b.values("accuracy", split, series)
+                assert a.values("accuracy", series=series, split=split) == b.values(
+                    "accuracy", series=series, split=split
+                )
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,10 @@ def test_routers_of_newcomers_are_learnt_at_once() -> None:
         names = [(c.name, c.series, c.split) for c in a.measured.columns]
         assert names == [(c.name, c.series, c.split) for c in b.measured.columns]
         for name, series, split in names:
-            mine, theirs = a.values(name, split, series), b.values(name, split, series)
+            mine, theirs = (
+                a.values(name, series=series, split=split),
+                b.values(name, series=series, split=split),
+            )
             assert len(mine) == 5
             assert mine == [v if v is None else pytest.approx(v, rel=1e-4, abs=1e-4) for v in theirs]
 

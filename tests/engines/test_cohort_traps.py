@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -169,6 +170,46 @@ def counts_steps(end: Params, view: ClientView) -> Params:
 def test_code_of_a_user_gives_each_client_its_own(code: Callable[[Params, ClientView], Params]) -> None:
     federation = Federation.from_arrays(clients_of(40, 40, 40, 30, 30, 30, 20), perceptron)
     compare(Own(code=code, batch_size=10, optimizer=SGD(lr=0.3)), federation)
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "torch.tensor": lambda n: torch.tensor(n) / 40,
+    "the sum of torch.tensor": lambda n: torch.tensor(n).sum() / 40,
+    "torch.tensor of a list": lambda n: torch.tensor([n, 1.0]).sum() / 40,
+    "torch.tensor of a quotient": lambda n: torch.tensor(n / 3).mean() / 13,
+    "torch.as_tensor": lambda n: torch.as_tensor(n, dtype=torch.float32).sum() / 40,
+    "torch.full": lambda n: torch.full((), n) / 40,
+    "new_tensor": lambda n: torch.ones(3).new_tensor(n).sum() / 40,
+    "torch.ones": lambda n: torch.ones(n).sum() / 40,
+    "float": lambda n: float(n) / 40,
+    "a quotient": lambda n: n / 30,
+    "a remainder": lambda n: n % 7 / 6,
+    "round": lambda n: round(n / 7) / 5,
+    "math.sqrt": lambda n: math.sqrt(n) / 6,
+    "math.log": lambda n: math.log(n) / 4,
+    "a format": lambda n: float(f"{n}") / 40,
+    "a format with digits": lambda n: float(f"{n:.1f}") / 40,
+    "str": lambda n: len(str(n)) / 2,
+    "range": lambda n: sum(range(n)) / 800,
+    "np.float64": lambda n: float(np.float64(n)) / 40,
+    "np.sqrt": lambda n: float(np.sqrt(n)) / 6,
+    "np.array": lambda n: float(np.array([n, 1]).sum()) / 40,
+    "a chain": lambda n: 0.5 if 20 < n < 30 else 1.0,
+    "max": lambda n: max(n, 25) / 40,
+    "a slice": lambda n: torch.ones(100)[:n].sum() / 40,
+}
+"""Factors of the clients' weights, by the number of their examples."""
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("what", NUMBERS)
+def test_the_number_of_examples_is_that_of_each_client(what: str) -> None:
+    def scales(end: Params, view: ClientView) -> Params:
+        return times(end, NUMBERS[what](view.info.examples))
+
+    federation = Federation.from_arrays(clients_of(40, 40, 40, 30, 30, 30, 20), perceptron)
+    assert len({info.examples for info in federation.infos}) == 3
+    compare(Own(code=scales, batch_size=10, optimizer=SGD(lr=0.3)), federation, rounds=2)
 
 
 def asks_for_nan(end: Params, view: ClientView) -> Params:

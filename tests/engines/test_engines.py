@@ -691,7 +691,7 @@ def test_a_pass_that_cannot_be_batched_is_trained_client_by_client(
     torch.testing.assert_close(one.state.server, other.state.server, rtol=1e-4, atol=1e-5)
     # once for all rounds
     (message,) = [m for m in caplog.messages if m.startswith("engine vectorized")]
-    assert "Plain trains one client after another in 'local'" in message
+    assert f"{Varied.title} trains one client after another in 'local'" in message
     assert reason in message
     assert settles(count)
 

@@ -11,7 +11,7 @@ from fedlowrank.core.contract import ClientInfo
 from fedlowrank.core.contract.training_request import Request
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import client_key, client_view
-from fedlowrank.results.local_model import make_local_model
+from fedlowrank.results.evaluation.local_model import make_local_model
 from fedlowrank.rounds.run import Run
 from fedlowrank.training.local_data import LocalData
 from tests.support.method_calls import personal, predictor, predictors

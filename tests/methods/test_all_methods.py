@@ -109,7 +109,7 @@ def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: 
         in_order = {n: params[n] for n in federation.architectures[info.architecture].initial}
         scores = reference.forward(to_layers(in_order), data.test.x.double().numpy())[1]
         assert record.values()[info.id] == (scores.argmax(1) == data.test.y.numpy()).mean()
-        assert record.values("accuracy", "val")[info.id] is None
+        assert record.values("accuracy", split="val")[info.id] is None
 
 
 @pytest.mark.few(1)

@@ -130,8 +130,8 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
     )
     record = run.start()
     for k in range(6):
-        assert record.values("route", "", str(k % 2))[k] > 0.9
-    assert all(a == 1 for a in record.values("accuracy", "test", "personal"))
+        assert record.values("route", series=str(k % 2), split="")[k] > 0.9
+    assert all(a == 1 for a in record.values("accuracy", series="personal", split="test"))
     while run.round < 3:
         assert not run.draws.unseen & set(run.step().participants)
 

@@ -70,11 +70,15 @@ def test_the_recorded_accuracy_of_fedem_is_that_of_the_mixture() -> None:
         x, y = data.test.x.double().numpy(), data.test.y.numpy()
         pi = run.state.clients[k].numpy()
         mixture = sum(p * softmax(forward(net, x)[1]) for p, net in zip(pi, models, strict=True))
-        assert record.values("accuracy", "test", "personal")[k] == (mixture.argmax(1) == y).mean()
-        assert record.values("loss", "test", "personal")[k] == pytest.approx(
+        assert (
+            record.values("accuracy", series="personal", split="test")[k] == (mixture.argmax(1) == y).mean()
+        )
+        assert record.values("loss", series="personal", split="test")[k] == pytest.approx(
             -np.log(mixture[np.arange(len(y)), y]).mean(), rel=1e-5
         )
-        assert [record.values("route", "", str(c))[k] for c in range(3)] == pytest.approx(pi, abs=1e-4)
+        assert [record.values("route", series=str(c), split="")[k] for c in range(3)] == pytest.approx(
+            pi, abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("adapt", [0, 1, 10])

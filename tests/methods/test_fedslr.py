@@ -24,7 +24,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.lpgd import LPGD
-from fedlowrank.results.local_model import make_local_model
+from fedlowrank.results.evaluation.local_model import make_local_model
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from tests.golden import fedslr_reference as reference
@@ -325,9 +325,11 @@ def test_the_record_counts_parameters_and_ranks_as_the_paper_does() -> None:
             rank = int(np.linalg.matrix_rank(dense[n].double().numpy(), tol=1e-5))
             assert rank == record.ranks[n]
             held[n] = min(rank * sum(p.shape), p.numel())
-    assert record.values("parameters", "", "gkr") == [sum(held.values())] * len(run.federation.infos)
+    assert record.values("parameters", series="gkr", split="") == [sum(held.values())] * len(
+        run.federation.infos
+    )
     assert sum(held.values()) < sum(p.numel() for p in initial.values())
-    for i, count in enumerate(record.values("parameters", "", "mixed")):
+    for i, count in enumerate(record.values("parameters", series="mixed", split="")):
         p_i = run.state.clients[i].p
         mixed = {n: min(held[n] + np.count_nonzero(p_i[n].numpy()), p.numel()) for n, p in initial.items()}
         assert sum(held.values()) < count == sum(mixed.values())
@@ -343,11 +345,15 @@ def test_a_client_that_never_took_part_has_no_personal_part() -> None:
     unseen = set(range(4)) - seen
     assert unseen
     for i in range(4):
-        same = record.values("parameters", "", "mixed")[i] == record.values("parameters", "", "gkr")[i]
+        same = (
+            record.values("parameters", series="mixed", split="")[i]
+            == record.values("parameters", series="gkr", split="")[i]
+        )
         assert same == (i in unseen)
         if i in unseen:
             assert (
-                record.values("accuracy", "test", "mixed")[i] == record.values("accuracy", "test", "gkr")[i]
+                record.values("accuracy", series="mixed", split="test")[i]
+                == record.values("accuracy", series="gkr", split="test")[i]
             )
 
 
@@ -356,5 +362,9 @@ def test_a_sparse_penalty_that_kills_every_personal_part_leaves_the_global_model
     method = METHODS["fedslr"](batch_size=10, optimizer=SGD(lr=0.05), lam=0.03, mu=1e6)
     record = simulate(method, federate_images(), rounds=2).rounds[-1]
     assert record.is_evaluated
-    assert record.values("accuracy", "test", "mixed") == record.values("accuracy", "test", "gkr")
-    assert record.values("parameters", "", "mixed") == record.values("parameters", "", "gkr")
+    assert record.values("accuracy", series="mixed", split="test") == record.values(
+        "accuracy", series="gkr", split="test"
+    )
+    assert record.values("parameters", series="mixed", split="") == record.values(
+        "parameters", series="gkr", split=""
+    )

@@ -435,8 +435,8 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     assert len(run.draws.unseen) == 2
     record = run.start()
     for k in range(6):
-        assert record.values("route", "", str(k % 2))[k] > 0.9
-    assert all(a == 1 for a in record.values("accuracy", "test", "personal"))
+        assert record.values("route", series=str(k % 2), split="")[k] > 0.9
+    assert all(a == 1 for a in record.values("accuracy", series="personal", split="test"))
 
 
 @pytest.mark.full
@@ -452,7 +452,7 @@ def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
     for _ in range(8):
         record = run.step()
         seen |= set(record.participants)
-        assert len(record.values("route", "", "1")) == len(federation.infos)
+        assert len(record.values("route", series="1", split="")) == len(federation.infos)
         assert not run.draws.unseen & set(run.state.clients)
     assert seen == set(range(6)) - run.draws.unseen
     assert all(row["unseen"] == (row["id"] in run.draws.unseen) for row in run.clients())
@@ -464,7 +464,7 @@ def test_known_routes_of_unseen_clients_are_their_clusters() -> None:
     run = Run(method, federation, RunSettings(rounds=2, unseen=0.34), Sequential())
     record = run.step()
     for c in range(3):
-        assert record.values("route", "", str(c)) == [float(c == k % 2) for k in range(6)]
+        assert record.values("route", series=str(c), split="") == [float(c == k % 2) for k in range(6)]
 
 
 @pytest.mark.full

@@ -138,6 +138,6 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
     for _ in range(3):
         record = run.step()
         for c in range(2):
-            assert record.values("route", "", str(c)) == [float(c == k % 2) for k in range(6)]
-    assert all(a > 0.9 for a in record.values("accuracy", "test", "personal"))
+            assert record.values("route", series=str(c), split="") == [float(c == k % 2) for k in range(6)]
+    assert all(a > 0.9 for a in record.values("accuracy", series="personal", split="test"))
     assert not run.draws.unseen & set(run.state.clients)

@@ -20,7 +20,6 @@ from fedlowrank.methods.families.clusters import (
     zero_router_logits,
 )
 from fedlowrank.methods.floral import FederatedFloral
-from fedlowrank.training.client_tensors import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
 from fedlowrank.training.client_tensors.client_tensor import to_client_tensor
 from tests.golden import floral_reference as reference
 

@@ -69,6 +69,21 @@ def test_within_a_step_control_flow_is_refused() -> None:
         bool(to_client_tensor(torch.ones(K)))
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize(
+    "copy",
+    [
+        torch.tensor,
+        lambda t: torch.tensor(t, dtype=torch.float64),
+        lambda t: torch.as_tensor(t, dtype=torch.float64),
+        torch.ones(1).new_tensor,
+    ],
+)
+def test_a_copy_for_which_torch_asks_no_rule_is_refused(copy: Callable[[Tensor], Tensor]) -> None:
+    with without_rows(), pytest.raises(NoRuleError, match="without clients"):
+        copy(to_client_tensor(torch.arange(K * 2.0).reshape(K, 2)))
+
+
 SHARED = torch.arange(12.0).reshape(3, 4) / 7
 
 COMPUTED: dict[str, Callable[[Tensor], Any]] = {
@@ -237,7 +252,7 @@ def test_what_has_no_rule_between_verbs_costs_no_training(caplog: pytest.LogCapt
     assert engine.sizes == [5, 5, 5]
     assert [r.steps for r in records] == [r.steps for r in expected]
     (message,) = [m for m in caplog.messages if m.startswith("engine vectorized")]
-    assert "FedAvg goes on with one client after another: torch.logcumsumexp has no rule" in message
+    assert f"{Sorted.title} goes on with one client after another: torch.logcumsumexp has no rule" in message
 
 
 @pytest.mark.parametrize("wrong", ["state", "upload"])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlowrank.training.client_tensors import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
 from fedlowrank.training.client_tensors.client_tensor import (
     RULES,
     ClientTensor,

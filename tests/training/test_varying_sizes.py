@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlowrank.training.client_tensors import varying_sizes  # noqa: F401 - adds the rules
 from fedlowrank.training.client_tensors.client_tensor import NoRuleError, to_client_tensor, without_rows
 from fedlowrank.training.client_tensors.control_flow import DifferingError, unwrap_client_tensor
 

@@ -20,7 +20,7 @@ from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import CohortInfo, CohortKey
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.trainer import LocalTrainer, Meter
-from .engine import ClientJob, ClientResult, Engine, client_key, finite_losses
+from .engine import ClientJob, ClientResult, Engine, finite_losses
 
 PlacedResult = tuple[int, ClientResult]
 """A client's result, after the place of the client among the jobs."""
@@ -79,7 +79,7 @@ class RoundTraining:
         state, optimizers = split_optimizers(tree.canonical(stored))
         infos = [j.client for j in jobs]
         info: Any = CohortInfo(infos)
-        key: Any = CohortKey([client_key(self.federation, i.id, self.round) for i in infos])
+        key: Any = CohortKey([m.local.data.key for m in members])
         keeping = KeepingTrainer(trainer, info, optimizers)
         view = ClientView(info, self.task, self.task.model(infos[0]), self.round, key, keeping)
         state, upload = check_pair(method, method.local_update(state, tree.canonical(down), view))
@@ -91,13 +91,15 @@ class RoundTraining:
         # a member whose training met a NaN is called by itself, for a method may handle the error
         trainers = trainer.singles() if trainer.errors else []
         failed = {k: self.train_one(members[k], trainers[k])[1] for k in sorted(trainer.errors)}
+        # a method that handled the error has an upload of another origin
+        cohort = uploads if all(result.error is not None for result in failed.values()) else None
         results = [
-            failed.get(k) or ClientResult(states[k], uploads.row(k), m.local.meter)
+            (m.place, ClientResult(states[k], uploads.row(k), m.local.meter, cohort=cohort, place=k))
             for k, m in enumerate(members)
         ]
-        if all(result.error is not None for result in failed.values()):
-            results = [dataclasses.replace(r, cohort=uploads, place=k) for k, r in enumerate(results)]
-        return [(m.place, result) for m, result in zip(members, results, strict=True)]
+        for k, result in failed.items():
+            results[k] = members[k].place, dataclasses.replace(result, cohort=cohort, place=k)
+        return results
 
     def train_one(self, member: CohortMember, trainer: Trainer | None = None) -> PlacedResult:
         """Train one client with plain tensors, as the sequential engine does.

@@ -152,10 +152,13 @@ class Vectorized(Engine):
     ) -> dict[str, list[MembersOfKind]]:
         """Cohorts of clients of one kind that have room in memory, by architecture."""
         method, groups = training.method, dict[Hashable, list[CohortMember]]()
-        settings = repr(method)
+        settings, down, form_of_down = repr(method), None, tree.form(None)
         for place, job in enumerate(jobs):
             local = self.trainer(method, training.federation, training.round, job.client)
-            form = settings, job.client.architecture, tree.form(job.state), tree.form(job.down)
+            # one download for all as a rule
+            if job.down is not down:
+                down, form_of_down = job.down, tree.form(job.down)
+            form = settings, job.client.architecture, tree.form(job.state), form_of_down
             groups.setdefault(form, []).append(CohortMember(place, job, local))
         by_architecture: dict[str, list[MembersOfKind]] = {}
         for kind, group in groups.items():

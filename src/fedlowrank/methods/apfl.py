@@ -81,8 +81,8 @@ class APFL(Method[Params, ClientState, Params, Params]):
         super().__post_init__()
         if self.adaptive and isinstance(self.optimizer, AdamW):
             raise ConfigError(
-                "APFL with adaptive = true learns the share a of the local model by gradients that are as small as v and w "
-                "are close, and optimizer.kind = 'adamw' makes a whole step of each, rounding errors included. Use "
+                f"{self.title} with adaptive = true learns the share a of the local model by gradients that are as small as "
+                "v and w are close, and optimizer.kind = 'adamw' makes a whole step of each, rounding errors included. Use "
                 "optimizer.kind = 'sgd', with or without momentum, or set adaptive = false"
             )
 
@@ -103,15 +103,15 @@ class APFL(Method[Params, ClientState, Params, Params]):
         def loss(models: Joint, batch: Batch) -> Tensor:
             w = map_leaves(Tensor.detach, models.w)
             mixed = mixture(models.a if adaptive else models.a.detach(), models.v, w)
-            ours, theirs = model.apply(mixed, batch.x), model.apply(models.w, batch.x)
-            return task_loss(ours, batch) + task_loss(theirs, batch)
+            mixed_scores, global_scores = model.apply(mixed, batch.x), model.apply(models.w, batch.x)
+            return task_loss(mixed_scores, batch) + task_loss(global_scores, batch)
 
-        def clipped(models: Joint, _: float) -> Joint:
+        def clip_share(models: Joint, _: float) -> Joint:
             return replace(models, a=models.a.clamp(0, 1))
 
         a_group = {"a": replace(groups.get("a", Group()), weight_decay=0.0)}
         optimizer = replace(self.optimizer, groups={**groups, **a_group})
-        end = view.train(loss, Joint(down, state.v, state.a), "local", optimizer, prox=clipped)
+        end = view.train(loss, Joint(down, state.v, state.a), "local", optimizer, prox=clip_share)
         return ClientState(end.v, end.a), end.w
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

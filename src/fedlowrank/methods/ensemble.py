@@ -150,11 +150,11 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         return ClientModel(params, {"personal": lambda x: apply({"models": down}, pi, x)}, routes=routes)
 
     def _apply(self, model: Model) -> Apply:
-        outputs = self.mixed == "outputs"
+        mixes_outputs = self.mixed == "outputs"
 
         def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:
             models: Params = parts["models"]
-            if not outputs:
+            if not mixes_outputs:
                 return model.apply({n: torch.tensordot(pi.to(t.dtype), t, 1) for n, t in models.items()}, x)
             scores = torch.stack([model.apply(params, x) for params in unbind_models(models)], -1)
             mixture: Tensor = scores @ pi.to(scores.dtype)

@@ -43,6 +43,7 @@ from ..core.contract import (
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree_dataclass
+from .families.class_statistics import zero_rows_per_class
 
 
 @tree_dataclass
@@ -98,9 +99,8 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
                 f"{self.title} averages the outputs of all clients, and their models have other numbers of outputs: "
                 f"{counts_text}. Give each model one output a class, {task.classes}"
             )
-        like = next(iter(task.model(task.clients[0]).initial.values())).to(task.common_type(self.title))
-        total = like.new_zeros(task.classes, next(iter(counts.values())))
-        return ServerState(total, like.new_zeros(task.classes), {})
+        total = zero_rows_per_class(self.title, task, next(iter(counts.values())))
+        return ServerState(total, total.new_zeros(task.classes), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """θ_k starts at its architecture's initial weights."""
@@ -124,16 +124,18 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
 
         def loss(theta: Params, batch: Batch, targets: Targets) -> Tensor:
             scores = model.apply(theta, batch.x)
-            soft = soft_cross_entropy(scores, targets.mean[batch.y])
-            return task_loss(scores, batch) + gamma * batch.mean(soft * targets.known[batch.y])
+            distillation = soft_cross_entropy(scores, targets.mean[batch.y]) * targets.known[batch.y]
+            return task_loss(scores, batch) + gamma * batch.mean(distillation)
 
-        def by_label(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
-            which = eye[batch.y]
+        def sum_by_label(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
+            one_hot = eye[batch.y]
             outputs = model.apply(theta, batch.x).softmax(-1)
-            return batch.total(which[:, :, None] * outputs[:, None, :]), batch.total(which)
+            return batch.total(one_hot[:, :, None] * outputs[:, None, :]), batch.total(one_hot)
 
         theta = view.train(loss, state, "local", self.optimizer, constants=(down,))
-        total, count = view.total(by_label, theta, constants=(torch.eye(view.task.classes).to(down.mean),))
+        total, count = view.total(
+            sum_by_label, theta, constants=(torch.eye(view.task.classes).to(down.mean),)
+        )
         labels = count.nonzero()[:, 0]
         return theta, Outputs(labels, total[labels] / count[labels, None])
 

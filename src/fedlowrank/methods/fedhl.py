@@ -115,7 +115,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         super().__post_init__()
         if self.residual and self.form.kind not in ("exact", "capped"):
             raise ConfigError(
-                "FedHL: the residual travels as factors, so it needs a server that holds factors; set "
+                f"{self.title}: the residual travels as factors, so it needs a server that holds factors; set "
                 f"form.kind to 'exact' or 'capped', not {self.form.kind!r}"
             )
 
@@ -162,7 +162,8 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         """Line 17."""
         ranks = [self.training.find_rank_within(c, server.initial_factors) for c in view.replied]
         max_ranks = {name: pair.rank for name, pair in server.initial_factors.items()}
-        p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied], max_ranks)
+        examples = [float(c.examples) for c in view.replied]
+        client_weights = self.weighing.weigh(server.delta, ranks, examples, max_ranks)
         replies = [
             FactorReply(r, server.scaling.at(r), total["factors"][client.id])
             for r, client in zip(ranks, view.replied, strict=True)
@@ -173,8 +174,8 @@ class FedHL(Method[ServerState, Params, Download, Message]):
             replies = [reply._replace(received=factors) for reply, factors in zip(replies, sent, strict=True)]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - W^{r_i})]. The j-th singular value of W is multiplied by the
         # share 1 - Σ_{i: r_i > j} p_i, see fedlowrank.linalg.delta.
-        delta = apply_replies(server.delta, p.weights, replies, max_ranks)
-        metrics = p.reply_metrics([c.id for c in view.replied])
+        delta = apply_replies(server.delta, client_weights.weights, replies, max_ranks)
+        metrics = client_weights.reply_metrics([c.id for c in view.replied])
         return replace(server, delta=delta, rest=total["rest"], reply_metrics=metrics)
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:

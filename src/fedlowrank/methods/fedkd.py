@@ -104,7 +104,9 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.energy_start > self.energy_end:
-            raise ConfigError(f"FedKD: energy_start must be <= energy_end = {self.energy_end}")
+            raise ConfigError(
+                f"{self.title}: energy_start must be <= energy_end = {self.energy_end}; it is {self.energy_start}"
+            )
 
     def _energy(self, view: ServerView | ClientView) -> float:
         rise = (self.energy_end - self.energy_start) * view.round / max(view.task.rounds - 1, 1)
@@ -131,17 +133,17 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         self, state: ClientState, down: Download, view: ClientView
     ) -> tuple[ClientState, CompressedUpdate]:
         """Simultaneous SGD; detached teachers and denominators leave each loss its own gradient."""
-        big, small = view.model, view.task.smallest_model(self.mentee)
+        mentor, mentee = view.model, view.task.smallest_model(self.mentee)
 
         def loss(models: ClientState, batch: Batch) -> Tensor:
-            h_t, h_s = big.represent(models.mentor, batch.x), small.represent(models.mentee, batch.x)
-            t, s = big.head(models.mentor, h_t), small.head(models.mentee, h_s)
+            h_t, h_s = mentor.represent(models.mentor, batch.x), mentee.represent(models.mentee, batch.x)
+            t, s = mentor.head(models.mentor, h_t), mentee.head(models.mentee, h_s)
             ce_t, ce_s = task_loss(t, batch), task_loss(s, batch)
             # models may hold tensors of several types
             projected = h_s.to(models.projection.dtype) @ models.projection.mT
-            mentor = kl_divergence(s.detach(), t, batch) + square_error(h_t, projected.detach(), batch)
-            mentee = kl_divergence(t.detach(), s, batch) + square_error(h_t.detach(), projected, batch)
-            return ce_t + ce_s + (mentor + mentee) / (ce_t + ce_s).detach()
+            to_mentor = kl_divergence(s.detach(), t, batch) + square_error(h_t, projected.detach(), batch)
+            to_mentee = kl_divergence(t.detach(), s, batch) + square_error(h_t.detach(), projected, batch)
+            return ce_t + ce_s + (to_mentor + to_mentee) / (ce_t + ce_s).detach()
 
         start = self._mentee(state, down)
         end = view.train(loss, ClientState(state.mentor, start, state.projection), "local", self.optimizer)

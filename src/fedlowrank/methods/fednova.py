@@ -77,7 +77,7 @@ class FedNova(Method[Params, None, Params, Params]):
         bad += ["local_schedule"] * (not self.optimizer.local_schedule.is_constant)
         if bad:
             raise ConfigError(
-                "FedNova divides an update by the weights of its gradients, which the paper gives for SGD "
+                f"{self.title} divides an update by the weights of its gradients, which the paper gives for SGD "
                 f"with momentum and mu = 0, and for plain SGD with mu > 0; but mu = {self.mu} and optimizer "
                 f"has {', '.join(bad)}. Use one of the two; clip, weight decay and a schedule over rounds are fine"
             )

@@ -44,6 +44,7 @@ from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, tree_dataclass, widen
 from .families.averaging import Weighting
+from .families.class_statistics import zero_rows_per_class
 
 
 @tree_dataclass
@@ -93,9 +94,8 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
     def server_init(self, task: Task) -> Prototypes:
         """No prototype is known."""
-        like = next(iter(task.model(task.clients[0]).initial.values())).to(task.common_type(self.title))
-        mean = like.new_zeros(task.classes, task.common_width(self.title))
-        return Prototypes(mean, torch.zeros(task.classes, dtype=torch.bool, device=like.device))
+        mean = zero_rows_per_class(self.title, task, task.common_width(self.title))
+        return Prototypes(mean, torch.zeros(task.classes, dtype=torch.bool, device=mean.device))
 
     def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """θ_k starts at its architecture's initial weights."""
@@ -111,15 +111,17 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
         def loss(theta: Params, batch: Batch, protos: Prototypes) -> Tensor:
             r = model.represent(theta, batch.x)
-            away = (r - protos.mean[batch.y]).square().mean(-1) * protos.known[batch.y]
-            return task_loss(model.head(theta, r), batch) + lam * batch.mean(away)
+            distances = (r - protos.mean[batch.y]).square().mean(-1) * protos.known[batch.y]
+            return task_loss(model.head(theta, r), batch) + lam * batch.mean(distances)
 
-        def by_class(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
-            r, which = model.represent(theta, batch.x), eye[batch.y]
-            return batch.total(which[:, :, None] * r[:, None, :]), batch.total(which)
+        def sum_by_class(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
+            r, one_hot = model.represent(theta, batch.x), eye[batch.y]
+            return batch.total(one_hot[:, :, None] * r[:, None, :]), batch.total(one_hot)
 
         theta = view.train(loss, state.model, "local", self.optimizer, constants=(down,))
-        total, count = view.total(by_class, theta, constants=(torch.eye(view.task.classes).to(down.mean),))
+        total, count = view.total(
+            sum_by_class, theta, constants=(torch.eye(view.task.classes).to(down.mean),)
+        )
         labels = count.nonzero()[:, 0]
         return ClientState(theta, count > 0), Upload(
             labels, total[labels] / count[labels, None], count[labels].to(torch.int64)
@@ -129,15 +131,15 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
         """The sum of the prototypes of each class, and their weights."""
         # over a network a client could claim any count, and a class twice; it has no more examples than in
         # all
-        sent = upload.labels.sort()[0]
-        if bool((sent[1:] == sent[:-1]).any()):
-            raise TaskError(f"FedProto: client {client.id} sent a class twice")
+        labels = upload.labels.sort()[0]
+        if bool((labels[1:] == labels[:-1]).any()):
+            raise TaskError(f"{self.title}: client {client.id} sent a class twice")
         count = upload.count.clamp(max=client.examples)
-        w = (count if self.weighting == "examples" else torch.ones_like(count)).to(server.mean)
-        prototypes = torch.zeros_like(server.mean).index_add(0, upload.labels, w[:, None] * upload.mean)
+        weights = (count if self.weighting == "examples" else torch.ones_like(count)).to(server.mean)
+        prototypes = torch.zeros_like(server.mean).index_add(0, upload.labels, weights[:, None] * upload.mean)
         return {
             "sum": Sum(prototypes),
-            "weight": Sum(torch.zeros_like(server.mean[:, 0]).index_add(0, upload.labels, w)),
+            "weight": Sum(torch.zeros_like(server.mean[:, 0]).index_add(0, upload.labels, weights)),
         }
 
     def server_update(self, server: Prototypes, total: dict[str, Tensor], view: ServerView) -> Prototypes:
@@ -160,7 +162,7 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
             return ClientModel(state.model)
 
         def nearest(x: Any) -> Tensor:
-            gap = torch.cdist(widen(model.represent(state.model, x)), down.mean)
-            return torch.where(usable, -gap, -torch.inf)
+            distances = torch.cdist(widen(model.represent(state.model, x)), down.mean)
+            return torch.where(usable, -distances, -torch.inf)
 
         return ClientModel(state.model, {"personal": nearest})

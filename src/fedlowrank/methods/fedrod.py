@@ -90,16 +90,16 @@ class FedRoD(Method[Params, Params, Params, Params]):
         # a model may have more outputs than there are classes
         outputs = model.head_layers()[0].out_features
 
-        def by_class(_: Params, batch: Batch) -> Tensor:
+        def count_classes(_: Params, batch: Batch) -> Tensor:
             return batch.total(functional.one_hot(batch.y, outputs).float())
 
         def loss(heads: Joint, batch: Batch, offset: Tensor) -> Tensor:
             z = model.represent(heads.model, batch.x)
-            fixed = map_leaves(Tensor.detach, model.head_of(heads.model))
+            frozen_head = map_leaves(Tensor.detach, model.head_of(heads.model))
             generic = task_loss(model.head(heads.model, z) + offset, batch)
-            return generic + task_loss(model.head(add(fixed, heads.own), z.detach()), batch)
+            return generic + task_loss(model.head(add(frozen_head, heads.own), z.detach()), batch)
 
-        counts, like = view.total(by_class, down), next(iter(down.values()))
+        counts, like = view.total(count_classes, down), next(iter(down.values()))
         # the power before the logarithm: 0^0 = 1, whereas 0 log 0 is NaN
         offset = counts.to(wide_type(like.dtype)).pow(self.gamma).log().to(like)
         end = view.train(loss, Joint(down, state), "local", self.optimizer, constants=(offset,))

@@ -162,18 +162,18 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         """Both phases, from the same w^t."""
         model, w = view.model, unpack_weights(down, view.model.initial)
 
-        def fused(p: Params, batch: Batch, w: Params) -> Tensor:
+        def loss_of_mixed_model(p: Params, batch: Batch, w: Params) -> Tensor:
             return task_loss(model.apply(add(w, p), batch.x), batch)
 
-        def threshold(p: Params, lr: float, _: Params) -> Params:
-            c = compute_proximal_step_size(self.optimizer, lr) * self.mu
+        def shrink(p: Params, lr: float, _: Params) -> Params:
+            threshold = compute_proximal_step_size(self.optimizer, lr) * self.mu
             if self.personal_norm == "sparse":
-                return map_leaves(lambda t: soft_threshold(t, c), p)
-            return apply_prox_dense(p, c, self.personal_norm, ())
+                return map_leaves(lambda t: soft_threshold(t, threshold), p)
+            return apply_prox_dense(p, threshold, self.personal_norm, ())
 
         term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
         w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
-        p = view.train(fused, state.p, "phase2", self.optimizer, constants=(w,), prox=threshold)
+        p = view.train(loss_of_mixed_model, state.p, "phase2", self.optimizer, constants=(w,), prox=shrink)
         return self.follow_upload(state, ClientState(state.gamma, p), down, w_i, view), w_i
 
     def follow_upload(

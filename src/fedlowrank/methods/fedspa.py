@@ -87,7 +87,9 @@ def layer_counts(params: Params, density: float) -> dict[str, int]:
     vectors = sum(p.numel() for p in params.values() if p.ndim < 2)
     budget = density * sum(p.numel() for p in params.values()) - vectors
     if budget < len(weights):
-        raise TaskError(f"FedSpa: at density {density} the dense vectors leave nothing for the weights")
+        raise TaskError(
+            f"at density {density} the dense vectors leave nothing for the weights; raise density"
+        )
     # those that are full at the smallest ε first; what they cannot take is shared by the others
     for name in sorted(weights, key=lambda n: weights[n].numel() / sum(weights[n].shape)):
         share = sum(weights[name].shape) / sum(sum(p.shape) for n, p in weights.items() if n not in counts)
@@ -98,12 +100,12 @@ def layer_counts(params: Params, density: float) -> dict[str, int]:
 
 def next_mask(mask: Tensor, weight: Tensor, gradient: Tensor, rate: float) -> Tensor:
     """The mask without its smallest weights, with as many entries of the largest gradients instead."""
-    flat, size, slope = mask.flatten(), weight.abs().flatten(), gradient.abs().flatten()
+    flat, sizes, slopes = mask.flatten(), weight.abs().flatten(), gradient.abs().flatten()
     active, cut = flat.nonzero()[:, 0], math.ceil(rate * int(mask.sum()))
-    pruned = active[size[active].argsort(stable=True)[:cut]]
+    pruned = active[sizes[active].argsort(stable=True)[:cut]]
     # in a stable order, those that just left come first and win ties
     absent = torch.cat([pruned, (~flat).nonzero()[:, 0]])
-    grown = absent[slope[absent].argsort(descending=True, stable=True)[:cut]]
+    grown = absent[slopes[absent].argsort(descending=True, stable=True)[:cut]]
     return flat.index_fill(0, pruned, False).index_fill(0, grown, True).reshape(mask.shape)
 
 
@@ -162,21 +164,23 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
         """Masked SGD, then the exchange of small weights for entries with large gradients."""
         model, start = view.model, spread(down, state)
 
-        def masked(grads: Params, _: Params, masks: Masks) -> Params:
+        def mask_gradients(grads: Params, _: Params, masks: Masks) -> Params:
             return {n: torch.where(masks[n], g, 0.0) if n in masks else g for n, g in grads.items()}
 
-        def moved(change: Params, batch: Batch, theta: Params) -> Tensor:
+        def loss_after_change(change: Params, batch: Batch, theta: Params) -> Tensor:
             return task_loss(model.apply(add(theta, change), batch.x), batch)
 
         loss = supervised_loss(model)
-        end = view.train(loss, start, "local", self.optimizer, constants=(state,), precondition=masked)
+        end = view.train(
+            loss, start, "local", self.optimizer, constants=(state,), precondition=mask_gradients
+        )
         update = on_mask(sub(start, end), state)
         if self.prune == 0:
             return state, Upload(update, {})
         sgd = SGD(self.optimizer.learning_rate(view.round))
-        slope = view.train(moved, zeros_like(end), "grow", sgd, constants=(end,))
+        step = view.train(loss_after_change, zeros_like(end), "grow", sgd, constants=(end,))
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
-        grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
+        grown = {n: next_mask(m, end[n], step[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)
 
     def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> dict[str, Any]:

@@ -71,10 +71,10 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
             self.title,
             "sends B alone, and A, which every machine finds by itself, may have other signs",
         )
-        embeddings = [n for n, site in lora_of(model).layers.items() if site.embedding]
+        embeddings = [n for n, layer in lora_of(model).layers.items() if layer.embedding]
         if embeddings:
             raise TaskError(
-                f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
+                f"{self.title} freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
                 "learn. Leave embeddings out of target_modules, or choose fedit or fedsa_lora."
             )
         factors = _drop_a(self._build_factors(task, rank))

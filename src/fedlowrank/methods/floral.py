@@ -150,9 +150,11 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     def server_init(self, task: Task) -> ServerState:
         """u^0, and adaptors that are zero."""
         model, key = task.common_model(self.title), task.key / "adaptors"
-        where, u, how = find_adapted(self, model), model.initial, (self.random, self.initial_scale)
-        warn_adapted_ranks(self.title, where)
-        a = initial_adaptors(where, self.clusters, key, self.construction, u, *how)
+        adapted, u = find_adapted(self, model), model.initial
+        warn_adapted_ranks(self.title, adapted)
+        a = initial_adaptors(
+            adapted, self.clusters, key, self.construction, u, self.random, self.initial_scale
+        )
         return ServerState({"base": u, "adaptors": a}, initial_optimizer_state())
 
     def client_init(self, task: Task, client: ClientInfo) -> Theta:
@@ -171,8 +173,8 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     def local_update(self, state: Theta, down: AdaptorModel, view: ClientView) -> tuple[Theta, Upload]:
         """Lines 2 to 5."""
         theta = zero_router_logits(down["adaptors"]) if state is None else state
-        apply, scaled = build_mixed_model(self, view.model), build_preconditioner(self)
-        model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, scaled)
+        apply, precondition = build_mixed_model(self, view.model), build_preconditioner(self)
+        model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, precondition)
         if self.router.routing == "optimal":
             return None, Upload(model, None)
         kept_theta = theta if self.router.keep and self.router.descends else None
@@ -196,9 +198,9 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
             self.server_optimizer, old, new, server.optimizer_state, view.round
         )
         if self.center:
-            p = total["adaptors"]["weights"]
+            weights = total["adaptors"]["weights"]
             u, a = model["base"], model["adaptors"]
-            u, a = center_adaptors(u, a, p / p.sum(), self.alpha, self.construction)
+            u, a = center_adaptors(u, a, weights / weights.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
         return ServerState(cast_like(model, server.model), optimizer_state)
 

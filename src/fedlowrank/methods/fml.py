@@ -68,13 +68,13 @@ class FML(Method[Params, Params, Params, Params]):
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Simultaneous SGD on both models; detached teachers leave each loss its own gradient."""
-        alpha, beta, model, small = self.alpha, self.beta, view.model, view.task.smallest_model(self.meme)
+        alpha, beta, private, meme = self.alpha, self.beta, view.model, view.task.smallest_model(self.meme)
 
         def loss(models: MutualModels, batch: Batch) -> Tensor:
-            p, m = model.apply(models.private, batch.x), small.apply(models.meme, batch.x)
-            private = alpha * task_loss(p, batch) + (1 - alpha) * kl_divergence(m.detach(), p, batch)
-            meme = beta * task_loss(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
-            return private + meme
+            p, m = private.apply(models.private, batch.x), meme.apply(models.meme, batch.x)
+            private_loss = alpha * task_loss(p, batch) + (1 - alpha) * kl_divergence(m.detach(), p, batch)
+            meme_loss = beta * task_loss(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
+            return private_loss + meme_loss
 
         end = view.train(loss, MutualModels(state, down), "local", self.optimizer)
         return end.private, end.meme

@@ -72,8 +72,8 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
         """A zero adaptor; its random factors are the same at all clients, as FLoRAL's first cluster."""
         model = task.model(client)
-        where, key = find_adapted(self, model), task.key / "adaptors"
-        return initial_adaptors(where, 1, key, self.construction, model.initial)
+        adapted, key = find_adapted(self, model), task.key / "adaptors"
+        return initial_adaptors(adapted, 1, key, self.construction, model.initial)
 
     def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
         """Line 2: one SGD on both."""
@@ -83,8 +83,10 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
             return task_loss(apply(p, pi, batch.x), batch)
 
         start: dict[str, Any] = {"base": down, "adaptors": state}
-        scaled = build_preconditioner(self)
-        end = view.train(loss, start, "local", self.optimizer, constants=(_one(down),), precondition=scaled)
+        precondition = build_preconditioner(self)
+        end = view.train(
+            loss, start, "local", self.optimizer, constants=(_one(down),), precondition=precondition
+        )
         return end["adaptors"], end["base"]
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

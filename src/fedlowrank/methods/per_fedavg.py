@@ -92,7 +92,12 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """Steps on the loss after the inner step."""
-        model, alpha, delta, free = view.model, self.alpha, self.delta, self.variant == "hessian_free"
+        model, alpha, delta, is_hessian_free = (
+            view.model,
+            self.alpha,
+            self.delta,
+            self.variant == "hessian_free",
+        )
 
         def risk(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
@@ -105,10 +110,10 @@ class PerFedAvg(Method[Params, None, Params, Params]):
             )
             inner = gradient(risk, detached, first_half)
             value = risk(add(theta, inner, -alpha), second_half)
-            if free:
+            if is_hessian_free:
                 outer = gradient(risk, add(detached, inner, -alpha), second_half)
-                up, down_ = (gradient(risk, add(detached, outer, d), first_half) for d in (delta, -delta))
-                change = sub(up, down_)
+                ahead, behind = (gradient(risk, add(detached, outer, d), first_half) for d in (delta, -delta))
+                change = sub(ahead, behind)
                 # adds to the gradient and nothing to the value
                 value = value - alpha / (2 * delta) * dot(change, sub(theta, detached))
             return value

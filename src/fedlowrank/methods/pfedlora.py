@@ -66,8 +66,7 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
 
     def passes(self) -> dict[str, Pass]:
         """Step 1 and step 2."""
-        sweep = self.main_pass
-        return {"model": sweep, "adapter": sweep}
+        return {"model": self.main_pass, "adapter": self.main_pass}
 
     def server_init(self, task: Task) -> PFedLoRAAdapter:
         """θ^0."""
@@ -91,19 +90,19 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
         """Model and adapter in turn."""
         model, mu, relu = view.model, self.mu, self.relu
 
-        def of_model(omega: Params, batch: Batch, theta: PFedLoRAAdapter) -> Tensor:
+        def loss_of_model(omega: Params, batch: Batch, theta: PFedLoRAAdapter) -> Tensor:
             r = model.represent(omega, batch.x)
-            first, second = theta.apply(r, relu), model.head(omega, r)
-            return (1 - mu) * task_loss(first, batch) + mu * task_loss(second, batch)
+            by_adapter, by_head = theta.apply(r, relu), model.head(omega, r)
+            return (1 - mu) * task_loss(by_adapter, batch) + mu * task_loss(by_head, batch)
 
-        def of_adapter(theta: PFedLoRAAdapter, batch: Batch, omega: Params) -> Tensor:
+        def loss_of_adapter(theta: PFedLoRAAdapter, batch: Batch, omega: Params) -> Tensor:
             with torch.no_grad():
                 r = model.represent(omega, batch.x)
             return task_loss(theta.apply(r, relu), batch)
 
-        omega = view.train(of_model, state, "model", self.optimizer, constants=(down,))
+        omega = view.train(loss_of_model, state, "model", self.optimizer, constants=(down,))
         optimizer = self.adapter_optimizer or self.optimizer
-        return omega, view.train(of_adapter, down, "adapter", optimizer, constants=(omega,))
+        return omega, view.train(loss_of_adapter, down, "adapter", optimizer, constants=(omega,))
 
     def server_update(
         self, server: PFedLoRAAdapter, total: PFedLoRAAdapter, view: ServerView

@@ -75,7 +75,7 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
         bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         if bad:
             raise ConfigError(
-                "SCAFFOLD reads a client's mean gradient off the way it went, (x - y) / (sum of lr), which "
+                f"{self.title} reads a client's mean gradient off the way it went, (x - y) / (sum of lr), which "
                 f"is right only if every step is lr times a gradient; but optimizer has {', '.join(bad)}. "
                 "Use plain SGD; weight decay and schedules are fine"
             )

@@ -215,10 +215,17 @@ class LocalTrainer:
 
     def account(self, request: Request, kind: Any, loss: float) -> None:
         """Enter a pass of that :meth:`kind`, whose steps are counted, and its mean loss into the meter."""
-        index = self.data.order(request.name)
-        self.meter.flops += self.ledger.total(kind, Counter(self.data.size(i) for i in index))
-        self.meter.steps += len(index)
-        self.meter.losses[request.name] = loss
+        self.enter_pass(request.name, self.steps(request.name), self.flops(request, kind), loss)
+
+    def flops(self, request: Request, kind: Any) -> int:
+        """Operations of a pass of that :meth:`kind`, whose steps are counted."""
+        return self.ledger.total(kind, Counter(self.data.size(i) for i in self.data.order(request.name)))
+
+    def enter_pass(self, name: str, steps: int, flops: int, loss: float) -> None:
+        """Enter the steps, the operations and the mean loss of a pass into the meter."""
+        self.meter.flops += flops
+        self.meter.steps += steps
+        self.meter.losses[name] = loss
 
     def count(self, request: Request, kind: Any) -> None:
         """Count steps of a request of standard layers, one of each size, without taking them."""

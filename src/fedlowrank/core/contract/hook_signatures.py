@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from ..errors import ConfigError
+from .class_title import InheritedTitle
 from .update import KeepsSumOfUploads
 
 _NEAR = 0.85
@@ -72,6 +73,11 @@ def _defined(cls: type[Any], name: str) -> Any:
     return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
 
 
+def _is_stated(cls: type[Any], name: str) -> bool:
+    """Whether a name stands in the body of a class."""
+    return name in vars(cls) and not isinstance(vars(cls)[name], InheritedTitle)
+
+
 def _written(function: Any) -> str:
     """How the definition of a hook begins."""
     return f"def {function.__name__}({', '.join(_arguments(function))})"
@@ -116,7 +122,7 @@ def _unfit(cls: type[Any], contract: Any) -> Iterator[str]:
         if name not in _variables(contract) and (inspect.isfunction(value) or isinstance(value, property)):
             yield f"{name}{_place(value)} is a {type(value).__name__} and must be a field. Write {name}: {hint} = ..."
     for name, hint in _variables(contract).items():
-        value = _defined(cls, name)
+        value = getattr(cls, name, None)
         if hint in (str, bool) and value is not None and not isinstance(value, hint):
             example = f'{name} = "..."' if hint is str else f"{name} = True"
             kind = type(value).__name__
@@ -163,7 +169,8 @@ def _misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
         is_code = callable(value) or isinstance(value, (staticmethod, classmethod, property))
         if not is_code and not _is_class_variable(_annotations(cls).get(name, ClassVar)):
             continue
-        near = _nearest(name, [n for n in (hooks if is_code else variables) if n not in vars(cls)], _NEAR)
+        left_out = [n for n in (hooks if is_code else variables) if not _is_stated(cls, n)]
+        near = _nearest(name, left_out, _NEAR)
         if near is None:
             continue
         advice = f" Write {_written(hooks[near])}" if is_code else ""

@@ -16,11 +16,12 @@ from ..errors import ConfigError
 from ..key import Key
 from ..learning.optimizer import SGD, Optimizer, refuse_keep
 from ..tree import Params
+from .class_title import inherit_title
 from .client_model import ClientModel
 from .contribution import Mean
 from .hook_results import check_function, check_passes, check_start
 from .hook_signatures import check_class
-from .model import EngineModel
+from .model import Model
 from .task import ClientInfo, Pass, Task
 from .training_request import NO_PADDING, PaddedDimensions, ProximalTerm, Request, Trainer
 from .update import Update
@@ -58,7 +59,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     steps: int | None = None
 
     title: ClassVar[str]
-    """Its name, as its paper writes it."""
+    """Its name, as its paper writes it. A class outside this package that states none is called after its base and itself,
+    such as ``FedAvg (mine:Own)``."""
     citation: ClassVar[str] = ""
     """Authors, venue and year, and the arXiv number."""
     bounds: ClassVar[Mapping[str, str]] = {}
@@ -79,6 +81,10 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     it does."""
     zero_step_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        inherit_title(cls)
 
     def __post_init__(self) -> None:
         check_bounds(self, {"epochs": ">= 1", "batch_size": ">= 1", "steps": ">= 1"}, self.title)
@@ -210,7 +216,7 @@ class ClientView:
     Attributes:
         info: what the server knows of it, too.
         task: what is to be learnt.
-        model: the code of its model; a method uses what :class:`Model` has.
+        model: the code of its model.
         round: counted from 0.
         key: randomness of this client in this round.
         trainer: the engine's way to execute training; call the functions below.
@@ -218,7 +224,7 @@ class ClientView:
 
     info: ClientInfo
     task: Task
-    model: EngineModel
+    model: Model
     round: int
     key: Key
     trainer: Trainer

@@ -21,11 +21,11 @@ class PaddedDimensions:
 
     Attributes:
         start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in it have it.
-        constants: likewise of ``constants``, whose first part is ``/0``.
+        constants: likewise of each of the constants, in their order; those at the end may be left out.
     """
 
     start: Mapping[str, int] = field(default_factory=dict)
-    constants: Mapping[str, int] = field(default_factory=dict)
+    constants: tuple[Mapping[str, int], ...] = ()
 
 
 NO_PADDING = PaddedDimensions()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .class_title import is_of_package
 from .method import AnyMethod, C, D, Method, S, U
 from .task import Pass, Task
 
@@ -28,11 +29,12 @@ class MethodWrapper(Method[S, C, D, U]):
     inner: AnyMethod = field(kw_only=True)
 
     title = "Wrapper"
-    """Of the class alone; an object has that of the method within."""
+    """Of the class alone; an object has that of the method within, if its class is of this package."""
 
     def __post_init__(self) -> None:
         for name in _DESCRIPTION:
-            object.__setattr__(self, name, getattr(self.inner, name))
+            if name != "title" or is_of_package(type(self)):
+                object.__setattr__(self, name, getattr(self.inner, name))
 
     def passes(self) -> dict[str, Pass]:
         """See the base class."""

@@ -106,16 +106,14 @@ def check_factors_changed(view: ClientView, start: Leaves, end: Leaves, optimize
 
 
 def _rank_dimensions(frozen_factors: Factors) -> PaddedDimensions:
-    """The dimensions that differ between clients: the ranks of trained, fixed and frozen factors.
-
-    Paths begin with the position among the constants of :func:`train_leaves`: 0 fixed leaves, 1 frozen factors.
-    """
+    """The dimensions that differ between clients: the ranks of trained, fixed and frozen factors."""
+    ranks = {"a": 0, "b": 1}
+    leaves = {f"/{factor}": axis for factor, axis in ranks.items()}
     frozen = {
-        f"{join_path('/1', name)}/{factor}": axis
-        for name in frozen_factors
-        for factor, axis in (("b", 1), ("a", 0))
+        f"{join_path('', name)}/{factor}": axis for name in frozen_factors for factor, axis in ranks.items()
     }
-    return PaddedDimensions({"/a": 0, "/b": 1}, {"/0/a": 0, "/0/b": 1} | frozen)
+    # of the constants of train_leaves: the fixed leaves, the frozen factors
+    return PaddedDimensions(leaves, (leaves, frozen))
 
 
 def _has_learning_rate(view: ClientView, start: Leaves, optimizer: Optimizer) -> bool:

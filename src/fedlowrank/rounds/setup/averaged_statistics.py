@@ -14,7 +14,7 @@ loses the variance between the clients' means: that is what is usually done, and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -79,12 +79,13 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
 
     def local_update(self, state: Any, down: WithStatistics, view: ClientView) -> tuple[Any, WithStatistics]:
         """The method's, from the statistics that were sent; they are sent back as training leaves them."""
-        before = _read(view.model)
-        view.model.set_buffers(down.statistics or {})
+        model = _engine_model(view)
+        before = _read(model)
+        model.set_buffers(down.statistics or {})
         state, upload = check_pair(self.inner, self.inner.local_update(state, down.inner, view))
-        statistics = _read(view.model)
+        statistics = _read(model)
         # a client keeps none
-        view.model.set_buffers(before)
+        model.set_buffers(before)
         return state, WithStatistics(upload, statistics)
 
     def follow_upload(
@@ -120,7 +121,7 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
 
     def client_model(self, state: Any, down: WithStatistics, view: ClientView) -> ClientModel:
         """The method's, with the statistics that were sent."""
-        view.model.set_buffers(down.statistics or {})
+        _engine_model(view).set_buffers(down.statistics or {})
         return self.inner.client_model(state, down.inner, view)
 
 
@@ -156,6 +157,11 @@ def average_statistics(method: AnyMethod, task: Task, settings: RunSettings) -> 
             f"{entry}: the model has no batch normalization with running statistics; leave the setting out"
         )
     return AveragedStatistics(inner=method)
+
+
+def _engine_model(view: ClientView) -> EngineModel:
+    """The model of a client with what engines use of it: its buffers travel, which no method sees."""
+    return cast(EngineModel, view.model)
 
 
 def _read(model: EngineModel) -> Params:

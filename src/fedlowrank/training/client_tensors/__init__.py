@@ -1,1 +1,12 @@
-"""Tensors with one slice a client, and the rules by which operations apply to each slice."""
+"""Tensors with one slice a client, and the table of the rules by which operations apply to each slice.
+
+Of two rules of one function the later one holds.
+"""
+
+from .client_tensor import RULES
+from .control_flow import CONTROL_FLOW_RULES
+from .layer_rules import LAYER_RULES
+from .tensor_rules import TENSOR_RULES
+from .varying_sizes import VARYING_SIZE_RULES
+
+RULES.update({**LAYER_RULES, **TENSOR_RULES, **CONTROL_FLOW_RULES, **VARYING_SIZE_RULES})

@@ -4,7 +4,7 @@ In a forward pass, the examples of K clients are one batch of K·B rows, so that
 mean what they always mean. Only parameters differ by client: a :class:`ClientTensor` ``[K, ...]`` holds those of all clients.
 An operation on it is looked up in a table, :data:`RULES`, whose rule applies each client's slice to the rows of that client.
 An operation that is not in the table raises :class:`NoRuleError`. The rules are in :mod:`.layer_rules`, :mod:`.tensor_rules`,
-:mod:`.control_flow` and :mod:`.varying_sizes`, which add them to the table when they are imported.
+:mod:`.control_flow` and :mod:`.varying_sizes`; ``__init__.py`` of this folder makes the table of them.
 
 An ordinary tensor with dimensions is taken for rows: its first dimension are the examples, client by client, or the clients
 themselves, as in the result of ``batch.mean``. Where there is no batch, as in ``precondition`` and ``prox``, an ordinary tensor
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,11 +34,13 @@ class ClientTensor(Tensor):
     """A tensor ``[K, ...]`` with one slice for each of K clients.
 
     Attributes:
+        plain: the ordinary tensor ``[K, ...]``, with which rules compute.
         lr: learning rate of a step that is taken in the backward pass; None where gradients are returned.
         uses: how often a forward pass has used it.
         number: the type of a client's value if that is a number of Python; None if it is a tensor.
     """
 
+    plain: Tensor
     lr: float | None
     uses: int
     number: type[int] | type[float] | None
@@ -58,6 +60,16 @@ class ClientTensor(Tensor):
         except NoRuleError as error:
             raise NoRuleError(f"{_name(func)}: {error}") from None
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # declared without cls and func
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse what reads the values of all clients without a rule: ``torch.tensor(t)`` asks for none."""
+        if func is torch.ops.aten.alias.default:
+            # of as_subclass
+            return func(args[0].plain)
+        raise NoRuleError(f"{func} makes a tensor without clients of one with a slice for each client")
+
 
 def _name(func: Any) -> str:
     return resolve_name(func) or f"{func.__module__}.{func.__name__}"
@@ -65,6 +77,8 @@ def _name(func: Any) -> str:
 
 RULES: dict[Any, Callable[..., Any]] = {}
 """The rule of each function: how it applies to :class:`ClientTensor` arguments."""
+
+W = TypeVar("W", bound=ClientTensor)
 
 _ROWS: ContextVar[bool] = ContextVar("rows", default=True)
 
@@ -96,9 +110,15 @@ def has_rows() -> bool:
 
 def to_client_tensor(t: Tensor, lr: float | None = None) -> ClientTensor:
     """A tensor ``[K, ...]`` as a :class:`ClientTensor` that shares its memory."""
+    return wrap_tensor(t, ClientTensor, lr)
+
+
+def wrap_tensor(t: Tensor, kind: type[W], lr: float | None = None, number: type[int] | None = None) -> W:
+    """A tensor ``[K, ...]`` as one of a subclass of :class:`ClientTensor` that shares its memory."""
+    plain = t.plain if isinstance(t, ClientTensor) else t
     with torch._C.DisableTorchFunctionSubclass():
-        wrapped = t.as_subclass(ClientTensor)
-    wrapped.lr, wrapped.uses, wrapped.number = lr, 0, None
+        wrapped = plain.as_subclass(kind)
+    wrapped.plain, wrapped.lr, wrapped.uses, wrapped.number = plain, lr, 0, number
     return wrapped
 
 
@@ -119,7 +139,7 @@ def use_tensor(t: Any, *, once: bool = False) -> Any:
     t.uses += 1
     if t.lr is not None and (t.uses > 1 or not once):
         raise NoRuleError("a step in the backward pass of a parameter that is used otherwise than once")
-    return t.as_subclass(Tensor)
+    return t.plain
 
 
 def split_rows_by_client(x: Tensor, clients: int) -> Tensor:

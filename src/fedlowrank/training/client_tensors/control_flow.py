@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...core import tree
 from ..steps import refill
-from .client_tensor import RULES, ClientTensor, NoRuleError, has_rows, to_client_tensor, use_tensor
-from .tensor_rules import along_dimension
+from .client_tensor import ClientTensor, NoRuleError, has_rows, to_client_tensor, use_tensor, wrap_tensor
+from .tensor_rules import TENSOR_RULES, along_dimension
 
 T = TypeVar("T")
 
@@ -60,10 +60,7 @@ class ClientIntegers(ClientTensor):
 
 def stack_numbers(values: Sequence[int]) -> ClientTensor:
     """Make a tensor ``[K]`` of an integer of each client, float64 so that functions can compute with it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        integers = torch.tensor(values, dtype=torch.float64).as_subclass(ClientIntegers)
-    integers.lr, integers.uses, integers.number = None, 0, int
-    return integers
+    return wrap_tensor(torch.tensor(values, dtype=torch.float64), ClientIntegers, number=int)
 
 
 def refuse_numbers(value: Any) -> None:
@@ -79,10 +76,7 @@ def count_slices(tensors: Iterable[Any]) -> int:
 
 def unwrap_client_tensor(t: Tensor) -> Tensor:
     """The ordinary tensor of a client tensor, or an ordinary tensor as it is; no use is counted."""
-    if not isinstance(t, ClientTensor):
-        return t
-    with torch._C.DisableTorchFunctionSubclass():
-        return t.as_subclass(Tensor)
+    return t.plain if isinstance(t, ClientTensor) else t
 
 
 def expand_to_clients(t: Tensor, clients: int) -> Tensor:
@@ -197,31 +191,32 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(require_agreement((left == right).reshape(clients, -1).all(1).tolist()))
 
 
-for _func in (torch.matmul, Tensor.matmul, torch.cat, torch.stack, torch.tensordot, torch.linalg.svd):
-    RULES[_func] = _share_constants(RULES[_func])
+_SHARING_FUNCTIONS = (torch.matmul, Tensor.matmul, torch.cat, torch.stack, torch.tensordot, torch.linalg.svd)
+"""Functions whose operands may be constants that all clients share."""
 
-RULES.update(
-    {
-        Tensor.to: _convert,
-        Tensor.__bool__: lambda t: bool(require_agreement(list(map(bool, _values(t))))),
-        Tensor.__int__: lambda t: int(require_agreement(list(map(int, _values(t))))),
-        Tensor.__index__: lambda t: int(require_agreement(list(map(int, _values(t))))),
-        Tensor.__float__: lambda t: float(require_agreement(list(map(float, _values(t))))),
-        Tensor.item: lambda t: require_agreement(_values(t)),
-        Tensor.tolist: lambda t: require_agreement(use_tensor(t).tolist()),
-        torch.equal: _equal,
-        Tensor.equal: _equal,
-        Tensor.new_zeros: lambda t, *shape, **options: use_tensor(t).new_zeros(*shape, **options),
-        Tensor.new_ones: lambda t, *shape, **options: use_tensor(t).new_ones(*shape, **options),
-        Tensor.new_tensor: _new_tensor,
-        Tensor.nbytes.__get__: lambda t: t.nbytes // len(t),  # type: ignore[attr-defined]  # a getter
-        Tensor.element_size: lambda t: t.element_size(),
-        Tensor.is_complex: lambda t: t.is_complex(),
-        Tensor.is_contiguous: lambda t, **options: use_tensor(t).is_contiguous(**options),
-        Tensor.stride: lambda t: t.stride()[1:],
-    }
-)
-for _name in ("argmax", "argmin", "cumsum"):
-    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = along_dimension(
-        getattr(torch, _name), (None,)
-    )
+CONTROL_FLOW_RULES: dict[Any, Callable[..., Any]] = {
+    **{func: _share_constants(TENSOR_RULES[func]) for func in _SHARING_FUNCTIONS},
+    **{
+        getattr(place, name): along_dimension(getattr(torch, name), (None,))
+        for name in ("argmax", "argmin", "cumsum")
+        for place in (torch, Tensor)
+    },
+    Tensor.to: _convert,
+    Tensor.__bool__: lambda t: bool(require_agreement(list(map(bool, _values(t))))),
+    Tensor.__int__: lambda t: int(require_agreement(list(map(int, _values(t))))),
+    Tensor.__index__: lambda t: int(require_agreement(list(map(int, _values(t))))),
+    Tensor.__float__: lambda t: float(require_agreement(list(map(float, _values(t))))),
+    Tensor.item: lambda t: require_agreement(_values(t)),
+    Tensor.tolist: lambda t: require_agreement(use_tensor(t).tolist()),
+    torch.equal: _equal,
+    Tensor.equal: _equal,
+    Tensor.new_zeros: lambda t, *shape, **options: use_tensor(t).new_zeros(*shape, **options),
+    Tensor.new_ones: lambda t, *shape, **options: use_tensor(t).new_ones(*shape, **options),
+    Tensor.new_tensor: _new_tensor,
+    Tensor.nbytes.__get__: lambda t: t.nbytes // len(t),  # type: ignore[attr-defined]  # a getter
+    Tensor.element_size: lambda t: t.element_size(),
+    Tensor.is_complex: lambda t: t.is_complex(),
+    Tensor.is_contiguous: lambda t, **options: use_tensor(t).is_contiguous(**options),
+    Tensor.stride: lambda t: t.stride()[1:],
+}
+"""The rule of each function that control flow uses; they replace those of :data:`.tensor_rules.TENSOR_RULES`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from .client_tensor import RULES, ClientTensor, NoRuleError, split_rows_by_client, use_tensor
+from .client_tensor import ClientTensor, NoRuleError, split_rows_by_client, use_tensor
 
 
 class _LinearStep(torch.autograd.Function):
@@ -183,14 +183,13 @@ def _embedding(
     return functional.embedding(index.flatten(0, 1), w.flatten(0, 1))
 
 
-RULES.update(
-    {
-        functional.linear: _linear,
-        functional.conv1d: _convolution(functional.conv1d),
-        functional.conv2d: _convolution(functional.conv2d),
-        functional.conv3d: _convolution(functional.conv3d),
-        functional.layer_norm: _layer_norm,
-        functional.group_norm: _group_norm,
-        functional.embedding: _embedding,
-    }
-)
+LAYER_RULES: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    functional.conv1d: _convolution(functional.conv1d),
+    functional.conv2d: _convolution(functional.conv2d),
+    functional.conv3d: _convolution(functional.conv3d),
+    functional.layer_norm: _layer_norm,
+    functional.group_norm: _group_norm,
+    functional.embedding: _embedding,
+}
+"""The rule of each function of a layer."""

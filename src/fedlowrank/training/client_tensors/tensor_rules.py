@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from .client_tensor import (
-    RULES,
     ClientTensor,
     NoRuleError,
     has_rows,
@@ -299,10 +298,28 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> ClientTensor:
     return to_client_tensor(product.reshape(len(right), *right.shape[2:]))
 
 
+def _plain(value: Any) -> Any:
+    """A tensor without the class of client tensors, or each of a sequence of them; other values as they are."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value.plain if isinstance(value, ClientTensor) else value
+
+
 def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[ClientTensor, ...]:
     if not all(isinstance(t, ClientTensor) for t in inputs):
         raise NoRuleError("a gradient by a tensor that all clients share")
-    return tuple([to_client_tensor(g) for g in torch.autograd.grad(outputs, inputs, *args, **kwargs)])
+    grads = torch.autograd.grad(
+        _plain(outputs), _plain(inputs), *map(_plain, args), **{n: _plain(v) for n, v in kwargs.items()}
+    )
+    return tuple([to_client_tensor(g) for g in grads])
+
+
+def _require_gradient(t: Any, on: bool = True) -> Any:
+    if on and not t.plain.requires_grad:
+        # the ordinary tensor may belong to others
+        t.plain = t.plain.detach()
+    t.plain.requires_grad_(on)
+    return t
 
 
 ELEMENTWISE = (
@@ -339,11 +356,16 @@ _RULE_MAKERS: dict[str, Callable[[Rule], Rule]] = {
     "tensordot": lambda _: _tensordot,
 }
 
-for _name, _make in _RULE_MAKERS.items():
-    for _func in (getattr(torch, _name, None), getattr(Tensor, _name, None)):
-        # torch.float is a type
-        if callable(_func):
-            RULES[_func] = _make(_func)
+
+def _make_named_rules() -> dict[Any, Rule]:
+    """The rules of :data:`_RULE_MAKERS`, for the function of ``torch`` of each name and for that of tensors."""
+    pairs = [
+        (func, make)
+        for name, make in _RULE_MAKERS.items()
+        for func in (getattr(torch, name, None), getattr(Tensor, name, None))
+    ]
+    # torch.float is a type
+    return {func: make(func) for func, make in pairs if callable(func)}
 
 
 def _getter(name: str) -> Any:
@@ -351,27 +373,27 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-RULES.update(
-    {
-        functional.softmax: along_dimension(functional.softmax),
-        functional.log_softmax: along_dimension(functional.log_softmax),
-        torch.autograd.grad: _gradient,
-        **{f: _leading(f) for f in (torch.linalg.matrix_norm, torch.linalg.solve_ex, torch.linalg.svd)},
-        Tensor.__getitem__: _item,
-        Tensor.requires_grad_: lambda t, on=True: t.requires_grad_(on),
-        # attributes of one client's tensor
-        _getter("mT"): lambda t: to_client_tensor(use_tensor(t).mT) if t.ndim > 2 else _transposed(t),
-        _getter("T"): _transposed,
-        _getter("shape"): lambda t: t.shape[1:],
-        Tensor.size: lambda t, dim=None: t.shape[1:] if dim is None else t.shape[_dim(dim, t.ndim - 1)],
-        _getter("ndim"): lambda t: t.ndim - 1,
-        Tensor.dim: lambda t: t.ndim - 1,
-        Tensor.numel: lambda t: t[0].numel(),
-        Tensor.__len__: lambda t: t.shape[_dim(0, t.ndim - 1)],
-        _getter("dtype"): lambda t: t.dtype,
-        _getter("is_sparse"): lambda t: t.is_sparse,
-        _getter("device"): lambda t: t.device,
-        Tensor.is_floating_point: lambda t: t.is_floating_point(),
-        _getter("requires_grad"): lambda t: t.requires_grad,
-    }
-)
+TENSOR_RULES: dict[Any, Rule] = {
+    **_make_named_rules(),
+    functional.softmax: along_dimension(functional.softmax),
+    functional.log_softmax: along_dimension(functional.log_softmax),
+    torch.autograd.grad: _gradient,
+    **{f: _leading(f) for f in (torch.linalg.matrix_norm, torch.linalg.solve_ex, torch.linalg.svd)},
+    Tensor.__getitem__: _item,
+    Tensor.requires_grad_: _require_gradient,
+    # attributes of one client's tensor
+    _getter("mT"): lambda t: to_client_tensor(use_tensor(t).mT) if t.ndim > 2 else _transposed(t),
+    _getter("T"): _transposed,
+    _getter("shape"): lambda t: t.shape[1:],
+    Tensor.size: lambda t, dim=None: t.shape[1:] if dim is None else t.shape[_dim(dim, t.ndim - 1)],
+    _getter("ndim"): lambda t: t.ndim - 1,
+    Tensor.dim: lambda t: t.ndim - 1,
+    Tensor.numel: lambda t: t.shape[1:].numel(),
+    Tensor.__len__: lambda t: t.shape[_dim(0, t.ndim - 1)],
+    _getter("dtype"): lambda t: t.dtype,
+    _getter("is_sparse"): lambda t: t.is_sparse,
+    _getter("device"): lambda t: t.device,
+    Tensor.is_floating_point: lambda t: t.is_floating_point(),
+    _getter("requires_grad"): lambda t: t.plain.requires_grad,
+}
+"""The rule of each function of tensors."""

@@ -6,15 +6,15 @@ have equally many, the result has a slice for each; if not, the engine divides t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .client_tensor import RULES, ClientTensor, NoRuleError, has_rows, to_client_tensor, use_tensor
+from .client_tensor import ClientTensor, NoRuleError, has_rows, to_client_tensor, use_tensor
 from .control_flow import count_slices, expand_to_clients, require_agreement
-
-_RULE_OF_STEPS = RULES[Tensor.__getitem__]
+from .tensor_rules import TENSOR_RULES
 
 
 def _require_outside_of_steps() -> None:
@@ -40,7 +40,7 @@ def _entries(t: Any, index: Any) -> Any:
     """``t[index]`` outside of steps, where the index is a tensor of places or a mask, and maybe None after it."""
     parts = index if isinstance(index, tuple) else (index,)
     if has_rows() or not any(isinstance(i, Tensor) for i in parts):
-        return _RULE_OF_STEPS(t, index)
+        return TENSOR_RULES[Tensor.__getitem__](t, index)
     first, new_dims = parts[0], parts[1:]
     if not isinstance(first, Tensor) or any(i is not None for i in new_dims):
         raise NoRuleError("an index that is not places or a mask, and None behind it")
@@ -95,19 +95,18 @@ def _argsort(t: Any, dim: int = -1, descending: bool = False, stable: bool = Fal
     return to_client_tensor(torch.argsort(p, dim=1, descending=descending, stable=stable))
 
 
-RULES.update(
-    {
-        Tensor.__getitem__: _entries,
-        **{
-            getattr(place, name): rule
-            for name, rule in (
-                ("nonzero", _nonzero),
-                ("masked_scatter", _masked_scatter),
-                ("index_fill", _index_fill),
-                ("index_add", _index_add),
-                ("argsort", _argsort),
-            )
-            for place in (torch, Tensor)
-        },
-    }
-)
+VARYING_SIZE_RULES: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _entries,
+    **{
+        getattr(place, name): rule
+        for name, rule in (
+            ("nonzero", _nonzero),
+            ("masked_scatter", _masked_scatter),
+            ("index_fill", _index_fill),
+            ("index_add", _index_add),
+            ("argsort", _argsort),
+        )
+        for place in (torch, Tensor)
+    },
+}
+"""The rule of each function whose result has a size that depends on values."""

@@ -160,11 +160,12 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     masks: dict[int, Any] = {}
     for step in range(len(orders[0])):
         index = [order[step] for order in orders if step < len(order)]
-        width = max(map(len, index))
-        if min(map(len, index)) < width:
-            masks[step] = np.arange(width) < np.array([[len(i)] for i in index])
-            index = [np.concatenate([i, np.full(width - len(i), i[0])]) for i in index]
-        indices = np.stack(index)
+        sizes = np.array([[len(i)] for i in index])
+        columns, firsts = np.arange(sizes.max()), sizes.cumsum()[:, None] - sizes
+        is_example = columns < sizes
+        if not is_example.all():
+            masks[step] = is_example
+        indices = np.concatenate(index)[firsts + np.where(is_example, columns, 0)]
         for rows, (_, offsets) in zip(places, (x, y), strict=True):
             rows.append(indices + np.array(offsets[: len(index)])[:, None])
     device = y[0].device

@@ -19,9 +19,8 @@ from torch.nn import functional
 from ...core import tree
 from ...core.contract import Batch
 from ...core.contract.training_request import Request
-from ..client_tensors import layer_rules, tensor_rules  # noqa: F401 - importing them adds their rules to the table
 from ..client_tensors.client_tensor import ClientTensor, NoRuleError, to_client_tensor, without_rows
-from ..client_tensors.control_flow import DifferingError
+from ..client_tensors.control_flow import DifferingError, unwrap_client_tensor
 from ..steps import PassSteps, refill, tensors_like
 from ..trainer import LocalTrainer
 from .cohort_batches import BufferPool, CohortBatches, flatten_batch
@@ -109,8 +108,7 @@ class CohortSteps(PassSteps):
         for param in self._client_params:
             param.uses = 0
         value: Tensor = self.request.loss(now, rows, *self._client_constants)
-        if isinstance(value, ClientTensor):
-            value = value.as_subclass(Tensor)
+        value = unwrap_client_tensor(value)
         if value.shape != (rows.clients,):
             raise NoRuleError("a loss that is no mean over the examples of each client")
         return value
@@ -143,7 +141,7 @@ class CohortSteps(PassSteps):
             results = tensors_like(self.now, f(*trees, *self._client_constants))
             if any(not isinstance(t, ClientTensor) for t in results):
                 raise NoRuleError("a result that is the same for all clients")
-            unwrapped = [t.as_subclass(Tensor) for t in results]
+            unwrapped = [unwrap_client_tensor(t) for t in results]
             for k in (0, len(unwrapped[0]) - 1) if self._compare else ():
                 a = refill(self.now, [t[k] for t in tensors])
                 p = refill(self.now, [t[k] for t in params])

@@ -17,7 +17,6 @@ from ...core.contract.training_request import KeptState, Request
 from ...core.errors import NonFiniteError
 from ...core.learning.optimizer import OptimizerState
 from ..captured_variables import code_of
-from ..client_tensors import varying_sizes  # noqa: F401 - importing it adds its rules to the table
 from ..client_tensors.client_tensor import ClientTensor, NoRuleError, to_client_tensor, with_rows
 from ..client_tensors.control_flow import (
     DifferingError,
@@ -339,25 +338,30 @@ class CohortTrainer:
             end: the trained tree of all clients.
         """
         name, k, first = requests[0].name, 0, self.locals_[0]
-        costs = {}
+        costs, flops = {}, dict[tuple[int, int], int]()
         for request in requests:
             single = _of_first_client(request)
             costs[id(request)] = single, first.kind(single), first.is_standard(single)
         is_finite = all(all_finite(part, []) for part in losses) and all_finite(losses[0][:0], end)
         for part in losses:
-            steps = torch.tensor([local.steps(name) for local in self.locals_[k : k + len(part)]])
-            means = (part.sum(1, dtype=torch.float64).cpu() / steps).tolist()
-            for row, mean in zip(part, means, strict=True):
+            steps = [local.steps(name) for local in self.locals_[k : k + len(part)]]
+            means = (part.sum(1, dtype=torch.float64).cpu() / torch.tensor(steps)).tolist()
+            for row, taken, mean in zip(part, steps, means, strict=True):
                 local = self.locals_[k]
-                single, kind, is_standard = costs[id(requests[k % len(requests)])]
-                if not is_standard:
-                    local.fit_cost(single, kind)
-                local.count(single, kind)
-                local.account(single, kind, mean)
+                request = requests[k % len(requests)]
+                # batches of equally many examples cost the same, but for texts
+                examples = len(local.data.examples) if local.data.width is None else -1 - k
+                if (id(request), examples) not in flops:
+                    single, kind, is_standard = costs[id(request)]
+                    if not is_standard:
+                        local.fit_cost(single, kind)
+                    local.count(single, kind)
+                    flops[id(request), examples] = local.flops(single, kind)
+                local.enter_pass(name, taken, flops[id(request), examples], mean)
                 if not is_finite:
                     own_end = tree.map_leaves(lambda t, k=k: t[k], end)
                     try:
-                        check_finite(local.data.info, local.round, name, row[: local.steps(name)], own_end)
+                        check_finite(local.data.info, local.round, name, row[:taken], own_end)
                     except NonFiniteError as error:
                         self.errors.setdefault(k, (len(self.answers), error))
                 k += 1

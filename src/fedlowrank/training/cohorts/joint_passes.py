@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...core import tree
-from ...core.contract.training_request import Request
+from ...core.contract.training_request import PaddedDimensions, Request
 from ..captured_variables import code_of
 from ..client_tensors.client_tensor import ClientTensor, NoRuleError, to_client_tensor, without_rows
 from ..client_tensors.control_flow import DifferingError, expand_to_clients, unwrap_client_tensor
@@ -109,7 +109,7 @@ def _train_as_one(
     joint_request = dataclasses.replace(
         first,
         start=join([r.start for r in requests], first.padded.start),
-        constants=join([r.constants for r in requests], first.padded.constants),
+        constants=join([r.constants for r in requests], _axes_of_constants(first.padded)),
     )
     joint = trainers[0].beside([locals_[k] for k in order])
     answer = joint.train_batched(joint_request, [requests[clients[k][0]] for k in order])
@@ -139,7 +139,7 @@ def _kind_of(request: Request) -> Any:
         request.name,
         repr(request.optimizer),
         _form(request.start, padded.start),
-        _form(request.constants, padded.constants),
+        _form(request.constants, _axes_of_constants(padded)),
     )
 
 
@@ -157,6 +157,13 @@ def _form(value: Any, axes: Mapping[str, int]) -> Any:
 def _shape(t: Tensor) -> torch.Size:
     """The shape of one client's tensor."""
     return unwrap_client_tensor(t).shape[1:] if isinstance(t, ClientTensor) else t.shape
+
+
+def _axes_of_constants(padded: PaddedDimensions) -> dict[str, int]:
+    """The padded dimensions of all constants, by the path in the tuple of them."""
+    return {
+        f"/{place}{path}": axis for place, axes in enumerate(padded.constants) for path, axis in axes.items()
+    }
 
 
 def _axes(value: Any, axes: Mapping[str, int]) -> list[int | None]:
