@@ -34,18 +34,18 @@ $(VENV)/.installed: $(TEST)
 
 # 60 clients in four groups: four methods, three seeds, a table and a report in about a minute
 demo: $(CORE)
-	@$(BIN)/fedlowrank compare experiments/demo/floral.toml -o runs/demo/floral --force
+	@$(BIN)/fedlowrank compare experiments/demo/floral.toml --force
 	@$(BIN)/python examples/other_ideas.py
 
 # what each of the four ideas is for, run here
 demo-all: $(CORE)
 	@for idea in floral pfedlora fedslr fedhl; do \
-		$(BIN)/fedlowrank compare experiments/demo/$$idea.toml -o runs/demo/$$idea --force || exit 1; \
+		$(BIN)/fedlowrank compare experiments/demo/$$idea.toml --force || exit 1; \
 	done
-	$(BIN)/fedlowrank report $(addprefix runs/demo/,floral pfedlora fedslr fedhl) -o runs/demo/report.html
-	@$(BIN)/python examples/demo_summary.py runs/demo
+	$(BIN)/fedlowrank report $(addprefix runs/demo-,floral pfedlora fedslr fedhl) -o runs/demo-all.html
+	@$(BIN)/python examples/demo_summary.py runs
 	@echo
-	@echo "Open runs/demo/report.html in a browser."
+	@echo "Open runs/demo-all.html in a browser."
 
 demo-language: install
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo_language.py runs/demo-language $(DEMO)

@@ -1,6 +1,6 @@
 """Print the summary of `make demo-all`: three lines for each idea, with results of the runs in a folder.
 
-python examples/demo_summary.py runs/demo
+python examples/demo_summary.py runs
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IDEAS = (
     ("fedslr", "fedavg", "A low-rank global model, fewer bytes to the clients"),
     ("fedhl", "hetlora", "LoRA ranks from 16 to 1"),
 )
-"""Method, which is also the name of its folder; simple baseline; problem that the method solves."""
+"""Method, whose folder is ``demo-`` and its name; simple baseline; problem that the method solves."""
 
 
 def summarize_idea(folder: Path, method: str, baseline: str) -> list[str]:
@@ -82,10 +82,13 @@ def _join(values: pd.Series, form: str) -> str:
 def main() -> None:
     """Print the summary of every idea."""
     parser = argparse.ArgumentParser(description="Print three lines for each comparison of `make demo-all`.")
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/demo"))
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"))
     parser.add_argument("--language", action="store_true", help="the folder is of `make demo-language`")
     arguments = parser.parse_args()
-    ideas = [(arguments.folder / method, method, baseline, problem) for method, baseline, problem in IDEAS]
+    ideas = [
+        (arguments.folder / f"demo-{method}", method, baseline, problem)
+        for method, baseline, problem in IDEAS
+    ]
     if arguments.language:
         ideas = [(arguments.folder, "fedhl", "hetlora", "A small language model, LoRA ranks from 16 to 1")]
     for folder, method, baseline, problem in ideas:

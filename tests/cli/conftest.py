@@ -37,4 +37,4 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the figures out of reports, which take most of the time of ``compare``, where a test is not about them."""
-    monkeypatch.setattr("fedlowrank.report.page.draw_all", lambda groups, styles: [])
+    monkeypatch.setattr("fedlowrank.report.formats.page.draw_all", lambda groups, styles: [])

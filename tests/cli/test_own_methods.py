@@ -12,7 +12,6 @@ from fedlowrank.cli import catalog
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.results.records import RunRecord
-from fedlowrank.rounds.setup.method_title import method_title
 from fedlowrank.testing.check import CheckFinding
 from tests.cli.small_experiment import SMALL, done, refused, write
 
@@ -234,4 +233,4 @@ def test_a_class_without_a_title_is_not_called_as_its_base(capsys: Capsys) -> No
     assert title in " ".join(done(capsys, "report", "runs/small").split())
     # from Python, too
     method = ExperimentConfig.read("small.toml", (), NAME).build_method(NAME)
-    assert method_title(method) == title
+    assert method.title == title

@@ -35,7 +35,7 @@ def test_predictions_of_a_run_folder(capsys: Capsys) -> None:
     for name in ("setosa", "versicolor", "virginica"):
         assert name in picture
     done(capsys, "predict", str(folder), "--client", "1", "--split", "val", "-o", "new/one.csv")
-    assert accuracy_of(Path("new/one.csv")) == {1: recorded.values("accuracy", "val")[1]}
+    assert accuracy_of(Path("new/one.csv")) == {1: recorded.values("accuracy", split="val")[1]}
     assert files(folder) == before
 
 
@@ -56,7 +56,7 @@ def test_a_metric_of_the_user_s_is_code(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.metrics=['own_metric:f']", "run.rounds=1")
     folder = Path("runs/small/fedavg-s0")
     last = RunRecord.load(folder).rounds[-1]
-    assert last.values("own_metric:f", "val") == last.values("own_metric:f") == [0.5] * 3
+    assert last.values("own_metric:f", split="val") == last.values("own_metric:f") == [0.5] * 3
     Path("imported").unlink()
     for command in (["predict", str(folder)], ["resume", str(folder), "run.rounds=2"]):
         found = refused(capsys, *command)

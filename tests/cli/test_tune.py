@@ -286,7 +286,7 @@ def test_tune_writes_what_it_chose_and_goes_on_where_it_stopped(
         means = {}
         for value in (0.01, 0.3):
             folders = [Path(f"runs/small-tuned/tuning/{name}-lr={value}-s{seed}") for seed in (10, 11)]
-            vals = [RunRecord.load(folder).rounds[-1].values("accuracy", "val") for folder in folders]
+            vals = [RunRecord.load(folder).rounds[-1].values("accuracy", split="val") for folder in folders]
             assert all(vals)
             means[value] = sum(sum(v) / len(v) for v in vals) / 2
         assert means[lr] == max(means.values())

@@ -101,7 +101,7 @@ def test_every_idea_is_summarized_as_numpy_does_it(
                     tests["gkr"] = [0.99] * CLIENTS
                 if idea == "fedhl":
                     tests["server"] = server[method][seed].tolist()
-                write_run(tmp_path / idea, method, seed, tests, sizes[idea, method][seed].tolist())
+                write_run(tmp_path / f"demo-{idea}", method, seed, tests, sizes[idea, method][seed].tolist())
     monkeypatch.setattr(sys, "argv", ["demo_summary.py", str(tmp_path)])
     summary.main()
     blocks = capsys.readouterr().out.strip().split("\n\n")

@@ -313,8 +313,8 @@ def test_at_the_end_it_writes_its_model_down(sequential_run: Run, folder: Path) 
     assert header.evaluation is not None
     found = sequential_run.evaluation()
     assert found is not None
-    assert header.evaluation.values("accuracy", "test", "personal") == [
-        found.values("accuracy", "test", "personal")[1]
+    assert header.evaluation.values("accuracy", series="personal", split="test") == [
+        found.values("accuracy", series="personal", split="test")[1]
     ]
     assert (header.steps, header.losses, header.problem) == (0, {}, "")
 

@@ -121,7 +121,7 @@ def test_clients_of_three_precisions_train_one_model(
     assert json.loads((tmp_path / "run" / "run.json").read_text())["run"]["micro_batch"] is None
     assert [r.lost for r in result.rounds] == [{}, {}, {}]
     assert [len(r.participants) for r in result.rounds[1:]] == [3, 3]
-    losses = [r.values("loss", "val") for r in result.rounds]
+    losses = [r.values("loss", split="val") for r in result.rounds]
     assert all(last < first - 0.01 for first, last in zip(losses[0], losses[-1], strict=True))
     # each computes in its own precision
     assert len(set(losses[0])) == 3

@@ -77,4 +77,6 @@ def test_a_network_is_the_simulation(loss: str, tmp_path: Path) -> None:
     records = [run.step() for _ in range(2)]
     for record, same in zip(records, result.rounds[1:], strict=True):
         for name in ("loss", metric):
-            assert same.by_client(name, "test") == pytest.approx(record.by_client(name, "test"), rel=1e-4)
+            assert same.by_client(name, split="test") == pytest.approx(
+                record.by_client(name, split="test"), rel=1e-4
+            )

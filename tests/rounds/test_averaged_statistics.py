@@ -81,7 +81,9 @@ def test_it_is_the_average_of_state_dictionaries(momentum: float | None, engine:
     torch.testing.assert_close(result.predict(1), scores, rtol=1e-4, atol=1e-5)
     loss = float(functional.cross_entropy(scores, on.clients[1].test.y))
     assert result.rounds[-1].is_evaluated
-    assert result.rounds[-1].values("loss", "test", "personal")[1] == pytest.approx(loss, rel=1e-4)
+    assert result.rounds[-1].values("loss", series="personal", split="test")[1] == pytest.approx(
+        loss, rel=1e-4
+    )
     assert all(torch.equal(b, before[n]) for n, b in on.architectures["model"].module.named_buffers())
     # they travel with the model, and no client keeps them
     parameters = sum(p.numel() for p in module.parameters())

@@ -243,7 +243,7 @@ def test_a_table_of_devices(tmp_path: Path) -> None:
         ("client,availability\n0,2\n", "a probability"),
         ("client,downlink\n0,2\n", "downlink is given twice"),
         ("", "cannot be read as CSV"),
-        (None, "cannot be read as CSV"),
+        (None, "does not exist"),
     ],
 )
 def test_a_table_of_devices_that_is_refused(tmp_path: Path, text: str | None, words: str) -> None:

@@ -112,7 +112,9 @@ def expected(records: list[RoundRecord]) -> dict[tuple[str, int], float]:
         found |= {(f"loss/{name}", r.round): value for name, value in r.loss.items()}
         for tag in ("accuracy", "loss"):
             for split in ("val", "test"):
-                known = [value for value in r.values(tag, split, "personal") if value is not None]
+                known = [
+                    value for value in r.values(tag, series="personal", split=split) if value is not None
+                ]
                 if known:
                     found[f"{tag}/personal/{split}", r.round] = sum(known) / len(known)
     return found
@@ -192,7 +194,7 @@ def test_every_metric_is_logged(name: str, tmp_path: Path, monkeypatch: pytest.M
     for record in found.rounds:
         for metric in metrics:
             for split in ("val", "test"):
-                values = record.values(metric, split, "personal")
+                values = record.values(metric, series="personal", split=split)
                 key = f"{metric}/personal/{split}", record.round
                 if metric == "own_numbers:broken" and record.is_evaluated:
                     assert math.isnan(logged[key])

@@ -227,7 +227,7 @@ def test_every_kind_is_that_of_a_plain_loop(name: str, caplog: pytest.LogCapture
             result = run(federation, **settings)
         for parameter, value in result.run.state.server.items():
             torch.testing.assert_close(value, wanted[parameter].detach(), rtol=1e-4, atol=1e-5)
-        found = result.rounds[-1].values("loss", "test")
+        found = result.rounds[-1].values("loss", split="test")
         np.testing.assert_allclose(found, risks, rtol=1e-4)
     assert ("one client after another in 'local': the loss" in caplog.text) == (
         name in ("a function", "a module")
@@ -266,9 +266,9 @@ def test_multi_label_metrics_are_those_of_scikit_learn() -> None:
         last = result.rounds[-1]
         for name, value in wanted.items():
             assert last.is_evaluated
-            found = last.values(name, "test")[client]
+            found = last.values(name, split="test")[client]
             assert found == pytest.approx(value, abs=1e-5), name
-        accuracy = last.values("accuracy", "test")[client]
+        accuracy = last.values("accuracy", split="test")[client]
         assert accuracy == pytest.approx(sklearn.metrics.accuracy_score(y, chosen))
         table = result.predictions(client)
         assert table["correct"].mean() == pytest.approx(accuracy)
@@ -287,12 +287,12 @@ def test_pixels_are_counted_one_by_one() -> None:
         y = part["test"][1].flatten().numpy()
         chosen = result.predict(client).argmax(1).flatten().numpy()[y != 255]
         y = y[y != 255]
-        assert last.values("accuracy", "test")[client] == pytest.approx((chosen == y).mean())
+        assert last.values("accuracy", split="test")[client] == pytest.approx((chosen == y).mean())
         for name, function in (
             ("mean_iou", sklearn.metrics.jaccard_score),
             ("macro_f1", sklearn.metrics.f1_score),
         ):
-            found = last.values(name, "test")[client]
+            found = last.values(name, split="test")[client]
             assert found == pytest.approx(function(y, chosen, average="macro"), abs=1e-5)
     with pytest.raises(ConfigError, match="each pixel or token; predict"):
         result.predictions()
@@ -308,12 +308,12 @@ def test_a_function_of_pixels_has_their_metrics() -> None:
     y, chosen = data[0]["test"][1].numpy().ravel(), result.predict(0).argmax(1).numpy().ravel()
     last = result.rounds[-1]
     assert last.is_evaluated
-    found = last.values("mean_iou", "test")[0]
+    found = last.values("mean_iou", split="test")[0]
     assert found == pytest.approx(sklearn.metrics.jaccard_score(y, chosen, average="macro"), abs=1e-5)
     # several labels as whole numbers are labels of three places to a function
     own = lambda s, y: F.binary_cross_entropy_with_logits(s, y.float(), reduction="none").mean(1)  # noqa: E731
     federation = Federation.from_arrays(clients(vectors, presences), linear, loss=own)
-    assert run(federation).rounds[-1].values("accuracy", "test") == [None, None]
+    assert run(federation).rounds[-1].values("accuracy", split="test") == [None, None]
     with pytest.raises(ConfigError, match="macro_f1 needs a score of each class for each label"):
         run(federation, metrics=["macro_f1"])
 
@@ -324,8 +324,10 @@ def test_a_score_per_pixel_is_right_pixel_by_pixel() -> None:
     y, chosen = data[0]["test"][1].numpy().ravel(), (result.predict(0) > 0).numpy().ravel()
     last = result.rounds[-1]
     assert last.is_evaluated
-    assert last.values("accuracy", "test")[0] == pytest.approx((y == chosen).mean())
-    assert last.values("micro_f1", "test")[0] == pytest.approx(sklearn.metrics.f1_score(y, chosen), abs=1e-5)
+    assert last.values("accuracy", split="test")[0] == pytest.approx((y == chosen).mean())
+    assert last.values("micro_f1", split="test")[0] == pytest.approx(
+        sklearn.metrics.f1_score(y, chosen), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(

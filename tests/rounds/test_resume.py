@@ -507,6 +507,27 @@ def test_a_damaged_last_checkpoint_can_be_removed_and_an_older_one_cannot(tmp_pa
     assert last.read_bytes() == whole
 
 
+def change_run(folder: Path, **changes: Any) -> None:
+    """Change entries of ``run.json`` by hand."""
+    config = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(config | changes))
+    seal_run(folder)
+
+
+def test_other_software_is_named_and_another_format_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, more = whole_run(tmp_path / "run", **TINY), {**TINY, "rounds": TINY["rounds"] + 1}
+    versions = json.loads((folder / "run.json").read_text())["versions"]
+    change_run(folder, versions={**versions, "torch": "1.0", "fedlowrank": "0.0.1"})
+    simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **more)
+    (said,) = [r.getMessage() for r in caplog.records if "other software" in r.getMessage()]
+    assert f"fedlowrank 0.0.1 (now {versions['fedlowrank']}), torch 1.0 (now {versions['torch']})" in said
+    change_run(folder, format=1, versions={**versions, "fedlowrank": "0.0.1"})
+    with pytest.raises(CheckpointError, match=r"has format 1, .* format 3\. .*that made it \(0\.0\.1\)"):
+        simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **more)
+
+
 @pytest.mark.full
 def test_a_missing_checkpoint_file_is_named(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run", **TINY)

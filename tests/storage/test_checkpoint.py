@@ -168,6 +168,53 @@ def test_a_damaged_earlier_checkpoint_is_not_gone_back_to(tmp_path: Path) -> Non
     assert_is(folder, 4)
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize(
+    ("round", "needed"), [(0, ""), (1, ""), (2, "client 1"), (3, "client 0"), (4, "clients 2, 3")]
+)
+def test_an_older_file_stops_a_run_only_if_its_last_checkpoint_needs_it(
+    tmp_path: Path, round: int, needed: str, is_removed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path, 9)
+    path = folder / f"{round:06d}.checkpoint"
+    if is_removed:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    if needed:
+        # HISTORY says in which round each client changed last
+        with pytest.raises(
+            CheckpointError, match=rf"{path.stem}\..*holds the last state of {needed}, .*round 5"
+        ):
+            checkpoint.load(folder)
+        with pytest.raises(CheckpointError) as stopped:
+            checkpoint.load(folder)
+        assert f"--round {round - 1})" in stopped.value.for_command
+        checkpoint.go_back(folder, round - 1)
+        assert_is(folder, round - 1)
+        assert not path.exists()
+    else:
+        assert_is(folder, 5)
+        named = [r.getMessage() for r in caplog.records if str(path) in r.getMessage()]
+        assert len(named) == (0 if is_removed else 1)
+        assert checkpoint.rounds_kept(folder) == [t for t in range(6) if t != round]
+    # the run goes on, and what is out of date is removed
+    t = checkpoint.rounds_kept(folder)[-1] + 1
+    checkpoint.save(folder, t, {"w": torch.zeros(1)}, {c: {"v": torch.ones(1)} for c in range(4)}, keep=1)
+    assert [p.name for p in folder.iterdir()] == [f"{t:06d}.checkpoint"]
+
+
+def test_a_damaged_state_is_named_by_its_client(tmp_path: Path) -> None:
+    folder = write(tmp_path, 9)
+    path = folder / "000002.checkpoint"
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[-8:], "big")
+    place = json.loads(whole[-8 - size : -8])["clients"]["1"][0]
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(CheckpointError, match=r"000002\.checkpoint is damaged: the state of client 1"):
+        checkpoint.load(folder)
+
+
 EXPERIMENT = """
 name = "small"
 method = "scaffold"

@@ -19,6 +19,7 @@ from ..config.experiment import ExperimentConfig
 from ..config.reading.merging import LaidTables, parse_overrides
 from ..config.reading.unread_overrides import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread_overrides
 from ..config.stored_run import open_run, read_run_config
+from ..config.working_folder import describe_working_folder, enter_working_folder
 from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonFiniteError, TaskError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..data.describe import count_classes, draw_class_counts, format_class_counts
@@ -40,14 +41,14 @@ from ..report.figures.gallery import SHEET
 from ..report.figures.style import EMBEDDED_FONTS, Width
 from ..results.records import RoundRecord, RunRecord
 from ..rounds.outcome.export import write
-from ..rounds.setup.method_title import method_title
 from ..rounds.simulate import simulate
-from ..storage.run_files import ACCOUNT, run_folders
+from ..storage.run_files import ACCOUNT
 from ..storage.run_folder import RunFolder
 from .download_command import get_data
 from .jobs.parallel import Ending, Outcome, run_parallel
 from .language.run_estimate import estimate_run
 from .one_run import read_one, show_run
+from .read_runs import count_left_out, read_each, read_for_report
 from .terminal import INTERRUPT_HINTS, OUT
 
 MANY_CLIENTS, FEW_CLIENTS = 10, 4
@@ -200,8 +201,27 @@ def resume(
     without: Sequence[int],
     allow_code: bool,
 ) -> int:
-    """Go on with a run, maybe from an earlier checkpoint, without some clients, or for more rounds."""
+    """Go on with a run, maybe from an earlier checkpoint, without some clients, or for more rounds.
+
+    Relative paths and the user's own code are those of the folder in which the run began, from whichever folder the
+    command is typed; see :mod:`..config.working_folder`.
+    """
     stored = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
+    with enter_working_folder(folder, stored) as place:
+        if not _resume(place, stored, overrides, round, without, allow_code):
+            return 0
+    return show_run(folder)
+
+
+def _resume(
+    folder: Path,
+    stored: dict[str, Any],
+    overrides: Sequence[str],
+    round: int | None,
+    without: Sequence[int],
+    allow_code: bool,
+) -> bool:
+    """Go on with a run in its working folder; False if a server with remote clients must."""
     laid, name = LaidTables(stored["experiment"], parse_overrides(overrides)), stored["method"]["name"]
     experiment = ExperimentConfig.parse_laid(laid, name, [name], allow_code)
     method = dict.fromkeys(("method", "compare"), f"the run is one of {name}.")
@@ -215,14 +235,14 @@ def resume(
     if not (folder / ACCOUNT).exists():
         refuse_network_settings(experiment, overrides)
     if (round is not None or without) and not prepare_resume(folder, round, without):
-        return 0
+        return False
     if (folder / ACCOUNT).exists() and experiment.run.engine != "flower":
         raise CheckpointError(
             f"{folder} was served over a network, so the examples of its clients are not here. Go on with it by "
             f"fedlowrank serve FILE.toml --out {folder} --resume"
         )
     run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored["vary"])
-    return show_run(folder)
+    return True
 
 
 def export(folder: Path, client: int, series: str | None, layout: Layout, out: Path, allow_code: bool) -> int:
@@ -230,7 +250,7 @@ def export(folder: Path, client: int, series: str | None, layout: Layout, out: P
     python = "export by simulate(..., folder=..., resume=True).deploy(client)"
     run = open_run(folder, python, allow_code=allow_code)
     gain = write(run, client, series, layout, out)
-    title = f"{method_title(run.method)}, client {client}, after round {run.round}"
+    title = f"{run.method.title}, client {client}, after round {run.round}"
     table = Table("", "dense", "deployed", title=title)
     table.add_row("parameters", *(f"{s.parameters:,}" for s in gain.size))
     table.add_row("bytes", *(f"{s.nbytes:,}" for s in gain.size))
@@ -260,8 +280,12 @@ def report(
     latex: Path | None = None,
     csv: Path | None = None,
 ) -> int:
-    """Write the report of run folders; ``figures`` is a folder, or True for one beside the page."""
-    records = in_order([RunRecord.load(f) for f in run_folders(folders)])
+    """Write the report of run folders; ``figures`` is a folder, or True for one beside the page.
+
+    The exit code is 1 if a damaged run was left out.
+    """
+    runs, left_out = read_each(folders, read_for_report)
+    records = in_order(runs)
     for option, path in (("--latex", latex), ("--csv", csv)):
         if path is not None and path.resolve() in {
             out.with_suffix(e).resolve() for e in (out.suffix, ".md", ".csv")
@@ -284,7 +308,7 @@ def report(
     if figures is not None:
         figure_files = save_figures(records, figures, width=width)
         OUT.print(f"figures: {figures / SHEET}, {len({path.stem for path in figure_files})} of them")
-    return 0
+    return count_left_out(left_out)
 
 
 def write_comparison(
@@ -369,7 +393,11 @@ def run_method(
     how: dict[str, Any] = {
         "resume": resume and begun,
         "force": force or (resume and not begun),
-        "config": {**experiment.describe_run(name), "vary": vary or {}},
+        "config": {
+            **experiment.describe_run(name),
+            "vary": vary or {},
+            **describe_working_folder(folder, experiment.to_dict(), name),
+        },
     }
     allowing = " --allow-code" if experiment.code or ":" in name else ""
     INTERRUPT_HINTS.append(f"Go on with: fedlowrank resume {shlex.quote(str(folder))}{allowing}")

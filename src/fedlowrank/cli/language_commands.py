@@ -21,7 +21,6 @@ from ..language.export.server_model import find_server_model
 from ..language.language_model import Language
 from ..language.scores import TASKS, PromptFormat, Score, ScoreTask
 from ..rounds.run import Run
-from ..rounds.setup.method_title import method_title
 from .terminal import OUT
 
 
@@ -40,7 +39,7 @@ def score(
     scorer: ScoreTask = build(TASKS[task], parse_overrides(overrides), f"score {task}")
     run = open_language_run(folder, best, allow_code)
     results = scores(run, scorer, models)
-    title = f"{task}, {method_title(run.method)}, after round {run.round}"
+    title = f"{task}, {run.method.title}, after round {run.round}"
     table = Table("model", "score", "over", "decoding", title=title)
     for name, result in results.items():
         table.add_row(name, f"{result.value:.4f}", str(result.count), result.decoding)

@@ -169,10 +169,15 @@ def parser() -> argparse.ArgumentParser:
     add("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
 
     add = command(
-        "predict", "predict_command:predict", best, "what clients' models predict for their examples"
+        "predict",
+        "predict_command:predict",
+        best,
+        "what clients' models predict for their examples or new rows",
     )
     add("--client", type=int, help="whose model (default: all clients)")
-    add("--split", choices=["test", "val", "train"], default="test", help="which examples (default: test)")
+    add("--split", choices=["test", "val", "train"], help="which examples (default: test)")
+    add("--rows", type=Path, metavar="FILE",
+        help="predict for the rows of this table instead, of a run on a table; columns are matched by name")  # fmt: skip
     add("--series", help="which model of the method (default: its headline)")
     add("-o", "--out", type=Path, default=Path("predictions.csv"), help="CSV file; default: %(default)s")
     add("--confusion", type=Path, dest="confusion_matrix", metavar="FILE",
@@ -351,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 if all went well, 1 after an error of the user's, 130 after Ctrl-C.
+        0 if all went well, 1 after an error of the user's or where a damaged run was left out, 130 after Ctrl-C.
     """
     command_parser = parser()
     args, rest = command_parser.parse_known_args(argv)

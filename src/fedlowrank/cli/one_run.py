@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config.experiment import ExperimentConfig
 from ..config.reading.merging import LaidTables
 from ..config.reading.unread_overrides import SEVERAL_RUNS, refuse_unread_overrides
-from ..report import comparison, render_terminal
+from ..report import compare_runs, render_terminal
 from ..results.records import RunRecord
 from .terminal import OUT
 
@@ -38,7 +38,7 @@ def read_one(file: Path, overrides: Sequence[str], method: str | None) -> tuple[
 def show_run(folder: Path) -> int:
     """Print what came of a run."""
     record = RunRecord.load(folder)
-    OUT.print(render_terminal(comparison([record]), all_tables=True))
+    OUT.print(render_terminal(compare_runs([record]), all_tables=True))
     if record.status.get("state") == "finished" and (message := record.status.get("message")):
         OUT.print(f"finished after round {record.rounds[-1].round}; {message}")
     OUT.print(f"run folder: {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -10,12 +11,13 @@ import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..config.new_rows import NewRows, read_new_rows
 from ..config.stored_run import open_run
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.io.atomic_files import as_checkpoint_error
 from ..report.figures.style import EMBEDDED_FONTS
-from ..rounds.outcome.predictions import confusion, predictions
-from ..rounds.setup.method_title import method_title
+from ..rounds.outcome.predictions import confusion, predict_rows, predictions
+from ..rounds.run import Run
 from .terminal import OUT
 
 MAX_NUMBERS = 30
@@ -25,20 +27,27 @@ MAX_NUMBERS = 30
 def predict(
     folder: Path,
     client: int | None,
-    split: str,
+    split: str | None,
     series: str | None,
     out: Path,
     confusion_matrix: Path | None,
     best: bool,
     allow_code: bool,
+    rows: Path | None = None,
 ) -> int:
-    """Write what clients' models predict for their own examples, and maybe draw the confusion matrix."""
+    """Write what clients' models predict for their own examples, or for new rows; maybe draw the confusion matrix."""
     python = "predict by simulate(..., folder=..., resume=True).predictions()"
+    if rows is not None and (split or confusion_matrix):
+        option = "--split" if split else "--confusion"
+        raise ConfigError(
+            f"{option} is about the clients' own examples, and --rows about new ones; leave one out"
+        )
+    split = split or "test"
     run = open_run(folder, python, best, allow_code)
+    if rows is not None:
+        return _predict_rows(run, read_new_rows(folder, rows, allow_code), client, series, out)
     table = predictions(run, client, split, series)
-    with as_checkpoint_error(f"cannot write {out}"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(out, index=False)
+    _write(table, out)
     who = f"{table['client'].nunique()} clients" if client is None else f"client {client}"
     line = f"{out}: {len(table):,} {split} examples of {who}, after round {run.round}"
     if "correct" in table and len(table):
@@ -47,11 +56,43 @@ def predict(
     if confusion_matrix is not None:
         _draw(
             confusion(run, client, split, series),
-            f"{method_title(run.method)}, {who}, {split}",
+            f"{run.method.title}, {who}, {split}",
             confusion_matrix,
         )
         OUT.print(f"confusion matrix: {confusion_matrix}")
     return 0
+
+
+def _predict_rows(run: Run, rows: NewRows, client: int | None, series: str | None, out: Path) -> int:
+    """Write what models predict for new rows: that of each row's client, of the one that is named, or all of them."""
+    federation = run.federation
+    count, names = len(rows.inputs(0)), [info.name for info in federation.infos]
+    places: dict[int, Sequence[int]] = {}
+    if client is not None:
+        places = {federation.client(client).id: range(count)}
+    elif rows.clients is None or not any(names):
+        places = dict.fromkeys(range(len(names)), range(count))
+    else:
+        if unknown := [name for name in rows.clients if name not in names]:
+            raise DataError(
+                f"the rows are also of {unknown[0]!r}, which is no client of the run. "
+                f"{did_you_mean(unknown[0], [name for name in names if name])}",
+                command="Choose the model of one client by --client.",
+            )
+        for i, name in enumerate(names):
+            if own := [k for k, named in enumerate(rows.clients) if named == name]:
+                places[i] = own
+    table = predict_rows(run, rows.inputs, places, series)
+    _write(table, out)
+    models = f"client {client}" if client is not None else f"{len(places)} clients"
+    OUT.print(f"{out}: {count:,} rows, predicted by the models of {models}, after round {run.round}")
+    return 0
+
+
+def _write(table: pd.DataFrame, out: Path) -> None:
+    with as_checkpoint_error(f"cannot write {out}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(out, index=False)
 
 
 def _draw(counts: pd.DataFrame, title: str, path: Path) -> None:

@@ -85,8 +85,12 @@ class Shares:
     columns: tuple[str, ...] = ()
 
 
-def share_data(experiment: FederationSettings) -> Shares:
+def share_data(experiment: FederationSettings, standardize: bool = True) -> Shares:
     """Read the data and divide them among the clients, from the seed of the run.
+
+    Args:
+        experiment: says what the data are.
+        standardize: False leaves out ``standard_per_client``, to see the values from which its statistics are.
 
     Raises:
         DataError: if the data cannot be read or divided so.
@@ -109,7 +113,7 @@ def share_data(experiment: FederationSettings) -> Shares:
     data = make_clients(dataset, partition, experiment.split, key)
     if preparation.keep < 1:
         data = subsample_training(data, preparation.keep, preparation.keep_at_least, key / "keep")
-    if preparation.normalize == "standard_per_client" and experiment.language is None:
+    if standardize and preparation.normalize == "standard_per_client" and experiment.language is None:
         data = [standardize_client(client) for client in data]
     data = apply_concept(experiment.concept, data, len(dataset.classes))
     if experiment.loss.is_preference:

@@ -30,7 +30,6 @@ from ..models.fingerprint import describe_named
 from ..models.zoo import ModelSettings
 from ..rounds.config_changes import changes_of
 from ..rounds.run_settings import RunSettings
-from ..rounds.setup.method_title import class_title
 from .assembly import Shares, assemble, load_language, share_data
 from .reading.merging import LaidTables, format_toml, merge_tables
 from .reading.parsing import (
@@ -83,7 +82,7 @@ class ExperimentConfig(pydantic.BaseModel):
     """A parsed and checked experiment.
 
     Attributes:
-        name: of the experiment, for folders and reports.
+        name: of the experiment, for folders and reports; by default the name of its file without ``.toml``.
         title: for people; by default the name.
         paper: which paper it reproduces.
         method: that ``run`` runs: built in, a variant below, or ``module:Class`` of your own.
@@ -415,7 +414,7 @@ class ExperimentConfig(pydantic.BaseModel):
     def method_title(self, name: str) -> str:
         """How reports call a method or a variant."""
         own = self.methods.get(name, MethodSettings())
-        return own.title or (name if own.method else class_title(self._class_of(name)))
+        return own.title or (name if own.method else self._class_of(name).title)
 
     def shares(self) -> Shares:
         """What each client holds, from the seed of the run; see :func:`.assembly.share_data`."""
@@ -450,9 +449,16 @@ class ExperimentConfig(pydantic.BaseModel):
         }
 
     def describe_run(self, name: str | None = None) -> dict[str, Any]:
-        """What :meth:`describe` says, with digests of the user's own code, which this imports."""
-        code = self._describe_code(name or self.default_method)
-        return {**self.describe(name), **({"code": code} if code else {})}
+        """What :meth:`describe` says, with digests of the user's own code, which this imports.
+
+        The code of callbacks is apart from the rest, for results do not depend on it; see
+        :func:`..rounds.config_changes.find_changed_callbacks`.
+        """
+        code = {
+            "code": self._describe_code(name or self.default_method),
+            "callback_code": describe_named(self._import_code(self.run.callbacks)),
+        }
+        return {**self.describe(name), **{section: texts for section, texts in code.items() if texts}}
 
     def _describe_code(self, name: str) -> dict[str, str]:
         """Describe the user's own code on which the results of a method depend, by ``module:attribute``."""
@@ -460,10 +466,12 @@ class ExperimentConfig(pydantic.BaseModel):
         named = [self.loss.kind] if self.loss.is_own else []
         named += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
         named += [*self.model.own, *(metric for metric in self.run.metrics if ":" in metric)]
+        return describe_named({f"{cls.__module__}:{cls.__qualname__}": cls, **self._import_code(named)})
+
+    def _import_code(self, names: Sequence[str]) -> dict[str, Any]:
         if not self._allow_code:
-            _refuse_code(named)
-        things = {one: import_named(one, "code") for one in named}
-        return describe_named({f"{cls.__module__}:{cls.__qualname__}": cls, **things})
+            _refuse_code(names)
+        return {name: import_named(name, "code") for name in names}
 
     def changes_from(self, stored: Mapping[str, Any], name: str, vary: Mapping[str, Any]) -> list[str]:
         """Compare a run of this experiment field by field with a stored one that it is to go on with.

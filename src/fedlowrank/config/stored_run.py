@@ -10,10 +10,13 @@ from ..rounds.run import Run
 from ..rounds.simulate import reopen
 from ..storage.run_files import ACCOUNT, CONFIG, read_config
 from .experiment import ExperimentConfig
+from .working_folder import enter_working_folder
 
 
 def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = False) -> Run:
     """Open a run as a checkpoint of it has it; nothing is trained or written.
+
+    Its data and code are those of the folder in which it began; see :mod:`.working_folder`.
 
     Args:
         folder: of a run that an experiment file made.
@@ -28,17 +31,18 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
         ConfigError: if the configuration names Python code and that is not allowed.
     """
     stored = read_run_config(folder, python)
-    name = stored["method"]["name"]
-    experiment = ExperimentConfig.parse(stored["experiment"], allow_code, name)
-    config = {**experiment.describe_run(name), "vary": stored["vary"]}
-    which = "best" if best else "checkpoint"
-    try:
-        method, federation = experiment.build_method(name), experiment.federation()
-        return reopen(method, federation, folder, experiment.run_here, config, which)
-    except FedlowrankError as error:
-        if not (folder / ACCOUNT).exists():
-            raise
-        raise CheckpointError(_explain_served(folder, experiment)) from error
+    with enter_working_folder(folder, stored) as folder:
+        name = stored["method"]["name"]
+        experiment = ExperimentConfig.parse(stored["experiment"], allow_code, name)
+        config = {**experiment.describe_run(name), "vary": stored["vary"]}
+        which = "best" if best else "checkpoint"
+        try:
+            method, federation = experiment.build_method(name), experiment.federation()
+            return reopen(method, federation, folder, experiment.run_here, config, which)
+        except FedlowrankError as error:
+            if not (folder / ACCOUNT).exists():
+                raise
+            raise CheckpointError(_explain_served(folder, experiment)) from error
 
 
 def _explain_served(folder: Path, experiment: ExperimentConfig) -> str:

@@ -207,7 +207,7 @@ def has_used_no_reply(run: RunRecord) -> bool:
 def _validation(record: RoundRecord, excluded: Collection[int], series: str | None) -> ValidationScore | None:
     for name in (ACCURACY, LOSS):
         chosen = series if series in record.series(name) else None
-        values = record.by_client(name, "val", chosen)
+        values = record.by_client(name, series=chosen, split="val")
         mean = mean_over_clients(v for client, v in values.items() if client not in excluded)
         if mean is not None:
             return ValidationScore(mean, record.round, is_loss=name == LOSS)

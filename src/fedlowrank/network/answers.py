@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..core.contract import ClientInfo, EngineModel, Pass
 from ..results.client_metrics import Metric
-from ..results.client_numbers import CLIENT_NUMBERS, PARAMETERS, ROUTE
-from ..results.evaluation import SPLITS
+from ..results.client_numbers import CLIENT_NUMBERS, PARAMETERS, ROUTE, SPLITS
 from ..results.measurements import ClientTable
 from .messages import Answer, MessageError
 from .validation.uploads import RefusedReplyError

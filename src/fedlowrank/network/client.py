@@ -39,8 +39,8 @@ from ..data.overlap import sketch_examples
 from ..engines.engine import ClientJob
 from ..engines.sequential import Sequential
 from ..results.client_metrics import choose_metrics
-from ..results.evaluation import evaluate_client
-from ..results.local_model import LocalModel, make_local_model
+from ..results.evaluation.local_model import LocalModel, make_local_model
+from ..results.evaluation.model_evaluation import evaluate_client
 from ..results.measurements import ClientTable
 from ..rounds.participation.participants import Participants
 from ..rounds.setup.averaged_statistics import average_statistics

@@ -169,7 +169,7 @@ LOCAL_FIELDS = frozenset({
 """Fields in which a client may differ from the server: paths, its machine, the server's own settings."""
 
 _UNSHARED_SECTIONS = frozenset(
-    {"local", "network", "reference", "compare", "seeds", "vary", "title", "paper"}
+    {"name", "local", "network", "reference", "compare", "seeds", "vary", "title", "paper"}
 )
 """Sections that are not compared."""
 

@@ -123,7 +123,7 @@ class EarlyStopping(Callback):
         value = self._value(record)
         if value is None:
             # over a network, clients with few examples send none, and who does not reply has none
-            if record.mean("test", LOSS) is not None and self._best is None:
+            if record.mean(LOSS, split="test") is not None and self._best is None:
                 raise ConfigError(self._reason_without_value(record))
             if record.is_evaluated:
                 logger.warning(
@@ -139,7 +139,7 @@ class EarlyStopping(Callback):
 
     def _reason_without_value(self, record: RoundRecord) -> str:
         """Why no client has a validation result by which a run could end."""
-        if self.metric is None or record.mean("val", LOSS) is None:
+        if self.metric is None or record.mean(LOSS, split="val") is None:
             return NEEDS_VALIDATION
         return (
             f"EarlyStopping: the metric {self.metric!r} is not defined on the validation examples of any client, as "
@@ -155,7 +155,7 @@ class EarlyStopping(Callback):
             raise ConfigError(
                 f"EarlyStopping: the run measures {measured} and not {self.metric!r}: add it to metrics"
             )
-        value = record.mean("val", self.metric)
+        value = record.mean(self.metric, split="val")
         if value is None:
             return None
         return -math.inf if math.isnan(value) else self.sign * value

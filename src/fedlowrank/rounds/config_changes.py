@@ -11,10 +11,12 @@ from ..core.contract import AnyMethod
 from ..core.errors import CheckpointError
 from ..core.learning.optimizer import LocalSchedule, Schedule
 from ..models.fingerprint import compare_layers
+from ..storage.run_files import FORMAT
 from .stored_settings import add_defaults
 
 FREE_TO_CHANGE = (
-    "versions", "title", "paper", "reference", "experiment", "notes", "remarks", "plan",
+    "versions", "title", "paper", "reference", "experiment", "notes", "remarks", "plan", "working_folder",
+    "callback_code",
     "run.checkpoint_every", "run.evaluate_every", "run.target", "run.representations", "run.adapters",
     "run.keep_best", "run.pixels", "run.keep_checkpoints", "run.metrics", "run.patience", "run.callbacks",
     "run.log",
@@ -57,12 +59,46 @@ def changes_of(stored: Any, now: Any, method: AnyMethod) -> list[str]:
 
 def check_changes(folder: Path, stored: Any, now: Any, method: AnyMethod) -> None:
     """Raise CheckpointError if a run cannot go on with another configuration; the message names the fields."""
+    if stored.get("format") != FORMAT:
+        version = _table(stored, "versions").get("fedlowrank", "another version")
+        raise CheckpointError(
+            f"{folder} has format {stored.get('format')}, and this version of fedlowrank reads and writes format {FORMAT}. Go on "
+            f"with the version that made it ({version}), or start a new run in another folder."
+        )
     if changes := changes_of(stored, now, method):
         raise CheckpointError(
             f"{folder} cannot be resumed with another configuration: "
             + "; ".join(changes)
             + ". Set these back, or start a new run in another folder."
         )
+
+
+def describe_version_changes(stored: Any, now: Any) -> str:
+    """Say which software was another one when a run was made, such as ``torch 2.6.0 (now 2.7.0)``; empty if none was.
+
+    It does not keep a run from going on: a new version may round differently, which no user can set back.
+    """
+    before, after = (_table(config, "versions") for config in (stored, now))
+    return ", ".join(
+        f"{name} {before[name]} (now {after[name]})"
+        for name in after
+        if name in before and before[name] != after[name]
+    )
+
+
+def find_changed_callbacks(stored: Any, now: Any) -> list[str]:
+    """Names of ``run.callbacks`` whose code differs between two configurations.
+
+    Such a change is worth a warning and no error, unlike one of a metric, whose values in the records would be of two
+    definitions. A callback gets records and never the run, so every round has the same result under any code. It can
+    only end the run in another round than it would have under one code from the start.
+
+    Args:
+        stored: the configuration of the run.
+        now: how it goes on.
+    """
+    before, after = (_table(config, "callback_code") for config in (stored, now))
+    return [name for name in after if name in before and before[name] != after[name]]
 
 
 def _leave_out_single_metrics(stored: Any, now: Any) -> tuple[Any, Any]:
@@ -111,6 +147,9 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
             here = f"{path}.{key}" if path else str(key)
             if here in FREE_TO_CHANGE:
                 continue
+            if here == "columns" and not (key in stored and key in now):
+                # arrays have no names, and their values are compared by digests
+                continue
             if key not in stored or key not in now:
                 texts.append(f"{here} is only in the {'stored' if key in stored else 'new'} configuration")
             else:
@@ -120,12 +159,22 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
         return []
     if path.startswith("code."):
         return [f"the code of {path.removeprefix('code.')} was changed"]
+    if path.startswith("columns.") and isinstance(stored, list) and isinstance(now, list):
+        return [_column_difference(stored, now)]
     if path == "fingerprint" and isinstance(stored, list) and isinstance(now, list):
         changed = [i for i, (a, b) in enumerate(zip(stored, now, strict=False)) if a != b]
         return [
             f"data: the examples of client {changed[0] if changed else min(len(stored), len(now))} are others"
         ]
     return [f"{path} was {stored!r} and is {now!r}"]
+
+
+def _column_difference(stored: list[str], now: list[str]) -> str:
+    """How the columns of the inputs differ, though their values may be equal: renamed, swapped, or of another number."""
+    if len(stored) != len(now):
+        return f"data: the inputs had {len(stored)} columns and have {len(now)}"
+    place = next(i for i, (a, b) in enumerate(zip(stored, now, strict=True)) if a != b)
+    return f"data: column {place + 1} of the inputs was {stored[place]!r} and is {now[place]!r}"
 
 
 def _model_differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:

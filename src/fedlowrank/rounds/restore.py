@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..results.records import RoundRecord, read_records
 from ..storage import checkpoint
 from ..storage.run_files import read_config
 from ..storage.run_folder import RunFolder
-from .config_changes import check_changes
+from .config_changes import check_changes, describe_version_changes, find_changed_callbacks
 from .run import Run
+
+logger = logging.getLogger(__name__)
 
 
 def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
     """Put a run where its last checkpoint was, to go on from there.
 
     The checkpoint is enough to go on. Where other files are damaged, they are written again as far as their
-    content is known, and a warning says what is lost.
+    content is known, and a warning says what is lost. A warning also names callbacks
+    whose code was changed, and software of another version than that which made the run.
 
     Args:
         run: made of the same configuration and data.
@@ -30,6 +35,17 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
     folder.lock()
     stored = read_config(folder.path)
     check_changes(folder.path, stored, folder.config, run.method)
+    if changes := describe_version_changes(stored, folder.config):
+        logger.warning(
+            "the run was made with other software: %s. Its further rounds may be rounded differently.",
+            changes,
+        )
+    for name in find_changed_callbacks(stored, folder.config):
+        logger.warning(
+            "the code of the callback %s was changed since the run was started. No round's result depends on it, but the "
+            "run may end in another round than it would have with the new code from the start.",
+            name,
+        )
     run.restore(folder.load(run.new_store()))
     is_damaged = folder.repair_tables(run.round)
     records, missing = read_records(folder.path, run.round)

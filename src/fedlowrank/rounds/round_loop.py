@@ -19,7 +19,6 @@ from .logs.loggers import make_loggers
 from .logs.progress import bar, run_label
 from .outcome.representations import compute_representations
 from .run import Run
-from .setup.method_title import method_title
 
 
 def run_rounds(
@@ -47,7 +46,7 @@ def run_rounds(
     if run.budget is not None and folder is not None:
         run.budget.open(folder.path / LEDGER, run.round)
     with contextlib.ExitStack() as stack:
-        here = {"method": {"title": method_title(run.method)}, "run": {"seed": settings.seed}}
+        here = {"method": {"title": run.method.title}, "run": {"seed": settings.seed}}
         label = run_label(here if folder is None else folder.config)
         show = stack.enter_context(bar(label, settings.rounds, run.round)) if progress else None
         stack.enter_context(_ending(run, folder, records))

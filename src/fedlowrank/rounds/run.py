@@ -17,10 +17,10 @@ from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.engine import ClientJob, Engine
 from ..engines.jobs import LazyJobs
-from ..results.backdoor import backdoor_success
 from ..results.client_metrics import OwnMetrics, choose_metrics
-from ..results.evaluation import Evaluator
-from ..results.local_model import LocalModel, make_local_model
+from ..results.evaluation.backdoor import backdoor_success
+from ..results.evaluation.evaluator import Evaluator
+from ..results.evaluation.local_model import LocalModel, make_local_model
 from ..results.measurements import ClientTable
 from ..results.records import RoundRecord
 from ..storage.client_store import ClientStore, LazyMapping

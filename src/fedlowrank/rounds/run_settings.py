@@ -10,7 +10,7 @@ import torch
 
 from ..core.arguments.field_checks import CheckedFields
 from ..core.errors import ConfigError, did_you_mean
-from ..results.client_metrics import check_names
+from ..results.client_metrics import check_metric_names
 from ..trust.trust_settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums, Trust
 from .participation.devices import Devices
 
@@ -143,7 +143,7 @@ class RunSettings(CheckedFields):
         # refuses what does not go together
         _ = self.trust
         # Python code passes a list
-        object.__setattr__(self, "metrics", check_names(self.metrics))
+        object.__setattr__(self, "metrics", check_metric_names(self.metrics))
         counts = (
             "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints",
             "patience", "candidates",

@@ -35,7 +35,6 @@ from .restore import restore_run
 from .round_loop import run_rounds
 from .run import Run
 from .run_settings import RunSettings
-from .setup.method_title import class_title
 from .stored_settings import unwrap
 
 P = ParamSpec("P")
@@ -224,7 +223,7 @@ def describe_run(method: AnyMethod, federation: Federation, settings: RunSetting
         "name": federation.name,
         "method": {
             "name": names.get(cls, f"{cls.__module__}:{cls.__qualname__}"),
-            "title": class_title(cls),
+            "title": method.title,
             "citation": method.citation,
             "fields": dataclasses.asdict(method),
         },
@@ -237,11 +236,17 @@ def describe_run(method: AnyMethod, federation: Federation, settings: RunSetting
         "reference": None,
         # all left out where they do nothing, as in the runs that were made before they existed
         **({"code": code} if code else {}),
+        **({"columns": columns} if (columns := _describe_columns(federation)) else {}),
         **({"base": federation.companion.describe()} if federation.companion is not None else {}),
         **({"remarks": said} if (said := _remarks(method, federation, settings)) else {}),
         **({"loss": _describe_loss(federation.loss)} if federation.loss != AUTO else {}),
         **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.is_active else {}),
     }
+
+
+def _describe_columns(federation: Federation) -> dict[str, list[str]]:
+    """Names of the columns of the inputs: the digests of examples tell values, and not what was measured."""
+    return {name: [str(column) for column in names] for name, names in federation.feature_names.items()}
 
 
 def _describe_loss(loss: Loss) -> dict[str, Any]:

@@ -5,8 +5,9 @@
 
 A file holds encoded states one after another, then a table of contents (JSON: the round, and for the server
 and each client offset, size and digest), then the size of that table in 8 bytes. Its rename is the commit
-point. A client's state at a checkpoint is the one in the newest file up to it. A client whose state is None
-takes an entry of the table and no bytes.
+point. A client's state at a checkpoint is the one in the newest file up to it. The table also names the files
+that hold the states of all other clients, so that a file which is missing or damaged stops a run only if its
+last checkpoint needs it. A client whose state is None takes an entry of the table and no bytes.
 
 A checkpoint that is no longer kept is first renamed to ``.states``, then removed once newer files hold the
 states of all its clients. Where such files take more than the states that they are kept for, the next
@@ -16,6 +17,7 @@ checkpoint copies the states of the oldest.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ KEPT, STATES = ".checkpoint", ".states"
 _LENGTH = 8
 """Bytes of the size of the table of contents."""
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -44,40 +48,118 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _File:
-    """A file and its table of contents."""
+    """A file and its table of contents.
+
+    Attributes:
+        path: of the file.
+        round: of the checkpoint.
+        server: its state.
+        clients: their states, those that are in this file.
+        elsewhere: clients whose states are in older files, by the round of that file.
+    """
 
     path: Path
     round: int
     server: _Entry
     clients: dict[int, _Entry | None]
+    elsewhere: dict[int, list[int]]
 
     @property
     def size(self) -> int:
         return sum(e.size for e in (self.server, *self.clients.values()) if e is not None)
 
-    def read(self, entry: _Entry) -> bytes:
-        """The bytes of a state, compared with their digest."""
+    def read(self, entry: _Entry, owner: str) -> bytes:
+        """The bytes of a state, compared with their digest; ``owner`` is the server or a client, for messages."""
         problem = f"the checkpoint file {self.path} is missing or cannot be read"
         with as_checkpoint_error(problem), self.path.open("rb") as file:
             file.seek(entry.offset)
             content = file.read(entry.size)
         if digest_of(content) != entry.digest:
             raise CheckpointError(
-                f"the checkpoint file {self.path} is damaged: a state has another digest than when it was "
+                f"the checkpoint file {self.path} is damaged: the state of {owner} has another digest than when it was "
                 "written.",
                 python="Restore it from a copy, or train anew in another folder.",
                 command="Restore it from a copy, or go back to an earlier checkpoint (fedlowrank resume RUN --round N).",
             )
         return content
 
-    def decode(self, entry: _Entry | None) -> Any:
-        """A state."""
-        if entry is None:
-            return None
+    def decode_server(self) -> Any:
+        """The state of the server."""
+        return self._decode(self.server, "the server")
+
+    def decode_client(self, client: int) -> Any:
+        """The state of a client that is in this file."""
+        entry = self.clients[client]
+        return None if entry is None else self._decode(entry, f"client {client}")
+
+    def _decode(self, entry: _Entry, owner: str) -> Any:
         try:
-            return tree.decode(self.read(entry))
+            return tree.decode(self.read(entry, owner))
         except tree.TreeError as error:
             raise CheckpointError(f"the checkpoint file {self.path} is damaged: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """The files of a folder.
+
+    Attributes:
+        folder: where they are.
+        files: those whose table of contents can be read, oldest first.
+        damaged: the others with what is wrong, by path; the round is the name of the file.
+    """
+
+    folder: Path
+    files: list[_File]
+    damaged: dict[Path, CheckpointError]
+
+    @property
+    def kept(self) -> list[_File]:
+        """The files that are checkpoints, oldest first."""
+        return [file for file in self.files if file.path.suffix == KEPT]
+
+    def last(self) -> _File:
+        """The last checkpoint; raises CheckpointError if there is none, or it is damaged."""
+        kept = self.kept
+        for path, error in self.damaged.items():
+            if path.suffix == KEPT and (not kept or _round_of(path) > kept[-1].round):
+                instead = (
+                    f"remove it to go on from {kept[-1].path.name}"
+                    if kept
+                    else "train anew in another folder"
+                )
+                advice = f"Restore it from a copy, or {instead}."
+                raise CheckpointError(f"{error}. {advice}") from error
+        if not kept:
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint: the run was stopped before its first one"
+            )
+        return kept[-1]
+
+    def lost_clients(self, file: _File) -> dict[int, list[int]]:
+        """Clients whose states a checkpoint needs and no file holds, by the round of the file that held them."""
+        held = {(f.round, client) for f in self.files for client in f.clients}
+        lost = {t: [c for c in clients if (t, c) not in held] for t, clients in file.elsewhere.items()}
+        return {t: clients for t, clients in lost.items() if clients}
+
+    def require_states(self, file: _File) -> None:
+        """Raise CheckpointError, which names the clients, if a file with states that a checkpoint needs is gone."""
+        for t, clients in self.lost_clients(file).items():
+            name = f"{self.folder / f'{t:06d}{STATES}'}"
+            problems = [str(error) for path, error in self.damaged.items() if _round_of(path) == t]
+            problem = problems[0] if problems else f"the checkpoint file {name} is missing"
+            restorable = [f.round for f in self.kept if f.round < file.round and not self.lost_clients(f)]
+            go_back = (
+                f"go back to an earlier checkpoint (fedlowrank resume RUN --round {restorable[-1]}), "
+                if restorable
+                else ""
+            )
+            raise CheckpointError(
+                f"{problem}. It holds the last state of {_list_clients(clients)}, which the checkpoint after round "
+                f"{file.round} needs, so do not remove it. Restore it from a copy,",
+                python="or train anew in another folder.",
+                command=f"{go_back}or train anew in another folder.",
+            )
 
 
 def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep: int = 1) -> None:
@@ -95,9 +177,14 @@ def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep
     """
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    files = _files(folder)
-    whole_files = [f for f in files if f.path.suffix == KEPT and f.round < round][::-1][: keep - 1]
+    contents = _read_folder(folder)
+    files = contents.files
+    whole_files = [f for f in contents.kept if f.round < round][::-1][: keep - 1]
     copied = _to_copy([f for f in files if f not in whole_files], files, changed, round)
+    elsewhere: dict[int, list[int]] = {}
+    for client, (file, _) in sorted(_newest(files, round).items()):
+        if client not in changed and client not in copied:
+            elsewhere.setdefault(file.round, []).append(client)
 
     def states() -> Iterator[tuple[int | None, bytes | None]]:
         yield None, tree.encode(server)
@@ -105,13 +192,15 @@ def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep
             state = changed[client]
             yield client, None if state is None else tree.encode(state)
         for client, (file, entry) in copied.items():
-            yield client, None if entry is None else file.read(entry)
+            yield client, None if entry is None else file.read(entry, f"client {client}")
 
-    write_atomically(folder / f"{round:06d}{KEPT}", _packed(round, states()))
+    write_atomically(folder / f"{round:06d}{KEPT}", _packed(round, states(), elsewhere))
     tidy(folder, keep)
 
 
-def _packed(round: int, states: Iterator[tuple[int | None, bytes | None]]) -> Iterator[bytes]:
+def _packed(
+    round: int, states: Iterator[tuple[int | None, bytes | None]], elsewhere: Mapping[int, list[int]]
+) -> Iterator[bytes]:
     """The parts of a file: states, table of contents, size of the table; the server has None for a number."""
     entries: dict[int | None, list[Any] | None] = {}
     offset = 0
@@ -120,7 +209,7 @@ def _packed(round: int, states: Iterator[tuple[int | None, bytes | None]]) -> It
         if state is not None:
             offset += len(state)
             yield state
-    table = {"round": round, "server": entries.pop(None), "clients": entries}
+    table = {"round": round, "server": entries.pop(None), "clients": entries, "elsewhere": elsewhere}
     contents = json.dumps(seal(table)).encode()
     yield contents
     yield len(contents).to_bytes(_LENGTH, "big")
@@ -158,8 +247,8 @@ def tidy(folder: Path, keep: int | None = None) -> None:
     with as_checkpoint_error(f"cannot tidy {folder}"):
         for path in folder.glob("*.part"):
             path.unlink()
-        files = _files(folder)
-        whole_files = [f for f in files if f.path.suffix == KEPT]
+        contents = _read_folder(folder)
+        files, whole_files = contents.files, contents.kept
         for file in [] if keep is None else whole_files[:-keep]:
             # first it stops being a checkpoint, for it may need files that are removed now
             file.path.rename(file.path.with_suffix(STATES))
@@ -169,25 +258,35 @@ def tidy(folder: Path, keep: int | None = None) -> None:
         for file in files:
             if file.round < whole_files[0].round and file.round not in needed:
                 file.path.with_suffix(STATES).unlink(missing_ok=True)
+        for path in [] if keep is None else contents.damaged:
+            if _round_of(path) < whole_files[0].round and _round_of(path) not in whole_files[0].elsewhere:
+                path.unlink()
 
 
 def load(folder: Path, store: ClientStore | None = None) -> State:
-    """Read a checkpoint.
+    """Read the last checkpoint. A warning names damaged files that it does not need.
 
     Args:
         folder: where it is.
         store: an empty one, for the states of clients; None for one that keeps all in memory.
 
     Raises:
-        CheckpointError: if there is none, or a file of it is missing or has another digest than when it was
-            written.
+        CheckpointError: if there is none, or a file that it needs is missing or has another digest than when it was
+            written; the message names the clients whose states are lost.
     """
-    files = _files(folder)
-    last = _last(folder, files)
-    newest = _newest(files, last.round)
-    clients = LazyMapping(newest, lambda c: newest[c][0].decode(newest[c][1]))
+    contents = _read_folder(folder)
+    last = contents.last()
+    contents.require_states(last)
+    for error in contents.damaged.values():
+        logger.warning(
+            "%s. The last checkpoint, after round %d, does not need it and is whole. Restore it from a copy or remove it.",
+            error,
+            last.round,
+        )
+    newest = _newest(contents.files, last.round)
+    clients = LazyMapping(newest, lambda c: newest[c][0].decode_client(c))
     return State.from_stored(
-        last.round, last.decode(last.server), (ClientStore() if store is None else store) | clients
+        last.round, last.decode_server(), (ClientStore() if store is None else store) | clients
     )
 
 
@@ -199,14 +298,14 @@ def exists(folder: Path) -> bool:
 
 
 def rounds_kept(folder: Path) -> list[int]:
-    """The rounds of which a checkpoint is kept, ascending.
+    """The rounds of which a checkpoint is kept whose table of contents can be read, ascending.
 
     Raises:
-        CheckpointError: if there is no checkpoint or one is damaged.
+        CheckpointError: if there is no checkpoint or the last one is damaged.
     """
-    files = _files(folder)
-    _last(folder, files)
-    return [f.round for f in files if f.path.suffix == KEPT]
+    contents = _read_folder(folder)
+    contents.last()
+    return [file.round for file in contents.kept]
 
 
 def go_back(folder: Path, round: int) -> None:
@@ -227,41 +326,43 @@ def go_back(folder: Path, round: int) -> None:
             f"{folder} keeps the checkpoints after rounds {listed}, and none after round {round}. Choose one "
             "of these; run.keep_checkpoints says how many later rounds keep."
         )
-    files = _files(folder)
+    contents = _read_folder(folder)
     if round != stored_rounds[-1]:
-        (chosen,) = (f for f in files if f.round == round)
-        chosen.decode(chosen.server)
-        for file, entry in _newest(files, round).values():
-            file.decode(entry)
+        (chosen,) = (file for file in contents.kept if file.round == round)
+        contents.require_states(chosen)
+        chosen.decode_server()
+        for client, (file, _) in _newest(contents.files, round).items():
+            file.decode_client(client)
     with as_checkpoint_error(f"cannot remove the checkpoints after round {round} from {folder}"):
         # the newest first: whichever remains after an interruption has all its files
-        for file in reversed(files):
-            if file.round > round:
-                file.path.unlink()
+        for path in sorted([*(file.path for file in contents.files), *contents.damaged], reverse=True):
+            if _round_of(path) > round:
+                path.unlink()
 
 
-def _files(folder: Path) -> list[_File]:
-    """All files of a folder, oldest first."""
+def _read_folder(folder: Path) -> _Contents:
+    """Read the tables of contents of all files of a folder."""
     with as_checkpoint_error(f"cannot read {folder}"):
         paths = [*folder.glob(f"*{KEPT}"), *folder.glob(f"*{STATES}")]
-    checkpoints = sorted(path for path in paths if path.suffix == KEPT)
-    files = []
-    for path in paths:
+    files, damaged = [], {}
+    for path in sorted(paths):
         try:
             files.append(_read(path))
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. {_advise(path, checkpoints)}") from error
-    return sorted(files, key=lambda file: file.round)
+            damaged[path] = error
+    return _Contents(folder, sorted(files, key=lambda file: file.round), damaged)
 
 
-def _advise(path: Path, checkpoints: Sequence[Path]) -> str:
-    """What to do about a damaged file of a folder with these checkpoints, oldest first."""
-    if len(checkpoints) > 1 and path == checkpoints[-1]:
-        return f"Restore it from a copy, or remove it to go on from {checkpoints[-2].name}."
-    return (
-        "Restore it from a copy, or train anew in another folder: later checkpoints may need the states of clients "
-        "that it holds, so do not remove it."
-    )
+def _round_of(path: Path) -> int:
+    """The round of a file by its name; -1 of a name that is no number, which no checkpoint needs."""
+    return int(path.stem) if path.stem.isdecimal() else -1
+
+
+def _list_clients(clients: Sequence[int], limit: int = 10) -> str:
+    """Clients for a message: ``client 3``, or ``clients 1, 2 and 7 more``."""
+    listed = ", ".join(map(str, clients[:limit]))
+    more = f" and {len(clients) - limit} more" if len(clients) > limit else ""
+    return f"client{'' if len(clients) == 1 else 's'} {listed}{more}"
 
 
 def _list_names(folder: Path) -> list[str]:
@@ -276,13 +377,6 @@ def _newest(files: Sequence[_File], round: int) -> dict[int, tuple[_File, _Entry
     return {c: (f, entry) for f in files if f.round <= round for c, entry in f.clients.items()}
 
 
-def _last(folder: Path, files: Sequence[_File]) -> _File:
-    for file in reversed(files):
-        if file.path.suffix == KEPT:
-            return file
-    raise CheckpointError(f"{folder} holds no checkpoint: the run was stopped before its first one")
-
-
 def _read(path: Path) -> _File:
     try:
         with path.open("rb") as file:
@@ -294,8 +388,9 @@ def _read(path: Path) -> _File:
             file.seek(end - _LENGTH - size)
             table = json.loads(file.read(size))
         check_seal(table, path)
-        server, clients = _Entry(*table["server"]), table["clients"].items()
-        entries = {int(c): None if e is None else _Entry(*e) for c, e in clients}
-        return _File(path, int(table["round"]), server, entries)
+        server = _Entry(*table["server"])
+        entries = {int(c): None if e is None else _Entry(*e) for c, e in table["clients"].items()}
+        elsewhere = {int(t): [int(c) for c in clients] for t, clients in table["elsewhere"].items()}
+        return _File(path, int(table["round"]), server, entries, elsewhere)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint file {path} is damaged or cannot be read: {error}") from error

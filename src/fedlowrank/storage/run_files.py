@@ -225,12 +225,15 @@ _MEMBER = b"\x1f\x8b\x08" + bytes(5)
 def run_folders(folders: Sequence[Path]) -> list[Path]:
     """Run folders among folders and directly below them, without those that were moved aside.
 
+    A folder below them that may not be read counts as a run, for nothing shows whether it holds one. Reading it is an
+    error that names it.
+
     Raises:
-        CheckpointError: if a folder may not be read, so that nothing shows whether it holds a run.
+        CheckpointError: if one of the given folders may not be read.
     """
     folders_of_runs: list[Path] = []
     for folder in folders:
-        inner = [] if _holds_run(folder) else [p for p in _list_folders(folder) if _holds_run(p)]
+        inner = [] if _holds_run(folder) else [p for p in _list_folders(folder) if _may_hold_run(p)]
         folders_of_runs += inner or [folder]
     return folders_of_runs
 
@@ -245,6 +248,13 @@ def _list_folders(folder: Path) -> list[Path]:
 def _holds_run(folder: Path) -> bool:
     with as_checkpoint_error(f"cannot read {folder}"):
         return _exists(folder / CONFIG)
+
+
+def _may_hold_run(folder: Path) -> bool:
+    try:
+        return _holds_run(folder)
+    except CheckpointError:
+        return True
 
 
 def _exists(path: Path) -> bool:

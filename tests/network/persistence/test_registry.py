@@ -112,7 +112,7 @@ other = digest_sections({**MADE.to_dict(), "run": {**MADE.to_dict()["run"], "see
 REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
     "another experiment": (registration(1, sections=other), None, r"section\(s\) run differ"),
     "a section too many": (registration(1, sections={**registration(1).sections, "x": "1"}), None, r"section\(s\) x differ"),
-    "a section too few": (registration(1, sections={}), None, r"data, defaults, method, model, name, partition, run, "),
+    "a section too few": (registration(1, sections={}), None, r"data, defaults, method, model, partition, run, "),
     "a section with a nasty name": (
         registration(1, sections={**registration(1).sections, "a\n12:00:00 finished": "1"}),
         None,

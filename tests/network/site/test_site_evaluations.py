@@ -202,10 +202,10 @@ def test_numbers_are_rounded(made: ExperimentConfig, tmp_path: Path) -> None:
     for split in ("val", "test"):
         part = getattr(data, split)
         scores = functional.linear(part.x, model["linear.weight"], model["linear.bias"])
-        assert found.values("accuracy", split, "personal") == [
+        assert found.values("accuracy", series="personal", split=split) == [
             int((scores.argmax(1) == part.y).sum()) / len(part)
         ]
-        assert found.values("loss", split, "personal") == [
+        assert found.values("loss", series="personal", split=split) == [
             float(f"{functional.cross_entropy(scores, part.y):.3g}")
         ]
     exact = answered(folder_of(made, tmp_path / "exact", 40, evaluation="exact"), model, train=True)
@@ -224,7 +224,7 @@ def test_of_fewer_than_20_examples_no_number_is_sent(
     answer = answered(tmp_path / "client", plain(), train=True)
     assert answer.evaluation is not None
     names = ("accuracy", "loss", "macro_f1")
-    assert [[answer.evaluation.values(n, s) == [None] for s in ("val", "test")] for n in names] == [
+    assert [[answer.evaluation.values(n, split=s) == [None] for s in ("val", "test")] for n in names] == [
         [val < 20, test < 20]
     ] * 3
     assert answer.losses == {}
@@ -261,9 +261,11 @@ def test_a_run_of_sites_with_defaults_is_the_sequential_run_in_rounded_numbers(t
     for found, wanted in zip(result.rounds, records, strict=True):
         assert found.is_evaluated
         assert wanted.is_evaluated
-        assert found.values("accuracy", "val") == found.values("loss", "val") == [None] * 2
+        assert found.values("accuracy", split="val") == found.values("loss", split="val") == [None] * 2
         assert found.values("accuracy") == wanted.values("accuracy")
-        losses = [float(f"{v:.3g}") for v in wanted.values("loss", "test", "personal") if v is not None]
+        losses = [
+            float(f"{v:.3g}") for v in wanted.values("loss", series="personal", split="test") if v is not None
+        ]
         assert found.values("loss") == losses
 
 
@@ -305,8 +307,8 @@ def test_a_client_without_shares_of_clusters_is_evaluated_as_the_others(tmp_path
     prepare(carrier.folders[101], made, 1, dataclasses.replace(shares, data=(few, few, few)), SiteSettings())
     result = served(carrier, made, tmp_path / "run")
     assert all(None not in headline(record) for record in result.rounds)
-    assert [record.values("route", "", "0")[1] for record in result.rounds] == [None, None]
-    assert all(None not in record.values("route", "", "0")[::2] for record in result.rounds)
+    assert [record.values("route", series="0", split="")[1] for record in result.rounds] == [None, None]
+    assert all(None not in record.values("route", series="0", split="")[::2] for record in result.rounds)
     assert result.measurements.routes() == {}
 
 

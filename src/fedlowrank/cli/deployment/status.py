@@ -14,23 +14,27 @@ from ...network.persistence.account import Account
 from ...results.records import RunRecord, describe_missing
 from ...storage.digest import read_sealed
 from ...storage.lock import is_alive, read_holder
-from ...storage.run_files import run_folders
+from ..read_runs import count_left_out, read_each
 from ..terminal import OUT
 
 
 def show(folders: Sequence[Path]) -> int:
-    """Print a row for every run in these folders, or in the folders within them."""
+    """Print a row for every run in these folders, or in the folders within them.
+
+    The exit code is 1 if a damaged run was left out.
+    """
     table = Table("run", "state", "rounds", "process", "clients", "last")
-    for folder in run_folders(folders):
-        table.add_row(*map(escape, row(folder)))
+    rows, left_out = read_each(folders, lambda folder: (folder, row(folder)))
+    for _, cells in rows:
+        table.add_row(*map(escape, cells))
     OUT.print(table)
-    for folder in run_folders(folders):
+    for folder, _ in rows:
         if (clients := clients_table(folder)) is not None:
             OUT.print(clients)
             if paused := Account.read(folder).paused:
                 # not in a table, so that its commands can be copied
                 OUT.print(f"{folder} is paused: {paused}", soft_wrap=True, markup=False, highlight=False)
-    return 0
+    return count_left_out(left_out)
 
 
 def clients_table(folder: Path) -> Table | None:

@@ -37,7 +37,7 @@ class LaidTables:
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> LaidTables:
-        """Read an experiment file and overrides.
+        """Read an experiment file and overrides. The name of an experiment that has none is that of its file.
 
         Args:
             path: of a TOML file.
@@ -47,7 +47,11 @@ class LaidTables:
             ConfigError: if a file is missing or is not TOML, or an override has another form or contradicts
                 another one.
         """
-        return cls(_read_file(path, ()), parse_overrides(overrides))
+        tables = _read_file(path, ())
+        # of a file whose name cannot be that of a folder, the experiment has its usual name
+        if "name" not in tables and path.stem.strip(".") and "\\" not in path.stem:
+            tables = {"name": path.stem, **tables}
+        return cls(tables, parse_overrides(overrides))
 
     def join(self, overrides: Sequence[str]) -> LaidTables:
         """Add overrides; one that contradicts another one is a ConfigError."""

@@ -81,6 +81,17 @@ class PeftSettings(pydantic.BaseModel):
     ranks: tuple[int, ...] = ()
     start: str | None = None
 
+    @pydantic.field_validator("start", mode="before")
+    @classmethod
+    def _check_start(cls, start: Any) -> Any:
+        if isinstance(start, list | tuple | dict):
+            raise ValueError(
+                "one adapter is the start of all clients: a LoRA method sends each client the server's factors, which would "
+                "overwrite a start of its own. Name one folder, such as the mean of the adapters, or run each client alone, with "
+                "its own start"
+            )
+        return start
+
     @pydantic.model_validator(mode="after")
     def _check(self) -> PeftSettings:
         check_ranks(self.ranks)

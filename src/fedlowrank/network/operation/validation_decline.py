@@ -68,7 +68,7 @@ def _read_validation(record: RoundRecord, first: RoundRecord) -> dict[int, float
     """Read the validation score of each client's model: the accuracy, or the negative relative loss."""
 
     def of_clients(record: RoundRecord, name: str) -> dict[int, float]:
-        return {i: v for i, v in record.by_client(name, "val").items() if v is not None}
+        return {i: v for i, v in record.by_client(name, split="val").items() if v is not None}
 
     if accuracy := of_clients(record, ACCURACY):
         return accuracy

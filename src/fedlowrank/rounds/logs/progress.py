@@ -109,7 +109,7 @@ def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
 
 def describe_record(record: RoundRecord) -> str:
     """Mean test accuracy or loss of a record and the privacy spent, as text; empty without evaluation."""
-    right, lost = record.mean("test"), record.mean("test", LOSS)
+    right, lost = record.mean(split="test"), record.mean(LOSS, split="test")
     spent = record.server_metrics.get("privacy")
     private = "" if spent is None else f", ε {spent['epsilon']:.3g} at δ {spent['delta']:g}"
     if right is not None:

@@ -26,7 +26,7 @@ from ...core.tree import Params, canonical
 from ...data.dataset import Inputs, Stored
 from ...linalg.matricize import Weights, sum_parts, unpack_weights
 from ...models.complex_parameters import as_real, with_complex
-from ...results.local_model import LocalModel
+from ...results.evaluation.local_model import LocalModel
 from ..run import Run
 
 LATENCY_BATCH_SIZE = 20

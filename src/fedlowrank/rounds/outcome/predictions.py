@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,10 @@ from ...data.user_data.data_frames import is_frame
 from ...data.user_data.feature_names import order_columns
 from ...data.user_data.user_arrays import to_input_tensor
 from ...results.client_metrics import softmax
-from ...results.evaluation import SPLITS
-from ...results.local_model import LocalModel
-from ...results.scoring import all_scores, pool_of
+from ...results.client_numbers import SPLITS
+from ...results.evaluation.local_model import LocalModel
+from ...results.evaluation.pools import make_pool
+from ...results.evaluation.scoring import score_sets
 from ..run import Run
 
 PARTS = ("train", *SPLITS)
@@ -109,6 +110,43 @@ def predictions(
     return pd.concat(tables, ignore_index=True)
 
 
+def predict_rows(
+    run: Run,
+    inputs: Callable[[int], Any],
+    places: Mapping[int, Sequence[int]],
+    series: str | None = None,
+) -> pd.DataFrame:
+    """What clients' models predict for new rows without labels, one row for each client and row.
+
+    Args:
+        run: where it stands now.
+        inputs: all rows as the model of a client takes them, given its number; see :func:`predict`.
+        places: the rows of each client, counted from 0.
+        series: which of the method's models; by default its headline.
+
+    Returns:
+        Columns client, row, prediction and probability as of :func:`predictions`, and names likewise.
+
+    Raises:
+        ConfigError: as :func:`predictions`.
+        DataError: as :func:`predict`.
+    """
+    tables, infos, classes = [], run.federation.infos, run.federation.classes
+    has_names = classes != tuple(map(str, range(len(classes))))
+    for i, rows in places.items():
+        examples = _as_examples(inputs(i)[list(rows)], run.federation.clients[i].train, run.federation)
+        scores = _scores(run, i, examples, series)
+        columns: dict[str, Any] = {"client": np.full(len(rows), i), "row": list(rows)}
+        if infos[i].name:
+            columns["client_name"] = np.full(len(rows), infos[i].name)
+        found = _outcomes(scores, examples.y.cpu(), run.federation.loss)
+        columns |= {n: v for n, v in found.items() if n.startswith(("prediction", "probability"))}
+        if has_names and "label" in found:
+            columns["prediction_name"] = _names(classes, found["prediction"])
+        tables.append(pd.DataFrame(columns))
+    return pd.concat(tables, ignore_index=True)
+
+
 def confusion(
     run: Run, client: int | str | None = None, split: str = "test", series: str | None = None
 ) -> pd.DataFrame:
@@ -151,7 +189,7 @@ def _scores(run: Run, client: int, examples: Examples, series: str | None) -> Te
         if not len(examples):
             shape = examples.y.shape[1:] if examples.is_regression else [len(run.federation.classes)]
             return torch.zeros(0, *shape)
-        return all_scores(predict, pool_of(model.model, [examples], run.federation.loss)).cpu().clone()
+        return score_sets(predict, make_pool(model.model, [examples], run.federation.loss)).cpu().clone()
 
 
 def _random_numbers(model: LocalModel, examples: Examples) -> contextlib.AbstractContextManager[Any]:

@@ -11,8 +11,7 @@ from ...adapters.deployment import Layout
 from ...adapters.state_dict import full_state_dict
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.tree import Params
-from ...results.client_numbers import ACCURACY
-from ...results.evaluation import SPLITS
+from ...results.client_numbers import ACCURACY, SPLITS
 from ...results.measurements import Measurements, mean_over_clients
 from ...results.ranking import find_best
 from ...results.records import RoundRecord
@@ -79,7 +78,7 @@ class Result:
             )
         if split not in SPLITS:
             raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, SPLITS)}")
-        accuracies = record.by_client(ACCURACY, split, series)
+        accuracies = record.by_client(ACCURACY, series=series, split=split)
         return [accuracies.get(info.id) for info in self.run.federation.infos]
 
     def mean_accuracy(

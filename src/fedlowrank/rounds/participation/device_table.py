@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import ConfigError, did_you_mean
 from ...core.io.text import explain_encoding
-from ...data.download.data_files import expand_path
+from ...data.download.data_files import expand_path, explain_missing
 
 if TYPE_CHECKING:
     from pandas import Series
@@ -34,6 +34,8 @@ def read_device_table(file: str) -> dict[str, tuple[float, ...]]:
     import pandas as pd
 
     where = f"run.devices.file {file!r}"
+    if not (place := Path(expand_path(file))).exists():
+        raise ConfigError(f"{where}: {explain_missing(place)}")
     try:
         table = pd.read_csv(expand_path(file), dtype=str, keep_default_na=False, skipinitialspace=True)
     except UnicodeDecodeError as error:

@@ -1,0 +1,112 @@
+"""The working folder of a run: where relative paths and the user's own code begin.
+
+In an experiment file and on the command line all paths, and the modules of ``module:attribute``, begin at the folder
+in which the command is typed. The one exception is ``extends``, which names a file relative to the file that has it.
+``run.json`` has the working folder of a run that depends on it, so that a stored run finds the same files from any
+other folder. It is a path relative to the run folder, so that a project may be moved as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+WORKING_FOLDER = "working_folder"
+"""Where ``run.json`` has the working folder of a run."""
+
+_PATHS = (
+    ("data", "path"), ("data", "test"), ("language", "path"), ("lora", "start"), ("local", "path"), ("local", "start"),
+    ("run", "devices", "file"),
+)  # fmt: skip
+"""Fields of an experiment that may be paths."""
+
+_CODE = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+"""The name of code of the user's own."""
+
+
+def describe_working_folder(folder: Path, tables: Mapping[str, Any], method: str) -> dict[str, str]:
+    """Entry of ``run.json`` for a run that begins here; empty if the experiment depends on no working folder.
+
+    Args:
+        folder: of the run.
+        tables: of the experiment.
+        method: name of the method that runs.
+    """
+    if not _list_relative_names(tables, method):
+        return {}
+    try:
+        return {WORKING_FOLDER: Path(os.path.relpath(Path.cwd().resolve(), folder.resolve())).as_posix()}
+    except ValueError:
+        # Windows knows no relative path to another drive
+        return {WORKING_FOLDER: str(Path.cwd().resolve())}
+
+
+@contextlib.contextmanager
+def enter_working_folder(folder: Path, stored: Mapping[str, Any]) -> Iterator[Path]:
+    """Change to the working folder of a stored run, for the time in which its data and code are read.
+
+    The process stays where it is if that folder is not there, or if more of the run's files are found here, as after
+    the run was copied to another machine.
+
+    Args:
+        folder: of the run.
+        stored: its ``run.json``.
+
+    Yields:
+        The run folder as a path from there.
+    """
+    there = _find_working_folder(folder, stored)
+    if there is None:
+        yield folder
+        return
+    absolute = folder.absolute()
+    with contextlib.chdir(there):
+        yield absolute
+
+
+def _find_working_folder(folder: Path, stored: Mapping[str, Any]) -> Path | None:
+    """The working folder of a stored run; None if that is the present one, or it does not have the run's files."""
+    text, tables = stored.get(WORKING_FOLDER), stored.get("experiment")
+    if not isinstance(text, str) or not isinstance(tables, Mapping):
+        return None
+    here, there = Path.cwd().resolve(), (folder.resolve() / text).resolve()
+    if there == here or not there.is_dir():
+        return None
+    names = _list_relative_names(tables, str(stored["method"]["name"]))
+    found_here, found_there = (sum(_exists(root, name) for name in names) for root in (here, there))
+    return there if 0 < found_there >= found_here else None
+
+
+def _exists(root: Path, name: str) -> bool:
+    return (root / name).exists() or next(root.glob(name), None) is not None
+
+
+def _list_relative_names(tables: Mapping[str, Any], method: str) -> list[str]:
+    """Relative paths that an experiment may mean, names on the hub among them, and patterns of the modules of its code."""
+    names: list[str] = []
+    for path in _PATHS:
+        value: Any = tables
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        names += [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    expanded = [os.path.expandvars(os.path.expanduser(name)) for name in names]  # noqa: PTH111 - may be a hub name
+    code = {text.partition(":")[0] for text in (method, *_list_texts(tables)) if _CODE.fullmatch(text)}
+    modules = [f"{module.replace('.', '/')}*" for module in sorted(code)]
+    return [name for name in expanded if name and not Path(name).is_absolute()] + modules
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    """All keys and texts in nested tables and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield key
+            yield from _list_texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _list_texts(inner)
