@@ -35,7 +35,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import FedlowrankError
 from fedlowrank.data.federation import Federation
 from fedlowrank.report.figures.style import drawing
-from fedlowrank.results.backdoor import backdoor_success
+from fedlowrank.results.evaluation.backdoor import backdoor_success
 from fedlowrank.rounds.simulate import simulate
 from fedlowrank.trust.attacks import hostile_clients
 from fedlowrank.trust.trust_settings import Attack

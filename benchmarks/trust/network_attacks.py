@@ -305,7 +305,9 @@ def evaluations(base: Path) -> list[Row]:
         for i in range(474):
             order = Order("run", i * (made.run.rounds + 1) // 474, 0, False, True)
             evaluation = client.answer(order, tree.encode(linear(i)))[0].evaluation
-            found += evaluation is not None and evaluation.values("loss", "test", "personal") != [None]
+            found += evaluation is not None and evaluation.values(
+                "loss", series="personal", split="test"
+            ) != [None]
         rounds = f"of a run of {made.run.rounds} rounds"
         rows.append(
             Row(

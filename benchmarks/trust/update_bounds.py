@@ -180,7 +180,7 @@ def trial(name: str, lr: float, variant: Variant, rounds: int) -> Found:
         records = [run.start(), *(run.step() for _ in range(rounds))]
     except NonFiniteError:
         return Found(0.0, 0.0, float("nan"))
-    accuracy = records[-1].mean("test")
+    accuracy = records[-1].mean(split="test")
     count = max(1, engine.replies)
     return Found(
         engine.shortened / count, engine.refused / count, float("nan") if accuracy is None else accuracy

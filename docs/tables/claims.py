@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from fedlowrank.report.number_formats import format_signed
 from fedlowrank.report.statistics.significance import ALPHA, correct_holm
-from fedlowrank.report.tables.number_formats import format_signed
 from tables.experiments import (
     FIGURES,
     FOUND,

@@ -19,8 +19,8 @@ import pandas as pd
 from scipy import integrate
 
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.report.number_formats import format_signed
 from fedlowrank.report.statistics.significance import Difference, compare_over_seeds
-from fedlowrank.report.tables.number_formats import format_signed
 from tables.verdicts import wilson_interval
 
 FOUND = 0.995

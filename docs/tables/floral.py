@@ -29,7 +29,7 @@ def final(folder: Path) -> float | None:
     run = RunRecord.load(folder)
     if run.status["state"] != "finished" or not run.rounds[-1].is_evaluated:
         return None
-    known = [a for a in run.rounds[-1].values("accuracy", "test") if a is not None]
+    known = [a for a in run.rounds[-1].values("accuracy", split="test") if a is not None]
     return 100 * sum(known) / len(known)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlowrank.report import page
+from fedlowrank.report.formats import page
 from tests.report.report_runs import MakeRun, maker
 
 

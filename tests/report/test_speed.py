@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from fedlowrank.cli.main import main
+from fedlowrank.report import run_comparison
 from fedlowrank.report.figures.chart import MAX_TIPS, POINTS
-from fedlowrank.report.tables import comparison_tables as tables
 from fedlowrank.results import measurements, records
 from fedlowrank.results.measurements import Measurements
 from tests.report.report_runs import curve, draw_figures, in_clusters, with_routes
@@ -39,8 +39,8 @@ def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
     runs = [long_run(make_run, method, seed) for method in ("a", "b") for seed in (0, 1)]
     read = counted(monkeypatch, records, "read_lines", lambda folder: folder)
     appended = counted(monkeypatch, Measurements, "append_clients", id)
-    rows = counted(monkeypatch, tables, "comparison_row", lambda group: group.label)
-    indices = counted(monkeypatch, measurements, "score_recovery", lambda routes: None)
+    rows = counted(monkeypatch, run_comparison, "comparison_row", lambda group: group.label)
+    indices = counted(monkeypatch, measurements, "measure_recovery", lambda routes: None)
     assert main(["report", *(str(run.folder) for run in runs), "-o", str(tmp_path / "r.html")]) == 0
     folders = [run.folder for run in runs]
     assert read == dict.fromkeys(folders, 1)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fedlowrank.core.key import Key
-from fedlowrank.report import comparison, save_figures
+from fedlowrank.report import compare_runs, save_figures
 from fedlowrank.report.figures import trust_figures
-from fedlowrank.report.sentences import describe_setting
+from fedlowrank.report.run_comparison import to_csv
+from fedlowrank.report.setting_paragraph import describe_setting
 from fedlowrank.report.statistics.groups import group_runs
-from fedlowrank.report.tables.comparison_tables import to_csv
 from fedlowrank.rounds.participation.participants import Participants
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.trust.trust_settings import Trust
@@ -176,7 +176,7 @@ class TestPrivacy:
         run = {"run": trusting(privacy=PRIVATE, rounds=2)}
         long, short = private([0.0, 1.0, 3.0]), private([0.0, 2.0])
         runs = [make_run("a", 0, rounds=long, **run), make_run("a", 1, rounds=short, **run), make_run("b")]
-        table = comparison(runs)
+        table = compare_runs(runs)
         assert [row.get("epsilon") for row in rows_of(table)] == [2.5, None]
         assert cells(table, "trust", "ε") == ["2.5", "–"]
         assert "2.5" in text_of(table)
@@ -206,7 +206,7 @@ class TestAttack:
             for s in (0, 1)
         ]  # fmt: skip
         honest = [[v for i, v in enumerate(values[s][-1]) if i not in {*hostile[s], *unseen}] for s in (0, 1)]
-        (row,) = rows_of(table := comparison(runs))
+        (row,) = rows_of(table := compare_runs(runs))
         mean, std = np.mean([np.mean(v) for v in honest]), np.mean([np.std(v) for v in honest])
         assert row["accuracy_last"] == pytest.approx(mean)
         assert row["std_clients"] == pytest.approx(std)
@@ -224,11 +224,13 @@ class TestAttack:
 
     def test_a_hostile_client_that_was_not_evaluated_is_no_matter(self, make_run):
         rows = rounds_of([[0.1, 0.2, 0.3], [0.5, None, 0.7]])
-        (row,) = rows_of(comparison([make_run("a", rounds=rows, run=self.RUN, clients=with_hostile(3, {1}))]))
+        (row,) = rows_of(
+            compare_runs([make_run("a", rounds=rows, run=self.RUN, clients=with_hostile(3, {1}))])
+        )
         assert row["accuracy_last"] == pytest.approx(0.6)
         # the honest client was last evaluated before training
         (row,) = rows_of(
-            comparison([make_run("a", rounds=rows, run=self.RUN, clients=with_hostile(3, {0, 2}))])
+            compare_runs([make_run("a", rounds=rows, run=self.RUN, clients=with_hostile(3, {0, 2}))])
         )
         assert (row["accuracy_last"], row["last_round"]) == (0.2, 0)
 
@@ -238,7 +240,7 @@ class TestAttack:
         first = observing(rounds_of([[0.5]] * 3), backdoor=rates)
         second = observing(rounds_of([[0.5]] * 3), backdoor=[None, None, {"success": 0.25}])
         runs = [make_run("a", s, rounds=r, run=self.RUN) for s, r in enumerate((first, second))]
-        table = comparison(runs)
+        table = compare_runs(runs)
         assert rows_of(table)[0]["backdoor_success"] == 0.5
         assert cells(table, "trust", "backdoor success") == ["50.00"]
 
@@ -248,12 +250,12 @@ class TestAttack:
         run = trusting(robust={"rule": "multi_krum"}, attack={"kind": "sign_flip"})
         made = make_run("a", rounds=rows, run=run, clients=with_hostile(12, {0, 3}))
         # a half in both rounds that the rule reduced; client 10 has no part in it
-        assert rows_of(comparison([made]))[0]["hostile_weight"] == pytest.approx(0.5)
+        assert rows_of(compare_runs([made]))[0]["hostile_weight"] == pytest.approx(0.5)
         made = make_run("a", rounds=rows, run=run, clients=with_hostile(12, {1, 10}))
-        assert rows_of(comparison([made]))[0]["hostile_weight"] == pytest.approx(0.125)
+        assert rows_of(compare_runs([made]))[0]["hostile_weight"] == pytest.approx(0.125)
         # a rule alone knows no hostile clients
         made = make_run("a", rounds=rows, run=trusting(robust={"rule": "krum"}))
-        assert "hostile_weight" not in comparison([made]).frame
+        assert "hostile_weight" not in compare_runs([made]).frame
 
 
 @pytest.mark.full
@@ -262,7 +264,7 @@ def test_nothing_changes_for_runs_without_any_of_it(make_run, tmp_path):
     (group,) = group_runs([old, new])
     assert group.label == "a"
     assert len(group.runs) == 2
-    tables = [comparison([run]) for run in (old, new)]
+    tables = [compare_runs([run]) for run in (old, new)]
     assert list(tables[0].frame) == list(tables[1].frame)
     assert not re.search("honest|hostile|epsilon|backdoor", " ".join(tables[1].frame))
     assert titles_of(tables[0]) == titles_of(tables[1])

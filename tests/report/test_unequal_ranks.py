@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from scipy import stats
 
-from fedlowrank.report import comparison, low_rank, write_report
+from fedlowrank.report import compare_runs, write_report
 from fedlowrank.report.figures import chart
 from fedlowrank.report.figures import lora_figures as drawn
 from fedlowrank.report.figures.style import drawing, to_svg
-from fedlowrank.report.sentences import describe_setting
+from fedlowrank.report.formats.markdown import comparison_markdown
+from fedlowrank.report.run_comparison import to_csv
+from fedlowrank.report.setting_paragraph import describe_setting
+from fedlowrank.report.statistics import low_rank
 from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs, measure_of
 from fedlowrank.report.statistics.run_statistics import RunStatistics
-from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
+from fedlowrank.report.tables.rank_tables import rank_tables
 from tests.report.report_runs import (
     cells,
     draw,
@@ -92,7 +95,7 @@ class TestByRank:
         rows = [with_server(rounds_of([[0.9, v, 0.3, 1.0, 0.0]]), [[0.4] * 5]) for v in (0.5, 0.6)]
         a = [make_run("a", s, rounds=one, clients=clients) for s, one in enumerate(rows)]
         b = make_run("b", rounds=rounds_of([[0.6, None, 0.25, 1.0, 0.0]]), clients=clients)
-        (table,) = low_rank.rank_tables(read_experiments([*a, b]))
+        (table,) = rank_tables(read_experiments([*a, b]))
         assert table.title == "Accuracy / % by rank of the client"
         assert table.fields == ("rank", "clients")
         assert [column.title for column in table.columns] == ["a: personal", "a: server", "b: personal"]
@@ -108,7 +111,7 @@ class TestByRank:
             make_run("a", rounds=rounds_of([[v, 0.2]]), clients=people(big, 1), vary={"lora.r": big}, name=name)
             for name in ("x", "y") for big, v in ((4, 0.5), (8, 0.6))
         ]  # fmt: skip
-        tables = low_rank.rank_tables(read_experiments(runs))
+        tables = rank_tables(read_experiments(runs))
         assert [t.title.partition("client ")[2] for t in tables] == [
             "in x with r = 4", "in x with r = 8", "in y with r = 4", "in y with r = 8",
         ]  # fmt: skip
@@ -118,13 +121,13 @@ class TestByRank:
     def test_where_a_method_has_no_client_of_a_rank(self, make_run):
         a = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
         b = make_run("b", rounds=rounds_of([[0.5, 0.3]]), clients=people(1, 1))
-        (table,) = low_rank.rank_tables(read_experiments([a, b]))
+        (table,) = rank_tables(read_experiments([a, b]))
         assert table.rows == (("4", "1", "50.00", "–"), ("1", "1–2", "20.00", "40.00"))
-        assert low_rank.rank_tables(read_experiments([b])) == []  # one rank is nothing to compare
+        assert rank_tables(read_experiments([b])) == []  # one rank is nothing to compare
 
     def test_regressions_are_compared_by_loss(self, make_run):
         run = make_run("a", rounds=regression_of([[0.5, 0.25]]), clients=people(4, 1))
-        (table,) = low_rank.rank_tables(read_experiments([run]))
+        (table,) = rank_tables(read_experiments([run]))
         assert table.title == "Test loss by rank of the client"
         assert "lower is better" in table.note
         assert low_rank.adapter_row(group_runs([run])[0]) == {"loss_rank_4": 0.5, "loss_rank_1": 0.25}
@@ -133,7 +136,7 @@ class TestByRank:
     @pytest.mark.usefixtures("words_only")
     def test_is_shown_wherever_results_are_read(self, make_run, tmp_path):
         run = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
-        table = comparison([run])
+        table = compare_runs([run])
         for text in (text_of(table, 80), comparison_markdown(table), page_of([run], tmp_path)):
             assert "Accuracy / % by rank of the client" in " ".join(text.split())
         (row,) = csv.DictReader(io.StringIO(to_csv(table)))
@@ -322,7 +325,7 @@ class TestLanguage:
         last, server = [math.log(8), math.log(2)], [math.log(2), math.log(2)]
         runs = [make_run("a", rounds=texts_of([[3.0, 3.0], last], [[3.0, 3.0], server]), **LANGUAGE)]
         runs.append(make_run("b", rounds=texts_of([[3.0, 3.0], [1e4, 1e4]]), **LANGUAGE))
-        table = comparison(runs)
+        table = compare_runs(runs)
         a, b = rows_of(table)
         assert a["judged_by"] == "loss per token"
         assert (a["perplexity"], a["perplexity.server"]) == (
@@ -362,14 +365,14 @@ class TestLanguage:
         run = make_run("a", rounds=texts_of([[3.0, 2.0]], classes=True), **tables)
         groups = group_runs([run])
         assert measure_of(groups).noun == "test accuracy"
-        table = comparison([run])
+        table = compare_runs([run])
         assert table.result_tables["accuracy"].title == "Accuracy"
         assert "perplexity" not in table.frame
         assert "test loss" in [column.title for column in table.result_tables["accuracy"].columns]
         assert "LoRA: r 4." in describe_setting(groups)
         # beside a language model in one table, too
         runs = [make_run("b", rounds=texts_of([[3.0, 2.0]]), name="x", **LANGUAGE), run]
-        assert comparison(runs).result_tables["accuracy"].title == "Accuracy"
+        assert compare_runs(runs).result_tables["accuracy"].title == "Accuracy"
         assert measure_of(group_runs(runs)).noun == "test accuracy"
 
 
@@ -398,7 +401,7 @@ def test_runs_without_adapters_show_nothing_of_them(make_run):
     run = make_run("a")
     ((_, pictures),) = draw_figures([run])
     assert not {picture.title for picture in pictures} & set(OURS)
-    table = comparison([run])
+    table = compare_runs([run])
     assert table.ranks == ()
     assert low_rank.adapter_row(group_runs([run])[0]) == {}
     assert not any("rank_" in name or "perplexity" in name for name in table.frame)

@@ -20,10 +20,10 @@ from torch import nn
 
 from fedlowrank import EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.report import comparison
-from fedlowrank.report.tables.comparison_tables import to_csv
+from fedlowrank.report import compare_runs
+from fedlowrank.report.run_comparison import to_csv
 from fedlowrank.results.client_metrics import METRICS as NAMES
-from fedlowrank.results.client_metrics import compute, log_odds
+from fedlowrank.results.client_metrics import compute_metric, log_odds
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.run import Run
 from fedlowrank.storage.run_files import RECORDS_FILE
@@ -54,7 +54,7 @@ def check(
 ) -> None:
     """Assert the values of a metric, which records hold to six digits."""
     assert record.is_evaluated
-    found = record.values(name, split, "personal")
+    found = record.values(name, series="personal", split=split)
     assert [v is None for v in found] == [v is None for v in expected], name
     for value, right in zip(found, expected, strict=True):
         assert value == (None if right is None else pytest.approx(right, rel=rel, abs=1e-6)), name
@@ -172,7 +172,7 @@ def test_a_subset_of_clients_a_resume_and_the_file(tmp_path: Path) -> None:
     assert len(stored) == len(evaluated) == 3
     expected = [calibration(s, y) if len(y) else None for s, y in own_scores(whole.run, "test")]
     check(whole.rounds[-1], "ece", "test", [expected[i] for i in evaluated])
-    assert stored == whole.rounds[-1].values("ece", "test", "personal")
+    assert stored == whole.rounds[-1].values("ece", series="personal", split="test")
 
 
 @pytest.mark.full
@@ -259,12 +259,12 @@ def test_scores_of_a_model_that_diverged_make_no_number() -> None:
         scores = np.eye(CLASSES)
         scores[3, 2] = bad
         for name in NAMED:
-            assert math.isnan(compute(name, NAMES[name], scores, np.arange(CLASSES)) or 0)
+            assert math.isnan(compute_metric(name, NAMES[name], scores, np.arange(CLASSES)) or 0)
         scores[3] = -math.inf
-        assert math.isnan(compute("ece", NAMES["ece"], scores, np.arange(CLASSES)) or 0)
+        assert math.isnan(compute_metric("ece", NAMES["ece"], scores, np.arange(CLASSES)) or 0)
     # a probability of zero is none of them
     scores = np.where(np.eye(CLASSES) > 0, 0.0, -math.inf)
-    assert compute("auroc", NAMES["auroc"], scores, np.arange(CLASSES)) == 1
+    assert compute_metric("auroc", NAMES["auroc"], scores, np.arange(CLASSES)) == 1
 
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -325,7 +325,7 @@ def test_metrics_are_those_of_scikit_learn(name: str, case: str) -> None:
     s, y = cases()[case]
     if name == "top3" and s.shape[1] == 2:
         return
-    assert compute(name, NAMES[name], s, y) == pytest.approx(OF_SCIKIT_LEARN[name](s, y), rel=1e-12)
+    assert compute_metric(name, NAMES[name], s, y) == pytest.approx(OF_SCIKIT_LEARN[name](s, y), rel=1e-12)
 
 
 @pytest.mark.parametrize("gap", [1.0, 10.0])
@@ -334,7 +334,7 @@ def test_auroc_ranks_beyond_the_rounding_of_probabilities(gap: float) -> None:
     # likewise of three classes, one of which no model takes for possible
     for scores in (s, np.column_stack([s, [-1e3] * 4])):
         for name in ("auroc", "average_precision"):
-            assert compute(name, NAMES[name], scores, y) == 1.0
+            assert compute_metric(name, NAMES[name], scores, y) == 1.0
 
 
 def test_equal_scores_in_another_order_are_a_tie() -> None:
@@ -347,21 +347,21 @@ def test_equal_scores_in_another_order_are_a_tie() -> None:
     assert np.ptp(of_class_0) == 0
     assert of_class_0[0] == pytest.approx(odds(s)[0, 0], rel=1e-12)
     scores = np.stack([row, row])
-    assert compute("average_precision", NAMES["average_precision"], scores, np.array([0, 1])) == 0.5
-    assert compute("auroc", NAMES["auroc"], s[:, [0, 1, 2]] * 0, y) == 0.5
+    assert compute_metric("average_precision", NAMES["average_precision"], scores, np.array([0, 1])) == 0.5
+    assert compute_metric("auroc", NAMES["auroc"], s[:, [0, 1, 2]] * 0, y) == 0.5
 
 
 def test_one_class_and_no_example_have_no_ranking() -> None:
     for name in ("auroc", "average_precision"):
         for width in (2, 4):
             for label in (0, 1):
-                assert compute(name, NAMES[name], np.eye(width), np.full(width, label)) is None
-            assert compute(name, NAMES[name], np.zeros((0, width)), np.zeros(0, int)) is None
+                assert compute_metric(name, NAMES[name], np.eye(width), np.full(width, label)) is None
+            assert compute_metric(name, NAMES[name], np.zeros((0, width)), np.zeros(0, int)) is None
 
 
 def test_top3_counts_ties_as_scikit_learn_and_not_for_the_model() -> None:
     s, y = np.zeros((12, 6)), np.arange(12) % 6
-    assert compute("top3", NAMES["top3"], s, y) == pytest.approx(3 / 6)
+    assert compute_metric("top3", NAMES["top3"], s, y) == pytest.approx(3 / 6)
 
 
 def worst_recall(scores: np.ndarray, targets: np.ndarray) -> float | None:
@@ -399,14 +399,14 @@ def test_functions_are_metrics(tmp_path: Path) -> None:
     assert found.rounds[-1].measured.metrics == ["macro_f1", "worst_recall", "Above"]
     for split in ("val", "test"):
         for name, metric in (("worst_recall", worst_recall), ("Above", Above(0.5))):
-            got = found.rounds[-1].values(name, split, "personal")
+            got = found.rounds[-1].values(name, series="personal", split=split)
             wanted = [metric(*both) if len(both[1]) else None for both in own_scores(found.run, split)]
             assert [a is None for a in got] == [b is None for b in wanted]
             assert [a for a in got if a is not None] == pytest.approx(
                 [b for b in wanted if b is not None], rel=1e-5
             )
     assert {"worst_recall", "Above"} <= {*found.to_frame()}
-    table = comparison([RunRecord.load(tmp_path / "r")])
+    table = compare_runs([RunRecord.load(tmp_path / "r")])
     assert [c.title for c in table.result_tables["metrics"].columns] == ["macro F1", "worst recall", "Above"]
     assert "metric_worst_recall" in to_csv(table)
     more = simulate(

@@ -12,11 +12,13 @@ from fedlowrank import simulate
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.answers import check_evaluation
 from fedlowrank.network.validation.uploads import RefusedReplyError
-from fedlowrank.report import comparison
-from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
-from fedlowrank.results import evaluation
-from fedlowrank.results.client_metrics import check_names, split_metrics
+from fedlowrank.report import compare_runs
+from fedlowrank.report.formats.markdown import comparison_markdown
+from fedlowrank.report.run_comparison import to_csv
+from fedlowrank.results.client_metrics import check_metric_names, split_metrics
 from fedlowrank.results.client_numbers import CLIENT_NUMBERS, ClientNumber
+from fedlowrank.results.evaluation import evaluation_table
+from fedlowrank.results.evaluation.model_evaluation import evaluate_client
 from fedlowrank.results.frames import load_runs
 from fedlowrank.results.measurements import ClientTable, Column, is_lower_better
 from fedlowrank.results.records import RunRecord
@@ -29,10 +31,10 @@ NAME = "wrong_share"
 def _with_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One minus the accuracy, added as design.md says."""
     monkeypatch.setitem(CLIENT_NUMBERS, NAME, ClientNumber("wrong labels", lower_is_better=True))
-    table_of_scores = evaluation._table_of_scores
+    tabulate_results = evaluation_table.tabulate_results
 
     def with_wrong_share(*arguments: Any) -> ClientTable:
-        table = table_of_scores(*arguments)
+        table = tabulate_results(*arguments)
         shares = [
             Column(NAME, column.series, column.split, [None if v is None else 1 - v for v in column.values])
             for column in table.columns
@@ -40,7 +42,7 @@ def _with_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         return ClientTable(table.clients, [*table.columns, *shares])
 
-    monkeypatch.setattr(evaluation, "_table_of_scores", with_wrong_share)
+    monkeypatch.setattr(evaluation_table, "tabulate_results", with_wrong_share)
 
 
 @pytest.mark.usefixtures("_with_wrong_share")
@@ -52,7 +54,7 @@ def test_a_further_number_reaches_the_tables_and_the_report(tmp_path: Path) -> N
     rows = load_runs(tmp_path / "runs", last=True)
     with_examples = rows[rows["accuracy"].notna()]
     assert (with_examples[NAME] == 1 - with_examples["accuracy"]).all()
-    table = comparison([RunRecord.load(tmp_path / "runs" / "fedavg")])
+    table = compare_runs([RunRecord.load(tmp_path / "runs" / "fedavg")])
     assert "| wrong labels" in comparison_markdown(table)
     assert f"metric_{NAME}" in to_csv(table)
 
@@ -66,7 +68,7 @@ def test_an_answer_with_a_further_number_is_taken_if_its_values_are_possible(
 ) -> None:
     result = simulate("fedavg", make_labeled_federation(), rounds=1)
     run, info = result.run, result.run.federation.infos[0]
-    table = evaluation.evaluate_client(run.local_model(info), info, run.federation.clients[0])
+    table = evaluate_client(run.local_model(info), info, run.federation.clients[0])
     columns = [Column(c.name, c.series, c.split, [value]) if c.name == NAME else c for c in table.columns]
     changed = ClientTable(table.clients, columns)
     model = run.task.model(info)
@@ -82,7 +84,7 @@ def test_an_answer_with_a_further_number_is_taken_if_its_values_are_possible(
 def test_an_answer_with_a_further_number_of_one_split_alone_is_refused() -> None:
     result = simulate("fedavg", make_labeled_federation(), rounds=1)
     run, info = result.run, result.run.federation.infos[0]
-    table = evaluation.evaluate_client(run.local_model(info), info, run.federation.clients[0])
+    table = evaluate_client(run.local_model(info), info, run.federation.clients[0])
     columns = [column for column in table.columns if (column.name, column.split) != (NAME, "val")]
     with pytest.raises(RefusedReplyError, match="its evaluation is impossible"):
         check_evaluation(ClientTable(table.clients, columns), info, run.task.model(info), {})
@@ -97,4 +99,4 @@ def test_no_metric_has_the_name_of_a_number(name: str) -> None:
     with pytest.raises(ConfigError, match=f"a function is called '{name}' as something else"):
         split_metrics([metric])
     with pytest.raises(ConfigError, match=name):
-        check_names([name])
+        check_metric_names([name])

@@ -16,7 +16,7 @@ from torch import nn
 from fedlowrank import SGD, Federation, average_by_examples, load_rounds, load_runs, simulate
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.methods import Ditto, FedAvg
-from fedlowrank.report import comparison
+from fedlowrank.report import compare_runs
 from fedlowrank.results.frames import client_frame, rounds_frame
 from fedlowrank.results.measurements import ClientTable, Column, Measurements
 from fedlowrank.results.records import RoundRecord, RunRecord
@@ -186,7 +186,7 @@ def test_a_mean_is_that_of_one_model_and_of_the_report(two_models: Path) -> None
     found = load_runs(two_models, last=True).query("split == 'test' and not unseen")
     means = found.groupby(["method", "seed"])["accuracy"].mean()
     assert means["ditto"].tolist() == pytest.approx(mine)
-    table = comparison([RunRecord.load(f) for f in folders]).frame
+    table = compare_runs([RunRecord.load(f) for f in folders]).frame
     assert table["accuracy_last"].iloc[0] == pytest.approx(sum(mine) / 2)
     named = load_runs(two_models, last=True, series=other).query("split == 'test' and not unseen")
     assert named["method"].unique().tolist() == ["ditto"]
@@ -225,7 +225,7 @@ def test_clients_outside_training_are_in_no_mean() -> None:
     result = simulate("standalone", federation(5), **how)
     record, unseen = result.rounds[-1], result.run.draws.unseen
     assert record.is_evaluated
-    values = {split: record.values("accuracy", split) for split in ("val", "test")}
+    values = {split: record.values("accuracy", split=split) for split in ("val", "test")}
     for split, found in (("val", record.validation()), ("test", result.mean_accuracy())):
         known = [v for i, v in enumerate(values[split]) if v is not None and i not in unseen]
         everyone = [v for v in values[split] if v is not None]
@@ -257,12 +257,12 @@ def test_results_of_the_best_round_by_validation() -> None:
         rounds=6,
         evaluate_every=1,
     )
-    means = [sum(r.values("accuracy", "val", "personal")) / 3 for r in found.rounds]
+    means = [sum(r.values("accuracy", series="personal", split="val")) / 3 for r in found.rounds]
     best = means.index(max(means))
     assert (found.best_round, best < 6) == (best, True)
-    assert found.accuracy(at="best") == found.rounds[best].values("accuracy", "test", "personal")
+    assert found.accuracy(at="best") == found.rounds[best].values("accuracy", series="personal", split="test")
     assert found.mean_accuracy(at="best") == pytest.approx(sum(found.accuracy(at="best")) / 3)
-    assert found.accuracy() == found.rounds[-1].values("accuracy", "test", "personal")
+    assert found.accuracy() == found.rounds[-1].values("accuracy", series="personal", split="test")
     with pytest.raises(ConfigError, match="Did you mean 'best'"):
         found.mean_accuracy(at="bset")
     without = simulate(

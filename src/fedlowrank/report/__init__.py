@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from .figures.gallery import save_figures
-from .page import write_report
+from .formats.latex import to_latex
+from .formats.page import write_report
+from .formats.tensorboard import export_tensorboard
+from .formats.terminal_view import render_terminal
+from .formats.value_rows import write_values
+from .run_comparison import Comparison, compare_runs
 from .statistics.experiments import in_order
-from .tables.comparison_tables import Comparison, comparison, render_terminal
-from .tables.latex import to_latex
-from .tables.value_rows import write_values
-from .tensorboard import export_tensorboard
 
 __all__ = [
     "Comparison",
-    "comparison",
+    "compare_runs",
     "export_tensorboard",
     "in_order",
     "render_terminal",

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .number_formats import MISSING, format_p, format_signed
 from .statistics.groups import RunGroup
 from .statistics.measures import Measure
 from .statistics.modes import Modes
 from .statistics.paired import Family, Versus
 from .statistics.run_statistics import Estimate
 from .statistics.significance import ALPHA
-from .tables.number_formats import MISSING, format_p, format_signed
 
 ONE_SEED = "A test over the clients of one seed says nothing about other seeds."
 MAX_NAMED_METHODS = 3  # most methods that a sentence names one by one

@@ -11,9 +11,9 @@ import pandas as pd
 from ..core.io.text import on_one_line
 from ..results.records import RunRecord
 from ..rounds.participation.participants import round_half_up
+from .number_formats import format_number
 from .statistics.groups import RunGroup
 from .statistics.run_statistics import RunStatistics, curve_over_seeds, estimate
-from .tables.number_formats import format_number
 
 RULES = {
     "median": "the median of each coordinate",

@@ -71,7 +71,7 @@ class Metric:
 
 
 def _f1(average: Literal["macro", "weighted"], scores: Reals, labels: Labels) -> float:
-    hits, labeled, predicted = _counts(scores, labels)
+    hits, labeled, predicted = _count_by_class(scores, labels)
     # of the classes that are a label or a prediction, as scikit-learn averages
     known = labeled + predicted > 0
     f1 = 2 * hits[known] / (labeled + predicted)[known]
@@ -85,19 +85,19 @@ def _micro_f1(scores: Reals, labels: Labels) -> float:
 
 def _intersection_over_union(scores: Reals, labels: Labels) -> float:
     """Mean over the classes that are a label or a prediction: hits / (labeled + predicted - hits)."""
-    hits, labeled, predicted = _counts(scores, labels)
+    hits, labeled, predicted = _count_by_class(scores, labels)
     known = labeled + predicted > 0
     return float((hits[known] / (labeled + predicted - hits)[known]).mean())
 
 
-def _count_labels(scores: Reals, targets: Labels) -> tuple[Labels, Labels, Labels]:
+def _count_by_label(scores: Reals, targets: Labels) -> tuple[Labels, Labels, Labels]:
     """Of each class how often it is rightly present, present, and predicted to be present."""
     is_present, is_predicted = targets > 0.5, scores > 0
     return (is_present & is_predicted).sum(0), is_present.sum(0), is_predicted.sum(0)
 
 
 def _f1_of_labels(average: Literal["macro", "weighted"], scores: Reals, targets: Labels) -> float | None:
-    hits, present, predicted = _count_labels(scores, targets)
+    hits, present, predicted = _count_by_label(scores, targets)
     # scikit-learn sets the F1 score of a class that is never present nor predicted to 0
     f1 = 2 * hits / np.maximum(present + predicted, 1)
     if average == "weighted":
@@ -106,12 +106,12 @@ def _f1_of_labels(average: Literal["macro", "weighted"], scores: Reals, targets:
 
 
 def _micro_f1_of_labels(scores: Reals, targets: Labels) -> float | None:
-    hits, present, predicted = (int(n.sum()) for n in _count_labels(scores, targets))
+    hits, present, predicted = (int(n.sum()) for n in _count_by_label(scores, targets))
     return 2 * hits / (present + predicted) if present + predicted else None
 
 
 def _intersection_of_labels(scores: Reals, targets: Labels) -> float:
-    hits, present, predicted = _count_labels(scores, targets)
+    hits, present, predicted = _count_by_label(scores, targets)
     # scikit-learn sets the index of a class that is never present nor predicted to 0
     return float((hits / np.maximum(present + predicted - hits, 1)).mean())
 
@@ -127,12 +127,12 @@ def _mean_of_labels(
 
 
 def _balanced_accuracy(scores: Reals, labels: Labels) -> float:
-    hits, labeled, _ = _counts(scores, labels)
+    hits, labeled, _ = _count_by_class(scores, labels)
     present = labeled > 0
     return float((hits[present] / labeled[present]).mean())
 
 
-def _counts(scores: Reals, labels: Labels) -> tuple[Labels, Labels, Labels]:
+def _count_by_class(scores: Reals, labels: Labels) -> tuple[Labels, Labels, Labels]:
     """Of each class how many examples are right, have it as label, and are predicted to have it."""
     chosen, classes = scores.argmax(1), scores.shape[1]
     hits, labeled, predicted = (
@@ -310,7 +310,7 @@ _OF_LABELS = {
 }
 
 
-def check_names(metrics: Any) -> tuple[str, ...]:
+def check_metric_names(metrics: Any) -> tuple[str, ...]:
     """The names in ``run.metrics``; imports nothing.
 
     Raises:
@@ -437,7 +437,7 @@ _TASKS = {
 }
 
 
-def compute(name: str, metric: Metric, scores: Reals, labels: Labels) -> float | None:
+def compute_metric(name: str, metric: Metric, scores: Reals, labels: Labels) -> float | None:
     """The value of a metric on a set of examples.
 
     Returns:

@@ -1,8 +1,8 @@
 """The numbers that an evaluation has of each client, and what is true of all their values: one table.
 
-A further number is an entry of :data:`CLIENT_NUMBERS` and a column that ``results/evaluation.py`` computes. Tables, loggers
-and the report show an entry about scores. Numbers about a model, clusters or data are recorded, and shown where code asks for
-them. The check of a client's answer over the network reads the entry. Metrics of ``run.metrics`` are in
+A further number is an entry of :data:`CLIENT_NUMBERS`, and a column that ``results/evaluation/evaluation_table.py`` makes.
+Tables, loggers and the report show an entry about scores. Numbers about a model, clusters or data are recorded, and shown
+where code asks for them. The check of a client's answer over the network reads the entry. Metrics of ``run.metrics`` are in
 :mod:`.client_metrics`.
 """
 
@@ -15,6 +15,9 @@ from typing import Literal
 
 ACCURACY, LOSS, PARAMETERS, ROUTE = "accuracy", "loss", "parameters", "route"
 """Names of the numbers that every evaluation has of a client, the last one of methods with clusters."""
+
+SPLITS = ("val", "test")
+"""Sets of examples on which the model of a client is evaluated."""
 
 TOKEN_ACCURACY, PAIR_ACCURACY, RETRIEVAL = "token_accuracy", "pair_accuracy", "retrieval_accuracy"
 """Shares of tokens that a language model predicts, of pairs of responses that it puts in order, and of anchors that are

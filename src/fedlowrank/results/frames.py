@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from .client_numbers import COUNTED_LABELS, FRAME_KEYS
+from .client_numbers import ACCURACY, COUNTED_LABELS, FRAME_KEYS, LOSS
 from .measurements import COSTS, Measurements
 from .records import RoundRecord, RunRecord, describe_missing
 
@@ -46,27 +46,28 @@ def client_frame(table: Measurements, *, last: bool = False, series: str | None 
     Raises:
         ConfigError: if there is no such series.
     """
-    known = table.all_series
-    if known:
-        _require_series(series, known, "the run")
-    rounds, names = table.evaluated_rounds, ["accuracy", "loss", *table.metrics]
+    all_series = table.all_series
+    if all_series:
+        _require_series(series, all_series, "the run")
+    rounds, numbers = table.evaluated_rounds, [ACCURACY, LOSS, *table.metrics]
     unseen, hostile = table.flagged("unseen"), table.flagged("hostile")
     parts = []
     for t in rounds[-1:] if last else rounds:
-        who = np.array(table.evaluated(t), dtype=int)
-        is_unseen, is_hostile = (np.isin(who, [*flagged]) for flagged in (unseen, hostile))
-        for name in _choose_series(series, known):
-            for split in table.splits(t, name):
-                n = table.examples(split, table.clients)[who]
-                columns = dict(zip(FRAME_KEYS, (t, who, is_unseen, is_hostile, name, split, n), strict=True))
+        clients = np.array(table.evaluated(t), dtype=int)
+        is_unseen, is_hostile = (np.isin(clients, [*flagged]) for flagged in (unseen, hostile))
+        for shown in _choose_series(series, all_series):
+            for split in table.splits(t, shown):
+                n = table.examples(split, table.clients)[clients]
+                keys = (t, clients, is_unseen, is_hostile, shown, split, n)
+                columns = dict(zip(FRAME_KEYS, keys, strict=True))
                 if (labels := table.row(t, COUNTED_LABELS, "", split)) is not None:
-                    columns[COUNTED_LABELS] = labels[who]
-                for metric in names:
-                    row = table.row(t, metric, name, split)
-                    columns[metric] = math.nan if row is None else row[who]
+                    columns[COUNTED_LABELS] = labels[clients]
+                for name in numbers:
+                    row = table.row(t, name, shown, split)
+                    columns[name] = math.nan if row is None else row[clients]
                 parts.append(pd.DataFrame(columns))
     if not parts:
-        return pd.DataFrame(columns=[*FRAME_KEYS, "accuracy", "loss"])
+        return pd.DataFrame(columns=[*FRAME_KEYS, ACCURACY, LOSS])
     frame = pd.concat(parts, ignore_index=True)
     client_names = table.column("name")
     if any(client_names.values()):
@@ -113,7 +114,7 @@ def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: str = "accuracy") -> pd.Series:
+def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: str = ACCURACY) -> pd.Series:
     """Average results over clients, each weighted by its number of examples n, or by counted_labels where it has them.
 
     ``table.groupby(by)[column].mean()`` counts every client once, as the report does. The mean here counts every
@@ -137,11 +138,11 @@ def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: st
         >>> average_by_examples(test, ["method", "seed"]).groupby("method").mean()  # doctest: +SKIP
     """
     keys = [by] if isinstance(by, str) else list(by)
-    twice = table[
+    repeated = table[
         table.duplicated([*keys, *{"run", "client"}.difference(keys).intersection(table)], keep=False)
     ]
     for name in ("series", "split", "round"):
-        mixed = [*twice[name].unique()]
+        mixed = [*repeated[name].unique()]
         if len(mixed) > 1 and name not in keys:
             raise DataError(
                 f"average_by_examples: of a client, rows of {name} {', '.join(map(repr, mixed[:3]))} would be "
@@ -190,8 +191,10 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
     parts = []
     for name, record in records:
         if series in (None, ALL, *_series_of([record.rounds])):
-            parts.append(_labeled(client_frame(record.measurements, last=last, series=series), name, record))
-    return _joined(parts)
+            parts.append(
+                _add_run_columns(client_frame(record.measurements, last=last, series=series), name, record)
+            )
+    return _join_frames(parts)
 
 
 def _series_of(runs: Iterable[Sequence[RoundRecord]]) -> set[str]:
@@ -211,7 +214,9 @@ def load_rounds(folder: str | Path) -> pd.DataFrame:
     Raises:
         CheckpointError: if there is no run, or one cannot be read.
     """
-    return _joined(_labeled(rounds_frame(r.rounds), name, r) for name, r in _load_records(folder))
+    return _join_frames(
+        _add_run_columns(rounds_frame(r.rounds), name, r) for name, r in _load_records(folder)
+    )
 
 
 def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
@@ -230,7 +235,8 @@ def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
     return records
 
 
-def _labeled(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:
+def _add_run_columns(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:
+    """Put the columns of a run before those of a table."""
     config = record.config
     labels = {
         "run": name,
@@ -240,19 +246,22 @@ def _labeled(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:
         **(config.get("vary") or {}),
     }
     # a varied value may be a list, which pandas would else spread over the rows
-    columns = {key: pd.Series([value] * len(frame), dtype=_dtype(value)) for key, value in labels.items()}
+    columns = {
+        key: pd.Series([value] * len(frame), dtype=_choose_dtype(value)) for key, value in labels.items()
+    }
     return pd.concat([pd.DataFrame(columns), frame.reset_index(drop=True)], axis=1)
 
 
-def _dtype(value: Any) -> Any:
+def _choose_dtype(value: Any) -> Any:
+    """Type of a column that holds a value of a setting."""
     return type(value) if isinstance(value, bool | int | float) else object
 
 
-def _joined(parts: Any) -> pd.DataFrame:
+def _join_frames(parts: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """One table of several, the columns of runs first."""
     tables = [table for table in parts if len(table)]
     if not tables:
-        return pd.DataFrame(columns=["run", "experiment", "method", "seed", *FRAME_KEYS, "accuracy", "loss"])
+        return pd.DataFrame(columns=["run", "experiment", "method", "seed", *FRAME_KEYS, ACCURACY, LOSS])
     # the columns that come before the round are those of runs
     labels = [name for t in tables for name in t.columns[: list(t.columns).index("round")]]
     others = [name for t in tables for name in t.columns]

@@ -103,7 +103,7 @@ class ClientTable:
         return list_further_metrics(column.name for column in self.columns)
 
     def values(
-        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+        self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> list[float | None]:
         """One column, a value for each client; by default of the headline series. Empty without such a column."""
         for column in self.columns:
@@ -112,10 +112,10 @@ class ClientTable:
         return []
 
     def by_client(
-        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+        self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> dict[int, float | None]:
         """One column as of :meth:`values`, by the client's identifier."""
-        return dict(zip(self.clients, self.values(name, split, series), strict=False))
+        return dict(zip(self.clients, self.values(name, series=series, split=split), strict=False))
 
 
 def as_row(values: Iterable[float | None]) -> Floats:
@@ -195,7 +195,7 @@ def _mean_of_row(row: Floats) -> float | None:
     return None if math.isnan(statistics["mean"]) else float(statistics["mean"])
 
 
-def score_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
+def measure_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
     """Adjusted Rand index of the clients' largest shares against their true clusters, None if unknown.
 
     ``routes`` are shares ``[clients, clusters]``; of several largest ones the first counts. The index is 1
@@ -362,13 +362,13 @@ class Measurements:
             len(rows_with_values), len(places)
         )
         flags = [np.isin(places, self.evaluated(t)) for t in rows_with_values]
-        scores = summarize(
+        statistics = summarize(
             values,
             np.array([self.weights(t, split, count)[places] for t in rows_with_values]).reshape(values.shape),
             lower_is_better=is_lower_better(name),
             is_evaluated=np.array(flags, dtype=np.bool_).reshape(values.shape),
         )
-        return pd.DataFrame(scores, index=list(rows_with_values))
+        return pd.DataFrame(statistics, index=list(rows_with_values))
 
     def mean(self, name: str, series: str, split: str, who: Who = "honest") -> float | None:
         """The mean of :func:`mean_over_clients` after the last round that has the number; None without a value."""
@@ -403,14 +403,14 @@ class Measurements:
         if len(set(truth) - {None}) < 2:
             return {}
         # choices rarely change from round to round, and one index takes longer than all the rest
-        scores: dict[bytes, float] = {}
+        index_of_choice: dict[bytes, float] = {}
         recovery_by_round = {}
         for t, routes in rounds.items():
             choice = np.where(np.isfinite(routes).all(axis=1), routes.argmax(axis=1), -1).tobytes()
-            if choice not in scores:
-                scores[choice] = score_recovery(routes, truth)
-            if not math.isnan(scores[choice]):
-                recovery_by_round[t] = scores[choice]
+            if choice not in index_of_choice:
+                index_of_choice[choice] = measure_recovery(routes, truth)
+            if not math.isnan(index_of_choice[choice]):
+                recovery_by_round[t] = index_of_choice[choice]
         return recovery_by_round
 
     def __iter__(self) -> Iterator[tuple[int, int, str, str, str, float]]:

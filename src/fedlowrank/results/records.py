@@ -36,8 +36,8 @@ from ..storage.run_files import (
 from .client_numbers import ACCURACY, LOSS
 from .measurements import COSTS, TRAINING_LOSS, ClientTable, Measurements, mean_over_clients
 
-NO_RECORD = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
-"""What :meth:`RoundRecord.from_json` raises where a line is none of its own."""
+RECORD_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
+"""Errors of :meth:`RoundRecord.from_json` for a line that is no record."""
 
 NOT_SETTINGS = ("run.seed", "run.target")
 """What may differ between runs of one setting."""
@@ -99,7 +99,7 @@ class RoundRecord:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> RoundRecord:
-        """Read a line of :meth:`to_json`; raises one of :data:`NO_RECORD` if it is none."""
+        """Read a line of :meth:`to_json`; raises one of :data:`RECORD_ERRORS` if it is none."""
         # a third of the time of json.loads
         fields = from_json(line)
         measured = fields.pop("measured", None)
@@ -115,26 +115,26 @@ class RoundRecord:
         return [] if self.measured is None else self.measured.series(name)
 
     def values(
-        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+        self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> list[float | None]:
         """A number of each client that was evaluated, by default of the headline series.
 
         Args:
             name: ``"accuracy"``, ``"loss"``, ``"parameters"``, ``"route"`` or one of ``run.metrics``.
-            split: ``"test"`` or ``"val"``; empty for a number that is not about examples.
             series: which of the method's models; of a route, the cluster.
+            split: ``"test"`` or ``"val"``; empty for a number that is not about examples.
 
         Returns:
             One value for each evaluated client, None where it is not defined; an empty list without evaluation or
             without such a column.
         """
-        return [] if self.measured is None else self.measured.values(name, split, series)
+        return [] if self.measured is None else self.measured.values(name, series=series, split=split)
 
     def by_client(
-        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+        self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> dict[int, float | None]:
         """The numbers of :meth:`values` by the client's identifier."""
-        return {} if self.measured is None else self.measured.by_client(name, split, series)
+        return {} if self.measured is None else self.measured.by_client(name, series=series, split=split)
 
     def validation(self) -> float | None:
         """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated.
@@ -142,26 +142,25 @@ class RoundRecord:
         The mean is over the clients that can train and are not hostile. It is minus infinity if the loss of one of
         them is not finite.
         """
-        for sign, mean in ((1.0, self.mean("val")), (-1.0, self.mean("val", LOSS))):
+        for sign, mean in ((1.0, self.mean(split="val")), (-1.0, self.mean(LOSS, split="val"))):
             if mean is not None:
                 return -math.inf if math.isnan(mean) else sign * mean
         return None
 
-    def mean(self, split: str, name: str = ACCURACY) -> float | None:
+    def mean(self, name: str = ACCURACY, *, split: str) -> float | None:
         """Mean of a number of the headline over the clients that can train and are not hostile.
 
         Args:
-            split: ``"test"`` or ``"val"``.
             name: of the number, as of :meth:`values`.
+            split: ``"test"`` or ``"val"``.
 
         Returns:
             It; None if the models were not evaluated, or no such client has a number; NaN if that of one is not
             finite.
         """
-        excluded_from_means = set(self.excluded_from_means or ())
-        return mean_over_clients(
-            v for i, v in self.by_client(name, split).items() if i not in excluded_from_means
-        )
+        excluded = set(self.excluded_from_means or ())
+        values = self.by_client(name, split=split)
+        return mean_over_clients(value for client, value in values.items() if client not in excluded)
 
     def append_to(self, table: Measurements) -> None:
         """Append all numbers to the table of a run."""
@@ -227,7 +226,7 @@ class RunRecord:
         completed = completed_rounds(folder, status)
         try:
             rounds = [RoundRecord.from_json(line) for line in read_lines(folder)]
-        except (OSError, zlib.error, *NO_RECORD) as error:
+        except (OSError, zlib.error, *RECORD_ERRORS) as error:
             raise CheckpointError(
                 f"{folder / RECORDS_FILE} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
                 "which keeps the rounds that can be read."
@@ -327,12 +326,12 @@ def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]
     damage = ""
     try:
         records = [RoundRecord.from_json(line) for line in read_lines(folder)]
-    except (OSError, zlib.error, *NO_RECORD) as error:
+    except (OSError, zlib.error, *RECORD_ERRORS) as error:
         damage, records = f": {error}", []
         with as_checkpoint_error(f"cannot read {folder / RECORDS_FILE}"):
             lines = salvage_lines(folder)
         for line in lines:
-            with contextlib.suppress(*NO_RECORD):
+            with contextlib.suppress(*RECORD_ERRORS):
                 records.append(RoundRecord.from_json(line))
     by_round = {record.round: record for record in records if record.round <= round}
     missing = [t for t in range(round + 1) if t not in by_round]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .client_numbers import ACCURACY, LOSS
+from .client_numbers import ACCURACY, LOSS, SPLITS
 from .measurements import Measurements
 from .records import RoundRecord
 
@@ -31,7 +31,7 @@ def list_scalars(
     table = Measurements.of([record], clients)
     means: dict[str, float | None] = {}
     for name in (ACCURACY, LOSS, *table.metrics):
-        for split in ("val", "test"):
+        for split in SPLITS:
             for series in table.series(name, split):
                 tag = f"{name}/{series}/{split}"
                 means[tag] = table.mean(name, series, split)

@@ -103,7 +103,9 @@ def test_boxes_mark_the_mean_with_a_plus(eight):
     axes = picture.figure.axes[0]
     marks = [line for line in axes.lines if line.get_marker() == "+"]
     assert len(marks) == len(axes.patches) == 8
-    pooled = [run.record.rounds[-1].values("accuracy", "test", "personal") for run in eight[0][0].runs]
+    pooled = [
+        run.record.rounds[-1].values("accuracy", series="personal", split="test") for run in eight[0][0].runs
+    ]
     assert marks[0].get_xdata()[0] == pytest.approx(100 * np.mean(pooled))
 
 

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedlowrank.report import comparison, write_report
+from fedlowrank.report import compare_runs, write_report
+from fedlowrank.report.comparison_warnings import collapse_warnings, find_warnings
 from fedlowrank.report.figures import cluster_figures
 from fedlowrank.report.figures.gallery import save_figures
 from fedlowrank.report.figures.style import to_svg
-from fedlowrank.report.sentences import collapse_warnings, find_collapse, find_warnings
+from fedlowrank.report.formats.markdown import comparison_markdown
+from fedlowrank.report.statistics.chosen_clusters import find_common_cluster
 from fedlowrank.report.statistics.groups import group_runs
-from fedlowrank.report.tables.comparison_tables import comparison_markdown
-from fedlowrank.results.measurements import score_recovery
+from fedlowrank.results.measurements import measure_recovery
 from tests.report.report_runs import (
     both,
     cells,
@@ -57,7 +58,7 @@ def array(routes):
 
 
 def recover(routes, truth):
-    return score_recovery(array(routes), truth)
+    return measure_recovery(array(routes), truth)
 
 
 class TestRecovery:
@@ -92,7 +93,7 @@ class TestCollapse:
         ],
     )
     def test_by_hand(self, routes, cluster):
-        assert find_collapse(array(routes)) == cluster
+        assert find_common_cluster(array(routes)) == cluster
 
     @pytest.mark.usefixtures("words_only")
     def test_is_said_wherever_results_are_read(self, make_run, tmp_path):
@@ -111,7 +112,7 @@ class TestCollapse:
             assert part in said
         assert "seed 0" not in said
         assert said in find_warnings(group_runs([good, bad]))
-        table = comparison([good, bad])
+        table = compare_runs([good, bad])
         assert said in text_of(table, 1000)
         assert "the router collapsed" in comparison_markdown(table)
         assert "the router collapsed" in page_of([good, bad], tmp_path)
@@ -182,12 +183,12 @@ class TestOverRounds:
     @pytest.mark.full
     def test_column(self, make_run):
         people = in_clusters(TRUTH)
-        table = comparison(
+        table = compare_runs(
             [make_run("a", rounds=choosing(TRUTH), clients=people), make_run("b", clients=people)]
         )
         assert cells(table, "accuracy", "cluster recovery (ARI)") == ["1.00", "–"]
         assert "cluster recovery (ARI)" in comparison_markdown(table)
-        assert "cluster recovery (ARI)" not in comparison_markdown(comparison([make_run("b")]))
+        assert "cluster recovery (ARI)" not in comparison_markdown(compare_runs([make_run("b")]))
 
 
 def shades(axes):

@@ -11,7 +11,7 @@ from fedlowrank.report import in_order, save_figures
 from fedlowrank.report.figures.gallery import method_styles
 from fedlowrank.report.statistics.groups import group_runs
 
-CSS = files("fedlowrank.report").joinpath("page.css").read_text()
+CSS = files("fedlowrank.report.formats").joinpath("page.css").read_text()
 
 
 @pytest.mark.full

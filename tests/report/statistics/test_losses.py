@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlowrank.report import comparison, write_report
+from fedlowrank.report import compare_runs, write_report
+from fedlowrank.report.comparison_warnings import find_warnings
 from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.figures import rank_figures
-from fedlowrank.report.sentences import describe_setting, find_warnings
+from fedlowrank.report.formats.markdown import comparison_markdown
+from fedlowrank.report.run_comparison import to_csv
+from fedlowrank.report.setting_paragraph import describe_setting
 from fedlowrank.report.statistics.groups import group_runs
-from fedlowrank.report.statistics.measures import ACCURACY, LOSS
+from fedlowrank.report.statistics.measures import TEST_ACCURACY, TEST_LOSS
 from fedlowrank.report.statistics.run_statistics import RunStatistics
-from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
 from tests.report.report_runs import (
     cells,
     draw,
@@ -57,14 +59,14 @@ class TestBesideAccuracy:
         rows = [
             with_risk(rounds_of([[0.1] * 3, [0.9] * 3]), [[3, 3, 3], [1 + s, 2 + s, None]]) for s in (0, 1)
         ]
-        table = comparison([*(make_run("a", s, rounds=r) for s, r in enumerate(rows)), make_run("old")])
+        table = compare_runs([*(make_run("a", s, rounds=r) for s, r in enumerate(rows)), make_run("old")])
         half = stats.t.ppf(0.975, 1) * 0.5  # 1.5 and 2.5: standard error 0.5
         assert rows_of(table)[0]["loss_last"] == pytest.approx(2.0)
         assert rows_of(table)[0]["loss_ci95_seeds"] == pytest.approx(half)
         assert rows_of(table)[0]["loss_std_clients"] == pytest.approx(0.5)
         assert cells(table, "accuracy", "test loss") == [f"2.0 ± {half:.1f}", "–"]
         assert "loss" not in table.result_tables
-        assert "test loss" not in titles_of(comparison([make_run("old")]))
+        assert "test loss" not in titles_of(compare_runs([make_run("old")]))
 
     @pytest.mark.full
     def test_figure_has_the_headlines_alone(self, make_run):
@@ -98,7 +100,7 @@ class TestBesideAccuracy:
     def test_a_loss_that_is_not_finite_is_left_out_and_said(self, make_run):
         rows = with_risk(rounds_of([[0.5, 0.6]]), [[1.0, math.inf]])
         groups = group_runs([make_run("a", rounds=rows)])
-        assert groups[0].final(measure=LOSS).mean == 1.0
+        assert groups[0].final(measure=TEST_LOSS).mean == 1.0
         assert "a: 1 client loss not finite, left out." in find_warnings(groups)
 
 
@@ -111,19 +113,19 @@ class TestInsteadOfAccuracy:
             row["risk"]["personal"]["val"] = [value, value]
         run = RunStatistics(make_run(rounds=rows))
         got = main_of(run.record)
-        assert (run.measure, run.headline, run.status) == (LOSS, "personal", "")
+        assert (run.measure, run.headline, run.status) == (TEST_LOSS, "personal", "")
         assert (got["last"], got["last_ten"], got["best_test"]) == (3.0, 2.0, 1.0)
         assert got["worst_tenth"] == 5.0  # the highest tenth
         assert got["best_round"] == 1  # the earlier of the two with the lowest validation loss
         assert got["last_weighted"] == pytest.approx((1.0 * 10 + 5.0 * 15) / 25)
         assert run.costs_to(0.5) is None
-        assert RunStatistics(make_run("a")).measure == ACCURACY
+        assert RunStatistics(make_run("a")).measure == TEST_ACCURACY
 
     @pytest.mark.full
     @pytest.mark.usefixtures("words_only")
     def test_table(self, make_run, tmp_path):
         runs = regressions(make_run, 1.0, 0.0001)
-        table = comparison(runs)
+        table = compare_runs(runs)
         assert list(table.result_tables) == ["loss", "cost"]
         assert [row["judged_by"] for row in rows_of(table)] == ["test loss"] * 2
         assert [row["loss_last"] for row in rows_of(table)] == pytest.approx([1.0125, 0.00010125])
@@ -145,7 +147,7 @@ class TestInsteadOfAccuracy:
         for row in rows:
             row["risk"]["global"] = {"test": [2.0, 4.0]}
         run = make_run("a", rounds=rows)
-        assert cells(comparison([run]), "loss", "global") == ["3.000"]
+        assert cells(compare_runs([run]), "loss", "global") == ["3.000"]
         picture = draw(figures.plot_loss, run)
         assert legend_of(picture) == ["a", "a: global"]
         assert lines(picture)[1].get_ydata().tolist() == [3.0, 3.0]
@@ -154,7 +156,7 @@ class TestInsteadOfAccuracy:
     def test_a_target_accuracy_is_no_matter(self, make_run):
         runs = regressions(make_run, 1.0)
         assert target_of(runs, 0.9).value is target_of(runs).value is None
-        assert "target" not in comparison(runs, 0.9).result_tables
+        assert "target" not in compare_runs(runs, 0.9).result_tables
         assert target_of([*runs, make_run("a")], 0.9).value == 0.9
 
     def test_status(self, make_run):
@@ -217,7 +219,7 @@ class TestInsteadOfAccuracy:
     @pytest.mark.usefixtures("words_only")
     def test_classification_and_regression_on_one_page(self, make_run, tmp_path):
         runs = [make_run("a", name="digits"), *regressions(make_run, 1.0)]
-        table = comparison(runs)
+        table = compare_runs(runs)
         assert cells(table, "accuracy", "last 10")[1] == "–"
         assert cells(table, "loss", "last 10")[0] == "–"
         write_report(runs, tmp_path / "r.html")
@@ -240,7 +242,7 @@ class TestUnseen:
         assert got["last_weighted"] == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
         assert main_of(everyone)["last"] == pytest.approx(0.5)
         assert "unseen" not in main_of(everyone)
-        loss = RunStatistics(run).results("personal", LOSS)
+        loss = RunStatistics(run).results("personal", TEST_LOSS)
         assert (loss["last"], loss["unseen"]) == (1.5, 4.0)
         later = make_run("b", rounds=rounds_of([[0.1], [0.5], [0.9]]))
         assert target_of([run, later]).value == 0.7
@@ -250,11 +252,11 @@ class TestUnseen:
         ("regression", "block", "cell"), [(False, "accuracy", "30.00 ± 10.00"), (True, "loss", "4.0 ± 1.0")]
     )
     def test_column(self, make_run, regression, block, cell):
-        table = comparison(self.runs(make_run, regression))
+        table = compare_runs(self.runs(make_run, regression))
         assert cells(table, block, "unseen clients") == [cell, "–"]
         assert [row["clients_unseen"] for row in rows_of(table)] == [2, 0]
         assert "those that never train left out" in str(table.footnotes)
-        assert "unseen clients" not in titles_of(comparison([make_run("old")]))
+        assert "unseen clients" not in titles_of(compare_runs([make_run("old")]))
 
     def test_thin_line(self, make_run):
         for regression, plot, at in (

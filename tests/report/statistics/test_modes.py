@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedlowrank.report import comparison, to_latex
+from fedlowrank.report import compare_runs, to_latex
 from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.findings import state_headline
 from fedlowrank.report.statistics.experiments import read_experiments
@@ -109,7 +109,7 @@ def test_success_rate_stands_instead_of_the_interval(make_run, tmp_path):
     """A mean of 88.9 ± 15.2 describes none of these seeds."""
     runs = of_seeds(make_run, "a", [0.95, 0.67, 0.94, 0.93, 0.955])
     runs += of_seeds(make_run, "b", [0.5, 0.52, 0.48, 0.51, 0.5])
-    table = comparison(runs)
+    table = compare_runs(runs)
     assert cells(table, "accuracy", "over seeds")[0] == table.summary.rows[0][1] == "4 of 5 ≥ 93.00"
     assert table.summary.rows[1][1].startswith("50.20 ± ")
     row, other = rows_of(table)
@@ -158,11 +158,11 @@ def test_seeds_that_find_all_groups_are_counted(make_run):
     """Three seeds are enough where the groups that are found say the same."""
     finals, found = [0.95, 0.67, 0.94], [True, False, True]
     runs = of_seeds(make_run, "ifca", finals, found) + of_seeds(make_run, "b", [0.5, 0.52, 0.48])
-    table = comparison(runs)
+    table = compare_runs(runs)
     assert table.summary.rows[0][1] == "2 of 3 ≥ 94.00"
     assert cells(table, "accuracy", "all groups found") == ["2 of 3 seeds", "–"]
     assert rows_of(table)[0]["groups_found_seeds"] == 2
     assert "All groups of clients are found by ifca in 2 of 3 seeds." in findings_of(runs)[0]
     # the same results without groups
-    plain = comparison(of_seeds(make_run, "ifca", finals) + runs[3:])
+    plain = compare_runs(of_seeds(make_run, "ifca", finals) + runs[3:])
     assert plain.summary.rows[0][1].startswith("85.33 ± ")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlowrank.report import comparison
+from fedlowrank.report import compare_runs
 from fedlowrank.report.figures.comparison_figures import plot_results
+from fedlowrank.report.formats.markdown import comparison_markdown
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.significance import compare_over_clients, correct_holm
-from fedlowrank.report.tables.comparison_tables import comparison_markdown
 from tests.report.report_runs import (
     cells,
     draw,
@@ -64,8 +64,8 @@ def test_runs_of_other_code_are_no_seeds_of_one_setting(make_run, method, named,
     assert [len(group.runs) for group in group_runs(runs)] == [2, 2]
     assert [group.label for group in group_runs(runs[:2])] == ["FedAvg"]
     other = make_run("other", 0)
-    assert "differ in more" not in " ".join(comparison([*runs[:2], other]).warnings)
-    assert f"code.{named}" in " ".join(comparison([*runs, other]).warnings)
+    assert "differ in more" not in " ".join(compare_runs([*runs[:2], other]).warnings)
+    assert f"code.{named}" in " ".join(compare_runs([*runs, other]).warnings)
 
 
 def test_what_a_run_keeps_is_no_setting_of_its_method(make_run):
@@ -85,14 +85,14 @@ def test_what_a_run_keeps_is_no_setting_of_its_method(make_run):
 @pytest.mark.parametrize("key", ["data.seed", "run.attack.target"])
 def test_a_varied_setting_called_seed_or_target_makes_groups(make_run, key):
     runs = [make_run("a", s, vary={key: k}) for k in (1, 7) for s in (0, 1)]
-    table = comparison(runs)
+    table = compare_runs(runs)
     assert [row["seeds"] for row in rows_of(table)] == [2, 2]
     last = ".".join(key.split(".")[-2:])
     assert [row["label"] for row in rows_of(table)] == [f"a ({last} = 1)", f"a ({last} = 7)"]
 
 
 def test_a_seed_given_twice_is_said_in_the_terminal_and_in_markdown(make_run):
-    table = comparison([make_run("a", 0), make_run("a", 0), make_run("b", 0)])
+    table = compare_runs([make_run("a", 0), make_run("a", 0), make_run("b", 0)])
     said = "a: seed 0 was given more than once"
     assert said in " ".join(text_of(table, all_tables=False).split())
     assert said in comparison_markdown(table)
@@ -101,19 +101,19 @@ def test_a_seed_given_twice_is_said_in_the_terminal_and_in_markdown(make_run):
 def test_seeds_of_other_data_are_named(make_run):
     more = [{**row, "train": row["train"] + 50} for row in members(2)]
     rounds = rounds_of([[0.5, 0.6]])
-    table = comparison([make_run("a", 0, rounds=rounds), make_run("a", 1, rounds=rounds, clients=more)])
+    table = compare_runs([make_run("a", 0, rounds=rounds), make_run("a", 1, rounds=rounds, clients=more)])
     (said,) = [one for one in table.warnings if "same data" in one]
     assert "seed 0 has 201 training, 30 validation and 25 test examples" in said
     assert "seed 1 has 301 training" in said
     # a partition by seed moves an example of each client at most
     near = [{**row, "train": row["train"] + 1, "val": row["val"] - 1} for row in members(2)]
-    table = comparison([make_run("a", 0, rounds=rounds), make_run("a", 1, rounds=rounds, clients=near)])
+    table = compare_runs([make_run("a", 0, rounds=rounds), make_run("a", 1, rounds=rounds, clients=near)])
     assert not [one for one in table.warnings if "same data" in one]
 
 
 def test_clients_that_were_not_drawn_for_evaluation_are_not_without_examples(make_run):
     rows = rounds_of([[0.1] * 6, [0.5, 0.6, 0.7]])
-    table = comparison([make_run("a", rounds=rows)])
+    table = compare_runs([make_run("a", rounds=rows)])
     (row,) = rows_of(table)
     assert (row["clients_in_mean"], row["clients_not_evaluated"], row["clients_without_test"]) == (3, 3, 0)
     assert "a: 3 of 6 clients were evaluated; means are over those." in table.warnings
@@ -130,7 +130,7 @@ class TestDivergence:
         (said,) = findings_of(runs)
         assert said.startswith("b reaches the lowest mean test loss")
         assert "Diverged, so last and not tested: a (1 client)." in said
-        a, b = rows_of(table := comparison(runs))
+        a, b = rows_of(table := compare_runs(runs))
         assert (b["not_worse"], a["not_worse"], a["p_best_holm"]) == (1, None, None)
         results = {row[0]: row[1] for row in table.summary.rows}
         assert results["a"].endswith("(1 client diverged)")
@@ -141,7 +141,7 @@ class TestDivergence:
 
     def test_a_round_at_which_a_client_diverged_is_not_the_best(self, make_run):
         risk = [[2.0, 2.0], [1.0, 1.0], [0.5, math.inf]]
-        (row,) = rows_of(comparison([make_run("a", rounds=regression_of(risk))]))
+        (row,) = rows_of(compare_runs([make_run("a", rounds=regression_of(risk))]))
         assert (row["loss_best_round"], row["loss_best_by_validation"]) == (1, 1.0)
 
     def test_a_seed_whose_training_diverged_is_a_failure_and_no_result(self, make_run):
@@ -153,7 +153,7 @@ class TestDivergence:
             )
             for name, tops in rows.items() for s, top in enumerate(tops)
         ]  # fmt: skip
-        table = comparison(runs)
+        table = compare_runs(runs)
         a, b = rows_of(table)
         assert a["accuracy_last"] == pytest.approx(0.905)
         assert {row[0]: row[1] for row in table.summary.rows}["a"].endswith("(1 of 3 seeds diverged)")
@@ -177,7 +177,7 @@ class TestStopped:
         return [*runs, part]
 
     def test_a_run_that_did_not_finish_is_in_no_mean_and_no_pair(self, make_run):
-        table = comparison(self.runs(make_run))
+        table = compare_runs(self.runs(make_run))
         a, b = sorted(rows_of(table), key=lambda row: row["label"])
         assert (a["accuracy_last"], a["seeds"]) == (pytest.approx(0.81), 2)
         assert (b["pairs"], b["seeds"]) == (2, 3)
@@ -194,7 +194,7 @@ class TestStopped:
             for m, d in (("a", 0.1), ("b", 0))
         ]
         late = make_run("c", 0, rounds=rounds_of([[0.1] * 3, [0.4] * 3, [0.5] * 3]))
-        a, b, c = rows_of(comparison([*runs, late]))
+        a, b, c = rows_of(compare_runs([*runs, late]))
         assert (a["accuracy_last"], b["pairs"], c["pairs"]) == (pytest.approx(0.6), 3, None)
 
 
@@ -205,7 +205,7 @@ class TestPairs:
             make_run(m, s, rounds=rounds_of([[top + 0.01 * s]]), fingerprint=["new" if m == "c" else "old", "x"])
             for m, top in tops.items() for s in (0, 1)
         ]  # fmt: skip
-        _, b, c = rows_of(comparison(runs))
+        _, b, c = rows_of(compare_runs(runs))
         assert (b["pairs"], c["pairs"]) == (2, None)
         assert "Not tested: c, which has no seed with the same clients as the best" in findings_of(runs)[0]
 
@@ -232,7 +232,7 @@ class TestPairs:
     def test_holm_for_all_pairs_by_hand(self, make_run):
         tops = {"a": (0.9, 0.92, 0.91), "b": (0.8, 0.83, 0.81), "c": (0.7, 0.71, 0.75)}
         runs = [make_run(m, s, rounds=rounds_of([[top]])) for m, t in tops.items() for s, top in enumerate(t)]
-        _, b, c = rows_of(comparison(runs))
+        _, b, c = rows_of(compare_runs(runs))
         raw = {m: stats.ttest_rel(tops[m], tops["a"]).pvalue for m in "bc"}
         first, second = sorted(raw, key=raw.get)
         expected = {first: 3 * raw[first]}

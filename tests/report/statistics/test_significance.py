@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlowrank.report import comparison
+from fedlowrank.report import compare_runs
+from fedlowrank.report.formats.markdown import comparison_markdown
 from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs
-from fedlowrank.report.statistics.measures import ACCURACY
+from fedlowrank.report.statistics.measures import TEST_ACCURACY
 from fedlowrank.report.statistics.paired import paired_differences
 from fedlowrank.report.statistics.significance import compare_over_clients, compare_over_seeds, correct_holm
-from fedlowrank.report.tables.comparison_tables import comparison_markdown
 from tests.report.report_runs import cells, findings_of, members, page_of, regression_of, rounds_of, rows_of
 
 GAPS = np.array([0.02, 0.05, -0.01, 0.04, 0.03])
@@ -65,7 +65,7 @@ def test_two_seeds_with_equal_differences_show_nothing(make_run):
     (said,) = findings_of(runs)
     assert "No difference from b can be seen: +12.5 points, p = 0.5." in said
     assert "Sign test over 2 seeds with equal differences, which give no interval." in said
-    row = rows_of(comparison(runs))[1]
+    row = rows_of(compare_runs(runs))[1]
     assert (row["p_best_holm"], row["not_worse"]) == (0.5, 1)
 
 
@@ -83,7 +83,7 @@ def test_holm_by_hand():
 def test_seeds_are_paired_by_number_and_clients_by_identifier(make_run):
     one = [make_run("a", s, rounds=rounds_of([[0.5, 0.6 + s / 10]])) for s in (2, 0, 1)]
     other = [make_run("b", s, rounds=rounds_of([[0.4, None if s == 1 else 0.3]])) for s in (0, 1, 5)]
-    gaps = paired_differences(*group_runs([*one, *other]), ACCURACY)
+    gaps = paired_differences(*group_runs([*one, *other]), TEST_ACCURACY)
     assert [gap.tolist() for gap in gaps] == [pytest.approx([0.1, 0.3]), pytest.approx([0.1])]
 
 
@@ -92,7 +92,7 @@ def test_different_federations_are_not_paired(make_run):
     larger = [{**row, "train": 999} for row in members(2)]
     runs = [make_run("a", s, rounds=rounds_of([[0.9, 0.8]])) for s in (0, 1)]
     runs += [make_run("b", s, rounds=rounds_of([[0.1, 0.2]]), clients=larger) for s in (0, 1)]
-    table = comparison(runs)
+    table = compare_runs(runs)
     assert rows_of(table)[1]["p_best_holm"] is rows_of(table)[1]["difference_best"] is None
     assert "Not tested: b" in findings_of(runs)[0]
     assert "significantly" not in findings_of(runs)[0]
@@ -148,7 +148,7 @@ def test_bold_and_columns_are_the_same_everywhere(make_run, tmp_path):
         b=[[0.88], [0.81], [0.85]],
         c=[[0.50], [0.41], [0.46]],
     )
-    table = comparison(runs)
+    table = compare_runs(runs)
     a, b, c = rows_of(table)
     raw = [stats.ttest_1samp(gaps, 0).pvalue for gaps in ([-0.02, 0.01, 0.0], [-0.40, -0.39, -0.39])]
     assert b["p_best_holm"] == min(1, 2 * raw[0])
@@ -190,7 +190,7 @@ def test_losses_are_compared_the_other_way_round(make_run):
         for m, value in (("a", 1.0), ("b", 0.5))
         for s, gap in enumerate((0.0, 0.01 * (m == "a"), 0.0))
     ]
-    a, b = rows_of(comparison(runs))
+    a, b = rows_of(compare_runs(runs))
     assert (a["not_worse"], b["not_worse"]) == (0, 1)
     assert a["difference_best"] > 0
-    assert cells(comparison(runs), "loss", "last round")
+    assert cells(compare_runs(runs), "loss", "last round")

@@ -7,14 +7,14 @@ import math
 
 import pytest
 
-from fedlowrank.report import comparison
+from fedlowrank.report import compare_runs
 from fedlowrank.report.figures.chart import choose_lines
-from fedlowrank.report.low_rank import downlink, last_ranks, model_size, rank_curves
+from fedlowrank.report.number_formats import MISSING
+from fedlowrank.report.run_comparison import to_csv
 from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs
-from fedlowrank.report.statistics.measures import ACCURACY
-from fedlowrank.report.tables.comparison_tables import to_csv
-from fedlowrank.report.tables.number_formats import MISSING
+from fedlowrank.report.statistics.low_rank import downlink, last_ranks, model_size, rank_curves
+from fedlowrank.report.statistics.measures import TEST_ACCURACY
 from tests.report.report_runs import cells, rounds_of, rows_of, text_of
 
 FULL = 11_173_952
@@ -101,15 +101,16 @@ def test_downlink_is_for_each_participant(make_run):
 @pytest.mark.full
 def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_run):
     groups = group_runs([make_run("a", rounds=slr(further=["x"])), make_run("b")])
-    shown = choose_lines(groups, ACCURACY)
+    shown = choose_lines(groups, TEST_ACCURACY)
     assert [(one.label, one.place) for one in shown] == [("a", 0), ("a: gkr", 1), ("a: x", 2), ("b", 0)]
-    assert [one.label for one in choose_lines(groups, ACCURACY, 3)] == ["a", "b"]
+    assert [one.label for one in choose_lines(groups, TEST_ACCURACY, 3)] == ["a", "b"]
     rows = slr()
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None]}, "gkr": {"test": [0.5]}}
     # a further series does not pass for the headline that has no number
     assert [
-        (one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]), ACCURACY)
+        (one.label, one.place)
+        for one in choose_lines(group_runs([make_run("a", rounds=rows)]), TEST_ACCURACY)
     ] == [("a: gkr", 1)]
 
 
@@ -118,7 +119,7 @@ def test_float32_counts_as_the_paper_does(make_run):
     rows = rounds_of([[0.1], [0.5]])
     rows[1]["parameters_down"] = rows[1]["parameters_up"] = FULL * 10 * 1000
     reference = {"label": "Table 2", "accuracy": {}, "communication": {"fedavg": 893.92}}
-    table = comparison(
+    table = compare_runs(
         [make_run("fedavg", rounds=rows, reference=reference), make_run("other", reference=reference)]
     )
     assert rows_of(table)[0]["communication_float32"] == 4 * 2 * FULL * 10_000 == 893_916_160_000
@@ -128,7 +129,7 @@ def test_float32_counts_as_the_paper_does(make_run):
     assert cells(table, "cost", "paper") == ["894 GB", MISSING]
     assert "paper" not in titles(table, "accuracy")
     assert ("paper", "Table 2") in table.footnotes
-    bare = comparison([make_run("a")])
+    bare = compare_runs([make_run("a")])
     assert "as float32" in titles(bare, "cost")
     assert "paper" not in titles(bare, "cost")
 
@@ -147,7 +148,7 @@ def test_sizes_of_every_series_with_the_papers(make_run):
         make_run("fedslr", 1, rounds=sized({"mixed": mixed, "gkr": [100, 5_500_000]}), reference=reference),
         make_run("ditto", reference=reference),
     ]
-    table = comparison(runs)
+    table = compare_runs(runs)
     assert titles(table) == ["parameters", "paper", "parameters gkr", "paper gkr"]
     assert cells(table, "size", "parameters") == ["11.2 M", "6.50 ± 0.50 M", MISSING]
     assert cells(table, "size", "parameters gkr") == [MISSING, "5.25 M", MISSING]
@@ -168,7 +169,7 @@ def test_sizes_of_every_series_with_the_papers(make_run):
 
 def test_a_paper_may_name_the_headline_too(make_run):
     reference = {"label": "T", "accuracy": {"fedslr.mixed": 82.19}, "parameters": {"fedslr.mixed": 6.69}}
-    (row,) = rows_of(comparison([make_run("fedslr", rounds=slr(), reference=reference)]))
+    (row,) = rows_of(compare_runs([make_run("fedslr", rounds=slr(), reference=reference)]))
     assert (row["reference_percent"], row["reference_parameters_m"]) == (82.19, 6.69)
     assert "reference_percent.gkr" not in row
 
@@ -182,7 +183,7 @@ def test_what_is_no_number_is_no_reference(make_run, value):
         "communication": {"a": value},
         "parameters": {"a": value},
     }
-    table = comparison([make_run("a", rounds=slr(), reference=reference)])
+    table = compare_runs([make_run("a", rounds=slr(), reference=reference)])
     assert rows_of(table)[0]["reference_communication_gb"] is None
     assert rows_of(table)[0]["reference_parameters_m"] is None
     assert "paper" not in titles(table) + titles(table, "cost")
@@ -190,14 +191,14 @@ def test_what_is_no_number_is_no_reference(make_run, value):
 
 @pytest.mark.full
 def test_no_size_columns_without_news(make_run):
-    assert titles(comparison([make_run("a")])) == []
+    assert titles(compare_runs([make_run("a")])) == []
     same = [make_run(m, rounds=sized({"personal": [[7, 9], [7, 9]]})) for m in "ab"]
-    table = comparison(same)
+    table = compare_runs(same)
     assert titles(table) == []
     assert rows_of(table)[0]["parameters_model"] == 8.0  # the CSV has it nevertheless
-    assert titles(comparison([*same, make_run("c", rounds=slr())])) == ["parameters", "parameters gkr"]
+    assert titles(compare_runs([*same, make_run("c", rounds=slr())])) == ["parameters", "parameters gkr"]
     printed = {"label": "T", "accuracy": {}, "parameters": {"a": 11.17}}
-    assert titles(comparison([make_run("a", reference=printed)])) == ["paper"]
+    assert titles(compare_runs([make_run("a", reference=printed)])) == ["paper"]
 
 
 @pytest.mark.full
@@ -210,7 +211,7 @@ def test_each_value_of_a_sweep_has_its_own_reference(make_run):
         for lam, best, gkr, m in ((1e-5, 81.89, 63.63, 8.54), (1e-3, 74.33, 54.26, 2.24))
         for seed in (0, 1)
     ]  # fmt: skip
-    table = comparison(runs)
+    table = compare_runs(runs)
     assert cells(table, "accuracy", "paper") == ["81.89", "74.33"]
     assert cells(table, "accuracy", "paper gkr") == ["63.63", "54.26"]
     assert cells(table, "size", "paper") == ["8.54 M", "2.24 M"]
@@ -223,9 +224,9 @@ def test_ranks_at_the_end_are_json_in_the_csv(make_run):
         make_run("a", s, rounds=slr(ranks=[{"w": 9, "v": 3}, {"w": 9, "v": 3}, {"w": 4 + s, "v": 3}]))
         for s in (0, 1)
     ]
-    row = next(csv.DictReader(io.StringIO(to_csv(comparison(runs)))))
+    row = next(csv.DictReader(io.StringIO(to_csv(compare_runs(runs)))))
     assert json.loads(row["ranks_last"]) == {"w": 4.5, "v": 3.0}
-    assert next(csv.DictReader(io.StringIO(to_csv(comparison([make_run("a")])))))["ranks_last"] == ""
+    assert next(csv.DictReader(io.StringIO(to_csv(compare_runs([make_run("a")])))))["ranks_last"] == ""
 
 
 def test_a_terminal_of_80_characters_shows_all(make_run):
@@ -235,7 +236,7 @@ def test_a_terminal_of_80_characters_shows_all(make_run):
     reference = {"label": "T", "accuracy": accuracy, "parameters": parameters, "communication": {name: 722.6}}
     rows = sized({"personal": [FULL] * 2, "global": [FULL] * 2, "gkr": [FULL] * 2})
     runs = [make_run(name, s, title=name, rounds=rows, reference=reference) for s in (0, 1)]
-    said = text_of(comparison(runs), 80)
+    said = text_of(compare_runs(runs), 80)
     assert max(map(len, said.splitlines())) <= 80
     assert "…" not in said
     assert "Accuracy, continued" in said

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.report import comparison
+from fedlowrank.report import compare_runs
+from fedlowrank.report.formats.markdown import comparison_markdown
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.run_statistics import RunStatistics, estimate
-from fedlowrank.report.tables.comparison_tables import comparison_markdown
 from fedlowrank.results.records import RoundRecord, RunRecord
 from tests.report.report_runs import main_of, page_of, rounds_of, rows_of, target_of, text_of, titles_of
 from tests.support.client_tables import make_client_table
@@ -106,7 +106,7 @@ def test_to_target_by_hand(make_run):
     }  # fmt: skip
     assert run.costs_to(0.96) is run.costs_to(None) is None
     assert run.costs_to(0.05)["bytes_up"] == 0
-    (row,) = rows_of(comparison([run.record], 0.9))
+    (row,) = rows_of(compare_runs([run.record], 0.9))
     assert (row["target_bytes"], row["target_parameters"], row["target_seconds"]) == (4 * 1500, 4 * 375, 3.0)
 
 
@@ -116,14 +116,14 @@ def test_simulated_seconds_to_target_by_hand(make_run):
     for i, row in enumerate(rounds[1:], 1):
         row["simulated_seconds"] = 10.0**i
     one, other = make_run("a", rounds=rounds), make_run("b", rounds=simple([[0.1], [0.9]]))
-    table = comparison([one, other], 0.9)
+    table = compare_runs([one, other], 0.9)
     found = {row["method"]: row["target_simulated_seconds"] for row in rows_of(table)}
     assert found["a"] == 1110.0
     assert {row["method"]: row["simulated_seconds"] for row in rows_of(table)}["a"] == 11110.0
     assert found["b"] is None or math.isnan(found["b"])
     # of the whole run, and until the target
     assert titles_of(table).count("simulated time") == 2
-    assert "simulated time" not in titles_of(comparison([other], 0.9))
+    assert "simulated time" not in titles_of(compare_runs([other], 0.9))
 
 
 def test_target_given_then_own_then_common(make_run):
@@ -158,7 +158,7 @@ def test_target_lies_above_what_costs_no_messages(make_run):
     assert "above the 62.0 % that Standalone reaches without communication" in target(0.80, 0.715).source
     for low in (0.625, 0.50):  # the whole percent of 0.625 is 62 %, which lies not above
         assert target(0.80, low) == (None, "no method exceeds what Standalone reaches without communication")
-    table = comparison([alone, make_run("a", rounds=simple([[0.1], [0.5]]))])
+    table = compare_runs([alone, make_run("a", rounds=simple([[0.1], [0.5]]))])
     assert "target" not in table.result_tables
     assert any(text.startswith("no method exceeds") for term, text in table.footnotes if term == "target")
     assert target_of([alone], 0.42).value == 0.42
@@ -216,7 +216,7 @@ def test_no_target_that_all_runs_reach_by_their_first_evaluation(make_run):
     runs = [make_run("a", rounds=simple(early)), make_run("b", rounds=simple(early))]
     assert target_of(runs).value is None
     assert ("target", "all runs reach what they have in common by their first evaluation, so no cost to a target is given") in (
-        comparison(runs).footnotes
+        compare_runs(runs).footnotes
     )  # fmt: skip
     assert target_of([runs[0], make_run("b", rounds=simple(late))]).value == 0.62
     # all have 62 % at once, one method has more: that tells them apart
@@ -295,7 +295,7 @@ def test_the_best_round_by_validation_stands_beside_the_last(make_run, tmp_path)
     tests = ([[0.1], [0.5], [0.6]], [[0.1], [0.7], [0.8]])
     vals = ([[0.1], [0.9], [0.3]], [[0.1], [0.3], [0.9]])
     runs = [make_run("a", s, rounds=simple(t, v)) for s, (t, v) in enumerate(zip(tests, vals, strict=True))]
-    table = comparison(runs)
+    table = compare_runs(runs)
     # the second round of one seed, the last of the other; Student's t with one degree of freedom, 0.975 quantile
     mean, half = (0.5 + 0.8) / 2, 12.7062 * (0.3 / math.sqrt(2)) / math.sqrt(2)
     assert [c.title for c in table.summary.columns][:2] == ["test accuracy", "best by validation"]
@@ -309,5 +309,5 @@ def test_the_best_round_by_validation_stands_beside_the_last(make_run, tmp_path)
 
 
 def test_no_column_without_validation(make_run):
-    table = comparison([make_run("a", rounds=simple([[0.1], [0.5]], [[None], [None]]))])
+    table = compare_runs([make_run("a", rounds=simple([[0.1], [0.5]], [[None], [None]]))])
     assert "best by validation" not in [c.title for c in table.summary.columns]

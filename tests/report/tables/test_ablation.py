@@ -3,10 +3,10 @@
 import pytest
 from scipy import stats
 
-from fedlowrank.report import comparison
+from fedlowrank.report import compare_runs
 from fedlowrank.report.figures import comparison_figures as figures
+from fedlowrank.report.formats.markdown import comparison_markdown
 from fedlowrank.report.statistics.experiments import read_experiments
-from fedlowrank.report.tables.comparison_tables import comparison_markdown
 from fedlowrank.report.tables.sweeps import shorten_names, sweep_tables
 from tests.report.report_runs import both, findings_of, page_of, regression_of, rounds_of, text_of
 
@@ -111,7 +111,7 @@ def test_fields_are_told_apart():
 @pytest.mark.usefixtures("words_only")
 def test_is_in_everything_that_is_written(make_run, tmp_path):
     runs = varied(make_run)
-    table = comparison(runs)
+    table = compare_runs(runs)
     terminal = text_of(table, 80)
     assert terminal.index("against clusters, rank") > terminal.index("last")
     assert any(line.split() == ["4", "0.01", "35.00", "55.00"] for line in terminal.splitlines())
@@ -149,7 +149,7 @@ def test_best_setting_of_one_method(make_run):
 @pytest.mark.full
 def test_wide_ablations_go_on_in_further_tables(make_run):
     many = [(f"m{i}", f"Method number {i}") for i in range(9)]
-    text = text_of(comparison(varied(make_run, methods=many, seeds=2)), 80)
+    text = text_of(compare_runs(varied(make_run, methods=many, seeds=2)), 80)
     assert "against clusters, rank, continued" in text
     assert "…" not in text
     for _, title in many:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fedlowrank.core.io.text import on_one_line
-from fedlowrank.report import comparison
-from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
-from fedlowrank.report.tables.number_formats import (
+from fedlowrank.report import compare_runs
+from fedlowrank.report.formats.markdown import comparison_markdown
+from fedlowrank.report.number_formats import (
     MISSING,
     format_loss,
     format_loss_pair,
@@ -24,6 +24,7 @@ from fedlowrank.report.tables.number_formats import (
     format_signed,
     format_tick,
 )
+from fedlowrank.report.run_comparison import to_csv
 from tests.report.report_runs import cells, page_of, rounds_of, rows_of, text_of, titles_of
 
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
@@ -31,15 +32,15 @@ REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
 @pytest.mark.full
 def test_columns_appear_where_they_have_something_to_say(make_run):
-    plain_table = comparison([make_run("a", 0)])
+    plain_table = compare_runs([make_run("a", 0)])
     assert not {"over seeds", "n", "paper", "difference", "status", "global"} & set(titles_of(plain_table))
-    full = comparison([make_run(m, s, reference=REFERENCE) for m in "abc" for s in (0, 1)])
+    full = compare_runs([make_run(m, s, reference=REFERENCE) for m in "abc" for s in (0, 1)])
     assert {"over seeds", "n", "paper", "difference"} <= set(titles_of(full))
     assert [row["label"] for row in rows_of(full)] == ["a", "b", "c"]
 
 
 def test_reference_and_difference(make_run):
-    table = comparison([make_run(m, 0, reference=REFERENCE) for m in "abc"])
+    table = compare_runs([make_run(m, 0, reference=REFERENCE) for m in "abc"])
     assert cells(table, "accuracy", "paper") == ["96.66", "not converged", MISSING]
     ours = 100 * rows_of(table)[0]["accuracy_last"]
     assert rows_of(table)[0]["difference_points"] == ours - 96.66
@@ -50,14 +51,14 @@ def test_reference_and_difference(make_run):
 @pytest.mark.full
 def test_csv_has_the_exact_means_over_seeds(make_run):
     runs = [make_run(m, s, title='x, "y"\nz') for m in "ab" for s in (0, 1, 2)]
-    table = comparison(runs)
+    table = compare_runs(runs)
     for read, row in zip(csv.DictReader(io.StringIO(to_csv(table))), rows_of(table), strict=True):
         assert list(read) == list(row)
         for key, value in row.items():
             assert read[key] == "" if value is None else type(value)(read[key]) == value
     row, last = (
         rows_of(table)[0],
-        np.array([run.rounds[-1].values("accuracy", "test", "personal") for run in runs[:3]]),
+        np.array([run.rounds[-1].values("accuracy", series="personal", split="test") for run in runs[:3]]),
     )
     assert row["accuracy_last"] == pytest.approx(last.mean())
     assert row["std_clients"] == pytest.approx(last.std(axis=1).mean())
@@ -69,17 +70,17 @@ def test_csv_has_the_exact_means_over_seeds(make_run):
 @pytest.mark.full
 def test_costs_to_target_need_every_seed(make_run):
     runs = [make_run("a", s, rounds=rounds_of([[0.1], [0.2 + 0.5 * s]])) for s in (0, 1)]
-    table = comparison(runs, 0.6)
+    table = compare_runs(runs, 0.6)
     assert rows_of(table)[0]["target_round"] is None
     assert cells(table, "target", "rounds") == ["1 of 2 seeds"]
-    assert cells(comparison(runs, 0.9), "target", "rounds") == ["not reached"]
+    assert cells(compare_runs(runs, 0.9), "target", "rounds") == ["not reached"]
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("words_only")
 def test_unfinished_runs_say_so(make_run, tmp_path):
     runs = [make_run("a", status={"state": "stopped", "rounds": 12, "message": "ctrl-c"})]
-    table = comparison(runs)
+    table = compare_runs(runs)
     for written in (
         text_of(table, all_tables=False),
         comparison_markdown(table),
@@ -92,7 +93,7 @@ def test_unfinished_runs_say_so(make_run, tmp_path):
 @pytest.mark.full
 def test_names_cannot_break_out(make_run):
     name = "<script>|[red]x[/red]|*_`$y$"
-    table = comparison([make_run("a", title=name)])
+    table = compare_runs([make_run("a", title=name)])
     assert name in text_of(table)
     for line in comparison_markdown(table).splitlines():
         if line.startswith("|"):
@@ -106,7 +107,7 @@ def test_names_cannot_break_out(make_run):
 
 @pytest.mark.full
 def test_experiments_and_what_is_varied_are_told_apart(make_run):
-    table = comparison([make_run("a", name="one", vary={"method.mu": 0.5}), make_run("a", name="two")])
+    table = compare_runs([make_run("a", name="one", vary={"method.mu": 0.5}), make_run("a", name="two")])
     assert [row[0] for row in table.result_tables["accuracy"].rows] == ["one: a (mu = 0.5)", "two: a"]
     assert json.loads(rows_of(table)[0]["vary"]) == {"method.mu": 0.5}
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from fedlowrank.report import comparison
+from fedlowrank.report import compare_runs
 from tests.report.report_runs import cells, in_clusters, rounds_of, rows_of, titles_of
 
 
@@ -25,7 +25,7 @@ def with_metrics(values, series="personal"):
 def test_mean_over_clients_and_interval_over_seeds(make_run):
     people = in_clusters([None] * 3, unseen=[2])
     seeds = [with_metrics([0.4, 0.6, 99.0]), with_metrics([0.8, None, 99.0], "global")]
-    table = comparison([make_run("fedavg", s, rounds=r, clients=people) for s, r in enumerate(seeds)])
+    table = compare_runs([make_run("fedavg", s, rounds=r, clients=people) for s, r in enumerate(seeds)])
     (row,) = rows_of(table)
     half = stats.t.ppf(0.975, 1) * math.sqrt(((0.5 - 0.65) ** 2 + (0.8 - 0.65) ** 2) / 1) / math.sqrt(2)
     for name in ("macro_f1", "my.own:deep_share"):
@@ -40,10 +40,10 @@ def test_mean_over_clients_and_interval_over_seeds(make_run):
 
 def test_a_seed_that_diverged_is_not_left_out(make_run):
     seeds = [with_metrics([0.4, 0.6, 0.5]), with_metrics([math.nan, 0.6, 0.5])]
-    table = comparison([make_run("fedavg", s, rounds=rows) for s, rows in enumerate(seeds)])
+    table = compare_runs([make_run("fedavg", s, rounds=rows) for s, rows in enumerate(seeds)])
     assert rows_of(table)[0]["metric_macro_f1"] is None
 
 
 @pytest.mark.full
 def test_no_table_without_metrics(make_run):
-    assert "metrics" not in comparison([make_run()]).result_tables
+    assert "metrics" not in compare_runs([make_run()]).result_tables

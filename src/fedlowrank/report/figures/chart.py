@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ...core.io.text import on_one_line
 from ..findings import join_words
+from ..number_formats import format_si, format_tick
 from ..statistics.groups import RunGroup
 from ..statistics.measures import Measure
-from ..tables.number_formats import format_si, format_tick
 from .style import Picture, Style, Styles, Tip, add_legend, drawing, new_figure
 
 Bounds = tuple[float, float]

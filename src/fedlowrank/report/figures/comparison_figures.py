@@ -17,11 +17,11 @@ from matplotlib.cbook import boxplot_stats
 from matplotlib.patches import Rectangle
 
 from ...core.io.text import on_one_line
+from ..number_formats import format_si
 from ..statistics.groups import RunGroup, measure_of, with_token_names
-from ..statistics.measures import ACCURACY, LOSS, Measure
+from ..statistics.measures import TEST_ACCURACY, TEST_LOSS, Measure
 from ..statistics.run_statistics import Estimate, estimate, format_estimate, result_place
 from ..statistics.setting_names import last_part, value_text
-from ..tables.number_formats import format_si
 from . import chart
 from .style import INK, Picture, Style, Styles, Tip, add_legend, drawing, new_figure
 
@@ -33,13 +33,13 @@ def plot_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     makes too many lines (:func:`fedlowrank.report.figures.chart.choose_lines`).
     """
     judged = [group for group in groups if not group.measure.is_loss]
-    return _plot_learning_curves(judged, styles, with_token_names(ACCURACY, groups), in_detail=True)
+    return _plot_learning_curves(judged, styles, with_token_names(TEST_ACCURACY, groups), in_detail=True)
 
 
 def plot_loss(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Test loss against rounds: in all detail where methods are judged by it, else of the headlines."""
     in_detail = measure_of(groups).is_loss
-    return _plot_learning_curves(groups, styles, with_token_names(LOSS, groups), in_detail=in_detail)
+    return _plot_learning_curves(groups, styles, with_token_names(TEST_LOSS, groups), in_detail=in_detail)
 
 
 def _plot_learning_curves(

@@ -12,22 +12,22 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ...core.io.text import on_one_line
-from ..low_rank import (
+from ..statistics.groups import RunGroup, measure_of
+from ..statistics.low_rank import (
     discarded_share,
     energy,
     has_adapters,
-    rank_series,
+    list_rank_results,
     reply_values,
     server_rank,
     training_losses,
 )
-from ..statistics.groups import RunGroup, measure_of
-from ..statistics.measures import LOSS
+from ..statistics.measures import TEST_LOSS
 from . import chart
 from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_color, make_styles, new_panels
 
 # For axes and captions: not one of the measures that runs are judged by.
-TRAINING = replace(LOSS, noun="training loss", title="Training loss")
+TRAINING = replace(TEST_LOSS, noun="training loss", title="Training loss")
 PANELS = 4  # most panels of a figure by rank: a method has few series
 MIN_CLOSE_RANKS = 8  # ranks from which on markers are smaller and closer to their places
 MAX_LISTED_RANKS = 9  # most ranks in a legend
@@ -43,13 +43,13 @@ SERIES = {
 def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Results against the rank of the client: a panel a series, a line a method, bars over seeds."""
     measure = measure_of(groups)
-    found = rank_series(groups, measure)
-    names = list(dict.fromkeys(name for _, name, _ in found))[:PANELS]
+    every = list_rank_results(groups, measure)
+    names = list(dict.fromkeys(results.series for results in every))[:PANELS]
     if not names:
         return None
-    found = [one for one in found if one[1] in names]
-    methods = list(dict.fromkeys(group.short for group, *_ in found))
-    tables = [scores for *_, scores in found]
+    shown = [results for results in every if results.series in names]
+    methods = list(dict.fromkeys(results.group.short for results in shown))
+    tables = [results.table for results in shown]
     ranks = sorted({int(rank) for table in tables for rank in table.index})
     # Of many ranks, markers set aside as far would stand at the next rank.
     room = min(1.0, MIN_CLOSE_RANKS / len(ranks))
@@ -61,11 +61,11 @@ def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
     chart.set_measure_axis(panels[0, 0].yaxis, measure, means, ends)
     for axes, name in zip(panels.flat, names, strict=False):
         axes.set_title(on_one_line(name, 24), loc="left", pad=4)
-        for group, series, scores in found:
+        for group, series, table in shown:
             if series == name:
                 place = (methods.index(group.short) - (len(methods) - 1) / 2) * 4 * room
                 style = styles[group.short]
-                chart.draw_bars(axes, scores.sort_index(), style, measure, place, 2.5 + 2.5 * room)
+                chart.draw_bars(axes, table.sort_index(), style, measure, place, 2.5 + 2.5 * room)
     for axes in panels[1:, 0]:
         axes.set_ylabel(panels[0, 0].get_ylabel())
     for axes in chart.finish_grid(panels, len(names)):
@@ -74,10 +74,10 @@ def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
     add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
     texts = "; ".join(
         f"{group.short}, {name}: "
-        + ", ".join(f"rank {rank:.0f} {measure.format(mean)}" for rank, mean in scores["mean"].items())
-        for group, name, scores in found
+        + ", ".join(f"rank {rank:.0f} {measure.format(mean)}" for rank, mean in table["mean"].items())
+        for group, name, table in shown
     )
-    over = chart.note_seeds(group for group, *_ in found)
+    over = chart.note_seeds(results.group for results in shown)
     over += " with bars of the 95 % interval" if over else ""
     known = "; ".join(SERIES[name] for name in names if name in SERIES)
     panel_note = f" Panels: {known}." if len(names) > 1 and known else ""

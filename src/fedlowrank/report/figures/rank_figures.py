@@ -12,9 +12,9 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from ...core.io.text import on_one_line
-from ..low_rank import RankCurve, downlink, model_size, rank_curves
+from ..number_formats import format_si
 from ..statistics.groups import RunGroup, measure_of
-from ..tables.number_formats import format_si
+from ..statistics.low_rank import RankCurve, downlink, model_size, rank_curves
 from . import chart
 from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure, new_panels
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from ..number_formats import format_seconds
 from ..statistics.groups import RunGroup, measure_of
-from ..tables.number_formats import format_seconds
 from . import chart
 from .style import Picture, Styles, add_legend, drawing, new_figure
 

@@ -11,7 +11,7 @@ import numpy as np
 from ...core.errors import ConfigError
 from ...results.ranking import ROUNDING
 from ...results.records import RunRecord
-from .measures import ACCURACY, LOSS
+from .measures import TEST_ACCURACY, TEST_LOSS
 from .run_statistics import RunStatistics
 
 
@@ -42,7 +42,7 @@ def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | N
         raise ConfigError(f"the target accuracy is a fraction in (0, 1], not {target:g}")
     runs = [run for some in settings for run in some]
     measures = {run.measure for run in runs}
-    if LOSS in measures and ACCURACY not in measures:
+    if TEST_LOSS in measures and TEST_ACCURACY not in measures:
         return Target(None, "no target: these runs have no accuracy")
     if target is not None:
         return Target(target, "as asked for")
@@ -92,14 +92,14 @@ def chance_level(run: RunRecord) -> float:
 
 def _reaches_at_once(run: RunStatistics, target: float) -> bool:
     """Whether a run has the target by its first evaluation after training; so has one without evaluations."""
-    means = run.curve(run.headline, ACCURACY)["mean"]
+    means = run.curve(run.headline, TEST_ACCURACY)["mean"]
     first = means[means.index <= next((at for at in means.index if at > 0), 0)]
     return means.empty or bool((first >= target - ROUNDING).any())
 
 
 def _best_mean(run: RunStatistics) -> float | None:
     """The largest mean accuracy over rounds; None if the run was never evaluated."""
-    means = run.curve(run.headline, ACCURACY)["mean"]
+    means = run.curve(run.headline, TEST_ACCURACY)["mean"]
     return float(means.max()) if len(means) else None
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 from ...results.records import RunRecord
 from .accuracy_target import Target
 from .groups import RunGroup, group_runs, measure_of
+from .low_rank import RankResults, list_rank_results
 from .measures import Measure
 from .paired import Family, compare_with_best
 
@@ -58,6 +59,11 @@ class ComparedExperiment:
         is_one_method = len({group.short for group in self.groups}) < 2
         compared = {"": list(self.groups)} if is_one_method else self.variations
         return [compare_with_best(self.name, text, self.measure, some) for text, some in compared.items()]
+
+    @cached_property
+    def rank_results(self) -> dict[str, list[RankResults]]:
+        """Results by rank of the client, of each series of the groups, by what is varied."""
+        return {text: list_rank_results(some, self.measure) for text, some in self.variations.items()}
 
     @cached_property
     def has_sizes(self) -> bool:

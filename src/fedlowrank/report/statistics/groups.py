@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
+from ...core.io.text import on_one_line
 from ...results.records import RunRecord
 from .accuracy_target import Target, choose_target
-from .measures import ACCURACY, LOSS, TOKEN_LOSS, Measure
+from .measures import TEST_ACCURACY, TEST_LOSS, TOKEN_LOSS, Measure
 from .modes import find_modes
 from .run_statistics import Estimate, RunStatistics, curve_over_seeds, estimate
-from .setting_names import CODE, code_text, last_part, value_text, vary_text
+from .setting_names import CODE, last_part, value_text, vary_text
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class RunGroup:
     def measure(self) -> Measure:
         """What its runs are judged by; accuracy if none was evaluated."""
         known = (run.measure for run in self.runs if run.measure and run.results(run.headline, run.measure))
-        return with_token_names(next(known, ACCURACY), [self])
+        return with_token_names(next(known, TEST_ACCURACY), [self])
 
     @property
     def headline(self) -> str | None:
@@ -61,6 +63,11 @@ class RunGroup:
         """Names of all its series, the headline first."""
         names = dict.fromkeys(name for run in self.runs for name in run.series)
         return sorted(names, key=lambda name: name != self.headline)
+
+    @cached_property
+    def headline_results(self) -> pd.DataFrame:
+        """Statistics of the headline, one row a seed: see :meth:`.run_statistics.RunStatistics.results`."""
+        return self.results()
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
         """Statistics of a series, else of the headline, one row a seed: see :meth:`.run_statistics.RunStatistics.results`."""
@@ -160,9 +167,9 @@ def with_token_names(measure: Measure, groups: Sequence[RunGroup]) -> Measure:
 
 def measure_of(groups: Sequence[RunGroup]) -> Measure:
     """What the groups of one experiment are compared by: loss only where none has an accuracy."""
-    has_loss = any(group.final(measure=LOSS) for group in groups)
-    has_accuracy = any(group.final(measure=ACCURACY) for group in groups)
-    return with_token_names(LOSS if has_loss and not has_accuracy else ACCURACY, groups)
+    has_loss = any(group.final(measure=TEST_LOSS) for group in groups)
+    has_accuracy = any(group.final(measure=TEST_ACCURACY) for group in groups)
+    return with_token_names(TEST_LOSS if has_loss and not has_accuracy else TEST_ACCURACY, groups)
 
 
 def group_runs(records: Sequence[RunRecord], target: float | None = None) -> list[RunGroup]:
@@ -228,13 +235,30 @@ def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
         differing = sorted(k for k in keys if any(len({one.get(k) for one in s}) > 1 for s in alike.values()))
         code = [key.removeprefix(CODE) for key in differing if key.startswith(CODE)]
         others = [key for key in differing if not key.startswith(CODE)]
-        named = _name_code(name, group.method, code_text(code, own, group.method)) if code else name
+        named = _name_code(name, group.method, _code_text(code, own, group.method)) if code else name
         short = ", ".join([named, *(f"{last_part(key)} = {value_text(own.get(key))}" for key in others)])
         label = f"{short} ({group.variation})" if group.vary else short
         used[label] += 1
         label = f"{label} [{used[label]}]" if used[label] > 1 else label
         labeled.append(replace(group, short=short, label=label))
     return labeled
+
+
+def _code_text(names: Sequence[str], settings: Mapping[str, str], method: str) -> str:
+    """The digests of the user's own code, such as ``code 2ac89f8f, code of met:half 1b22c0de``.
+
+    Args:
+        names: of the code, ``module:attribute``.
+        settings: of a run, from :func:`settings_of`.
+        method: the name of its method.
+    """
+    texts = []
+    for name in names:
+        of = "" if name == method else f"of {on_one_line(name)} "
+        # a description ends with the digest
+        words = str(json.loads(settings.get(f"{CODE}{name}", "null")) or "unknown").split()
+        texts.append(f"code {of}{on_one_line(words[-1])[:8]}")
+    return ", ".join(texts)
 
 
 def _name_code(name: str, method: str, code: str) -> str:

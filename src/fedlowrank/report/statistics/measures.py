@@ -9,7 +9,7 @@ from typing import Literal
 from ...core.io.text import on_one_line
 from ...results.client_metrics import METRICS
 from ...results.client_numbers import CLIENT_NUMBERS
-from ..tables.number_formats import (
+from ..number_formats import (
     MISSING,
     format_loss,
     format_loss_pair,
@@ -87,9 +87,9 @@ class Measure:
         return f"accuracy_{name}" if name in longer else name
 
 
-ACCURACY = Measure("accuracy", "test accuracy", "Accuracy", "%", 100.0)
-LOSS = Measure("loss", "test loss", "Test loss")
-MEASURES = (ACCURACY, LOSS)
+TEST_ACCURACY = Measure("accuracy", "test accuracy", "Accuracy", "%", 100.0)
+TEST_LOSS = Measure("loss", "test loss", "Test loss")
+MEASURES = (TEST_ACCURACY, TEST_LOSS)
 TOKEN_LOSS = Measure("loss", "loss per token", "Loss per token")
 
 

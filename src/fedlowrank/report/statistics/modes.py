@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...results.records import RunRecord
-
 LEAST_GAP = 0.1  # between the two groups of seeds: ten points of accuracy
 GAP_TO_SPREAD = 5.0  # least ratio of that gap to the range within either group
 # Seeds from which the results alone may show two groups: normal results look so in fewer than 2 % of samples
@@ -61,31 +59,3 @@ def find_modes(
         if [successes[i] for i in order] != [True] * reached + [False] * len(bad):
             return None
     return Modes(len(values), reached, float(sign * good[-1]), float(sign * bad[0]))
-
-
-def finds_all_groups(run: RunRecord) -> bool | None:
-    """Whether a method's clusters are the true groups of the clients that train, after the last recorded round.
-
-    A group is found if more than half of its clients have their largest share at one cluster, and no other group has
-    that cluster. None where the method does not choose clusters or fewer than two groups are known.
-    """
-    rounds = run.measurements.routes()
-    # a router that is given the true cluster does not choose
-    router = run.section("method", "fields", "router")
-    if not rounds or router.get("routing") == "optimal":
-        return None
-    routes, unseen = rounds[max(rounds)], run.measurements.flagged("unseen")
-    chosen: dict[int, list[int]] = {}
-    for client, cluster in enumerate(run.measurements.true_clusters(len(routes))):
-        if cluster is not None and client not in unseen:
-            share = routes[client]
-            is_single = np.isfinite(share).all() and (share == share.max()).sum() == 1
-            chosen.setdefault(cluster, []).append(int(share.argmax()) if is_single else -1)
-    if len(chosen) < 2:
-        return None
-    favorites = [max(set(places), key=places.count) for places in chosen.values()]
-    is_majority = all(
-        favorite >= 0 and 2 * places.count(favorite) > len(places)
-        for favorite, places in zip(favorites, chosen.values(), strict=True)
-    )
-    return is_majority and len(set(favorites)) == len(chosen)

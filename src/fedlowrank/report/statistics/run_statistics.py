@@ -22,8 +22,9 @@ from ...core.io.text import on_one_line
 from ...results.measurements import COSTS, Measurements, Who, mean_over_clients
 from ...results.ranking import ROUNDING, find_best
 from ...results.records import RoundRecord, RunRecord, describe_missing
-from .measures import ACCURACY, MEASURES, Measure
-from .modes import Modes, finds_all_groups
+from .chosen_clusters import Collapse, find_collapse, finds_all_groups
+from .measures import MEASURES, TEST_ACCURACY, Measure
+from .modes import Modes
 from .setting_names import settings_of
 
 LAST_EVALUATIONS = 10  # evaluations in the mean over the end of a run
@@ -121,14 +122,25 @@ class RunStatistics:
         return settings_of(self.record)
 
     @cached_property
+    def examples(self) -> tuple[int, ...]:
+        """Training, validation and test examples of all clients."""
+        splits = ("train", "val", "test")
+        return tuple(sum(int(row.get(split) or 0) for row in self.record.clients) for split in splits)
+
+    @cached_property
     def recovery(self) -> pd.Series:
         """Cluster recovery by round."""
         return pd.Series(self.table.recovery(), dtype=np.float64)
 
     @cached_property
     def has_found_groups(self) -> bool | None:
-        """Whether it found all groups of clients, see :func:`fedlowrank.report.statistics.modes.finds_all_groups`."""
+        """Whether it found all groups of clients, see :func:`fedlowrank.report.statistics.chosen_clusters.finds_all_groups`."""
         return finds_all_groups(self.record)
+
+    @cached_property
+    def collapse(self) -> Collapse | None:
+        """The cluster that all clients chose in the end, see :func:`.chosen_clusters.find_collapse`."""
+        return find_collapse(self.record)
 
     @cached_property
     def sent(self) -> pd.Series:
@@ -191,7 +203,7 @@ class RunStatistics:
     @property
     def series(self) -> list[str]:
         """Names of all series in what the run is judged by."""
-        return self.table.series((self.measure or ACCURACY).name)
+        return self.table.series((self.measure or TEST_ACCURACY).name)
 
     def results(self, series: str | None, measure: Measure) -> dict[str, float] | None:
         """Statistics of a series at the rounds that a report may choose; None if it was never evaluated.
@@ -254,7 +266,7 @@ class RunStatistics:
 
         None without a target, and if it was never reached.
         """
-        means = self.curve(self.headline, ACCURACY)["mean"]
+        means = self.curve(self.headline, TEST_ACCURACY)["mean"]
         reached = means.index[means >= (math.inf if target is None else target - ROUNDING)]
         if reached.empty:
             return None
@@ -275,7 +287,7 @@ class RunStatistics:
             parts.append(f"{state} at round {self.record.status.get('rounds', trained)}")
         if self.record.missing:
             parts.append(f"{describe_missing(self.record.missing)}, and costs are without them")
-        measure = self.measure or ACCURACY
+        measure = self.measure or TEST_ACCURACY
         scored = self.curve(self.headline, measure)
         if scored.empty:
             parts.append("no evaluation")

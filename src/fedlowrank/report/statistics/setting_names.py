@@ -41,23 +41,6 @@ def settings_of(run: RunRecord) -> dict[str, str]:
     return {key: value for key, value in settings.items() if key not in left_out}
 
 
-def code_text(names: Sequence[str], settings: Mapping[str, str], method: str) -> str:
-    """The digests of the user's own code, such as ``code 2ac89f8f, code of met:half 1b22c0de``.
-
-    Args:
-        names: of the code, ``module:attribute``.
-        settings: of a run, from :func:`settings_of`.
-        method: the name of its method.
-    """
-    texts = []
-    for name in names:
-        of = "" if name == method else f"of {on_one_line(name)} "
-        # a description ends with the digest
-        words = str(json.loads(settings.get(f"{CODE}{name}", "null")) or "unknown").split()
-        texts.append(f"code {of}{on_one_line(words[-1])[:8]}")
-    return ", ".join(texts)
-
-
 def _digest(value: object) -> str:
     return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=2).hexdigest()
 

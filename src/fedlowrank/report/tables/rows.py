@@ -10,9 +10,9 @@ from typing import Any
 from ...core.io.text import on_one_line
 from ...results.measurements import COSTS
 from ...results.records import RunRecord
-from ..low_rank import adapter_row, last_ranks, model_size
 from ..statistics.groups import RunGroup
-from ..statistics.measures import ACCURACY, LOSS, MEASURES, Measure
+from ..statistics.low_rank import adapter_row, last_ranks, model_size
+from ..statistics.measures import MEASURES, TEST_ACCURACY, TEST_LOSS, Measure
 from ..trust import trust_row
 
 FLOAT32 = 4
@@ -134,7 +134,7 @@ def _results(group: RunGroup, measure: Measure) -> Row:
 
 def _further_series(group: RunGroup, name: str, end: str) -> Row:
     """Columns of a series other than the headline, only those that it has."""
-    accuracy, loss = group.final(name, ACCURACY), group.final(name, LOSS)
+    accuracy, loss = group.final(name, TEST_ACCURACY), group.final(name, TEST_LOSS)
     row: Row = {f"series{end}": accuracy.mean if accuracy else None}
     if loss:
         row[f"loss_series{end}"] = loss.mean

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from ..number_formats import MISSING, format_p, format_si
 from ..statistics.groups import RunGroup
 from ..statistics.measures import Measure
 from ..statistics.paired import Family, Versus
 from ..statistics.run_statistics import format_estimate
-from .number_formats import MISSING, format_p, format_si
 from .sweeps import bold_note
 from .text_table import TableColumn, TextTable
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from ..number_formats import MISSING
 from ..statistics.experiments import ComparedExperiment
 from ..statistics.groups import RunGroup
 from ..statistics.measures import Measure
 from ..statistics.run_statistics import format_estimate
 from ..statistics.setting_names import value_text
 from ..statistics.significance import ALPHA
-from .number_formats import MISSING
 from .text_table import TableColumn, TextTable
 
 

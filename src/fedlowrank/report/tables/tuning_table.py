@@ -8,15 +8,15 @@ from typing import Any
 import pandas as pd
 
 from ...config.tuning import Setting
+from ..number_formats import MISSING
 from ..statistics.measures import Measure
 from ..statistics.run_statistics import estimate
 from ..statistics.setting_names import value_text
-from .number_formats import MISSING
 from .sweeps import shorten_names
 from .text_table import TableColumn, TextTable, escape_markdown, to_markdown
 
-ACCURACY = Measure("accuracy", "validation accuracy", "Validation accuracy", "%", 100.0)
-LOSS = Measure("loss", "validation loss", "Validation loss")
+VALIDATION_ACCURACY = Measure("accuracy", "validation accuracy", "Validation accuracy", "%", 100.0)
+VALIDATION_LOSS = Measure("loss", "validation loss", "Validation loss")
 
 
 def tuning_tables(
@@ -54,7 +54,11 @@ def _table(title: str, settings: Sequence[Setting], chosen: Setting | None) -> T
 
 def tuning_measure(settings: Sequence[Setting]) -> Measure:
     """What the settings of a method are judged by."""
-    return LOSS if any(score and score.is_loss for one in settings for score in one.scores) else ACCURACY
+    return (
+        VALIDATION_LOSS
+        if any(score and score.is_loss for one in settings for score in one.scores)
+        else VALIDATION_ACCURACY
+    )
 
 
 def tuning_csv(settings: Mapping[str, Sequence[Setting]], chosen: Mapping[str, Setting | None]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...core.io.text import on_one_line
-from .comparison_tables import Comparison
-from .number_formats import MISSING
-from .text_table import TextTable
+from ..number_formats import MISSING
+from ..run_comparison import Comparison
+from ..tables.text_table import TextTable
 
 _CHARACTERS = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",

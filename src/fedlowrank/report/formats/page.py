@@ -12,18 +12,19 @@ from urllib.parse import quote
 from jinja2 import Environment
 from markupsafe import Markup
 
-from ..core.errors import ConfigError
-from ..core.io.atomic_files import as_checkpoint_error, write_atomically
-from ..core.io.text import on_one_line
-from ..results.records import RunRecord
-from .figures.gallery import draw_all, method_styles
-from .figures.style import DARK, LIGHT, Styles, css_variables, to_svg
-from .findings import state_headline
-from .sentences import count, describe_setting
-from .statistics.experiments import read_experiments
-from .statistics.groups import RunGroup
-from .statistics.setting_names import SECTIONS, value_text
-from .tables.comparison_tables import Comparison, compare_experiments, comparison_markdown, to_csv
+from ...core.errors import ConfigError
+from ...core.io.atomic_files import as_checkpoint_error, write_atomically
+from ...core.io.text import on_one_line
+from ...results.records import RunRecord
+from ..figures.gallery import draw_all, method_styles
+from ..figures.style import DARK, LIGHT, Styles, css_variables, to_svg
+from ..findings import state_headline
+from ..run_comparison import Comparison, compare_experiments, to_csv
+from ..setting_paragraph import describe_setting, format_count
+from ..statistics.experiments import read_experiments
+from ..statistics.groups import RunGroup
+from ..statistics.setting_names import SECTIONS, value_text
+from .markdown import comparison_markdown
 
 MAX_TITLES = 3  # most experiments that the title of a page names
 
@@ -96,7 +97,7 @@ def render_page(
         ],
         "command": command,
         "versions": list(dict.fromkeys(_format_versions(run) for run in runs)),
-        "folders": count(len(runs), "run folder"),
+        "folders": format_count(len(runs), "run folder"),
         "experiments": [experiment.name for experiment in experiments],
     }
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

@@ -13,14 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..core.io.text import on_one_line
-from ..results.measurements import TRAINING_LOSS
-from ..results.records import RunRecord
-from .statistics.experiments import ComparedExperiment
-from .statistics.groups import RunGroup
-from .statistics.measures import ACCURACY, LOSS, Measure
-from .statistics.run_statistics import Estimate, RunStatistics, curve_over_seeds, estimate, half_width
-from .tables.text_table import TableColumn, TextTable
+from ...core.io.text import on_one_line
+from ...results.measurements import TRAINING_LOSS
+from ...results.records import RunRecord
+from .groups import RunGroup
+from .measures import TEST_ACCURACY, TEST_LOSS, Measure
+from .run_statistics import Estimate, RunStatistics, curve_over_seeds, estimate, half_width
 
 
 def has_adapters(groups: Sequence[RunGroup]) -> bool:
@@ -30,7 +28,7 @@ def has_adapters(groups: Sequence[RunGroup]) -> bool:
     return any(any(run.section(name) for name in named) or run.ranks for run in runs)
 
 
-def scores_by_rank(group: RunGroup, series: str, measure: Measure) -> pd.DataFrame:
+def results_by_rank(group: RunGroup, series: str, measure: Measure) -> pd.DataFrame:
     """Results of a series by rank of the client at the last evaluated round, the largest rank first.
 
     Returns:
@@ -49,50 +47,25 @@ def scores_by_rank(group: RunGroup, series: str, measure: Measure) -> pd.DataFra
     return table.assign(least=by_rank["size"].min(), most=by_rank["size"].max()).sort_index(ascending=False)
 
 
-def rank_series(groups: Sequence[RunGroup], measure: Measure) -> list[tuple[RunGroup, str, pd.DataFrame]]:
-    """Every series of every group with its results by rank; none unless there are clients of two ranks."""
+class RankResults(NamedTuple):
+    """Results of one series of a group by rank of the client."""
+
+    group: RunGroup
+    series: str
+    table: pd.DataFrame  # see :func:`results_by_rank`
+
+
+def list_rank_results(groups: Sequence[RunGroup], measure: Measure) -> list[RankResults]:
+    """Results of every series of every group by rank; none unless there are clients of two ranks."""
     if not any(run.record.ranks for group in groups for run in group.runs):
         return []
-    found = [(group, name, scores_by_rank(group, name, measure)) for group in groups for name in group.series]
-    found = [one for one in found if len(one[2])]
-    return found if len({rank for *_, scores in found for rank in scores.index}) > 1 else []
-
-
-def rank_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
-    """A table for each experiment and varied value: a row for each rank, a column for each model."""
-    tables = []
-    for experiment in experiments:
-        for text, some in experiment.variations.items():
-            where = [f"in {experiment.name}"] * (len(experiments) > 1) + [f"with {text}"] * bool(text)
-            if series := rank_series(some, experiment.measure):
-                tables.append(_rank_table(experiment.measure, series, " ".join(["", *where])))
-    return tables
-
-
-def _rank_table(
-    measure: Measure, found: Sequence[tuple[RunGroup, str, pd.DataFrame]], where: str
-) -> TextTable:
-    rows = []
-    for rank in sorted({rank for *_, scores in found for rank in scores.index}, reverse=True):
-        here = [scores.loc[rank] if rank in scores.index else None for *_, scores in found]
-        least = min(int(score["least"]) for score in here if score is not None)
-        most = max(int(score["most"]) for score in here if score is not None)
-        pairs = [(math.nan, math.nan) if score is None else (score["mean"], score["ci"]) for score in here]
-        cells = [measure.format_pair(*pair) for pair in pairs]
-        rows.append((f"{rank:.0f}", str(least) if least == most else f"{least}–{most}", *cells))
-    several = any(len(group.series) > 1 for group, *_ in found)
-    heads = [f"{group.short}: {on_one_line(name)}" if several else group.short for group, name, _ in found]
-    seeds = max(int(scores["n"].max()) for *_, scores in found)
-    note = f"Mean {measure.noun} over the clients of each rank at the last evaluated round"
-    if seeds > 1:
-        note += f", mean over up to {seeds} seeds ± half-width of the 95 % confidence interval"
-    note += "; lower is better" if measure.is_loss else ""
-    note += ". Clients of different ranks hold different data, so differences down a column are not due to "
-    note += "rank alone."
-    title = f"{measure.heading} by rank of the client{where}"
-    return TextTable(
-        title, ("rank", "clients"), tuple(TableColumn(head) for head in heads), tuple(rows), note
-    )
+    every = [
+        RankResults(group, name, results_by_rank(group, name, measure))
+        for group in groups
+        for name in group.series
+    ]
+    known = [results for results in every if len(results.table)]
+    return known if len({rank for results in known for rank in results.table.index}) > 1 else []
 
 
 def adapter_row(group: RunGroup) -> dict[str, float]:
@@ -103,11 +76,11 @@ def adapter_row(group: RunGroup) -> dict[str, float]:
     series end in a point and its name.
     """
     row: dict[str, float] = {}
-    by_series = {name: scores for _, name, scores in rank_series([group], group.measure)}
+    by_series = {of.series: of.table for of in list_rank_results([group], group.measure)}
     kind = "loss" if group.measure.is_loss else "accuracy"
     for name in group.series:
         end = "" if name == group.headline else f".{on_one_line(name)}"
-        loss = group.final(name, LOSS)
+        loss = group.final(name, TEST_LOSS)
         if group.first.predicts_tokens and loss is not None:
             row[f"perplexity{end}"] = perplexity(loss.mean)
         if name in by_series:
@@ -200,7 +173,7 @@ def model_size(group: RunGroup, series: str) -> tuple[Estimate, Estimate] | None
     for run in group.runs:
         table = run.table.over_clients("parameters", series, "", "all")
         if len(table):
-            scores = run.curve(series, run.measure or ACCURACY)
+            scores = run.curve(series, run.measure or TEST_ACCURACY)
             is_known = len(scores) > 0 and scores.index[-1] in table.index
             sizes = table.loc[scores.index[-1]] if is_known else table.iloc[-1]
             means.append(sizes["mean"])

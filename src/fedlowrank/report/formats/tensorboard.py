@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..results.records import RunRecord
-from ..results.scalars import list_scalars
-from ..rounds.logs.loggers import summary_writer
+from ...results.records import RunRecord
+from ...results.scalars import list_scalars
+from ...rounds.logs.loggers import summary_writer
 
 
 def export_tensorboard(run: RunRecord, folder: Path) -> None:

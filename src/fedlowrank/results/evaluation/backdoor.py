@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..core.contract import ClientInfo
-from ..data.federation import Federation
-from ..trust.attacks import with_trigger
-from ..trust.trust_settings import Attack
+from ...core.contract import ClientInfo
+from ...data.federation import Federation
+from ...trust.attacks import with_trigger
+from ...trust.trust_settings import Attack
 from .local_model import LocalModel
-from .scoring import measure, pool_of
+from .pools import make_pool
+from .scoring import measure_predictor
 
 
 def backdoor_success(
@@ -39,7 +40,7 @@ def backdoor_success(
         model = model_of(info)
         predict = next(iter(model.predictors.values()))
         with torch.inference_mode():
-            rate = measure(predict, pool_of(model.model, [triggered])).accuracy[0]
+            rate = measure_predictor(predict, make_pool(model.model, [triggered])).accuracy[0]
         if rate is not None:
             rates.append(rate)
     return sum(rates) / len(rates) if rates else None

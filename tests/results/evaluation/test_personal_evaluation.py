@@ -20,11 +20,12 @@ from fedlowrank.data.dataset import Examples
 from fedlowrank.engines import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.results import scoring
-from fedlowrank.results.evaluation import evaluate_client
+from fedlowrank.results.evaluation import scoring
+from fedlowrank.results.evaluation.model_evaluation import evaluate_client
+from fedlowrank.results.evaluation.pools import concatenate_sets
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-from tests.results.evaluated_models import (
+from tests.results.evaluation.evaluated_models import (
     CountingModule,
     assert_measures,
     build_linear,
@@ -91,7 +92,10 @@ def test_every_series_is_that_of_a_client_alone(method: str, engine: Any) -> Non
         alone = evaluate_client(result.run.local_model(info), info, data)
         assert alone.series("loss") == record.series("loss")
         for column in alone.columns:
-            found, (value,) = record.values(column.name, column.split, column.series)[info.id], column.values
+            found, (value,) = (
+                record.values(column.name, series=column.series, split=column.split)[info.id],
+                column.values,
+            )
             if column.name == "loss" and value is not None:
                 value = pytest.approx(value, rel=1e-5)
             assert found == value
@@ -150,11 +154,11 @@ def test_parameters_that_are_computed_in_every_use_are_of_one_client() -> None:
 def test_the_loss_of_few_and_of_many_examples_and_classes(count: int, classes: int) -> None:
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(count, classes, generator=g), torch.randint(classes, (count,), generator=g)
-    pool = scoring.concatenate([Examples(x[:5], y[:5]), Examples(x[5:], y[5:])])
+    pool = concatenate_sets([Examples(x[:5], y[:5]), Examples(x[5:], y[5:])])
     assert pool is not None
-    found = scoring.measure_each([(lambda rows: rows, 1), (lambda rows: 2 * rows, 1)], pool)
+    found = scoring.measure_predictors([(lambda rows: rows, 1), (lambda rows: 2 * rows, 1)], pool)
     for k, own, labels in ((0, x[:5], y[:5]), (1, 2 * x[5:], y[5:])):
-        assert found.risk[k] == pytest.approx(float(functional.cross_entropy(own, labels)), rel=1e-5)
+        assert found.loss[k] == pytest.approx(float(functional.cross_entropy(own, labels)), rel=1e-5)
         assert found.accuracy[k] == float((own.argmax(1) == labels).double().mean())
 
 
@@ -166,4 +170,4 @@ def test_examples_are_concatenated_once_though_other_clients_share_a_model() -> 
     for _ in range(5):
         run.step()
     inputs = sum((len(c.val) + len(c.test)) * 6 * 4 for c in made.clients)
-    assert sum(pool.bytes for pool in run.evaluator._pools.values()) == inputs
+    assert sum(pool.bytes for pool in run.evaluator.pools.pools.values()) == inputs

@@ -1,32 +1,16 @@
-"""The comparison of methods: exact values for the CSV, and tables of text for readers."""
+"""The tables of results of a comparison, by subject: accuracy, loss, metrics, trust, size, cost, cost to a target."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich import console
-from rich.console import RenderableType
-from rich.text import Text
 
 from ...core.io.text import on_one_line
-from ...results.records import RunRecord
-from ..findings import Finding, state_findings
-from ..low_rank import rank_tables
-from ..sample_texts import AnswerRow, list_answers
-from ..sentences import find_warnings, warn_of_mixture
-from ..statistics.accuracy_target import Target
-from ..statistics.experiments import ComparedExperiment, read_experiments
-from ..statistics.groups import RunGroup
-from ..statistics.measures import ACCURACY, LOSS, TOKEN_LOSS, Measure, metric_title
-from ..statistics.modes import Modes
-from ..statistics.paired import Family, paired_columns
-from ..statistics.run_statistics import format_modes, metric_row
-from .number_formats import (
+from ..number_formats import (
     MISSING,
     format_loss,
     format_loss_pair,
@@ -36,182 +20,55 @@ from .number_formats import (
     format_si,
     format_si_pair,
 )
-from .rows import comparison_row
-from .summary import MODES_NOTE, Cells, make_summary, make_table
-from .sweeps import sweep_tables
-from .text_table import TableColumn, TextTable, escape_markdown, to_rich
-from .text_table import to_markdown as table_to_markdown
+from ..statistics.measures import TEST_ACCURACY, TEST_LOSS, TOKEN_LOSS, Measure, metric_title
+from ..statistics.modes import Modes
+from ..statistics.run_statistics import format_modes
+from .summary import MODES_NOTE, Cells, make_table
+from .text_table import TableColumn, TextTable
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The comparison of groups."""
-
-    experiments: tuple[ComparedExperiment, ...]
-    frame: pd.DataFrame  # exact values, one row a group; the CSV contains all of them
-    result_tables: Mapping[
-        str, TextTable
-    ]  # results, by ``accuracy``, ``loss``, ``metrics``, ``trust``, ``size``, ``cost``, ``target``
-    targets: Mapping[str, Target]  # of each experiment, by name
-    footnotes: tuple[tuple[str, str], ...]  # terms and what they mean
-    findings: Mapping[str, Sequence[Finding]]  # sentences on the results of each experiment, by name
-    summary: TextTable  # the result of each group and its difference from the best
-    sweeps: tuple[TextTable, ...]  # results by what was varied
-    ranks: tuple[TextTable, ...]  # results by rank of the client
-    mixture: str  # a warning if there are several experiments, else empty
-    warnings: tuple[str, ...]  # what a reader must know first
-    answers: tuple[AnswerRow, ...]  # of language models, before and after training
-
-    @property
-    def groups(self) -> list[RunGroup]:
-        """The groups of all experiments."""
-        return [group for experiment in self.experiments for group in experiment.groups]
-
-    @property
-    def families(self) -> list[Family]:
-        """Groups of all experiments that are compared with the best of them."""
-        return [family for experiment in self.experiments for family in experiment.families]
-
-    @property
-    def tables(self) -> list[TextTable]:
-        """All tables in the order in which a reader sees them."""
-        return [*self.sweeps, self.summary, *self.result_tables.values(), *self.ranks]
-
-
-def comparison(runs: Sequence[RunRecord], target: float | None = None) -> Comparison:
-    """Compare runs, one row for each method and setting, over its seeds.
+def make_result_tables(
+    frame: pd.DataFrame, labels: Sequence[str], *, shows_sizes: bool
+) -> dict[str, TextTable]:
+    """The tables that have any column, by subject.
 
     Args:
-        runs: in the order in which methods appear.
-        target: accuracy in (0, 1] for the columns "to target"; None for a default, see
-            :func:`fedlowrank.report.statistics.accuracy_target.choose_target`.
+        frame: exact values, one row a group.
+        labels: how the rows are named.
+        shows_sizes: whether sizes of models are shown if the paper gives none.
 
-    Raises:
-        ConfigError: if the target is out of range.
+    Returns:
+        Tables by ``accuracy``, ``loss``, ``metrics``, ``trust``, ``size``, ``cost`` and ``target``.
     """
-    experiments = read_experiments(runs, target)
-    return compare_experiments(experiments)
-
-
-def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison:
-    """Compare the groups of each experiment."""
-    groups = [group for experiment in experiments for group in experiment.groups]
-    families = [family for experiment in experiments for family in experiment.families]
-    paired = paired_columns(families)
-    rows = [
-        comparison_row(g) | metric_row(g.runs, g.headline) | paired.get((g.experiment, g.label), {})
-        for g in groups
-    ]
-    frame = pd.DataFrame(rows, dtype=object)
-    targets = {experiment.name: experiment.target for experiment in experiments}
+    values = frame["target"].unique()
+    has_one = len(values) == 1 and values[0] is not None
+    goal = f"target of {format_number(100 * values[0])} %" if has_one else "target"
     accuracy, loss = _measures(frame)
-    goals = {target.value for target in targets.values()}
-    common = next(iter(goals)) if len(goals) == 1 else None
-    goal = f"target of {format_number(100 * common)} %" if common is not None else "target"
     columns = {
-        "accuracy": (accuracy.title, list(_accuracy_columns(frame))),
-        "loss": (loss.title, list(_loss_columns(frame))),
-        "metrics": ("Further metrics", list(_metric_columns(frame))),
-        "trust": ("Privacy and attacks", list(_trust_columns(frame))),
-        "size": (
-            "Size of a client's model",
-            list(_size_columns(frame, any(one.has_sizes for one in experiments))),
-        ),
-        "cost": ("Cost of one run", list(_cost_columns(frame))),
-        "target": (f"Until the {goal} was reached", list(_target_columns(frame))),
+        "accuracy": (accuracy.title, _accuracy_columns(frame)),
+        "loss": (loss.title, _loss_columns(frame)),
+        "metrics": ("Further metrics", _metric_columns(frame)),
+        "trust": ("Privacy and attacks", _trust_columns(frame)),
+        "size": ("Size of a client's model", _size_columns(frame, shows_sizes)),
+        "cost": ("Cost of one run", _cost_columns(frame)),
+        "target": (f"Until the {goal} was reached", _target_columns(frame)),
     }
-    labels = [f"{g.experiment}: {g.label}" if len(targets) > 1 else g.label for g in groups]
-    summary = make_summary(frame, families, labels)
-    result_tables = {
-        name: make_table(title, labels, found) for name, (title, found) in columns.items() if found
+    tables = {
+        subject: make_table(title, labels, [*cells_of_columns])
+        for subject, (title, cells_of_columns) in columns.items()
     }
-    footnotes = [
-        (c.title, c.note) for table in (summary, *result_tables.values()) for c in table.columns if c.note
-    ]
-    for name, target in targets.items():
-        if target.value is None and not target.source.startswith("no target"):
-            where = f"{name}: " if len(targets) > 1 else ""
-            footnotes.append(("target", f"{where}{target.source}, so no cost to a target is given"))
-        if target.value is not None:
-            where = f" in {name}" if len(targets) > 1 else ""
-            meaning = f"mean {accuracy.noun} of {format_number(100 * target.value)} %{where}, {target.source}"
-            meaning += "; costs are summed up to the first evaluated round that reached it"
-            footnotes.append(("target", meaning))
-    if _has(frame, "accuracy_last") or not _has(frame, "judged_by"):
-        meaning = "max test over rounds (as some libraries report) chooses on test examples; it is in the CSV"
-        meaning += " only"
-        footnotes.append(("max test", meaning))
-    footnotes += [("paper", source) for source in frame["reference"].dropna().unique()]
-    findings = {experiment.name: state_findings(experiment.families) for experiment in experiments}
-    return Comparison(
-        tuple(experiments), frame, result_tables, targets, tuple(footnotes), findings, summary,
-        tuple(sweep_tables(experiments)), tuple(rank_tables(experiments)), warn_of_mixture(experiments),
-        tuple(_all_warnings(experiments)), tuple(list_answers(groups)),
-    )  # fmt: skip
+    return {subject: table for subject, table in tables.items() if table.columns}
 
 
-def to_csv(table: Comparison) -> str:
-    """All exact values: fractions, bytes and counts unrounded, one row a group, empty where there is none."""
-    return str(table.frame.to_csv(index=False, lineterminator="\n"))
-
-
-def _all_warnings(experiments: Sequence[ComparedExperiment]) -> list[str]:
-    """The warnings of each experiment, with its name if there are several."""
-    named = len(experiments) > 1
-    return [
-        f"{experiment.name}: {warning}" if named else warning
-        for experiment in experiments
-        for warning in find_warnings(experiment.groups)
-    ]
-
-
-def comparison_markdown(table: Comparison) -> str:
-    """Findings and results as Markdown, then warnings, further tables, footnotes and answers."""
-    results = [*table.sweeps, table.summary]
-    parts = [f"> {table.mixture}"] if table.mixture else []
-    parts += [*map(escape_markdown, _findings(table)), *map(table_to_markdown, results)]
-    parts += [f"> {escape_markdown(warning)}" for warning in table.warnings]
-    parts += map(table_to_markdown, table.tables[len(results) :])
-    notes = [f"- *{escape_markdown(term)}*: {escape_markdown(meaning)}." for term, meaning in table.footnotes]
-    return "\n\n".join([*parts, "\n".join(notes)]) + "\n" + _answers_markdown(table.answers)
-
-
-def _answers_markdown(rows: Sequence[AnswerRow]) -> str:
-    """The answers as a table; empty without any."""
-    if not rows:
-        return ""
-    lines = ["", "## Answers", "", "| prompt | model | answer |", "|:---|:---|:---|"]
-    cells = [[text.replace("\\", "\\\\").replace("|", "\\|") for text in row] for row in rows]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells), ""])
-
-
-def render_terminal(table: Comparison, all_tables: bool = False) -> RenderableType:
-    """What a terminal shows of a comparison: results, then warnings and findings; without footnotes.
-
-    Args:
-        table: the comparison.
-        all_tables: show costs and all other tables, too, before the results.
-    """
-    further_tables = (*table.result_tables.values(), *table.ranks) if all_tables else ()
-    tables = [*further_tables, *table.sweeps, table.summary]
-    parts: list[RenderableType] = [part for one in tables for part in to_rich(one)]
-    parts += [Text(warning, style="yellow") for warning in table.warnings]
-    parts += [Text(finding, style="bold") for finding in _findings(table)]
-    return console.Group(*parts)
-
-
-def _findings(table: Comparison) -> list[str]:
-    """The first sentences on each experiment, with its name if there are several."""
-    named = len(table.findings) > 1
-    return [
-        f"{name}: {findings[0]}" if named else str(findings[0]) for name, findings in table.findings.items()
-    ]
+def has_values(frame: pd.DataFrame, key: str) -> bool:
+    """Whether any row has a value in a column."""
+    return key in frame and bool(frame[key].notna().any())
 
 
 def _measures(frame: pd.DataFrame) -> tuple[Measure, Measure]:
     """Accuracy and loss under the names that they have in a table of these rows."""
     nouns = set(frame["judged_by"].dropna())
-    return ACCURACY, TOKEN_LOSS if nouns == {TOKEN_LOSS.noun} else LOSS
+    return TEST_ACCURACY, TOKEN_LOSS if nouns == {TOKEN_LOSS.noun} else TEST_LOSS
 
 
 def _column(
@@ -219,14 +76,14 @@ def _column(
     always: bool = False, unit: str = "", note: str = "", is_wide: bool = False,
 ) -> Iterator[Cells]:  # fmt: skip
     """A column of the table if the frame has any number for it, or always."""
-    if always or _has(frame, key):
+    if always or has_values(frame, key):
         columns = [_floats(frame, name) for name in (key, spread) if name]
         cells = [form(*values) for values in zip(*columns, strict=True)]
         yield TableColumn(title, unit, note, is_wide=is_wide), cells
 
 
 def _accuracy_columns(frame: pd.DataFrame) -> Iterator[Cells]:
-    by_loss = frame["judged_by"].isin([LOSS.noun, TOKEN_LOSS.noun])
+    by_loss = frame["judged_by"].isin([TEST_LOSS.noun, TOKEN_LOSS.noun])
     accuracy, loss = _measures(frame)
     if by_loss.any() and not (~by_loss & frame["judged_by"].notna()).any():
         return
@@ -254,7 +111,7 @@ def _accuracy_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 
 
 def _loss_columns(frame: pd.DataFrame) -> Iterator[Cells]:
-    if frame["judged_by"].isin([LOSS.noun, TOKEN_LOSS.noun]).any():
+    if frame["judged_by"].isin([TEST_LOSS.noun, TOKEN_LOSS.noun]).any():
         yield from _result_columns(frame, _measures(frame)[1])
         yield from _other_columns(frame)
 
@@ -269,7 +126,7 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
 
     left_out = [
         text for key, text in (("clients_unseen", "that never train"), ("clients_hostile", "that are hostile"))
-        if _has(frame, key) and frame[key].fillna(0).ne(0).any()
+        if has_values(frame, key) and frame[key].fillna(0).ne(0).any()
     ]  # fmt: skip
     unseen = f", those {' or '.join(left_out)} left out" if left_out else ""
     note = (
@@ -323,13 +180,13 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
     )
     title, spread = "cluster recovery (ARI)", "recovery_ci95_seeds"
     yield from _column(frame, title, "recovery", _format_recovery, spread, note=note)
-    if _has(frame, "groups_found_seeds"):
+    if has_values(frame, "groups_found_seeds"):
         pairs = zip(_floats(frame, "groups_found_seeds"), _floats(frame, "groups_known_seeds"), strict=True)
         cells = [MISSING if math.isnan(k) else f"{k:.0f} of {n:.0f} seeds" for k, n in pairs]
         note = "seeds after whose last round most clients of each group have their largest share at one cluster, "
         note += "and no two groups at the same"
         yield TableColumn("all groups found", note=note), cells
-    if _has(frame, "status"):
+    if has_values(frame, "status"):
         cells = frame["status"].fillna("").astype(str).tolist()
         yield TableColumn("status", note="runs that are not finished", align="left"), cells
 
@@ -365,11 +222,11 @@ def _trust_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         yield from _column(frame, title, key, form, unit=unit, note=note)
 
 
-def _size_columns(frame: pd.DataFrame, is_varied: bool) -> Iterator[Cells]:
-    """Sizes, and those of the paper; none if they are those of the architectures and the paper gives none."""
+def _size_columns(frame: pd.DataFrame, shows_sizes: bool) -> Iterator[Cells]:
+    """Sizes, and those of the paper; none if they need not be shown and the paper gives none."""
     own, paper = "parameters_model", "reference_parameters_m"
     ends = ["", *dict.fromkeys([*_series_ends(frame, own), *_series_ends(frame, paper)])]
-    if not is_varied and not any(_has(frame, f"{paper}{end}") for end in ends):
+    if not shows_sizes and not any(has_values(frame, f"{paper}{end}") for end in ends):
         return
     note = (
         "parameter count of the model at the last evaluated round, mean ± standard deviation over clients, "
@@ -386,7 +243,7 @@ def _size_columns(frame: pd.DataFrame, is_varied: bool) -> Iterator[Cells]:
 
 
 def _cost_columns(frame: pd.DataFrame) -> Iterator[Cells]:
-    has_paper = _has(frame, "reference_communication_gb")
+    has_paper = has_values(frame, "reference_communication_gb")
     for title, key, form, is_wide, note in (
         ("bytes up", "bytes_up", _format_bytes, False,
          "encoded messages from the clients, lost ones included; units of 1000"),
@@ -410,7 +267,7 @@ def _cost_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 
 
 def _target_columns(frame: pd.DataFrame) -> Iterator[Cells]:
-    if not _has(frame, "target"):
+    if not has_values(frame, "target"):
         return
     yield TableColumn("rounds"), [_format_rounds(row) for row in frame.to_dict("records")]
     for title, key, form in (
@@ -454,10 +311,6 @@ def _format_epsilon(value: float) -> str:
 def _floats(frame: pd.DataFrame, key: str) -> pd.Series:
     """A column as floats, NaN where it has no value."""
     return frame[key].astype(float) if key in frame else pd.Series(math.nan, index=frame.index)
-
-
-def _has(frame: pd.DataFrame, key: str) -> bool:
-    return key in frame and bool(frame[key].notna().any())
 
 
 def _series_ends(frame: pd.DataFrame, key: str) -> list[str]:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from fedlowrank.report import comparison, to_latex, write_values
-from fedlowrank.report.tables.latex import escape_latex
+from fedlowrank.report import compare_runs, to_latex, write_values
+from fedlowrank.report.formats.latex import escape_latex
 from fedlowrank.results.records import RunRecord
 from tests.report.report_runs import rounds_of
 from tests.support.client_tables import read_tables
@@ -48,7 +48,7 @@ def test_the_table_of_results(make_run):
         for i, (m, some) in enumerate(rows.items())
         for s, one in enumerate(some)
     ]
-    table = comparison(runs)
+    table = compare_runs(runs)
     text = to_latex(table)
     assert text.count(r"\begin{tabular}") == text.count(r"\toprule") == text.count(r"\bottomrule") == 1
     (body,) = re.findall(r"\\midrule\n(.*?)\\bottomrule", text, re.DOTALL)

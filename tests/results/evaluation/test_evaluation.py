@@ -20,7 +20,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage import checkpoint
 from fedlowrank.storage.run_files import RECORDS_FILE, read_lines
-from tests.results.evaluated_models import (
+from tests.results.evaluation.evaluated_models import (
     CountingModule,
     assert_measures,
     build_linear,

@@ -15,9 +15,9 @@ from torch.nn import functional
 from fedlowrank import SGD, Federation, Loss, average_by_examples, simulate
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.results.client_numbers import COUNTED_LABELS
+from fedlowrank.results.evaluation.scoring import count_labels
 from fedlowrank.results.measurements import ClientTable
 from fedlowrank.results.records import RoundRecord
-from fedlowrank.results.scoring import count_labels
 from fedlowrank.rounds.outcome.result import Result
 
 IGNORED = (0.9, 0.0, 0.5)

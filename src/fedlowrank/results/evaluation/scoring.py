@@ -1,6 +1,7 @@
-"""Where accuracy and loss are defined: quotients of :class:`ExampleSums`.
+"""Scores of models, and the results that follow from them on each set of examples.
 
-They and further metrics of a predictor on sets of examples are computed in one pass over all sets.
+*Scores* are the outputs of a model, ``[n, classes]`` of n examples. *Results* of a set are the accuracy and the mean loss, which
+are quotients of :class:`ExampleSums`, and further metrics. They are computed in one pass over all sets.
 """
 
 from __future__ import annotations
@@ -8,25 +9,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.contract import Batch, EngineModel
-from ..core.contract.client_model import Predictor
-from ..core.learning.batch_losses import example_losses
-from ..core.learning.contrastive_losses import EVALUATION_BATCH, nearest_is_own
-from ..core.learning.losses import AUTO, Loss, class_axis
-from ..core.learning.preference_losses import difference_of_chosen
-from ..core.tree import wide_type
-from ..data.dataset import Examples
-from ..models.coupling import mixes_examples
-from ..training.local_data import MAX_CHUNK, channels_last, chunk_size, gather
-from .client_metrics import Metric, compute
-from .client_numbers import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
+from ...core.contract import Batch
+from ...core.contract.client_model import Predictor
+from ...core.learning.batch_losses import example_losses
+from ...core.learning.contrastive_losses import EVALUATION_BATCH, nearest_is_own
+from ...core.learning.losses import AUTO, Loss, class_axis
+from ...core.learning.preference_losses import difference_of_chosen
+from ...core.tree import wide_type
+from ...data.dataset import Examples
+from ...training.local_data import MAX_CHUNK, channels_last, chunk_size, gather
+from ..client_metrics import Metric, compute_metric
+from ..client_numbers import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
+from .pools import ScoringPool
 
 EXAMPLES_PER_LOSS_CALL = 4096
 """Examples whose losses are computed in one call."""
@@ -57,93 +58,56 @@ class ExampleSums(NamedTuple, Generic[N]):
     weight: N
 
 
-class ScoringPool:
-    """Sets of examples that are scored in one pass.
-
-    Args:
-        parts: the sets.
-        whole: the examples of all sets, one after another; None to go through set by set.
-        one_batch_each: whether each set is one batch; only where they are gone through set by set.
-        loss: of the task.
-        vocabulary: of a language model; see :func:`fedlowrank.training.local_data.chunk_size`.
-
-    Attributes:
-        bytes: of the concatenated inputs.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Examples],
-        whole: Examples | None = None,
-        one_batch_each: bool = False,
-        loss: Loss = AUTO,
-        vocabulary: int | None = None,
-    ) -> None:
-        self.one_batch_each, self.loss, self.vocabulary = one_batch_each, loss, vocabulary
-        self.lengths = [len(part) for part in parts]
-        self.passes = [part for part in parts if len(part)] if whole is None else [whole]
-        self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
-
-
-def pool_of(model: EngineModel, parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
-    """Sets of examples, each of them one batch if the model mixes the examples of a batch."""
-    is_long = any(len(part) > chunk_size(part, model.vocabulary) for part in parts)
-    mixes = is_long and mixes_examples(model)
-    return ScoringPool(parts, one_batch_each=mixes, loss=loss, vocabulary=model.vocabulary)
-
-
-def concatenate(parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool | None:
-    """Sets of examples as one, in the fastest memory layout; None where inputs are not tensors of one form."""
-    filled = [part for part in parts if len(part)]
-    inputs: list[Any] = [part.inputs for part in filled]
-    if not filled or any(isinstance(x, dict) for x in inputs):
-        return None
-    if len({(x.shape[1:], x.dtype) for x in inputs}) > 1:
-        return None
-    whole = Examples(channels_last(torch.cat(inputs)), torch.cat([part.y for part in filled]))
-    return ScoringPool(parts, whole, loss=loss)
-
-
 @dataclass(frozen=True)
-class Scores:
-    """What a predictor is worth on several sets of examples; None for a set without examples.
+class SetResults:
+    """Results on several sets of examples, one value for each set; None for a set without examples.
 
     Attributes:
-        accuracy: share of examples whose highest score is their label's (of language models: of tokens that
-            are predicted; of labels of pixels or tokens: of these; of pairs of responses: of pairs whose chosen one
-            has the higher score). Of several labels an example, the share of
-            examples of which all are right; of a label for each pixel, of pixels. None for a regression, too.
-        risk: mean loss of the task; of language models the exponential of it is the perplexity.
+        accuracy: share of examples whose highest score is that of their label. Of several labels an example, it is the
+            share of examples of which all labels are right; of a label for each pixel or token, the share of these; of
+            language models, the share of tokens that are predicted; of pairs of responses, the share of pairs whose
+            chosen response has the higher score. None for a regression, too.
+        loss: mean loss of the task; of language models the exponential of it is the perplexity.
         metrics: further ones by name; None where one is not defined, too.
-        accuracy_name: by which the accuracy is recorded; language models that predict tokens or compare responses are
-            judged by their loss.
+        accuracy_name: name by which the accuracy is recorded. It is another one of language models that predict tokens or
+            compare responses, because they are judged by their loss.
     """
 
     accuracy: list[float | None]
-    risk: list[float | None]
+    loss: list[float | None]
     metrics: dict[str, list[float | None]] = field(default_factory=dict)
     accuracy_name: str = ACCURACY
 
 
-def measure(predict: Predictor, pool: ScoringPool, metrics: Mapping[str, Metric] | None = None) -> Scores:
-    """Accuracy and mean loss of a predictor on each set of a pool; of language models over tokens.
+def score_sets(predict: Predictor, pool: ScoringPool) -> Tensor:
+    """Scores of a predictor on all sets, at least one example together, ``[n, classes]`` or ``[n, d]``."""
+    return torch.cat([predict(batch.x) for _, batch in _batches([(predict, len(pool.lengths))], pool)])
 
-    ``metrics`` are further ones by name, each computed from all scores of a set.
+
+def measure_predictor(
+    predict: Predictor, pool: ScoringPool, metrics: Mapping[str, Metric] | None = None
+) -> SetResults:
+    """Results of a predictor on each set of a pool.
+
+    Args:
+        predict: function from inputs to scores.
+        pool: the sets.
+        metrics: further ones by name; with any, the scores of the whole pool are kept in memory.
     """
-    return measure_each([(predict, len(pool.lengths))], pool, metrics)
+    return measure_predictors([(predict, len(pool.lengths))], pool, metrics)
 
 
-def measure_each(
+def measure_predictors(
     predictors: Sequence[tuple[Predictor, int]],
     pool: ScoringPool,
     metrics: Mapping[str, Metric] | None = None,
-) -> Scores:
-    """Accuracy and mean loss of several predictors, each on the next sets of a pool.
+) -> SetResults:
+    """Results of several predictors, each on the next sets of a pool.
 
     Args:
         predictors: each with the number of its sets; more than one needs a pool that is concatenated.
         pool: the sets.
-        metrics: further ones by name; with any, the scores of the whole pool are kept in memory.
+        metrics: as of :func:`measure_predictor`.
     """
     scored = ((predict(batch.x), batch.y) for predict, batch in _batches(predictors, pool))
     return measure_scores(scored, pool, metrics)
@@ -151,51 +115,52 @@ def measure_each(
 
 def measure_scores(
     scored: Iterable[tuple[Tensor, Tensor]], pool: ScoringPool, metrics: Mapping[str, Metric] | None = None
-) -> Scores:
-    """Accuracy and mean loss of scores on each set of a pool.
+) -> SetResults:
+    """Results of scores on each set of a pool.
 
     Args:
         scored: scores and labels of the examples of all sets, one after another, in parts of any size.
         pool: the sets.
-        metrics: further ones by name; with any, the scores of the whole pool are kept in memory.
+        metrics: as of :func:`measure_predictor`.
     """
     if not pool.passes:
         nothing: list[float | None] = [None] * len(pool.lengths)
-        return Scores(nothing, nothing, dict.fromkeys(metrics or (), nothing))
+        return SetResults(nothing, nothing, dict.fromkeys(metrics or (), nothing))
     terms: list[Tensor] = []
     entries: list[tuple[Tensor, Tensor, Tensor]] = []
-    scores: list[Tensor] = []
-    labels: list[Tensor] = []
-    count = 0
-
-    def settle() -> None:
-        joined_scores, joined_labels = torch.cat(scores), torch.cat(labels)
+    for scores, labels in _join_parts(scored):
         # one tensor [n, 4], in the order of the fields
-        terms.append(torch.stack(_sum_terms(joined_scores, Batch(None, joined_labels, loss=pool.loss)), 1))
+        terms.append(torch.stack(_sum_terms(scores, Batch(None, labels, loss=pool.loss)), 1))
         if metrics:
-            entries.append(labeled_entries(joined_scores, joined_labels, pool.loss))
-
-    for part, targets in scored:
-        scores.append(part)
-        labels.append(targets)
-        count += len(targets)
-        # texts are as wide as their batch, and scores of pixels are many
-        if count >= EXAMPLES_PER_LOSS_CALL or scores[-1].ndim > 2:
-            settle()
-            scores, labels, count = [], [], 0
-    if scores:
-        settle()
+            entries.append(labeled_entries(scores, labels, pool.loss))
     terms_of_examples = torch.cat(terms)
     lengths = torch.tensor(pool.lengths, device=terms_of_examples.device)
     # numbers stay on the device until this one read
     totals = torch.segment_reduce(terms_of_examples, "sum", lengths=lengths).tolist()
     sums: list[ExampleSums[float]] = [ExampleSums(*total) for total in totals]
-    return Scores(
+    return SetResults(
         [of_set.right / of_set.asked if of_set.asked else None for of_set in sums],
         [of_set.loss / of_set.weight if of_set.weight else None for of_set in sums],
-        _further_metrics(entries, pool.lengths, metrics) if metrics else {},
+        _compute_metrics(entries, pool.lengths, metrics) if metrics else {},
         _name_accuracy(pool),
     )
+
+
+def _join_parts(scored: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores and labels in parts of at least EXAMPLES_PER_LOSS_CALL examples, but for the last one."""
+    scores: list[Tensor] = []
+    labels: list[Tensor] = []
+    count = 0
+    for part, targets in scored:
+        scores.append(part)
+        labels.append(targets)
+        count += len(targets)
+        # texts are as wide as their batch, and scores of pixels are many
+        if count >= EXAMPLES_PER_LOSS_CALL or part.ndim > 2:
+            yield torch.cat(scores), torch.cat(labels)
+            scores, labels, count = [], [], 0
+    if scores:
+        yield torch.cat(scores), torch.cat(labels)
 
 
 def _name_accuracy(pool: ScoringPool) -> str:
@@ -204,7 +169,7 @@ def _name_accuracy(pool: ScoringPool) -> str:
     return TOKEN_ACCURACY if any(pool.loss.predicts_tokens(part.y) for part in pool.passes) else ACCURACY
 
 
-def _further_metrics(
+def _compute_metrics(
     entries: Sequence[tuple[Tensor, Tensor, Tensor]], lengths: Sequence[int], metrics: Mapping[str, Metric]
 ) -> dict[str, list[float | None]]:
     """Metrics of each set, given the scores and labels of all sets, one after another."""
@@ -213,14 +178,9 @@ def _further_metrics(
     # exact, and NumPy knows no bfloat16
     parts = np.split(scores.double().numpy(), ends), np.split(labels.numpy(), ends)
     return {
-        name: [compute(name, metric, *map(np.copy, part)) for part in zip(*parts, strict=True)]
+        name: [compute_metric(name, metric, *map(np.copy, part)) for part in zip(*parts, strict=True)]
         for name, metric in metrics.items()
     }
-
-
-def all_scores(predict: Predictor, pool: ScoringPool) -> Tensor:
-    """Scores of a predictor on all sets, at least one example together, ``[n, classes]`` or ``[n, d]``."""
-    return torch.cat([predict(batch.x) for _, batch in _batches([(predict, len(pool.lengths))], pool)])
 
 
 def _batches(

@@ -11,7 +11,7 @@ import pytest
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.report import write_report
 from fedlowrank.report.findings import state_headline
-from fedlowrank.report.page import card_widths
+from fedlowrank.report.formats.page import card_widths
 from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs
 from tests.report.report_runs import cloud, members, page_of, regression_of, rounds_of, two_series
@@ -91,7 +91,7 @@ def test_same_runs_same_bytes(make_run, tmp_path):
         assert (tmp_path / f"x{suffix}").read_bytes() == (tmp_path / f"y{suffix}").read_bytes()
 
 
-SCRIPT = files("fedlowrank.report").joinpath("page.js").read_text().rstrip("\n")
+SCRIPT = files("fedlowrank.report.formats").joinpath("page.js").read_text().rstrip("\n")
 HOSTILE = "</title><script>alert('x')</script><img src=http://e.example/ onerror=\"a\">$x_2$"
 
 

@@ -1,26 +1,26 @@
-"""The model of one client, with what its use needs."""
+"""The models that clients would use now."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..core import tree
-from ..core.contract import AnyMethod, ClientInfo, ClientModel, ClientView, EngineModel, Task
-from ..core.contract.client_model import ModelSum, Predictor
-from ..core.contract.hook_results import check_client_model
-from ..core.contract.training_request import Trainer
-from ..core.key import Key
-from ..core.tree import Params
-from ..data.federation import Federation
-from ..engines.engine import Engine
-from ..linalg.matricize import count_parameters
-from ..models.statistics.client_buffers import install_buffers
-from ..training.kept_optimizers import split_optimizers
+from ...core import tree
+from ...core.contract import AnyMethod, ClientInfo, ClientModel, ClientView, EngineModel, Task
+from ...core.contract.client_model import ModelSum, Predictor
+from ...core.contract.hook_results import check_client_model
+from ...core.contract.training_request import Trainer
+from ...core.key import Key
+from ...core.tree import Params
+from ...data.federation import Federation
+from ...engines.engine import Engine
+from ...linalg.matricize import count_parameters
+from ...models.statistics.client_buffers import install_buffers
+from ...training.kept_optimizers import split_optimizers
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,16 @@ class LocalModel:
         }
 
     @property
+    def is_computed(self) -> bool:
+        """Whether a function of the method computes scores or parameters in every use."""
+        own = self.client_model
+        return any(map(callable, own.series.values())) or (callable(own.params) and not own.series)
+
+    @property
     def identity(self) -> Any:
         """Equal for clients with the same tensors in the same module; None if a function gives them."""
-        own = self.client_model
         # what a function computes lies in other memory each time
-        if any(map(callable, own.series.values())) or (callable(own.params) and not own.series):
+        if self.is_computed:
             return None
         tensors = [
             (series, name, t.data_ptr())
@@ -145,4 +150,72 @@ def make_local_model(
         message = tree.canonical(method.download(server, info)) if is_server_here else down
         client_model = check_client_model(method, method.client_model(state, message, view))
         server_params = method.server_model(server, state, view) if is_server_here else None
-    return LocalModel(client_model, view.model, view.key / "evaluation", server_params)
+    return LocalModel(client_model, model, view.key / "evaluation", server_params)
+
+
+@dataclass(frozen=True)
+class RoundModels:
+    """Makes the models that clients would use after a round.
+
+    Attributes:
+        method: says which.
+        federation: the clients.
+        task: what is learnt.
+        engine: executes what a method does to its model before it infers.
+        server: state of the server after the round.
+        state_of: state of a client, fresh for one that never took part.
+        round: counted from 0.
+        trainers: by client, what executes the method's requests for data of the client; without one the engine's way.
+    """
+
+    method: AnyMethod
+    federation: Federation
+    task: Task
+    engine: Engine
+    server: Any
+    state_of: Callable[[ClientInfo], Any]
+    round: int
+    trainers: Mapping[int, Trainer] = field(default_factory=dict)
+
+    def make(self, info: ClientInfo) -> LocalModel:
+        """The model of a client."""
+        return make_local_model(
+            self.method,
+            self.federation,
+            self.task,
+            self.engine,
+            self.state_of(info),
+            info,
+            self.round,
+            server=self.server,
+            trainer=self.trainers.get(info.id),
+        )
+
+    @property
+    def is_global(self) -> bool:
+        """Whether all clients use the server's own model as it is."""
+        models = self.task.architectures.values()
+        return self.method.one_model and not any(model.buffers or model.couples for model in models)
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """A model, and the clients that use it."""
+
+    model: LocalModel
+    clients: list[ClientInfo]
+
+
+def share_models(infos: Sequence[ClientInfo], round_models: RoundModels) -> list[SharedModel]:
+    """The models of clients; those that are the same tensors are one."""
+    shared: dict[Any, SharedModel] = {}
+    is_global = round_models.is_global
+    for info in infos:
+        # the server's own model is made once for all clients of an architecture
+        key: Any = info.architecture if is_global else None
+        if key not in shared:
+            model = round_models.make(info)
+            key = key or model.identity or info.id
+            shared.setdefault(key, SharedModel(model, []))
+        shared[key].clients.append(info)
+    return list(shared.values())

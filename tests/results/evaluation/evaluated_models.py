@@ -69,27 +69,26 @@ def compute_measures(
     run: Run, split: str, scores: Callable[[Any, Tensor], Tensor]
 ) -> tuple[list[Any], list[Any]]:
     accuracy: list[Any] = []
-    risk: list[Any] = []
+    loss: list[Any] = []
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         part = getattr(data, split)
         if len(part) == 0:
             accuracy.append(None)
-            risk.append(None)
+            loss.append(None)
             continue
         with torch.no_grad():
             out = scores(info, part.x)
         accuracy.append(float((out.argmax(1) == part.y).double().mean()))
-        risk.append(float(functional.cross_entropy(out.double(), part.y)))
-    return accuracy, risk
+        loss.append(float(functional.cross_entropy(out.double(), part.y)))
+    return accuracy, loss
 
 
 def assert_measures(
     record: RoundRecord, series: str, split: str, expected: tuple[list[Any], list[Any]]
 ) -> None:
     assert record.is_evaluated
-    assert record.is_evaluated
     for name, wanted in zip(("accuracy", "loss"), expected, strict=True):
-        found = record.values(name, split, series)
+        found = record.values(name, series=series, split=split)
         assert [v is None for v in found] == [v is None for v in wanted]
         for value, right in zip(found, wanted, strict=True):
             assert value == (None if right is None else pytest.approx(right, rel=1e-5))

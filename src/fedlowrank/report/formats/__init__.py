@@ -1,0 +1,1 @@
+"""The files of a report, and what a terminal shows of it."""

@@ -1,0 +1,29 @@
+"""A comparison as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..run_comparison import Comparison
+from ..sample_texts import AnswerRow
+from ..tables.text_table import escape_markdown, to_markdown
+
+
+def comparison_markdown(table: Comparison) -> str:
+    """Findings and results as Markdown, then warnings, further tables, footnotes and answers."""
+    results = [*table.sweeps, table.summary]
+    parts = [f"> {table.mixture}"] if table.mixture else []
+    parts += [*map(escape_markdown, table.first_findings), *map(to_markdown, results)]
+    parts += [f"> {escape_markdown(warning)}" for warning in table.warnings]
+    parts += map(to_markdown, table.tables[len(results) :])
+    notes = [f"- *{escape_markdown(term)}*: {escape_markdown(meaning)}." for term, meaning in table.footnotes]
+    return "\n\n".join([*parts, "\n".join(notes)]) + "\n" + _answers_markdown(table.answers)
+
+
+def _answers_markdown(rows: Sequence[AnswerRow]) -> str:
+    """The answers as a table; empty without any."""
+    if not rows:
+        return ""
+    lines = ["", "## Answers", "", "| prompt | model | answer |", "|:---|:---|:---|"]
+    cells = [[text.replace("\\", "\\\\").replace("|", "\\|") for text in row] for row in rows]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells), ""])

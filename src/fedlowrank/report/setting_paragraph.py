@@ -1,0 +1,85 @@
+"""The paragraph of a report on the setting of an experiment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core.io.text import on_one_line
+from .number_formats import format_percent
+from .statistics.groups import RunGroup
+from .statistics.low_rank import format_ranks
+from .statistics.setting_names import SECTIONS, value_text
+from .trust import describe_trust
+
+_SAMPLING = {
+    "poisson": ", each drawn by itself (Poisson sampling)",
+    "size": ", drawn in proportion to their numbers of training examples",
+    "loss": ", those with the highest training loss of some drawn by size (Power-of-Choice)",
+}
+"""How clients are drawn, by ``run.sampling``."""
+
+
+def describe_setting(groups: Sequence[RunGroup]) -> str:
+    """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
+    run = groups[0].first
+    parts = {name: run.section(name) for name in SECTIONS}
+    sizes = groups[0].runs[0].examples
+    found = [
+        f"Data: {_describe(parts['data'], ('name', 'kind')) or 'not named'}.",
+        f"{format_count(len(run.clients), 'client')} with {sizes[0]} training, {sizes[1]} validation and {sizes[2]} "
+        "test examples in all.",
+    ]
+    if unseen := len(run.measurements.flagged("unseen")):
+        found.append(
+            f"{unseen} of the clients never train and stand apart in all results: means are over the other "
+            f"{len(run.clients) - unseen}."
+        )
+    found += [
+        f"{name.capitalize()}: {_describe(parts[name], ('kind', 'name'))}."
+        for name in ("partition", "split", "concept")
+        if parts[name]
+    ]
+    if parts["augment"]:
+        found.append(f"Training images are changed at random: {_describe(parts['augment'])}.")
+    models = Counter(on_one_line(row.get("architecture", "unnamed")) for row in run.clients)
+    names = ", ".join(f"{name}\u00a0×\u00a0{n}" if n > 1 else name for name, n in models.items())
+    found.append(f"Models: {names or 'not named'}.")
+    if language := run.section("language"):
+        found.append(f"Language model: {_describe(language, ('path',))}.")
+    # The ranks of the clients follow in words.
+    if lora := {key: value for key, value in run.section("lora").items() if key != "ranks"}:
+        found.append(f"LoRA: {_describe(lora)}.")
+    if ranks := format_ranks(run):
+        found.append(f"Ranks of the clients: {ranks}.")
+    share = parts["run"].get("participation")
+    part = f", {format_percent(share, 0)} % of clients in each" if isinstance(share, (int, float)) else ""
+    coin = _SAMPLING.get(str(parts["run"].get("sampling")), "")
+    found.append(f"{parts['run'].get('rounds', len(run.rounds))} rounds{part}{coin}.")
+    found += describe_trust(run)
+    seeds = list(dict.fromkeys(one.record.seed for group in groups for one in group.runs))
+    number = format_count(len(seeds), "seed") if len(seeds) > 1 else "One seed"
+    found.append(f"{number}: {', '.join(seeds)}.")
+    varied = []
+    for key in dict.fromkeys(key for group in groups for key, _ in group.vary):
+        values = dict.fromkeys(value_text(dict(group.vary).get(key)) for group in groups)
+        varied.append(f"{key} over {', '.join(values)}")
+    if varied:
+        found.append(f"Varied: {'; '.join(varied)}; settings above are those of the first.")
+    return " ".join(found)
+
+
+def _describe(values: Mapping[str, Any], names: Sequence[str] = ()) -> str:
+    """A section of the configuration in words: its name, then its settings in brackets."""
+    name = next((key for key in names if values.get(key)), None)
+    rest = [f"{on_one_line(k)} {value_text(v)}" for k, v in values.items() if k != name and v is not None]
+    inner = on_one_line(", ".join(rest), 200)
+    if name is None:
+        return inner
+    return f"{value_text(values[name])} ({inner})" if inner else value_text(values[name])
+
+
+def format_count(n: int, noun: str, plural: str = "") -> str:
+    """A number with its noun."""
+    return f"{n} {noun if n == 1 else plural or noun + 's'}"

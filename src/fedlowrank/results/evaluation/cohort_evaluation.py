@@ -1,0 +1,235 @@
+"""Evaluates the models of a cohort's clients: one call of the method makes them, and one pass scores the examples of all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.contract import ClientInfo, ClientModel, ClientView, EngineModel
+from ...core.contract.client_model import Predictor
+from ...core.contract.download_cache import Downloads
+from ...core.contract.hook_results import check_client_model
+from ...core.contract.training_request import Trainer
+from ...training.client_tensors.client_tensor import NoRuleError, with_rows
+from ...training.client_tensors.control_flow import DifferingError, split_clients
+from ...training.cohorts.closeness import full_precision, is_close
+from ...training.cohorts.cohort_view import Cohort
+from ...training.kept_optimizers import split_optimizers
+from ...training.local_data import channels_last
+from ..client_metrics import Metric
+from ..client_numbers import SPLITS
+from ..measurements import ClientTable
+from .evaluation_table import ModelSize, tabulate_results
+from .local_model import LocalModel, RoundModels
+from .pools import PoolCache, ScoringPool
+from .scoring import EXAMPLES_PER_LOSS_CALL, measure_scores, score_sets
+
+MAX_PADDING_FACTOR = 2
+"""How many times as many examples are scored as there are, where clients have fewer than others, before a cohort is divided."""
+
+
+class CohortEvaluation:
+    """Evaluates clients whose states and messages have one form by one call of the method.
+
+    The first cohort of an architecture is compared with one of its clients alone.
+
+    Args:
+        pools: concatenates the sets of clients.
+        metrics: further ones by name.
+
+    Attributes:
+        is_given_up: whether a cohort failed, so that clients are evaluated as in engines without cohorts from the next
+            call on.
+    """
+
+    def __init__(self, pools: PoolCache, metrics: Mapping[str, Metric]) -> None:
+        self._pools, self._metrics = pools, metrics
+        self.is_given_up = False
+        # by architecture, whether a client has the same scores alone as in a cohort
+        self._is_equal: dict[str, bool] = {}
+
+    def evaluate(
+        self, infos: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool
+    ) -> tuple[list[ClientTable], dict[int, Trainer]]:
+        """Evaluate the clients that are in cohorts.
+
+        Args:
+            infos: of the clients.
+            round_models: makes their models.
+            is_trained: False before the first round, when models may be equal by chance.
+
+        Returns:
+            The tables of the cohorts, and the trainers of the clients that are in none, by client.
+        """
+        downloads = Downloads(round_models.method, round_models.server)
+        arguments = [
+            (info, (split_optimizers(round_models.state_of(info))[0], downloads.message_to(info)))
+            for info in infos
+        ]
+        results: list[ClientTable | tuple[int, Trainer]] = round_models.engine.map_clients(
+            round_models.method,
+            round_models.federation,
+            round_models.round,
+            arguments,
+            lambda place, trainer: (infos[place].id, trainer),
+            lambda cohort: [self._evaluate_cohort(cohort, infos, round_models, is_trained)],
+        )
+        tables = [result for result in results if isinstance(result, ClientTable)]
+        trainers = dict(result for result in results if not isinstance(result, ClientTable))
+        return tables, trainers
+
+    def _evaluate_cohort(
+        self, cohort: Cohort, infos: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool
+    ) -> ClientTable:
+        """Evaluate a cohort; if that fails, give up cohorts."""
+        members = [infos[place] for place in cohort.places]
+        try:
+            return self._measure_cohort(cohort, members, round_models, is_trained)
+        except (Exception, NoRuleError):
+            # an operation without a rule, or the method's own error, which a client alone raises
+            self.is_given_up = True
+            raise
+
+    def _measure_cohort(
+        self, cohort: Cohort, members: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool
+    ) -> ClientTable:
+        """Evaluate a cohort; raises NoRuleError if its clients are to be evaluated one by one."""
+        architecture = members[0].architecture
+        pool = self._pools.concatenate([info.id for info in members])
+        model = round_models.task.model(members[0])
+        is_known_equal = self._is_equal.get(architecture)
+        if pool is None or model.couples or model.has_hooks or is_known_equal is False:
+            raise NoRuleError("models that are evaluated client by client")
+        models = CohortModels(round_models, members, cohort, pool)
+        with torch.inference_mode(), contextlib.nullcontext() if is_known_equal else full_precision():
+            scores = models.score()
+            labels = pool.passes[0].y
+            results = {
+                series: measure_scores([(of_series, labels)], pool, self._metrics)
+                for series, of_series in scores.items()
+            }
+            if is_known_equal is None:
+                is_equal = self._is_as_alone(members, scores, pool, round_models)
+                # models that are not trained yet are compared again
+                if not is_equal or is_trained:
+                    self._is_equal[architecture] = is_equal
+                if not is_equal:
+                    raise NoRuleError("scores that are others for one client alone")
+        return tabulate_results([info.id for info in members], results, models.sizes())
+
+    def _is_as_alone(
+        self,
+        members: Sequence[ClientInfo],
+        scores: Mapping[str, Tensor],
+        pool: ScoringPool,
+        round_models: RoundModels,
+    ) -> bool:
+        """Whether the scores of the last client that has examples are those that it gives alone."""
+        counts = pool.count_examples(len(SPLITS))
+        place = max(k for k, count in enumerate(counts) if count)
+        end = sum(counts[: place + 1])
+        rows = slice(end - counts[place], end)
+        alone = self._pools.make_single(members[place].id)
+        predictors = round_models.make(members[place]).predictors
+        return predictors.keys() == scores.keys() and all(
+            is_close(scores[series][rows], score_sets(predict, alone))
+            for series, predict in predictors.items()
+        )
+
+
+class CohortModels:
+    """The models that the clients of a cohort would use now, as tensors that are stacked.
+
+    Args:
+        round_models: says the method, its task and its server.
+        infos: of the clients.
+        cohort: the clients with their states and messages.
+        pool: their sets of examples, one client after another.
+    """
+
+    def __init__(
+        self, round_models: RoundModels, infos: Sequence[ClientInfo], cohort: Cohort, pool: ScoringPool
+    ) -> None:
+        info: Any = cohort.info
+        key: Any = cohort.key
+        state, message = cohort.value
+        method, task = round_models.method, round_models.task
+        model = task.model(infos[0])
+        view = ClientView(info, task, model, round_models.round, key, cohort.trainer)
+        self._infos, self._pool, self._key = infos, pool, key
+        with torch.inference_mode(False):
+            self._client_model = check_client_model(method, method.client_model(state, message, view))
+            self._server = method.server_model(round_models.server, state, view)
+        self.model: EngineModel = model
+
+    def predictors(self) -> dict[str, Predictor]:
+        """Functions from inputs of all clients ``[K·b, ...]`` to scores by series, the headline first."""
+        return LocalModel(self._client_model, self.model, self._key, self._server).predictors
+
+    def sizes(self) -> list[ModelSize]:
+        """The size of each client's model."""
+        count, all_series = len(self._infos), [*self.predictors()]
+        parts = split_clients(dict(self._client_model.parts), count)
+        routes = split_clients(self._client_model.routes, count)
+        sizes = []
+        for parts_of_client, shares in zip(parts, routes, strict=True):
+            client_model = ClientModel({}, self._client_model.series, parts_of_client, shares)
+            local = LocalModel(client_model, self.model, self._key, self._server)
+            parameters = {series: local.count_parameters(series) for series in all_series}
+            sizes.append(ModelSize(parameters, local.routes or []))
+        return sizes
+
+    def score(self) -> dict[str, Tensor]:
+        """Scores of every series on the examples of all clients, one client after another.
+
+        Raises:
+            DifferingError: to divide the cohort into clients with 1, 2 to 3, 4 to 7, 8 to 15 ... examples, if most of what
+                would be scored is padding.
+            NoRuleError: if the scores are not one row an example, or padding does not pay.
+        """
+        counts = self._pool.count_examples(len(SPLITS))
+        if len(counts) * max(counts) > MAX_PADDING_FACTOR * sum(counts):
+            # models that are parameters alone are scored together one after another, without padding
+            model = self._client_model
+            if not callable(model.params) and not any(map(callable, model.series.values())):
+                raise NoRuleError("clients with very different numbers of examples")
+            raise DifferingError([count.bit_length() for count in counts])
+        (whole,) = self._pool.passes
+        return {
+            series: score_by_rows(predict, whole.x, counts) for series, predict in self.predictors().items()
+        }
+
+
+def score_by_rows(predict: Predictor, inputs: Any, counts: Sequence[int]) -> Tensor:
+    """Scores by the models of K clients, each of its own examples.
+
+    Args:
+        predict: takes inputs ``[K·b, ...]``, as many of each client.
+        inputs: of all examples, one client after another.
+        counts: examples of each client.
+
+    Raises:
+        NoRuleError: if a score is not one row an example.
+    """
+    clients, longest, total = len(counts), max(counts), sum(counts)
+    lengths = torch.tensor(counts, device=inputs.device)
+    starts = lengths.cumsum(0) - lengths
+    columns = torch.arange(longest, device=inputs.device)
+    is_own = columns < lengths[:, None]
+    # a client with fewer examples repeats its last one; one without any has another's, which is not used
+    places = starts[:, None] + torch.minimum(columns, (lengths - 1).clamp(min=0)[:, None])
+    places = places.clamp(max=total - 1)
+    width = max(1, EXAMPLES_PER_LOSS_CALL // clients)
+    parts = []
+    with with_rows():
+        for first in range(0, longest, width):
+            index = places[:, first : first + width]
+            scores = predict(channels_last(inputs.index_select(0, index.flatten())))
+            if len(scores) != index.numel():
+                raise NoRuleError("scores that are not one row an example")
+            parts.append(scores.as_subclass(Tensor).unflatten(0, index.shape))
+    return torch.cat(parts, 1)[is_own]

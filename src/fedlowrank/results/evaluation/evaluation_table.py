@@ -1,0 +1,81 @@
+"""The results of clients as a table: one column for each number, series and split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..client_numbers import ACCURACY, LOSS, PARAMETERS, ROUTE, SPLITS
+from ..measurements import ClientTable, Column
+from .local_model import SharedModel
+from .scoring import SetResults
+
+
+class ModelSize(NamedTuple):
+    """Numbers of a client's model that are not about examples.
+
+    Attributes:
+        parameters: parameter count of each series.
+        routes: share of each cluster; empty for a method without clusters.
+    """
+
+    parameters: Mapping[str, int]
+    routes: list[float]
+
+
+def tabulate_models(models: Sequence[SharedModel], results: Mapping[str, SetResults]) -> ClientTable:
+    """The table of the clients of models.
+
+    Args:
+        models: with their clients.
+        results: of each series on the sets of one client after another.
+    """
+    sizes: list[ModelSize] = []
+    for model, clients in ((shared.model, shared.clients) for shared in models):
+        parameters = {series: model.count_parameters(series) for series in results}
+        sizes += [ModelSize(parameters, model.routes or [])] * len(clients)
+    return tabulate_results([info.id for shared in models for info in shared.clients], results, sizes)
+
+
+def tabulate_results(
+    clients: list[int], results: Mapping[str, SetResults], sizes: Sequence[ModelSize]
+) -> ClientTable:
+    """The table of clients, given their results and the sizes of their models.
+
+    Args:
+        clients: their identifiers.
+        results: of each series on the sets of one client after another.
+        sizes: of each client.
+    """
+    values: dict[str, dict[str, list[float | None]]] = {
+        ACCURACY: {
+            series: found.accuracy if found.accuracy_name == ACCURACY else [None] * len(found.accuracy)
+            for series, found in results.items()
+        },
+        LOSS: {series: [_shorten(v) for v in found.loss] for series, found in results.items()},
+    }
+    for name in sorted({found.accuracy_name for found in results.values()} - {ACCURACY}):
+        values[name] = {series: found.accuracy for series, found in results.items()}
+    for name in next(iter(results.values())).metrics:
+        values[name] = {
+            series: [_shorten(v) for v in found.metrics[name]] for series, found in results.items()
+        }
+    columns = [
+        Column(name, series, split, of_sets[k :: len(SPLITS)])
+        for name, values_of_series in values.items()
+        for series, of_sets in values_of_series.items()
+        for k, split in enumerate(SPLITS)
+    ]
+    columns += [
+        Column(PARAMETERS, series, "", [size.parameters[series] for size in sizes]) for series in results
+    ]
+    columns += [
+        Column(ROUTE, str(c), "", [s.routes[c] if c < len(s.routes) else None for s in sizes])
+        for c in range(max(len(size.routes) for size in sizes))
+    ]
+    return ClientTable(clients, columns)
+
+
+def _shorten(value: float | None) -> float | None:
+    """A loss or metric to six significant digits, of float32's seven: records stay small."""
+    return value if value is None else float(f"{value:.6g}")

@@ -1,0 +1,158 @@
+"""Evaluates the models of clients on their own validation and test examples."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...core.contract import AnyMethod, ClientInfo, Task
+from ...data.federation import Federation
+from ...engines.engine import Engine
+from ..client_metrics import Metric
+from ..client_numbers import COUNTED_LABELS, LOSS, SPLITS
+from ..measurements import ClientTable, Column
+from .cohort_evaluation import CohortEvaluation
+from .local_model import RoundModels
+from .model_evaluation import ModelEvaluation
+from .pools import PoolCache, list_sets
+from .scoring import count_labels
+
+EXAMPLES_PER_WORK_ITEM = 4096
+"""Examples of the clients in one item of the work that an engine maps over."""
+
+_MAX_NAMED_CLIENTS = 5
+"""Clients that one warning names."""
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Evaluates the models that clients would use now, those of clients that never took part included.
+
+    An engine with cohorts evaluates clients of one form by one call of the method
+    (:class:`.cohort_evaluation.CohortEvaluation`). All other models are evaluated by
+    :class:`.model_evaluation.ModelEvaluation`.
+
+    Args:
+        method: says how a client infers.
+        federation: the clients.
+        task: what is learnt.
+        engine: maps over items of clients; also executes what a method does to its model before it infers
+            (adaptation on *training* data).
+        metrics: besides accuracy and loss, by name.
+    """
+
+    def __init__(
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        task: Task,
+        engine: Engine,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> None:
+        self.method, self.federation, self.task, self.engine = method, federation, task, engine
+        self.metrics = metrics or {}
+        self.pools = PoolCache(federation)
+        self._models = ModelEvaluation(federation, self.pools, self.metrics)
+        self._cohorts = CohortEvaluation(self.pools, self.metrics)
+        self._examples = [len(data.val) + len(data.test) for data in federation.clients]
+        # identifiers of clients that were named by a warning
+        self._not_finite: set[int] = set()
+        # by client the labels of each split that count; None if each example has one
+        self._labels: dict[int, list[int] | None] = {}
+
+    def evaluate(
+        self,
+        server: Any,
+        state_of: Callable[[ClientInfo], Any],
+        round: int,
+        clients: Sequence[ClientInfo] | None = None,
+        is_trained: bool = True,
+    ) -> ClientTable:
+        """Accuracy, loss, further metrics, size and shares of clusters of every client's model, and labels that count.
+
+        Args:
+            server: its state after the round.
+            state_of: state of a client, fresh for one that never took part.
+            round: counted from 0.
+            clients: whom to evaluate; None for all.
+            is_trained: False before the first round, when models may be equal by chance.
+        """
+        round_models = RoundModels(
+            self.method, self.federation, self.task, self.engine, server, state_of, round
+        )
+        items = self._divide_work(self.federation.infos if clients is None else clients)
+        with self.pools.begin_evaluation():
+            tables = self.engine.each(partial(self._evaluate_item, round_models, is_trained), items)
+        measured = ClientTable.join([ClientTable.from_json(table) for table in tables])
+        self._warn_of_not_finite(measured)
+        return ClientTable(measured.clients, measured.columns + self._count_labels(measured.clients))
+
+    def _evaluate_item(
+        self, round_models: RoundModels, is_trained: bool, infos: Sequence[ClientInfo]
+    ) -> dict[str, Any]:
+        """Evaluate the clients of one item of work; returns their table as values of JSON."""
+        if not self.engine.has_cohorts or self._cohorts.is_given_up or round_models.is_global:
+            return self._models.evaluate(infos, round_models).as_json()
+        tables, trainers = self._cohorts.evaluate(infos, round_models, is_trained)
+        if rest := [info for info in infos if info.id in trainers]:
+            tables.append(self._models.evaluate(rest, replace(round_models, trainers=trainers)))
+        return ClientTable.join(tables).as_json()
+
+    def _count_labels(self, clients: Sequence[int]) -> list[Column]:
+        """How many labels of each client count; nothing where these are the numbers of examples."""
+        for i in clients:
+            if i not in self._labels:
+                data = self.federation.clients[i]
+                counts = [count_labels(part, self.federation.loss) for part in list_sets(data)]
+                self._labels[i] = None if counts == self._examples_of(i) else counts
+        if all(self._labels[i] is None for i in clients):
+            return []
+        counted = {i: self._labels[i] or self._examples_of(i) for i in clients}
+        return [
+            Column(COUNTED_LABELS, "", split, [counted[i][k] for i in clients])
+            for k, split in enumerate(SPLITS)
+        ]
+
+    def _examples_of(self, client: int) -> list[int]:
+        """Number of examples of each split of a client."""
+        return [len(part) for part in list_sets(self.federation.clients[client])]
+
+    def _warn_of_not_finite(self, measured: ClientTable) -> None:
+        """Name once each client whose loss is not finite."""
+        descriptions: dict[int, str] = {}
+        for column in measured.columns:
+            for client, loss in zip(measured.clients, column.values, strict=True):
+                if column.name != LOSS or loss is None or math.isfinite(loss) or client in self._not_finite:
+                    continue
+                n = len(getattr(self.federation.clients[client], column.split))
+                examples = f"{n} {column.split} example{'' if n == 1 else 's'}"
+                title = self.federation.infos[client].title
+                descriptions.setdefault(client, f"{title} ({column.series} model, {examples})")
+        self._not_finite |= descriptions.keys()
+        if descriptions:
+            named = [*descriptions.values()]
+            logger.warning(
+                "the loss is not finite at %s%s: its scores hold a NaN or an infinity. Tables leave the loss out of "
+                "means over clients and count it, loggers write NaN, and such examples count as wrong",
+                ", ".join(named[:_MAX_NAMED_CLIENTS]),
+                f" and {len(named) - _MAX_NAMED_CLIENTS} more clients"
+                if len(named) > _MAX_NAMED_CLIENTS
+                else "",
+            )
+
+    def _divide_work(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
+        """Consecutive clients with about EXAMPLES_PER_WORK_ITEM examples together; the same for every engine."""
+        items: list[list[ClientInfo]] = []
+        examples = EXAMPLES_PER_WORK_ITEM
+        for info in infos:
+            if examples >= EXAMPLES_PER_WORK_ITEM:
+                items.append([])
+                examples = 0
+            items[-1].append(info)
+            examples += self._examples[info.id]
+        return items

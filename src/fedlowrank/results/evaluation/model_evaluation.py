@@ -1,0 +1,191 @@
+"""Evaluates models: in one pass where they have one module, and client by client otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...core.contract import ClientInfo
+from ...core.errors import naming
+from ...core.key import generator_states
+from ...core.learning.losses import AUTO, Loss
+from ...data.dataset import ClientData
+from ...data.federation import Federation
+from ...training.cohorts.closeness import full_precision
+from ..client_metrics import Metric
+from ..client_numbers import SPLITS
+from ..measurements import ClientTable
+from .evaluation_table import tabulate_models
+from .local_model import LocalModel, RoundModels, SharedModel, share_models
+from .pools import PoolCache, ScoringPool, list_sets, make_pool
+from .scoring import SetResults, measure_predictor, measure_predictors
+
+logger = logging.getLogger(__name__)
+
+
+class ModelEvaluation:
+    """Evaluates the models of clients.
+
+    Models that are the same tensors, and models that are parameters of one module of standard layers, are scored in one pass
+    over the concatenated sets of their clients. The first pass of a module is compared with the results of one
+    client alone. A module that mixes the examples of a batch, or draws random numbers, is scored client by client.
+
+    Args:
+        federation: has the clients.
+        pools: concatenates the sets of clients.
+        metrics: further ones by name.
+    """
+
+    def __init__(self, federation: Federation, pools: PoolCache, metrics: Mapping[str, Metric]) -> None:
+        self._federation, self._pools, self._metrics = federation, pools, metrics
+        # by name of a module, whether the scores of an example depend on this example alone
+        self._is_separable: dict[str, bool] = {}
+
+    def evaluate(self, infos: Sequence[ClientInfo], round_models: RoundModels) -> ClientTable:
+        """Evaluate the models of clients.
+
+        Args:
+            infos: of the clients.
+            round_models: makes their models.
+        """
+        tables: list[ClientTable] = []
+        for of_one_module in group_by_module(share_models(infos, round_models)):
+            results = self._measure_in_one_pass(of_one_module)
+            if results is None:
+                tables += self._evaluate_one_by_one(of_one_module, round_models)
+            else:
+                tables.append(tabulate_models(of_one_module, results))
+        return ClientTable.join(tables)
+
+    def _measure_in_one_pass(self, models: Sequence[SharedModel]) -> dict[str, SetResults] | None:
+        """Results of models of one module on the sets of their clients, by series.
+
+        Returns:
+            Them, or None where clients must be evaluated one by one.
+        """
+        module = models[0].model.model
+        has_one_client = len(models) == len(models[0].clients) == 1
+        if has_one_client or module.couples or module.has_hooks:
+            return None
+        if self._is_separable.get(module.name) is False:
+            return None
+        pool = self._pools.concatenate([info.id for shared in models for info in shared.clients])
+        if pool is None:
+            return None
+        with torch.inference_mode():
+            if module.name in self._is_separable:
+                return _measure_models(models, pool, self._metrics)
+            return self._measure_with_check(models, pool)
+
+    def _measure_with_check(
+        self, models: Sequence[SharedModel], pool: ScoringPool
+    ) -> dict[str, SetResults] | None:
+        """Results by a module; None if it mixes the examples of a batch or draws random numbers.
+
+        Whether it does is found by comparing the mean losses of the first client that has examples with those of this
+        client alone.
+        """
+        clients = [(shared.model, info.id) for shared in models for info in shared.clients]
+        counts = pool.count_examples(len(SPLITS))
+        place = next(k for k, count in enumerate(counts) if count)
+        model, client = clients[place]
+        alone = self._pools.make_single(client)
+        own_sets = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
+        is_equal = True
+        device = self._federation.clients[client].train.y.device
+        with model.key.global_generators(device), full_precision():
+            before = generator_states()
+            results = _measure_models(models, pool, self._metrics)
+            for series, predict in model.predictors.items():
+                expected, found = measure_predictor(predict, alone).loss, results[series].loss[own_sets]
+                is_equal = is_equal and all(map(_is_equal_mean_loss, expected, found))
+            is_random = generator_states() != before
+        name = model.model.name
+        self._is_separable[name] = is_equal and not is_random
+        if is_equal and not is_random:
+            return results
+        reason = "draws random numbers" if is_random else "mixes the examples of a batch"
+        logger.warning("model %s %s: it is evaluated client by client", name, reason)
+        return None
+
+    def _evaluate_one_by_one(
+        self, models: Sequence[SharedModel], round_models: RoundModels
+    ) -> list[ClientTable]:
+        """Evaluate each client by itself, each with a model of its own."""
+        tables = []
+        for shared in models:
+            for info in shared.clients:
+                model = shared.model if len(shared.clients) == 1 else round_models.make(info)
+                data = self._federation.clients[info.id]
+                with naming(f"{info.title}, whose examples are evaluated as one batch"):
+                    tables.append(evaluate_client(model, info, data, self._metrics, self._federation.loss))
+        return tables
+
+
+def evaluate_client(
+    model: LocalModel,
+    info: ClientInfo,
+    data: ClientData,
+    metrics: Mapping[str, Metric] | None = None,
+    loss: Loss = AUTO,
+) -> ClientTable:
+    """Evaluate the model of one client on its own examples.
+
+    Args:
+        model: of the client.
+        info: who it is.
+        data: its examples.
+        metrics: further ones by name.
+        loss: of the task.
+    """
+    # a layer that is not standard may draw random numbers in evaluation, too
+    generators = (
+        contextlib.nullcontext()
+        if model.model.is_standard
+        else model.key.global_generators(data.train.y.device)
+    )
+    with torch.inference_mode(), generators:
+        pool = make_pool(model.model, list_sets(data), loss)
+        results = {
+            series: measure_predictor(predict, pool, metrics) for series, predict in model.predictors.items()
+        }
+        return tabulate_models([SharedModel(model, [info])], results)
+
+
+def group_by_module(models: Sequence[SharedModel]) -> list[list[SharedModel]]:
+    """The models that may be scored in one pass, as groups.
+
+    A function of the method, and a user's module, is called for one model at a time.
+    """
+    modules = {id(shared.model.model): shared.model.model for shared in models}
+    is_standard = {i: module.is_standard for i, module in modules.items()}
+    groups: dict[Any, list[SharedModel]] = {}
+    for place, shared in enumerate(models):
+        model = shared.model
+        may_join = is_standard[id(model.model)] and not model.is_computed
+        key = (model.model, *model.client_model.series) if may_join else place
+        groups.setdefault(key, []).append(shared)
+    return list(groups.values())
+
+
+def _measure_models(
+    models: Sequence[SharedModel], pool: ScoringPool, metrics: Mapping[str, Metric]
+) -> dict[str, SetResults]:
+    """Results of models on the sets of their clients, by series."""
+    predictors = [(shared.model.predictors, len(SPLITS) * len(shared.clients)) for shared in models]
+    return {
+        series: measure_predictors([(of_model[series], sets) for of_model, sets in predictors], pool, metrics)
+        for series in predictors[0][0]
+    }
+
+
+def _is_equal_mean_loss(a: float | None, b: float | None) -> bool:
+    """Whether two mean losses are equal up to the rounding of sums in another order."""
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
