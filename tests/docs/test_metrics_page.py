@@ -55,7 +55,7 @@ def test_the_python_examples_run_one_after_another(capsys: pytest.CaptureFixture
     assert all(0.5 < float(value) <= 1 for value in areas.strip("[]").split(","))
     records = {name: RunRecord.load(Path("runs") / name) for name in ("fedavg", "standalone")}
     for name, record in records.items():
-        values = record.rounds[-1].values("accuracy", "test", "personal")
+        values = record.rounds[-1].values("accuracy", series="personal", split="test")
         mean = sum(v for v in values if v is not None) / len(values)
         assert scope["curves"].loc[5, name] == pytest.approx(mean)
         assert scope["by_seed"].loc[(name, 0), "accuracy"] == pytest.approx(mean)
@@ -74,7 +74,7 @@ def test_the_commands_and_the_experiment_file() -> None:
     last = RunRecord.load(Path("runs/digits")).rounds[-1]
     assert last.measured.metrics == ["macro_f1", "auroc"]
     found = pd.read_csv("predictions.csv").groupby("client")["correct"].mean()
-    assert found.tolist() == last.values("accuracy", "test", "personal")
+    assert found.tolist() == last.values("accuracy", series="personal", split="test")
     assert set(pd.read_csv("client3.csv")["client"]) == {3}
     assert Path("confusion.svg").read_text().startswith("<?xml")
 

@@ -188,7 +188,9 @@ def test_a_model_that_mixes_examples_scores_each_set_as_one_batch(kind: str) -> 
     torch.testing.assert_close(result.predict(0), scores, rtol=1e-4, atol=1e-5)
     loss = nn.functional.cross_entropy(scores, labels[1])
     assert result.rounds[-1].is_evaluated
-    assert result.rounds[-1].values("loss", "test", "personal")[0] == pytest.approx(float(loss), rel=1e-5)
+    assert result.rounds[-1].values("loss", series="personal", split="test")[0] == pytest.approx(
+        float(loss), rel=1e-5
+    )
     trainer = trainer_of(federation.architectures["model"], Examples(many[1], labels[1]))
     total = trainer.total(lambda p, b: b.total(trainer.model.apply(p, b.x).square()), result.personal(0), ())
     torch.testing.assert_close(total, scores.square().sum(0), rtol=1e-4, atol=1e-3)
@@ -274,4 +276,4 @@ def test_a_regression_takes_a_model_that_normalizes_by_the_batch() -> None:
     data = [(torch.randn(40, 4, generator=g), torch.randn(40, 3, generator=g)) for _ in range(2)]
     record = simulate("fedavg", Federation.from_arrays(data, Net), rounds=1).rounds[-1]
     assert record.is_evaluated
-    assert all(v is not None for v in record.values("loss", "test", "personal"))
+    assert all(v is not None for v in record.values("loss", series="personal", split="test"))

@@ -15,7 +15,6 @@ from fedlowrank.core.key import Key
 from fedlowrank.models.architecture import Architecture, build_module
 from fedlowrank.models.architectures.resnet import RESNETS, ResNet18
 from fedlowrank.models.zoo import MODELS, ModelSettings
-from fedlowrank.training.client_tensors import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
 from fedlowrank.training.client_tensors.client_tensor import to_client_tensor
 
 CIFAR, TINY = (3, 32, 32), (3, 64, 64)

@@ -37,7 +37,7 @@ from fedlowrank.network.messages import Answer, Order
 from fedlowrank.network.persistence.client_memory import ClientMemory
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.results.evaluation import Evaluator
+from fedlowrank.results.evaluation.model_evaluation import ModelEvaluation
 from fedlowrank.results.records import RoundRecord
 from fedlowrank.rounds.outcome.result import Result
 from fedlowrank.rounds.run import Run
@@ -374,7 +374,7 @@ def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, 
 
     Every client is evaluated alone, as over a network: in one batch with others its products may round otherwise.
     """
-    with threads(1), mock.patch.object(Evaluator, "_score_together", return_value=None):
+    with threads(1), mock.patch.object(ModelEvaluation, "_measure_in_one_pass", return_value=None):
         run = Run(made.build_method(made.default_method), made.federation(), made.run, Sequential())
         return run, [run.start(), *(run.step(lost_replies=r.lost) for r in records[1:])]
 
@@ -453,4 +453,4 @@ def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:
 
 def headline(record: RoundRecord) -> list[float | None]:
     assert record.is_evaluated
-    return record.values("accuracy", "test")
+    return record.values("accuracy", split="test")

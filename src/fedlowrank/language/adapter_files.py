@@ -35,6 +35,7 @@ def write_adapter(
     *,
     head: Mapping[str, Tensor] | None = None,
     whole: Mapping[str, Tensor] | None = None,
+    rows: Mapping[str, Tensor] | None = None,
     round: int | None = None,
     client: int | None = None,
 ) -> Path:
@@ -57,11 +58,13 @@ def write_adapter(
         digest: digest of the base's files (:func:`fedlowrank.storage.base_files.combine_file_digests`).
         head: all tensors of a classification head, by their names in the base.
         whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
+        rows: rows of new tokens, by their names in the file (:func:`.lora.new_tokens.name_rows`).
         round: round of the adapter, counted from 0.
         client: index of the client that owns the adapter; None for the server.
     """
     rank = max(1, *(pair.rank for pair in pairs.values()))
     tensors: Params = {PEFT_PREFIX + n: t for n, t in [*(head or {}).items(), *(whole or {}).items()]}
+    tensors |= rows or {}
     for name, pair in pairs.items():
         padded = zero_pad_pair(Pair(pair.b * scale, pair.a), rank)
         for path, value in layers[name].shape_parameters(padded).items():

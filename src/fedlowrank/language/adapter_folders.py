@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..storage.base_files import combine_file_digests, digest_base_files
 from . import adapter_files
 from .adapter_files import METADATA_FILE, merge_update, save_model
 from .base_model import LoadedBase
+from .lora.new_tokens import name_rows
 from .lora.peft_adapter import ADAPTER
 
 COMMON_BASE_FOLDER = "base"
@@ -38,6 +39,7 @@ class ModelParts:
         saved: parameters of further modules that are trained whole, by their names in the base.
         round: number of completed rounds.
         client: index of the client that owns the model; None for the server.
+        token_rows: rows of new tokens by layer; see :mod:`.lora.new_tokens`.
     """
 
     factors: Factors
@@ -46,6 +48,7 @@ class ModelParts:
     saved: Params
     round: int
     client: int | None
+    token_rows: Params = field(default_factory=dict)
 
     def compute_update(self, name: str, scale: float) -> Pair | Tensor:
         """Compute the total update of a layer's weight: the scaled factors plus the update of the base weight."""
@@ -111,7 +114,16 @@ class AdapterFolders:
             }
 
         head, saved = select(self._loaded.head), select(self._loaded.saved)
-        return ModelParts(factors, weight_updates, head, saved, round, client)
+        rows = {
+            layer: all_parameters[f"{name}.{ADAPTER}"]
+            for layer, name in name_rows(self._token_layers).items()
+        }
+        return ModelParts(factors, weight_updates, head, saved, round, client, rows)
+
+    @property
+    def _token_layers(self) -> Mapping[str, list[int]]:
+        """Ids of the tokens whose rows are trained, by layer."""
+        return self._model.peft_config[ADAPTER].trainable_token_indices or {}
 
     @property
     def lora(self) -> LoRA:
@@ -179,7 +191,7 @@ class AdapterFolders:
             updates = {n: model.compute_update(n, self._lora.scale) for n in model.factors}
         else:
             updates = {n: t.pair for n, t in parts.items()}
-        merged = self._merge_updates(updates, model.head | model.saved)
+        merged = self._merge_updates(updates, model.head | model.saved, model.token_rows)
         return save_model(folder, merged, self._loaded.tokenizer)
 
     def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
@@ -201,10 +213,20 @@ class AdapterFolders:
         )
         return [*written, adapter_folder]
 
-    def _merge_updates(self, updates: Mapping[str, Pair | Tensor], whole: Params | None = None) -> Any:
-        """Copy the base as it is in the files, add updates to its weights, and replace some modules."""
+    def _merge_updates(
+        self,
+        updates: Mapping[str, Pair | Tensor],
+        whole: Params | None = None,
+        token_rows: Params | None = None,
+    ) -> Any:
+        """Copy the base as it is in the files, add updates to its weights, and replace some modules and rows of tokens."""
         memory_updates = {n: self._convert_to_memory(n, update) for n, update in updates.items()}
-        return merge_update(self._model, self._lora.layers, memory_updates, whole)
+        merged = merge_update(self._model, self._lora.layers, memory_updates, whole)
+        with torch.no_grad():
+            for layer, rows in (token_rows or {}).items():
+                weight = merged.get_submodule(layer).weight
+                weight[self._token_layers[layer]] = rows.to(weight)
+        return merged
 
     def _convert_to_memory(self, name: str, update: Pair | Tensor) -> Pair | Tensor:
         """Convert an update of the weight in the files to an update of the weight in memory."""
@@ -234,10 +256,14 @@ class AdapterFolders:
             *(base or (self.base_name, self._loaded.digest)),
             head=model.head,
             whole=(whole or {}) | model.saved,
+            rows={name_rows(self._token_layers)[layer]: rows for layer, rows in model.token_rows.items()},
             round=model.round,
             client=model.client,
         )
         _add_metadata(folder, self._metadata)
+        if self._loaded.token_ids:
+            # the base's own tokenizer lacks the new tokens
+            self._loaded.tokenizer.save_pretrained(folder)
         return folder
 
 

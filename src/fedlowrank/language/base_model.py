@@ -19,6 +19,7 @@ from ..core.key import Key
 from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
 from ..storage.base_files import combine_file_digests, digest_base_files
+from .lora.new_tokens import add_tokens, check_new_tokens
 from .objectives.text_embeddings import return_hidden_states
 from .optional_packages import import_library, silence_library
 
@@ -49,6 +50,9 @@ class LanguageBase(CheckedFields):
             of the forward pass (:mod:`fedlowrank.models.stateless`).
         revision: branch, tag or commit of a model on the hub; None for its main branch.
         offline: never contact the hub; models downloaded before are loaded from the cache.
+        new_tokens: special tokens to add to the tokenizer, such as ``["<|im_start|>", "<|im_end|>"]``. Their rows of the
+            embedding and of the output layer are trained beside the factors, also those of tokens that the tokenizer
+            has already.
     """
 
     path: str
@@ -59,8 +63,10 @@ class LanguageBase(CheckedFields):
     gradient_checkpointing: bool = False
     revision: str | None = None
     offline: bool = False
+    new_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_new_tokens(self.new_tokens)
         if self.quantize not in (None, "4bit", "8bit"):
             raise ConfigError(f"Base.quantize: {self.quantize!r} is no choice; it is '4bit', '8bit' or None")
 
@@ -83,6 +89,7 @@ class LoadedBase:
             weights are missing in the files. Empty for a causal model.
         notes: warnings about changes that the settings do not ask for, each a sentence.
         saved: names of further modules that are trained whole, from ``lora.modules_to_save``.
+        token_ids: ids of ``language.new_tokens``.
     """
 
     model: Any
@@ -92,6 +99,7 @@ class LoadedBase:
     head: tuple[str, ...]
     notes: tuple[str, ...]
     saved: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     @cached_property
     def files(self) -> dict[str, str]:
@@ -179,6 +187,7 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         {*loading_info["missing_keys"], *(str(row[0]) for row in loading_info["mismatched_keys"])}
     )
     head, notes = _find_new_parts(model, base, new_weights)
+    token_ids = add_tokens(model, tokenizer, base.new_tokens) if base.new_tokens else ()
     notes += _ensure_padding_token(model, tokenizer, base)
     model.requires_grad_(False)
     model.eval()
@@ -199,7 +208,8 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         enable({"use_reentrant": False, "context_fn": keep_parameters_for_recomputation(model)})
         model.config.use_cache = False
     keep_in_float32(model, head)
-    return LoadedBase(model, tokenizer, base.path, _find_folder(source, settings), head, tuple(notes))
+    folder = _find_folder(source, settings)
+    return LoadedBase(model, tokenizer, base.path, folder, head, tuple(notes), token_ids=token_ids)
 
 
 def warn_slow_precision(dtype: str, autocast: str, device: str) -> None:

@@ -83,9 +83,10 @@ class LanguageSettings(LanguageBase):
         neftune: α of the noise that is added to embeddings in training; 0 for no noise.
         autocast: dtype of matrix products, bfloat16 or float16, for weights of any dtype; none uses the dtype of the
             weights.
-        trainer: own: this package takes the gradient steps; trl: TRL's ``SFTTrainer`` takes them; or ``module:function``: your
-            function, which makes a ``transformers.Trainer`` from a :class:`~fedlowrank.language.trl.trl_trainer.TrainingPass`.
-        trainer_args: fields of ``trl.SFTConfig`` for such a trainer, such as ``{optim = "adamw_8bit"}``.
+        trainer: own: this package takes the gradient steps; trl: TRL's ``SFTTrainer`` takes them, and of the loss dpo TRL's
+            ``DPOTrainer``; or ``module:function``: your function, which makes a ``transformers.Trainer`` from a
+            :class:`~fedlowrank.language.trl.training_pass.TrainingPass`.
+        trainer_args: fields of ``trl.SFTConfig`` or ``trl.DPOConfig`` for such a trainer, such as ``{optim = "adamw_8bit"}``.
         prompts: questions that the models of a simulation answer before the first and after the last round, for the report.
         answer_tokens: maximum number of tokens of such an answer.
     """
@@ -144,8 +145,10 @@ class Language:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Digest of each file that all machines need: the files of the base, and the weights of the start adapter."""
+        """Digest of what all machines need: the files of the base, the weights of the start adapter, and new tokens."""
         digests = dict(self.loaded.files)
+        if self.settings.new_tokens:
+            digests["language.new_tokens"] = digest_of(json.dumps(self.settings.new_tokens).encode())
         if self.start is not None:
             digests[f"start/{WEIGHTS_FILE}"] = digest_of((self.start / WEIGHTS_FILE).read_bytes())
         return digests
@@ -300,7 +303,19 @@ class Language:
         truncation = stored.get("truncation")
         task, prompt = self.settings.task, self.prompt_template if self.settings.task == "causal" else None
         rank, pad = stored.get("rank"), self.loaded.model.config.pad_token_id
-        card = CardModel(base, client, is_adapter, task, prompt, rank, truncation, whole, self.classes, pad)
+        card = CardModel(
+            base,
+            client,
+            is_adapter,
+            task,
+            prompt,
+            rank,
+            truncation,
+            whole,
+            self.classes,
+            pad,
+            bool(model.token_rows),
+        )
         (path / "README.md").write_text(format_card(card, facts))
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
@@ -396,7 +411,7 @@ def load_language_model(
     loaded = load_base(settings, classes, key / "base")
     if settings.packing:
         use_packed_attention(loaded.model)
-    if settings.neftune:
+    if settings.neftune and not settings.new_tokens:
         add_embedding_noise(loaded.model, settings.neftune)
     fields = dict(lora)
     start = fields.pop("start", None)
@@ -413,7 +428,10 @@ def load_language_model(
         loaded, saved=find_saved_modules(loaded.model, config.modules_to_save or (), loaded.head)
     )
     keep_in_float32(loaded.model, loaded.saved)
-    model = attach_adapter(loaded.model, config, key / "adapter", loaded.head, loaded.saved)
+    model = attach_adapter(loaded.model, config, key / "adapter", loaded.head, loaded.saved, loaded.token_ids)
+    if settings.neftune and settings.new_tokens:
+        # PEFT calls the layer around the embedding, and not the embedding
+        add_embedding_noise(loaded.model, settings.neftune)
     if folder is not None:
         load_start(model, folder)
     loaded.model.config.use_cache = False
@@ -422,6 +440,8 @@ def load_language_model(
 
 def _list_classes(texts: Texts) -> tuple[str, ...]:
     """List the class names in the order of their indices in ``tokenize``."""
+    if texts.kind not in ("classes", "token_classes"):
+        return texts.classes
     records = [record for part in texts.parts for record in part]
     labels = {record.label for record in records if isinstance(record, Labeled)}
     labels |= {label for record in records if isinstance(record, TokenLabeled) for label in record.labels}

@@ -25,7 +25,8 @@ from ..data.federation import Federation
 from ..engines import Sequential, Vectorized, Wire
 from ..engines.engine import ClientJob, Engine
 from ..linalg.matricize import sum_parts
-from ..results.scoring import ScoringPool, measure
+from ..results.evaluation.pools import ScoringPool
+from ..results.evaluation.scoring import measure_predictor
 from ..rounds.run import Run
 from ..rounds.run_settings import RunSettings
 from ..storage.checkpoint import load, save
@@ -352,7 +353,7 @@ def _mean_accuracy(run: Run) -> float:
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         predict = next(iter(run.local_model(info).predictors.values()))
         with torch.inference_mode():
-            accuracy = measure(predict, ScoringPool([data.train, data.val, data.test])).accuracy
+            accuracy = measure_predictor(predict, ScoringPool([data.train, data.val, data.test])).accuracy
         shares += [share for share in accuracy if share is not None]
     return sum(shares) / len(shares)
 

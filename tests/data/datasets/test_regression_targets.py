@@ -23,7 +23,8 @@ from fedlowrank.data.describe import count_classes, draw_class_counts, format_cl
 from fedlowrank.data.partitioning.partition import Iid, Natural
 from fedlowrank.data.partitioning.split import LocalSplit, Matched, OwnTest, TestShare, WholeTest
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.results.scoring import ScoringPool, measure
+from fedlowrank.results.evaluation.pools import ScoringPool
+from fedlowrank.results.evaluation.scoring import measure_predictor
 from tests.data.made_datasets import numbered
 
 KEY = Key((1,))
@@ -159,9 +160,11 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
         found = result.personal(k)
         assert np.allclose(found["weight"].numpy(), after, atol=1e-5)
         model = made.architectures["model"]
-        score = measure(lambda rows, p=found, m=model: m.apply(p, rows), ScoringPool([made.clients[k].test]))
-        assert score.accuracy == [None]
-        assert score.risk[0] == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
+        results = measure_predictor(
+            lambda rows, p=found, m=model: m.apply(p, rows), ScoringPool([made.clients[k].test])
+        )
+        assert results.accuracy == [None]
+        assert results.loss[0] == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
 
 
 # Synthetic regressions

@@ -19,7 +19,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.datasets.csv_table import Csv
 from fedlowrank.methods import FedAvg
-from fedlowrank.report.page import write_report
+from fedlowrank.report.formats.page import write_report
 from fedlowrank.results.records import RunRecord
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))

@@ -299,7 +299,7 @@ def test_the_card_says_what_was_trained_and_how_well(stored: Path, llama: Path, 
     best = min(
         (r for r in records if r.validation() == max(r.validation() for r in records)), key=lambda r: r.round
     )
-    values = [np.mean(np.array(r.values("loss", "test"), float)) for r in (records[-1], best)]
+    values = [np.mean(np.array(r.values("loss", split="test"), float)) for r in (records[-1], best)]
     assert f"| test loss | {values[0]:.4g} | {values[1]:.4g} |" in card
     assert "Privacy: none" in card
     assert "| torch | " in card

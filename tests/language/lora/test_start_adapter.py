@@ -299,3 +299,11 @@ def test_adapters_of_organizations_begin_at_their_mean(llama: Path, tmp_path: Pa
     layer = next(n for n in lora.layers if n.endswith("layers.0.self_attn.q_proj"))
     found = lora.layers[layer].read_pair(params).dense() * lora.scale
     torch.testing.assert_close(found, (updates[0] + updates[1]) / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_a_start_for_each_client_is_refused(llama: Path, tmp_path: Path) -> None:
+    tables: Any = {"language": {"path": str(llama)}, "lora": {"start": ["one", "two"]}}
+    with pytest.raises(ConfigError, match=r"start.*one adapter is the start of all clients"):
+        ExperimentConfig.parse(
+            {"name": "start", "method": "fedit", "data": {"source": "text", "path": "x"}, **tables}
+        )

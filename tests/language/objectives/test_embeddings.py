@@ -152,9 +152,9 @@ def test_an_evaluation_compares_consecutive_batches_of_32(llama: Path, tmp_path:
         found = [loss_by_hand(model, part, 0.2) for part in parts]
     loss = (32 * float(found[0][0]) + 8 * float(found[1][0])) / 40
     nearest = [right for _, of in found for right in of]
-    assert record.by_client("loss", "test")[0] == pytest.approx(loss, rel=1e-4)
-    assert record.by_client("retrieval_accuracy", "test")[0] == pytest.approx(sum(nearest) / 40)
-    assert set(record.by_client("accuracy", "test").values()) <= {None}
+    assert record.by_client("loss", split="test")[0] == pytest.approx(loss, rel=1e-4)
+    assert record.by_client("retrieval_accuracy", split="test")[0] == pytest.approx(sum(nearest) / 40)
+    assert set(record.by_client("accuracy", split="test").values()) <= {None}
 
 
 @pytest.mark.parametrize("method", ["fedit", "fedhl", "hetlora", "flexlora", "ditto"])

@@ -162,7 +162,7 @@ def test_the_reference_is_the_adapter_that_training_starts_from(llama: Path, tmp
             without = [total for total, _ in pair_by_hand(model, x, 0)]
     torch.testing.assert_close(x["reference"][:4], torch.tensor(by_hand), rtol=1e-4, atol=1e-4)
     assert (x["reference"][0] - torch.tensor(without)).abs().max() > 0.01
-    assert run.start().mean("test", "loss") == pytest.approx(math.log(2), rel=1e-3)
+    assert run.start().mean("loss", split="test") == pytest.approx(math.log(2), rel=1e-3)
 
 
 def test_scores_of_a_gpu_are_those_of_a_cpu(
@@ -182,9 +182,9 @@ def test_scores_of_a_gpu_are_those_of_a_cpu(
 
 def test_the_loss_before_training_is_log_2_and_no_pair_is_in_order(llama: Path, tmp_path: Path) -> None:
     record = run_of(make_preference_tables(llama, tmp_path, DPO), steps=0).start()
-    assert record.mean("test", "loss") == pytest.approx(math.log(2), rel=1e-4)
+    assert record.mean("loss", split="test") == pytest.approx(math.log(2), rel=1e-4)
     # of equal implicit rewards no response is preferred
-    assert record.mean("test", "pair_accuracy") == 0.0
+    assert record.mean("pair_accuracy", split="test") == 0.0
 
 
 @pytest.mark.parametrize("loss", [DPO, ORPO])
@@ -237,10 +237,10 @@ def test_an_evaluation_is_the_mean_over_pairs_and_the_share_in_order(
                 right.append(bool(chosen - a > rejected - b))
             else:
                 right.append(bool(chosen / n > rejected / m))
-    assert record.by_client("loss", "test")[0] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    assert record.by_client("pair_accuracy", "test")[0] == pytest.approx(sum(right) / len(right))
-    assert set(record.by_client("accuracy", "test").values()) <= {None}
-    mean = record.mean("val", "loss")
+    assert record.by_client("loss", split="test")[0] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert record.by_client("pair_accuracy", split="test")[0] == pytest.approx(sum(right) / len(right))
+    assert set(record.by_client("accuracy", split="test").values()) <= {None}
+    mean = record.mean("loss", split="val")
     assert mean is not None
     assert record.validation() == pytest.approx(-mean)
 
@@ -327,8 +327,8 @@ def test_methods_learn_preferences(llama: Path, tmp_path: Path, loss: dict[str, 
     run = run_of(
         make_preference_tables(llama, tmp_path, loss, method=method, lora=ranks, defaults=optimizer), steps=0
     )
-    before = run.start().mean("test", "loss")
-    after = [run.step() for _ in range(2)][-1].mean("test", "loss")
+    before = run.start().mean("loss", split="test")
+    after = [run.step() for _ in range(2)][-1].mean("loss", split="test")
     assert before is not None
     assert after is not None
     assert after < before - 0.005

@@ -18,8 +18,8 @@ def test_a_record_has_a_loss_and_the_share_of_tokens_but_no_accuracy(llama: Path
     record = run.step()
     info = run.federation.infos[0]
     test = run.federation.clients[0].test
-    found = record.by_client("token_accuracy", "test")[0]
-    assert set(record.by_client("accuracy", "test").values()) <= {None}
+    found = record.by_client("token_accuracy", split="test")[0]
+    assert set(record.by_client("accuracy", split="test").values()) <= {None}
     made = run.local_model(info)
     predict = next(iter(made.predictors.values()))
     with torch.no_grad():
@@ -29,7 +29,7 @@ def test_a_record_has_a_loss_and_the_share_of_tokens_but_no_accuracy(llama: Path
     right = (scores.argmax(-1) == targets)[counted].float().mean()
     assert found == pytest.approx(float(right))
     loss = functional.cross_entropy(scores[counted], targets[counted])
-    assert record.by_client("loss", "test")[0] == pytest.approx(float(loss), rel=1e-4)
+    assert record.by_client("loss", split="test")[0] == pytest.approx(float(loss), rel=1e-4)
 
 
 def test_validation_is_minus_the_loss(llama: Path, tmp_path: Path) -> None:
@@ -37,6 +37,6 @@ def test_validation_is_minus_the_loss(llama: Path, tmp_path: Path) -> None:
     tables["split"] = {"kind": "local", "train": 0.6, "val": 0.2, "test": 0.2}
     run = run_rounds(tables)
     record = run.step()
-    mean = record.mean("val", "loss")
+    mean = record.mean("loss", split="val")
     assert mean is not None
     assert record.validation() == pytest.approx(-mean)

@@ -40,9 +40,9 @@ def test_methods_of_each_form_fine_tune_a_causal_model(method: str, llama: Path,
     ranks = {"ranks": [2]} if method in EQUAL_RANKS else {}
     run = run_rounds(make_causal_tables(llama, tmp_path, method=method, lora=ranks, run={"rounds": 3}), 0)
     base = {n: p.clone() for n, p in language_of_run(run).model.named_parameters()}
-    before = run.start().values("loss", "val")
+    before = run.start().values("loss", split="val")
     for _ in range(3):
-        after = run.step().values("loss", "val")
+        after = run.step().values("loss", split="val")
     # the mean loss of the headline series falls: the adapters learn although nothing else is trained
     assert sum(after) < sum(before) - 0.01
     for name, p in language_of_run(run).model.named_parameters():
@@ -226,7 +226,7 @@ def test_the_best_round_is_kept(llama: Path, tmp_path: Path) -> None:
 def test_the_paper_s_scores_stand_in_the_report(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedlowrank.report.page.draw_all", lambda groups, styles: [])
+    monkeypatch.setattr("fedlowrank.report.formats.page.draw_all", lambda groups, styles: [])
     paper = {"label": "Table IV", "metric": "Rouge-L, in percent", "score": {"fedhl": 32.65, "flora": 32.28}}
     file = write_toml(
         make_causal_tables(llama, tmp_path, run={"rounds": 1}, reference=paper), tmp_path / "e.toml"

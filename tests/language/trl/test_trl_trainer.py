@@ -17,10 +17,10 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.trl.trl_trainer import TrainingPass, make_sft_trainer
+from fedlowrank.language.trl.trainer_factories import make_sft_trainer
+from fedlowrank.language.trl.training_pass import TrainingPass
 from fedlowrank.models.architecture import build_module
 from tests.language.text_experiments import make_causal_tables, run_rounds
-from tests.language.text_experiments import make_preference_tables as preference_tables
 
 torch.set_num_threads(1)
 pytest.importorskip("trl")
@@ -177,13 +177,6 @@ def test_what_a_trainer_cannot_do_is_refused(name: str, llama: Path, tmp_path: P
         pytest.skip("there is an accelerator")
     with pytest.raises((ConfigError, TaskError), match=words):
         run_rounds(tables)
-
-
-def test_pairs_are_refused(llama: Path, tmp_path: Path) -> None:
-    tables = preference_tables(llama, tmp_path, {"kind": "dpo"})
-    tables["language"]["trainer"] = "trl"
-    with pytest.raises(TaskError, match="next token alone"):
-        run_rounds(tables, 1)
 
 
 def make_nothing(given: TrainingPass) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -95,13 +95,7 @@ class Csv(CheckedFields):
                 message names the column and the row.
         """
         tables = [self._read(path) for path in (self.path, self.test) if path is not None]
-        features = self.features or tuple(
-            str(name) for name in tables[0].columns if name not in (self.label, self.client)
-        )
-        if not features or self.label in features or self.client in features:
-            raise DataError(
-                f"{self.path!r}: features must be columns besides label and client, not {features}."
-            )
+        features = self._choose_features(tables[0])
         for table in tables:
             self._check_columns(table, features)
         notes: tuple[str, ...] = ()
@@ -139,6 +133,56 @@ class Csv(CheckedFields):
             columns=columns,
         )
 
+    def load_with_rows(self, path: str) -> tuple[TableDataset, tuple[str, ...] | None]:
+        """The training part, with the rows of another file as its test part, encoded as the training part is.
+
+        Args:
+            path: a file with the columns of the inputs, matched by name; further columns are not read.
+
+        Returns:
+            The data set, whose test part has targets that mean nothing; and the client of each row, None if the file
+            does not have the column ``client``.
+
+        Raises:
+            DataError: if the file lacks a column or has an empty cell or a category that the training part lacks.
+        """
+        train, rows = self._read(self.path), self._read(path)
+        features = self._choose_features(train)
+        self._check_columns(train, features)
+        if missing := [name for name in features if name not in rows.columns]:
+            raise DataError(
+                f"{rows.attrs['path']!r} lacks the columns {_join_names(list(map(repr, missing)))}; the models take "
+                f"{_join_names(list(map(repr, features)))}. {did_you_mean(missing[0], map(str, rows.columns))}"
+            )
+        refuse = replace(self, missing="mean" if self.missing == "mean" else "refuse")
+        refuse._check_cells(rows, features, ())
+        if self.missing == "drop":
+            train = train.dropna(subset=list(features)).reset_index(drop=True)
+        # of the test part, messages name the file
+        encode = replace(self, test=path)._encode
+        encoded = [encode(name, [train[name], rows[name]]) for name in features]
+        inputs = [torch.cat([values[k] for values, _ in encoded], dim=1) for k in range(2)]
+        columns = tuple(column for _, names in encoded for column in names)
+        (y,), classes = self._convert_targets([train[self.label]])
+        test = Examples(inputs[1], torch.zeros(len(rows), *y.shape[1:], dtype=y.dtype))
+        wide = _find_wide_columns([train, rows], columns)
+        name = Path(self.path).name.split(".")[0]
+        clients = tuple(map(str, rows[self.client])) if self.client in rows.columns else None
+        return TableDataset(
+            name, Examples(inputs[0], y), test, classes, wide_columns=wide, columns=columns
+        ), clients
+
+    def _choose_features(self, table: DataFrame) -> tuple[str, ...]:
+        """The columns of the inputs."""
+        features = self.features or tuple(
+            str(name) for name in table.columns if name not in (self.label, self.client)
+        )
+        if not features or self.label in features or self.client in features:
+            raise DataError(
+                f"{self.path!r}: features must be columns besides label and client, not {features}."
+            )
+        return features
+
     def _read(self, path: str) -> DataFrame:
         return _read_table(path, self.decimal, self.separator, self.client)
 
@@ -148,7 +192,11 @@ class Csv(CheckedFields):
             if name is not None and name not in table.columns:
                 hint = did_you_mean(name, map(str, table.columns))
                 raise DataError(f"{where} has no column {name!r}. {hint}")
-        required = [name for name in (self.label, self.client) if name is not None]
+        self._check_cells(table, features, [name for name in (self.label, self.client) if name is not None])
+
+    def _check_cells(self, table: DataFrame, features: Sequence[str], required: Sequence[str]) -> None:
+        """Refuse cells of features and required columns that are empty, infinite or hold several values."""
+        where = f"{table.attrs['path']!r}"
         for name in [*required, *(features if self.missing == "refuse" else ())]:
             if (empty := table[name].isna()).any():
                 row = int(np.flatnonzero(empty)[0]) + 1
@@ -167,7 +215,7 @@ class Csv(CheckedFields):
                 )
         for name in features:
             _refuse_lists(table[name], where)
-        for name in (self.label, *features):
+        for name in (*required, *features):
             _refuse_infinities(table[name], where)
 
     def _read_cell(self, path: str, name: str, row: int) -> str:

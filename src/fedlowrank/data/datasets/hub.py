@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import DataError
-from ..download.data_files import expand_path
+from ..download.data_files import expand_path, explain_missing
 
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
 
@@ -37,7 +37,7 @@ def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> 
     where = Path(text)
     # A misspelt path must not be looked up on the hub.
     if not where.exists() and (where.is_absolute() or path.startswith((".", "~", "$"))):
-        raise DataError(f"{text!r} does not exist.")
+        raise DataError(explain_missing(where))
     try:
         if where.is_file():
             # the library itself unpacks .gz

@@ -15,7 +15,7 @@ from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import DataError
 from ..dataset import Dataset, Examples
-from ..download.data_files import expand_path
+from ..download.data_files import expand_path, explain_missing
 from ..text.table import read_file
 from .leaf import read_leaf
 
@@ -141,7 +141,7 @@ def _read_sqlite(file: Path, split: str) -> Roles:
     query = f"SELECT {columns} FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
     roles: Roles = {}
     if not file.is_file():
-        raise DataError(f"{str(file)!r} does not exist. `fedlowrank data get shakespeare` makes it.")
+        raise DataError(f"{explain_missing(file)} `fedlowrank data get shakespeare` makes it.")
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as database:
             for client, message in database.execute(query, (split,)):

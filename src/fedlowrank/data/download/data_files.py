@@ -18,10 +18,19 @@ def expand_path(path: str) -> str:
     return text
 
 
+def explain_missing(path: Path) -> str:
+    """Say that nothing is at a path, with the absolute path that was looked for, and where a relative one begins."""
+    return f"{str(path.absolute())!r} does not exist.{_explain_beginning(path)}"
+
+
+def _explain_beginning(path: Path) -> str:
+    return "" if path.is_absolute() else f" The relative path {str(path)!r} begins at the working folder."
+
+
 def check_file(file: Path) -> None:
     """Refuse a path that is no file, with the absolute path that was looked for."""
     if not file.exists():
-        raise DataError(f"there is no file {str(file.absolute())!r}.")
+        raise DataError(f"there is no file {str(file.absolute())!r}.{_explain_beginning(file)}")
     if file.is_dir():
         raise DataError(f"{str(file.absolute())!r} is a folder, not a file.")
 
@@ -30,8 +39,9 @@ def check_folder(path: str) -> Path:
     """The folder at a path, which must exist."""
     folder = Path(expand_path(path))
     if not folder.is_dir():
-        problem = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"the folder {str(folder)!r} {problem}.")
+        if not folder.exists():
+            raise DataError(f"the folder {explain_missing(folder)}")
+        raise DataError(f"{str(folder.absolute())!r} is a file, not a folder.")
     return folder
 
 

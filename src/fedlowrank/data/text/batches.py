@@ -12,6 +12,10 @@ WIDTH_MULTIPLE = 8
 """The width of a batch is a multiple of this number of tokens, for fewer shapes and aligned memory."""
 
 
+_LARGE_MASK = 1 << 22
+"""Largest number of entries of a mask that are measured at once."""
+
+
 def draw_length_buckets(lengths: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
     """Batches of one epoch with examples of similar length.
 
@@ -51,6 +55,10 @@ def trim_padding(x: dict[str, Tensor], y: Tensor) -> tuple[dict[str, Tensor], Te
 def measure_lengths(mask: Tensor) -> Tensor:
     """Position after the last token of each example, int64 [...], of an attention mask [..., T]."""
     positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
+    if mask.ndim > 1 and mask.numel() > _LARGE_MASK:
+        # a temporary of the mask's size would not fit beside tokens on disk
+        rows = max(1, _LARGE_MASK // mask[0].numel())
+        return torch.cat([(part != 0).mul(positions).amax(-1) for part in mask.split(rows)])
     return (mask != 0).mul(positions).amax(-1)
 
 

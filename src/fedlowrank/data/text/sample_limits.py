@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from ...core.errors import DataError
@@ -56,27 +56,28 @@ class LengthLimit(NamedTuple):
 
 def fit_samples(
     where: str,
-    drafts: Sequence[Draft],
+    drafts: Iterable[Draft],
     limit: LengthLimit,
     drop_turns: Callable[[int], Sample] | None,
     notes: list[str],
-) -> list[Sample | None]:
-    """Shorten samples to the context; those without a token left to learn are None.
+) -> Iterator[Sample | None]:
+    """Shorten samples to the context, one after another; those without a token left to learn are None.
 
     Args:
         where: name of the data, for messages.
-        drafts: samples of any length.
+        drafts: samples of any length, read once.
         limit: the context and what to do.
         drop_turns: gives sample ``i`` without its oldest turns; None for samples that have no turns.
-        notes: gets the numbers of samples that were shortened or dropped, in all and by client.
+        notes: gets the numbers of samples that were shortened or dropped, in all and by client, after the last sample.
 
     Raises:
         DataError: if a sample is too long and ``truncate`` is ``refuse``, or nothing is left to learn.
     """
-    samples: list[Sample | None] = []
+    count = 0
     shortened: Counter[str | None] = Counter()
     dropped: Counter[str | None] = Counter()
     for i, draft in enumerate(drafts):
+        count = i + 1
         sample, first, last, context = draft.sample, draft.first, draft.last, limit.context
         if len(sample.ids) > context:
             if limit.truncate == "refuse":
@@ -93,11 +94,10 @@ def fit_samples(
         # Nothing predicts the first token of a sample.
         has_response = max(first, low + 1) < min(last, high)
         if has_response and any(label != IGNORE_INDEX for label in sample.labels[low + 1 : high]):
-            samples.append(Sample(sample.ids[low:high], sample.labels[low:high], sample.record))
+            yield Sample(sample.ids[low:high], sample.labels[low:high], sample.record)
         else:
             dropped[draft.client] += 1
-            samples.append(None)
-    count = len(drafts)
+            yield None
     if shortened:
         notes.append(
             f"{where}: {shortened.total()} of {count} samples are longer than {limit.context} tokens and "
@@ -112,7 +112,6 @@ def fit_samples(
         raise DataError(
             f"{where}: within {limit.context} tokens no sample has a token of its response. Raise context."
         )
-    return samples
 
 
 def _format_counts(counts: Counter[str | None]) -> str:

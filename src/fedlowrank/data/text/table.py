@@ -11,13 +11,17 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from ...core.errors import DataError, did_you_mean
 from ...core.io.text import explain_encoding
 from ..datasets.hub import open_dataset
-from ..download.data_files import expand_path
+from ..download.data_files import expand_path, explain_missing
+from .on_disk.lazy_records import LineRows, RecentRows
 
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)")
 _LINE_ENDINGS = (".jsonl", ".jsonl.gz")
@@ -38,18 +42,33 @@ class Table:
     source: str
     rows: Sequence[Mapping[str, Any]]
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    lines: Sequence[int] = ()
+    lines: Sequence[int] | np.ndarray = ()
+
+    @cached_property
+    def _columns(self) -> tuple[set[str], set[str]]:
+        """Columns that a row has, and those with a value, found in one pass over the rows."""
+        known: set[str] = set()
+        filled: set[str] = set()
+        for row in self.rows:
+            known.update(row)
+            filled.update(name for name, value in row.items() if value is not None)
+        return known, filled
+
+    @property
+    def columns_with_values(self) -> set[str]:
+        """Columns that have a value in some row."""
+        return self._columns[1]
 
     def place(self, i: int) -> str:
         """Source and number of row ``i``, for messages."""
-        number = f"line {self.lines[i]}" if self.lines else f"row {i + 1}"
+        number = f"line {self.lines[i]}" if len(self.lines) else f"row {i + 1}"
         return f"{self.source!r}, {number}"
 
     def require(self, *columns: str | None) -> None:
         """Reject a table without rows, or without one of these columns in any row."""
-        if not self.rows:
+        if not len(self.rows):
             raise DataError(f"{self.source!r} holds no rows.")
-        known = {name for row in self.rows for name in row}
+        known = self._columns[0]
         for column in columns:
             if column is not None and column not in known:
                 raise DataError(f"{self.source!r} has no column {column!r}. {did_you_mean(column, known)}")
@@ -97,8 +116,10 @@ def read_file(path: str | Path) -> Table:
         DataError: if it is missing, damaged or of another kind; the message names the line.
     """
     file = Path(expand_path(str(path)))
+    if not file.exists():
+        raise DataError(explain_missing(file))
     if not file.is_file():
-        raise DataError(f"{str(file)!r} {'is no file' if file.exists() else 'does not exist'}.")
+        raise DataError(f"{str(file)!r} is no file.")
     if not file.name.endswith(_ENDINGS):
         raise DataError(f"{str(file)!r} ends in none of {', '.join(_ENDINGS)}.")
     if file.name.endswith(_LINE_ENDINGS):
@@ -113,7 +134,7 @@ def read_text(path: str) -> str:
         return stream.read()
 
 
-def read_split(path: str, name: str | None, split: str, cache: str | None) -> Table:
+def read_split(path: str, name: str | None, split: str, cache: str | None, on_disk: bool = False) -> Table:
     """Read a split of a data set with the library ``datasets``.
 
     Args:
@@ -121,26 +142,46 @@ def read_split(path: str, name: str | None, split: str, cache: str | None) -> Ta
         name: configuration of the data set, for those that have several.
         split: name of the split; a data set saved without splits is the split ``train``.
         cache: folder of the library's cache, or None for its usual one.
+        on_disk: leave the rows in the library's memory-mapped files.
     """
     library, opened = open_dataset(path, name, cache, "language")
-    return _make_table(library, opened, path, split)
+    return _make_table(library, opened, path, split, on_disk)
 
 
-def read_data_file(path: str, cache: str | None) -> Table:
+def read_data_file(path: str, cache: str | None, on_disk: bool = False) -> Table:
     """Read a file: parquet with the library ``datasets``; JSON, JSON lines and CSV as they are, also with ``.gz``.
 
     The library guesses: of texts that look like dates, numbers, truth values or nothing (``NA``) it makes those.
+
+    Args:
+        path: the file.
+        cache: folder of the library's cache, or None for its usual one.
+        on_disk: read each row at its access; for ``.jsonl`` and ``.parquet`` alone.
+
+    Raises:
+        DataError: if the file is missing, damaged or of another kind.
     """
     ending = Path(path.removesuffix(".gz")).suffix
+    if on_disk and not path.endswith((".jsonl", ".parquet")):
+        raise DataError(
+            f"data.on_disk reads .jsonl and .parquet files without compression, and {path!r} is none. Convert it, or leave "
+            "on_disk out"
+        )
+    if on_disk and ending == ".jsonl":
+        file = Path(expand_path(path))
+        if not file.is_file():
+            raise DataError(explain_missing(file))
+        rows = LineRows(file, lambda line, where: _check_object(_parse(line, where), where))
+        return Table(str(file), RecentRows(rows), lines=rows.lines)
     if ending in (".json", ".jsonl"):
         return read_file(path)
     if ending in (".csv", ".tsv"):
         return _read_csv(Path(expand_path(path)), "\t" if ending == ".tsv" else ",")
     library, opened = open_dataset(path, None, cache, "language")
-    return replace(_make_table(library, opened, path, "train"), source=expand_path(path))
+    return replace(_make_table(library, opened, path, "train", on_disk), source=expand_path(path))
 
 
-def _make_table(library: Any, opened: Any, path: str, split: str) -> Table:
+def _make_table(library: Any, opened: Any, path: str, split: str, on_disk: bool) -> Table:
     splits = {"train": opened} if isinstance(opened, library.Dataset) else dict(opened)
     if split not in splits:
         raise DataError(f"{path!r} has no split {split!r}. {did_you_mean(split, splits)}")
@@ -149,7 +190,7 @@ def _make_table(library: Any, opened: Any, path: str, split: str) -> Table:
     items = {column: getattr(kind, "feature", kind) for column, kind in part.features.items()}
     kinds = {column: kind for column, kind in items.items() if isinstance(kind, library.ClassLabel)}
     classes = {column: tuple(kind.names) for column, kind in kinds.items()}
-    return Table(f"{expand_path(path)} ({split})", part.to_list(), classes)
+    return Table(f"{expand_path(path)} ({split})", RecentRows(part) if on_disk else part.to_list(), classes)
 
 
 @contextmanager

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
 
 from ...core.errors import ConfigError, DataError
 from ...core.key import Key
+from .on_disk.lazy_records import LazyList
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ class Texts:
         notes: warnings for the reader of results, e.g. how many records were dropped.
         format: of instructions: the format that the rows call for, which ``auto`` selects
             (:func:`.text_formats.render_instruction`); None for ``alpaca``.
+        folder: where the tokens are stored in memory-mapped files; None for tokens in memory.
     """
 
     name: str
@@ -168,6 +173,7 @@ class Texts:
     classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     format: Literal["verbatim", "none"] | None = None
+    folder: Path | None = None
 
     @property
     def parts(self) -> list[Records]:
@@ -199,10 +205,17 @@ def hold_out(records: Sequence[T], share: float, key: Key) -> tuple[list[T], lis
         DataError: if no record would be left to train on.
     """
     if share == 0:
-        return list(records), None
+        same: Any = records if isinstance(records, LazyList) else list(records)
+        return same, None
     size = max(1, round(share * len(records)))
     if size >= len(records):
         raise DataError(f"{len(records)} records cannot spare {size} for the test. Lower test_share.")
-    chosen = set((key / "test").numpy().permutation(len(records))[:size].tolist())
+    places = (key / "test").numpy().permutation(len(records))[:size]
+    if isinstance(records, LazyList):
+        is_test = np.zeros(len(records), dtype=bool)
+        is_test[places] = True
+        lazy_parts: Any = records.select(np.flatnonzero(~is_test)), records.select(np.flatnonzero(is_test))
+        return lazy_parts[0], lazy_parts[1]
+    chosen = set(places.tolist())
     train = [record for i, record in enumerate(records) if i not in chosen]
     return train, [record for i, record in enumerate(records) if i in chosen]

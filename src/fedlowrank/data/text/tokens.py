@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from ...core.learning.losses import IGNORE_INDEX
 from ..dataset import Dataset, Examples
 from .chat.chat_template import ChatTemplate, LossOn, SystemRole
 from .label_tokens import tokenize_labeled, tokenize_pairs, tokenize_words
+from .on_disk.token_file import TokenFile
 from .packing import Sample, pack_sequences
 from .sample_limits import Draft, LengthLimit, Truncate, fit_samples
 from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, split_parts
@@ -49,6 +50,9 @@ class TextSettings:
     def __post_init__(self) -> None:
         check_minimum("context", self.context, 2)
 
+
+_CHUNK_RECORDS = 1024
+"""Instructions that are tokenized at once."""
 
 DEFAULT_SETTINGS = TextSettings()
 """Instructions in the format of Alpaca, at most 512 tokens, loss on the response."""
@@ -102,6 +106,11 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT_SETT
             kind, "have class labels"
         )
         raise ConfigError(f"packing is for instructions; these texts {description}. Set packing to false.")
+    if texts.folder is not None and (settings.packing or kind not in ("instructions", "conversations")):
+        problem = "language.packing" if settings.packing else f"rows of the kind {kind!r}"
+        raise ConfigError(
+            f"data.on_disk is for instructions, conversations and plain texts, and not for {problem}. Leave it out"
+        )
     if kind == "classes":
         return tokenize_labeled(texts, tokenizer, settings.context)
     if kind == "pairs":
@@ -119,9 +128,17 @@ def _tokenize_causal(texts: Texts, tokenizer: Any, settings: TextSettings) -> Da
     settings = replace(settings, format=choose_format(texts, settings.format))
     strata, strata_names = number_strata(texts.name, texts.parts)
     natural, clients = number_clients(texts.parts)
+    if texts.folder is not None:
+        files = [
+            TokenFile(_make_samples(where, records, tokenizer, settings, notes), texts.folder)
+            for _, where, records in _name_parts(texts)
+        ]
+        width = max(file.width for file in files)
+        mapped: list[Examples] = [file.pad(width, pad) for file in files]
+        numbers = [file.records for file in files]
+        return _make_dataset(texts, mapped, numbers, (strata, strata_names), (natural, clients), notes)
     parts: list[list[list[Sample]]] = []
-    for name, records in zip(("training", "test"), texts.parts, strict=False):
-        where = f"{name} part of {texts.name!r}"
+    for name, where, records in _name_parts(texts):
         columns = _make_columns(where, records, tokenizer, settings, notes)
         if settings.packing:
             (samples,) = columns
@@ -131,20 +148,47 @@ def _tokenize_causal(texts: Texts, tokenizer: Any, settings: TextSettings) -> Da
         parts.append(columns)
     width = max(len(sample.ids) for columns in parts for samples in columns for sample in samples)
     examples = [_make_examples(columns, width, pad, packed=settings.packing) for columns in parts]
-    record_numbers = [[sample.record for sample in columns[0]] for columns in parts]
-    strata, natural = (
+    record_numbers = [torch.tensor([sample.record for sample in columns[0]]) for columns in parts]
+    return _make_dataset(texts, examples, record_numbers, (strata, strata_names), (natural, clients), notes)
+
+
+def _name_parts(texts: Texts) -> Iterator[tuple[str, str, Sequence[Record]]]:
+    """The parts of texts: the name, the name with the source, and the records."""
+    for name, records in zip(("training", "test"), texts.parts, strict=False):
+        yield name, f"{name} part of {texts.name!r}", records
+
+
+def _make_dataset(
+    texts: Texts,
+    examples: Sequence[Examples],
+    record_numbers: Sequence[Tensor],
+    strata: tuple[Sequence[Tensor | None], tuple[str, ...]],
+    natural: tuple[Sequence[Tensor | None], tuple[str, ...]],
+    notes: Sequence[str],
+) -> Dataset:
+    """Make the data set of the examples of each part, and of the numbers of their records.
+
+    Args:
+        texts: the records.
+        examples: examples of each part.
+        record_numbers: number of the record of each example, int64 [n], of each part.
+        strata: category number of each record of each part, and the names of the categories.
+        natural: client number of each record of each part, and the names of the clients.
+        notes: warnings for the reader of results.
+    """
+    strata_of_examples, clients_of_examples = (
         [None if v is None else v[index] for v, index in zip(values, record_numbers, strict=True)]
-        for values in (strata, natural)
+        for values, _ in (strata, natural)
     )
     return Dataset(
         texts.name,
         *split_parts(examples),
         (),
-        *split_parts(natural),
-        *split_parts(strata),
-        strata_names,
+        *split_parts(clients_of_examples),
+        *split_parts(strata_of_examples),
+        strata[1],
         tuple(notes),
-        clients,
+        natural[1],
     )
 
 
@@ -156,11 +200,13 @@ def _make_columns(
         samples = _make_samples(where, records, tokenizer, settings, notes)
         return [[sample for sample in samples if sample is not None]]
     pairs = [record for record in records if isinstance(record, Preference)]
-    chosen = _make_samples(
-        f"chosen responses, {where}", [p.chosen for p in pairs], tokenizer, settings, notes
-    )
-    rejected = _make_samples(
-        f"rejected responses, {where}", [p.rejected for p in pairs], tokenizer, settings, notes
+    chosen, rejected = (
+        list(
+            _make_samples(
+                f"{side} responses, {where}", [getattr(p, side) for p in pairs], tokenizer, settings, notes
+            )
+        )
+        for side in ("chosen", "rejected")
     )
     both = [(a, b) for a, b in zip(chosen, rejected, strict=True) if a is not None and b is not None]
     if not both:
@@ -201,29 +247,11 @@ def _pack_groups(samples: Sequence[Sample], records: Sequence[Record], context: 
 
 def _make_samples(
     where: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
-) -> list[Sample | None]:
-    """Tokens and labels of each record, truncated; None of those with nothing to learn."""
+) -> Iterator[Sample | None]:
+    """Tokens and labels of each record, truncated, one after another; None of those with nothing to learn."""
     limit = LengthLimit(settings.context, settings.truncate)
-    talks = [record for record in records if isinstance(record, Conversation)]
-    if talks:
-        chat = ChatTemplate(tokenizer, settings.loss_on, settings.system)
-        drafts = [_draft_conversation(chat, talk, i) for i, talk in enumerate(talks)]
-        endless = sum(not chat.has_end(draft.sample) for draft in drafts)
-        if endless and settings.loss_on != "all":
-            notes.append(
-                f"{where}: in {endless} of {len(drafts)} conversations no special token ends the last answer, so "
-                "a model does not learn where to stop: check the chat template"
-            )
-
-        if chat.unread_keys:
-            notes.append(
-                f"{where}: the chat template reads no {', '.join(map(repr, chat.unread_keys))} of the messages"
-            )
-
-        def drop_turns(i: int) -> Sample:
-            return chat.fit_turns(talks[i], settings.context, i)
-
-        return fit_samples(where, drafts, limit, drop_turns, notes)
+    if isinstance(records[0], Conversation):
+        return _make_talks(where, records, tokenizer, settings, limit, notes)
     if settings.truncate == "turns":
         raise ConfigError(
             "truncate = 'turns' leaves out turns of conversations, and these rows have none. Set it to 'right', "
@@ -239,10 +267,40 @@ def _make_samples(
             "loss_on = 'last' is for conversations, and these rows have no turns. Set loss_on to 'response' or "
             "'all'."
         )
-    instructions = [record for record in records if isinstance(record, Instruction)]
-    return fit_samples(
-        where, _draft_instructions(where, instructions, tokenizer, settings), limit, None, notes
-    )
+    return fit_samples(where, _draft_instructions(where, records, tokenizer, settings), limit, None, notes)
+
+
+def _make_talks(
+    where: str,
+    records: Sequence[Any],
+    tokenizer: Any,
+    settings: TextSettings,
+    limit: LengthLimit,
+    notes: list[str],
+) -> Iterator[Sample | None]:
+    """Tokens and labels of each conversation, truncated; see :func:`_make_samples`."""
+    chat, endless = ChatTemplate(tokenizer, settings.loss_on, settings.system), 0
+
+    def draft_all() -> Iterator[Draft]:
+        nonlocal endless
+        for i, talk in enumerate(records):
+            draft = _draft_conversation(chat, talk, i)
+            endless += not chat.has_end(draft.sample)
+            yield draft
+        if endless and settings.loss_on != "all":
+            notes.append(
+                f"{where}: in {endless} of {len(records)} conversations no special token ends the last answer, so "
+                "a model does not learn where to stop: check the chat template"
+            )
+        if chat.unread_keys:
+            notes.append(
+                f"{where}: the chat template reads no {', '.join(map(repr, chat.unread_keys))} of the messages"
+            )
+
+    def drop_turns(i: int) -> Sample:
+        return chat.fit_turns(records[i], settings.context, i)
+
+    return fit_samples(where, draft_all(), limit, drop_turns, notes)
 
 
 def _draft_conversation(chat: ChatTemplate, conversation: Conversation, record: int) -> Draft:
@@ -251,26 +309,29 @@ def _draft_conversation(chat: ChatTemplate, conversation: Conversation, record: 
 
 
 def _draft_instructions(
-    where: str, records: Sequence[Instruction], tokenizer: Any, settings: TextSettings
-) -> list[Draft]:
-    rendered = [render_instruction(record, settings.format, tokenizer) for record in records]
-    prompts = _encode(tokenizer, [prompt for prompt, _ in rendered])
-    responses = _encode(tokenizer, [response for _, response in rendered])
+    where: str, records: Sequence[Any], tokenizer: Any, settings: TextSettings
+) -> Iterator[Draft]:
+    """Samples of any length of each instruction, tokenized in chunks."""
     # A chat template writes its BOS itself.
     bos = [] if settings.format == "chat" else _find_added_bos(tokenizer)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    drafts = []
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        # a text may have both special tokens already
-        has_begin, has_end = [*prompt, *response][:1] == bos, response[-1:] == eos
-        head = [*([] if has_begin else bos), *prompt]
-        ids = [*head, *response, *([] if has_end else eos)]
-        labels = ids.copy() if settings.loss_on == "all" else [IGNORE_INDEX] * len(head) + ids[len(head) :]
-        place = f"{where}, record {i + 1}"
-        drafts.append(
-            Draft(Sample(ids, labels, i), len(head), len(head) + len(response), place, records[i].client)
-        )
-    return drafts
+    for start in range(0, len(records), _CHUNK_RECORDS):
+        chunk: Sequence[Instruction] = records[start : start + _CHUNK_RECORDS]
+        rendered = [render_instruction(record, settings.format, tokenizer) for record in chunk]
+        prompts = _encode(tokenizer, [prompt for prompt, _ in rendered])
+        responses = _encode(tokenizer, [response for _, response in rendered])
+        for i, record, prompt, response in zip(
+            range(start, start + len(chunk)), chunk, prompts, responses, strict=True
+        ):
+            # a text may have both special tokens already
+            has_begin, has_end = [*prompt, *response][:1] == bos, response[-1:] == eos
+            head = [*([] if has_begin else bos), *prompt]
+            ids = [*head, *response, *([] if has_end else eos)]
+            labels = (
+                ids.copy() if settings.loss_on == "all" else [IGNORE_INDEX] * len(head) + ids[len(head) :]
+            )
+            place = f"{where}, record {i + 1}"
+            yield Draft(Sample(ids, labels, i), len(head), len(head) + len(response), place, record.client)
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:

@@ -91,6 +91,7 @@ class CardModel:
         whole_layers: names of the layers that an adapter stores whole.
         classes: class names in the order of their indices; empty for a model without a classification head.
         pad_token: id of the padding token, by which a decoder finds the last token of a text; None if unknown.
+        has_new_tokens: whether an adapter has rows of tokens that the base may lack, and the folder their tokenizer.
     """
 
     base: str
@@ -103,6 +104,7 @@ class CardModel:
     whole_layers: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     pad_token: int | None = None
+    has_new_tokens: bool = False
 
 
 def list_lora_ranks(run: Run, max_rank: int, default_rank: int) -> list[int]:
@@ -199,7 +201,7 @@ def _make_metric_rows(last: RoundRecord | None, best: RoundRecord | None) -> lis
     rows = []
     for name in (ACCURACY, LOSS):
         for split, title in (("test", "test"), ("val", "validation")):
-            values = [None if r is None else r.mean(split, name) for r in (last, best)]
+            values = [None if r is None else r.mean(name, split=split) for r in (last, best)]
             if any(v is not None for v in values):
                 last_value, best_value = ("-" if v is None else f"{v:.4g}" for v in values)
                 rows.append((f"{title} {name}", last_value, best_value))
@@ -233,6 +235,14 @@ def _format_front_matter(model: CardModel, tags: Sequence[str]) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
+_RESIZE_CODE = (
+    'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+    "if len(tokenizer) > base.get_input_embeddings().num_embeddings:  # the adapter has the rows of the new tokens\n"
+    "    base.resize_token_embeddings(len(tokenizer))\n"
+)
+"""Code that gives a base the rows of new tokens, whose values PEFT reads from the adapter."""
+
+
 def _format_use(model: CardModel) -> str:
     auto, name = _PIPELINES[model.task][1], json.dumps(model.base, ensure_ascii=False)
     if not model.is_adapter:
@@ -253,6 +263,10 @@ def _format_use(model: CardModel) -> str:
             "    label2id={name: i for i, name in enumerate(classes)},\n"
             f"{pad}    ignore_mismatched_sizes=True,  # the adapter has the head\n)\n"
             'model = PeftModel.from_pretrained(base, "FOLDER")'
+        )
+    if model.is_adapter and model.has_new_tokens:
+        code = code.replace("from transformers import ", "from transformers import AutoTokenizer, ").replace(
+            "model = PeftModel", _RESIZE_CODE + "model = PeftModel"
         )
     return f"```python\n{code}\n```"
 

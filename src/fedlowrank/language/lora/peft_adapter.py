@@ -26,11 +26,12 @@ from ...adapters.lora.adapted_layers import (
 )
 from ...adapters.lora.lora_factors import find_lora
 from ...adapters.lora.rank_limits import warn_lowered_ranks
-from ...core.errors import TaskError
+from ...core.errors import TaskError, warn_user
 from ...core.key import Key
 from ...linalg.pair import Factors, Pair, truncate_pair
 from ...models.architecture import build_module
 from ..optional_packages import import_library
+from .new_tokens import find_output_layer, find_token_layers, name_rows
 from .principal_start import start_from_weights
 
 T = TypeVar("T")
@@ -40,7 +41,12 @@ ADAPTER = "default"
 
 
 def attach_adapter(
-    model: Any, config: Any, key: Key, head: Sequence[str] = (), saved: Sequence[str] = ()
+    model: Any,
+    config: Any,
+    key: Key,
+    head: Sequence[str] = (),
+    saved: Sequence[str] = (),
+    token_ids: Sequence[int] = (),
 ) -> Any:
     """Attach LoRA factors to the target layers of a base, in place. The initial factors do not change the outputs.
 
@@ -53,10 +59,11 @@ def attach_adapter(
             not change.
         head: names of the modules that are trained whole (``LoadedBase.head``); they get no adapter.
         saved: further modules that are trained whole (:func:`.saved_modules.find_saved_modules`).
+        token_ids: tokens whose rows of the embedding are trained (:mod:`.new_tokens`).
 
     Returns:
-        A ``peft.PeftModel`` in evaluation mode. Only factors, and parameters of modules that are trained whole,
-        require gradients.
+        A ``peft.PeftModel`` in evaluation mode. Only factors, parameters of modules that are trained whole, and rows of
+        tokens require gradients; the rows are float32.
 
     Raises:
         TaskError: if target modules match no layer, or a layer is of an unsupported kind.
@@ -80,6 +87,8 @@ def attach_adapter(
     init, adapter_config.init_lora_weights = adapter_config.init_lora_weights, True
     adaptable = _find_adaptable_layers(model)
     chosen = _find_targets(model, adapter_config, adaptable)
+    token_layers = find_token_layers(model, token_ids, whole_modules, chosen)
+    adapter_config.trainable_token_indices = token_layers or None
     shapes = {name: _compute_matrix_shape(name, adaptable[name]) for name in chosen}
     wanted_ranks = _match_patterns(adapter_config, "rank_pattern", chosen, adapter_config.r)
     alphas = _match_patterns(adapter_config, "alpha_pattern", chosen, adapter_config.lora_alpha)
@@ -135,6 +144,12 @@ def attach_adapter(
     for name, parameter in parameters.items():
         if any(name.startswith(f"{PEFT_PREFIX}{module}.") for module in whole_modules):
             parameter.requires_grad_()
+    output_layer = find_output_layer(model)
+    if token_layers and isinstance(getattr(output_layer, "original_module", None), nn.Linear):
+        # TRL reads the bias of the output layer, which PEFT's wrapper does not have
+        output_layer.register_parameter("bias", None)
+    for name in name_rows(token_layers).values():
+        parameters[f"{name}.{ADAPTER}"].data = parameters[f"{name}.{ADAPTER}"].data.float()
     return tuned.eval()
 
 
@@ -221,25 +236,54 @@ def _find_targets(model: Any, config: Any, adaptable: Mapping[str, nn.Module]) -
             )
         config.target_modules = set(DEFAULT_TARGETS[kind])
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-        output_layer = getattr(model, "get_output_embeddings", lambda: None)()
+        output_layer = find_output_layer(model)
         config.target_modules = {
             n
             for n, m in adaptable.items()
             if _find_layer_kind(m) in ("linear", "conv1d") and m is not output_layer
         }
         config.target_modules = {n for n in config.target_modules if check_target_module_exists(config, n)}
+        _warn_of_experts(model, sorted(config.target_modules))
     targets = config.target_modules
     matched = [name for name in adaptable if check_target_module_exists(config, name)]
     listed_targets = [] if isinstance(targets, str) else sorted(targets)
     unmatched = [t for t in listed_targets if not any(n == t or n.endswith(f".{t}") for n in adaptable)]
     if unmatched or not matched:
         unmatched_text = ", ".join(map(repr, unmatched)) or repr(targets)
+        experts = [n for n in _find_experts(model) if any(f".{n}".endswith(f".{t}") for t in unmatched)]
+        if experts:
+            raise TaskError(
+                f"target_modules: {experts[0]} holds the weights of all experts in one 3-dimensional parameter, which gets no "
+                f"factors. Layers that can be adapted: {_describe_adaptable_layers(model)}."
+            )
         raise TaskError(
             f"target_modules: {unmatched_text} matches no layer of the "
             f"{type(model).__name__}{'' if unmatched else ' that is not excluded'}. Layers that can be "
             f"adapted: {_describe_adaptable_layers(model)}."
         )
     return matched
+
+
+def _find_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Find the parameters that hold the weights of all experts of a layer, with their shapes ``[experts, ...]``."""
+    layers = {f"{n}.weight" for n in _find_adaptable_layers(model)}
+    return {n: tuple(p.shape) for n, p in model.named_parameters() if p.ndim == 3 and n not in layers}
+
+
+def _warn_of_experts(model: nn.Module, targets: Sequence[str]) -> None:
+    """Warn if ``all-linear`` leaves out experts."""
+    experts = _find_experts(model)
+    if experts:
+        name, shape = next(iter(experts.items()))
+        short_names = sorted({n.rpartition(".")[2] for n in targets})
+        size = sum(math.prod(s) for s in experts.values())
+        share = size / sum(p.numel() for p in model.parameters())
+        warn_user(
+            f"lora.target_modules = 'all-linear' adapts {', '.join(short_names)} and no experts: {len(experts)} parameters, "
+            f"such as {name} {list(shape)}, hold the weights of all experts of a layer and {share:.0%} of the model. Set "
+            f"target_modules = {short_names} if that is what you want",
+            RuntimeWarning,
+        )
 
 
 def _find_adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -16,8 +16,9 @@ REFUSED_SETTINGS = {
     "use_dora": "its magnitudes change the base weight's columns, so an update is no longer s·B A",
     "lora_bias": "a bias beside B is not part of the low-rank update",
     "layer_replication": "it copies layers of the base",
-    "trainable_token_indices": "it trains rows of the base's embedding",
-    "target_parameters": "it adapts parameters that are no layer's weight; name layers in target_modules",
+    "trainable_token_indices": "the tokens are those of language.new_tokens",
+    "target_parameters": "its factors of all experts are one pair of rank r · E, "
+    "which a server cannot truncate; name layers in target_modules",
     "megatron_config": "layers of Megatron are split over processes",
     "loftq_config": "LoftQ changes the base",
     "eva_config": "EVA initializes A from data, which differ between clients",

@@ -18,8 +18,11 @@ from ...linalg.pair import Pair
 from ...models.stateless import tied_names
 from ..adapter_files import name_in_file
 from ..base_model import HEAD_NAMES
+from .new_tokens import name_rows
+from .peft_adapter import ADAPTER
 from .peft_config import REFUSED_SETTINGS
 
+TOKEN_FIELD = "trainable_token_indices"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _INHERITED_FIELDS = ("r", "rank_pattern", "use_rslora", "lora_dropout", "modules_to_save")
@@ -53,7 +56,7 @@ def read_start_config(folder: Path) -> dict[str, Any]:
             f"lora.start: the adapter in {folder} is of type {config.get('peft_type')!r}, not LORA"
         )
     for name, reason in REFUSED_SETTINGS.items():
-        if config.get(name):
+        if config.get(name) and name != TOKEN_FIELD:
             raise ConfigError(
                 f"lora.start: the adapter in {folder} has {name} = {config[name]!r}, but {reason}"
             )
@@ -138,6 +141,12 @@ def load_start(model: Any, folder: Path) -> None:
             for path, value in layer.as_parameters(Pair(pair.b * quotient, pair.a)).items():
                 axis = 0 if path == layer.a else 1
                 parameters[path].narrow(axis, 0, pair.rank).copy_(value)
+    _check_token_ids(config, model, folder)
+    for name in name_rows(model.peft_config[ADAPTER].trainable_token_indices).values():
+        rows = parameters[f"{name}.{ADAPTER}"]
+        if name in stored and stored[name].shape == rows.shape:
+            with torch.no_grad():
+                rows.copy_(stored.pop(name))
     for name in [
         n
         for n in stored
@@ -156,6 +165,20 @@ def load_start(model: Any, folder: Path) -> None:
             f"lora.start: the adapter in {folder} has {sorted(stored)[0]}, and {len(stored) - 1} more, which this model does "
             "not adapt. Leave lora.target_modules out to adapt the layers of the adapter; of an adapter of a "
             "classification head only the factors can be taken"
+        )
+
+
+def _check_token_ids(config: Mapping[str, Any], model: Any, folder: Path) -> None:
+    """Raise ConfigError if an adapter has rows of tokens, and the model trains the rows of others."""
+    theirs = config.get(TOKEN_FIELD) or []
+    stored_ids = (
+        {tuple(ids) for ids in theirs.values()} if isinstance(theirs, dict) else {tuple(theirs)} - {()}
+    )
+    own_ids = {tuple(ids) for ids in (model.peft_config[ADAPTER].trainable_token_indices or {}).values()}
+    if stored_ids - own_ids:
+        raise ConfigError(
+            f"lora.start: the adapter in {folder} has rows of the tokens {sorted(stored_ids)[0]}, and language.new_tokens trains "
+            f"{sorted(own_ids)[0] if own_ids else 'none'}. Set language.new_tokens to the tokens of the adapter, in their order"
         )
 
 

@@ -1,4 +1,6 @@
-"""``language.trainer = "trl"``: TRL's ``SFTTrainer``, or a trainer of the user, takes the steps of a pass.
+"""``language.trainer = "trl"``: TRL's trainer, or a trainer of the user, takes the steps of a pass.
+
+TRL's trainer is ``SFTTrainer`` for texts, and ``DPOTrainer`` for pairs of responses with the loss ``dpo``.
 
 Factors are put into the module of PEFT, ``trainer.train()`` is called, and the trained factors are read from the module. The
 rest of a federated method does not change. The trainer adds features that this package does not have: further optimizers
@@ -13,7 +15,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,11 @@ from torch import Tensor, nn
 
 from ...core import tree
 from ...core.arguments.user_code import import_named
-from ...core.contract import Batch, ClientInfo
+from ...core.contract import Batch
 from ...core.contract.training_request import Request
 from ...core.errors import ConfigError, TaskError, did_you_mean
 from ...core.learning.batch_losses import task_loss
-from ...core.learning.optimizer import AdamW, Optimizer
-from ...data.dataset import Examples
+from ...core.learning.losses import Loss
 from ...models.architecture import Architecture
 from ...models.standard import HOOK_TABLES
 from ...models.stateless import unchanged
@@ -36,187 +37,15 @@ from ...training.local_data import LocalData
 from ...training.steps import refill
 from ..optional_packages import import_library, silence_library
 from .leaf_placement import Placement, find_places
-
-IGNORED = -100
-"""Label of a token that does not count, as in transformers."""
-
+from .trainer_factories import make_trl_trainer
+from .trainer_rows import list_pairs, list_rows
+from .training_pass import RESERVED_FIELDS, TrainingPass
 
 _LOSS_TOLERANCE = 1e-5
 """Maximum relative difference of two losses that count as equal."""
 
-_RESERVED_FIELDS = {
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "auto_find_batch_size"), "batch_size and run.micro_batch"
-    ),
-    "gradient_accumulation_steps": "run.micro_batch",
-    **dict.fromkeys(("max_steps", "num_train_epochs"), "steps or epochs"),
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-    "max_grad_norm": "optimizer.clip",
-    **dict.fromkeys(
-        ("warmup_steps", "warmup_ratio", "lr_scheduler_type", "lr_scheduler_kwargs"),
-        "optimizer.local_schedule",
-    ),
-    **dict.fromkeys(("seed", "data_seed", "full_determinism"), "run.seed"),
-    **dict.fromkeys(("use_cpu", "no_cuda"), "run.device"),
-    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "language.autocast"),
-    **dict.fromkeys(
-        (
-            *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-            *("activation_checkpointing", "activation_checkpointing_kwargs"),
-        ),
-        "language.gradient_checkpointing",
-    ),
-    **dict.fromkeys(("max_length", "truncation_mode"), "language.context and language.truncate"),
-    **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free"), "language.packing"),
-    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "language.loss_on"),
-    "neftune_noise_alpha": "language.neftune",
-    **dict.fromkeys(("group_by_length", "train_sampling_strategy"), "language.by_length"),
-    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path"), "the tokenizer in the base's folder"),
-    **dict.fromkeys(
-        ("eval_strategy", "do_eval", "eval_steps", "metric_for_best_model"), "run.evaluate_every"
-    ),
-    **dict.fromkeys(
-        (
-            "dataset_kwargs",
-            "dataset_text_field",
-            "dataset_num_proc",
-            "remove_unused_columns",
-            "shuffle_dataset",
-        ),
-        "the section [data]",
-    ),
-    "dataloader_drop_last": "drop_last of the method",
-    "model_init_kwargs": "the section [language] (dtype, attention, quantize)",
-    **dict.fromkeys(("load_best_model_at_end", "greater_is_better"), "`fedlowrank adapters --best`"),
-    **dict.fromkeys(
-        (
-            *("output_dir", "resume_from_checkpoint", "save_strategy", "save_steps", "save_total_limit"),
-            *("save_only_model", "restore_callback_states_from_checkpoint"),
-        ),
-        "run.checkpoint_every, and run.adapters,",
-    ),
-    **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
-        "the section [export]",
-    ),
-}
-"""Fields of ``trl.SFTConfig`` that the user must not set, with the setting of the method or experiment that sets each."""
-
 _TRAINER_ERRORS = (ValueError, TypeError, ImportError, AttributeError, LookupError, NotImplementedError)
 """Exceptions that trainers raise if settings do not fit the model, the machine or each other."""
-
-
-@dataclass(frozen=True)
-class TrainingPass:
-    """One pass of one client, the argument of a trainer factory.
-
-    Attributes:
-        model: ``peft.PeftModel`` that holds the client's factors; trained parameters require a gradient.
-        tokenizer: tokenizer of the base.
-        rows: a ``datasets.Dataset`` of the client's texts with ``input_ids`` and ``labels``, -100 where a token does not count.
-        batches: row indices of each step.
-        parameters: parameter groups of a torch optimizer: trained parameters with learning rate and weight decay.
-        optimizer: optimizer settings of the method.
-        client: the client of the pass.
-        round: round of the pass, counted from 0.
-        seed: seed of the trainer, different for each client and round.
-        arguments: fields of ``trl.SFTConfig``: the fields that this run sets, updated by ``language.trainer_args``.
-            ``max_steps`` is the number of steps that must be taken.
-        examples: the rows as examples of this package.
-    """
-
-    model: Any
-    tokenizer: Any
-    rows: Any
-    batches: list[list[int]]
-    parameters: list[dict[str, Any]]
-    optimizer: Optimizer
-    client: ClientInfo
-    round: int
-    seed: int
-    arguments: Mapping[str, Any]
-    examples: Examples
-
-    def make_torch_optimizer(self, trainer: Any) -> torch.optim.Optimizer:
-        """Make the method's optimizer in torch; or the optimizer ``trainer_args.optim`` with the method's learning rates.
-
-        Args:
-            trainer: the trainer class, which makes the optimizers of transformers.
-        """
-        o = self.optimizer
-        if "optim" in self.arguments:
-            config = make_config(dict(self.arguments) | _list_adam_arguments(o))
-            optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(config, self.model)
-            options = {name: value for name, value in options.items() if name not in ("lr", "params")}
-            optimizer: torch.optim.Optimizer = optimizer_class(self.parameters, lr=o.lr, **options)
-            return optimizer
-        if isinstance(o, AdamW):
-            return torch.optim.AdamW(self.parameters, betas=(o.beta1, o.beta2), eps=o.eps)
-        return torch.optim.SGD(self.parameters, momentum=o.momentum, nesterov=o.nesterov)
-
-    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """Make the learning-rate schedule within the pass."""
-        steps, scale = len(self.batches), self.optimizer.local_schedule.scale
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: scale(step, steps, self.round))
-
-
-def _list_adam_arguments(optimizer: Optimizer) -> dict[str, float]:
-    """List the settings of Adam by their names in transformers."""
-    if not isinstance(optimizer, AdamW):
-        return {}
-    return {
-        "adam_beta1": optimizer.beta1,
-        "adam_beta2": optimizer.beta2,
-        "adam_epsilon": optimizer.eps,
-    }
-
-
-def make_config(arguments: Mapping[str, Any]) -> Any:
-    """Make a ``trl.SFTConfig`` from its fields.
-
-    Raises:
-        ConfigError: if ``trl.SFTConfig`` lacks a field or rejects a value.
-    """
-    library = import_library("trl", "language.trainer = 'trl'", "'fedlowrank[trl]'")
-    known = {f.name for f in fields(library.SFTConfig)}
-    if unknown := sorted(arguments.keys() - known):
-        raise ConfigError(
-            f"language.trainer_args: trl.SFTConfig has no field {unknown[0]!r} (trl {library.__version__})"
-        )
-    try:
-        return library.SFTConfig(**arguments)
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"language.trainer_args: trl.SFTConfig refuses them: {error}") from error
-
-
-def make_sft_trainer(training_pass: TrainingPass) -> Any:
-    """Make TRL's ``SFTTrainer`` with the batches, the optimizer and the schedule of the method."""
-    library = import_library("trl", "language.trainer = 'trl'", "'fedlowrank[trl]'")
-
-    class OrderedTrainer(library.SFTTrainer):  # type: ignore[misc, name-defined]  # TRL has no types
-        """An ``SFTTrainer`` that uses the batches of the pass."""
-
-        def get_train_dataloader(self) -> Any:
-            """Make a loader of the batches in their order, split into parts for gradient accumulation."""
-            size = self.args.per_device_train_batch_size
-            parts = [b[a : a + size] for b in training_pass.batches for a in range(0, len(b), size)]
-            loader: Any = torch.utils.data.DataLoader(
-                self.train_dataset, batch_sampler=parts, collate_fn=self.data_collator
-            )
-            return self.accelerator.prepare(loader)
-
-    optimizer = training_pass.make_torch_optimizer(library.SFTTrainer)
-    return OrderedTrainer(
-        model=training_pass.model,
-        args=make_config(training_pass.arguments),
-        train_dataset=training_pass.rows,
-        processing_class=training_pass.tokenizer,
-        optimizers=(optimizer, training_pass.make_scheduler(optimizer)),
-    )
 
 
 @dataclass
@@ -308,10 +137,15 @@ class TrlTrainer:
             raise TaskError(
                 f"language.trainer = {self.name!r}: the method {reason}, which no trainer does. Take trainer = 'own'"
             )
-        if not data.examples.has_token_labels:
+        if data.loss.kind != "dpo" and not data.examples.has_token_labels:
             raise TaskError(
-                f"language.trainer = {self.name!r} trains on the next token alone. Take trainer = 'own' for pairs, classes and "
-                "embeddings"
+                f"language.trainer = {self.name!r} trains on the next token, or on pairs with loss.kind = 'dpo'. Take "
+                "trainer = 'own' for other losses, classes and embeddings"
+            )
+        if data.loss.kind == "dpo" and data.loss.label_smoothing:
+            raise TaskError(
+                f"language.trainer = {self.name!r}: TRL's DPO has no loss with label_smoothing = "
+                f"{data.loss.label_smoothing} as [loss] means it. Set loss.label_smoothing = 0, or take trainer = 'own'"
             )
 
     def _compare_losses(
@@ -395,6 +229,13 @@ class TrlTrainer:
                 f"{min(parts)} to {max(parts)} parts, and a trainer accumulates equally many in every step. Set drop_last = true "
                 "in the method, or another micro_batch"
             )
+        has_pairs = data.loss.kind == "dpo"
+        if has_pairs and any(len(b) > size and len(b) % size for b in batches):
+            raise ConfigError(
+                f"language.trainer = {self.name!r}: run.micro_batch = {micro_batch} divides a batch of {data.info.title} in "
+                "parts of unequal size, and TRL's DPO counts each part alike. Set a micro_batch that divides batch_size, and "
+                "drop_last = true in the method"
+            )
         seed = int((data.key / "trainer" / request.name).seed() % 2**31)
         device = next(iter(parameters)).device
         defaults = {
@@ -412,8 +253,6 @@ class TrlTrainer:
             # the base recomputes activations itself, where the settings say so
             "activation_checkpointing": False,
             "max_length": None,
-            "packing": False,
-            "dataset_kwargs": {"skip_prepare_dataset": True},
             "remove_unused_columns": False,
             "report_to": "none",
             "save_strategy": "no",
@@ -421,12 +260,13 @@ class TrlTrainer:
             "logging_nan_inf_filter": False,
             "disable_tqdm": True,
             "dataloader_pin_memory": False,
+            **(_list_dpo_arguments(data.loss) if has_pairs else _SFT_ARGUMENTS),
         }
-        rows = import_library("datasets", "language.trainer").Dataset.from_list(list_rows(data.examples))
+        rows = list_pairs(data.examples) if has_pairs else list_rows(data.examples)
         return TrainingPass(
             model.module,
             self.tokenizer,
-            rows,
+            import_library("datasets", "language.trainer").Dataset.from_list(rows),
             batches,
             [{"params": ps, "lr": lr, "weight_decay": wd} for (lr, wd), ps in groups.items()],
             request.optimizer,
@@ -435,6 +275,7 @@ class TrlTrainer:
             seed,
             defaults | dict(self.arguments),
             data.examples,
+            has_pairs,
         )
 
     def _train(
@@ -467,7 +308,7 @@ class TrlTrainer:
                 f"{where}: the factory returned a {type(trainer).__name__}, not a transformers.Trainer"
             )
         has_own_loss = self.arguments.keys() & {"loss_type", "label_smoothing_factor"}
-        if loss is not None and self.factory is make_sft_trainer and not has_own_loss:
+        if loss is not None and self.factory is make_trl_trainer and not has_own_loss:
             self._compare_trainers(trainer, training_pass, loss)
         # without a progress bar, this callback would print the logs
         trainer.remove_callback(import_library("transformers", "language.trainer").PrinterCallback)
@@ -483,29 +324,14 @@ class TrlTrainer:
         return float(result.training_loss)
 
 
-def list_rows(examples: Examples) -> list[dict[str, list[int]]]:
-    """List texts as rows of ``input_ids`` and ``labels`` without padding.
+_SFT_ARGUMENTS = {"packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+"""Fields of ``trl.SFTConfig`` alone that a run sets."""
 
-    Raises:
-        TaskError: if the texts have other inputs, such as ``position_ids`` of packed rows.
-    """
-    x = examples.x
-    assert isinstance(x, dict)
-    if other_inputs := sorted(x.keys() - {"input_ids", "attention_mask"}):
-        raise TaskError(
-            f"a trainer of TRL takes texts without {other_inputs[0]!r}; set language.packing = false, or trainer = 'own'"
-        )
-    rows = []
-    for tokens, mask, labels in zip(x["input_ids"], x["attention_mask"], examples.y, strict=True):
-        # the mask also removes padding on the left
-        is_text = mask.bool()
-        rows.append(
-            {
-                "input_ids": tokens[is_text].tolist(),
-                "labels": torch.where(labels < 0, IGNORED, labels)[is_text].tolist(),
-            }
-        )
-    return rows
+
+def _list_dpo_arguments(loss: Loss) -> dict[str, Any]:
+    """List the fields of ``trl.DPOConfig`` alone that a run sets."""
+    # the reference is in the rows; dropout is that of the adapter, as for all other losses
+    return {"beta": loss.beta, "precompute_ref_log_probs": True, "disable_dropout": False}
 
 
 def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None:
@@ -521,9 +347,9 @@ def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None
             f"{section}.trainer is {name!r}; it is 'own', 'trl', or 'module:function' of yours. "
             f"{did_you_mean(name, ('own', 'trl'))}"
         )
-    if reserved := sorted(arguments.keys() & _RESERVED_FIELDS.keys()):
+    if reserved := sorted(arguments.keys() & RESERVED_FIELDS.keys()):
         raise ConfigError(
-            f"{section}.trainer_args.{reserved[0]}: {_RESERVED_FIELDS[reserved[0]]} says so for all trainers. Set it there"
+            f"{section}.trainer_args.{reserved[0]}: {RESERVED_FIELDS[reserved[0]]} says so for all trainers. Set it there"
         )
     if name == "own" and arguments:
         raise ConfigError(
@@ -541,4 +367,4 @@ def find_trainer(name: str, arguments: Mapping[str, Any], tokenizer: Any, autoca
             raise ConfigError(f"language.trainer: {name!r} is no function")
         return TrlTrainer(tokenizer, factory, arguments, autocast, name)
     import_library("trl", "language.trainer = 'trl'", "'fedlowrank[trl]'")
-    return TrlTrainer(tokenizer, make_sft_trainer, arguments, autocast, name)
+    return TrlTrainer(tokenizer, make_trl_trainer, arguments, autocast, name)

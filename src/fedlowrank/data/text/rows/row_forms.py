@@ -6,8 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+
 from ....core.errors import DataError
 from ..chat.chat_messages import is_learnt, is_message_list, read_messages, read_tools
+from ..on_disk.lazy_records import LazyList
 from ..table import Table
 from ..text_records import (
     ChatMessage,
@@ -73,8 +76,12 @@ def recognize_form(table: Table) -> Form:
 
 
 def read_rows(
-    table: Table, form: Form, category: str | None = None, client: str | None = None
-) -> tuple[list[Record], int]:
+    table: Table,
+    form: Form,
+    category: str | None = None,
+    client: str | None = None,
+    on_disk: bool = False,
+) -> tuple[Sequence[Record], int]:
     """The records of a table.
 
     Args:
@@ -82,6 +89,7 @@ def read_rows(
         form: the form.
         category: column of categories, or None.
         client: column of natural clients, or None.
+        on_disk: make each record at its access.
 
     Returns:
         The records that hold a text to learn, and the number of the others.
@@ -101,15 +109,21 @@ def read_rows(
                 f"{table.source!r} has no column {' or '.join(map(repr, names))}, which rows of the form {form!r} "
                 f"have. It has {', '.join(sorted(columns))}. Rename a column, or set another form."
             )
-    records = []
-    for i in range(len(table.rows)):
+
+    def read_row(i: int) -> Record:
         stratum = table.name(i, category)
         if category is not None and stratum is None:
             raise DataError(f"{table.place(i)} has no {category!r}, which partitions use. Fill it in.")
         owner = table.name(i, client)
         if client is not None and owner is None:
             raise DataError(f"{table.place(i)} names no client in {client!r}. Fill it in, or drop the row.")
-        records.append(kind.read(table, i, stratum, owner))
+        return kind.read(table, i, stratum, owner)
+
+    count = len(table.rows)
+    if on_disk:
+        has_text = np.fromiter((_has_text(read_row(i)) for i in range(count)), bool, count)
+        return LazyList(read_row, np.flatnonzero(has_text)), count - int(has_text.sum())
+    records = [read_row(i) for i in range(count)]
     learnable = [record for record in records if _has_text(record)]
     return learnable, len(records) - len(learnable)
 
@@ -123,7 +137,7 @@ def list_unread_columns(table: Table, form: Form, *other_columns: str | None) ->
 
 def _list_columns_with_values(table: Table) -> set[str]:
     table.require()
-    return {name for row in table.rows for name, value in row.items() if value is not None}
+    return table.columns_with_values
 
 
 def _has_text(record: Record) -> bool:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from ....core.arguments.field_checks import CheckedFields
 from ....core.errors import ConfigError, DataError
 from ....core.key import Key
 from ...download.data_files import expand_path
+from ..on_disk.lazy_records import LazyList, join_lists
 from ..table import Table, read_data_file, read_split
 from ..text_records import KINDS, Record, Texts, check_share, hold_out
 from .row_forms import FORMS, Form, list_unread_columns, read_rows, recognize_form
@@ -45,6 +50,9 @@ class TextRows(CheckedFields):
         test_share: random share of the records that become the test part, from 0 (none) to below 1.
         seed: seed of that draw.
         cache: folder of the cache of ``datasets``, or None for its usual one.
+        on_disk: for texts larger than memory: rows are read when they are needed, and tokens lie in memory-mapped files, in
+            ``cache`` or else the system's folder of temporary files. Files must be ``.jsonl`` or ``.parquet``. Of
+            instructions, conversations and plain texts, without packing.
     """
 
     path: str | tuple[str, ...]
@@ -71,6 +79,7 @@ class TextRows(CheckedFields):
     test_share: float = 0.0
     seed: int = 0
     cache: str | None = None
+    on_disk: bool = False
 
     def __post_init__(self) -> None:
         check_share(self.test_share)
@@ -95,9 +104,11 @@ class TextRows(CheckedFields):
         test_tables = self._read_test_tables()
         forms = {table.source: self._choose_form(table) for table in [*train_tables, *test_tables]}
         self._check_one_form(forms)
-        train = [record for table in train_tables for record in self._read(table, forms, notes)]
-        test = [record for table in test_tables for record in self._read(table, forms, notes)]
-        self._check_one_type([*train, *test])
+        train, test = (
+            self._join([self._read(table, forms, notes) for table in tables])
+            for tables in (train_tables, test_tables)
+        )
+        self._check_one_type(itertools.chain(train, test))
         self._check_one_order([*train_tables, *test_tables], forms)
         rest, share = hold_out(train, self.test_share, Key(("text_rows", self.seed)))
         form = next(iter(forms.values()))
@@ -110,7 +121,7 @@ class TextRows(CheckedFields):
         rest_of_note = f"; not read: {', '.join(unread)}" if unread else ""
         notes.insert(0, f"{count}: rows are of the form {form!r} ({columns}), {how}{rest_of_note}")
         train_records: Any = rest
-        held_out: Any = test or share
+        held_out: Any = test if len(test) else share
         return Texts(
             self._choose_title(),
             train_records,
@@ -118,19 +129,37 @@ class TextRows(CheckedFields):
             classes=self.classes or self._find_class_names(train_tables[0], form),
             notes=tuple(notes),
             format="verbatim" if form == "prompt_completion" else "none" if form == "text" else None,
+            folder=self._choose_folder() if self.on_disk else None,
         )
 
     def _choose_form(self, table: Table) -> Form:
         return recognize_form(table) if self.form == "auto" else self.form
 
-    def _read(self, table: Table, forms: dict[str, Form], notes: list[str]) -> list[Record]:
-        records, empty = read_rows(table, forms[table.source], self.category_column, self.client_column)
-        if not records:
+    def _join(self, parts: list[Sequence[Record]]) -> Sequence[Record]:
+        """The records of several tables, in order."""
+        if self.on_disk:
+            return join_lists([part for part in parts if isinstance(part, LazyList)])
+        return list(itertools.chain.from_iterable(parts))
+
+    def _choose_folder(self) -> Path:
+        """Where files of tokens are made."""
+        folder = Path(tempfile.gettempdir() if self.cache is None else expand_path(self.cache))
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _read(self, table: Table, forms: dict[str, Form], notes: list[str]) -> Sequence[Record]:
+        records, empty = read_rows(
+            table, forms[table.source], self.category_column, self.client_column, self.on_disk
+        )
+        if not len(records):
             raise DataError(f"{table.source!r}: no row has a text to learn.")
         if empty:
             notes.append(f"{table.source}: {empty} of {len(table.rows)} rows dropped, which have no text")
         if self.client_by_file:
             client = _remove_endings(table.source)
+            rows = records
+            if isinstance(rows, LazyList):
+                return LazyList(lambda i: _set_client(rows[i], client), np.arange(len(rows)))
             records = [_set_client(record, client) for record in records]
         return records
 
@@ -142,7 +171,7 @@ class TextRows(CheckedFields):
             described = "; ".join(f"{form!r} as in {source!r}" for form, source in first.items())
             raise DataError(f"the files have rows of different forms: {described}. Convert them to one form.")
 
-    def _check_one_type(self, records: list[Record]) -> None:
+    def _check_one_type(self, records: Iterable[Record]) -> None:
         kinds = {KINDS[type(record)] for record in records}
         if len(kinds) > 1:
             raise DataError(
@@ -154,20 +183,20 @@ class TextRows(CheckedFields):
         files = self._find_files()
         if files is None:
             assert isinstance(self.path, str)
-            return [read_split(self.path, self.name, self.train_split, self.cache)]
+            return [read_split(self.path, self.name, self.train_split, self.cache, self.on_disk)]
         if self.test_split is not None:
             raise ConfigError(
                 f"{files[0]!r} is a file, which has no split {self.test_split!r}. Name a test file as test."
             )
-        return [read_data_file(file, self.cache) for file in files]
+        return [read_data_file(file, self.cache, self.on_disk) for file in files]
 
     def _read_test_tables(self) -> list[Table]:
         if self.test is not None:
-            return [read_data_file(self.test, self.cache)]
+            return [read_data_file(self.test, self.cache, self.on_disk)]
         if self.test_split is None:
             return []
         assert isinstance(self.path, str)
-        return [read_split(self.path, self.name, self.test_split, self.cache)]
+        return [read_split(self.path, self.name, self.test_split, self.cache, self.on_disk)]
 
     def _find_files(self) -> list[str] | None:
         """The files that the path names, or None for what ``datasets`` finds by itself."""
@@ -178,7 +207,7 @@ class TextRows(CheckedFields):
             if any(letter in where for letter in "*?[") and not Path(where).exists():
                 files = sorted(glob.glob(where))  # noqa: PTH207 - a pattern may be absolute
                 if not files:
-                    raise DataError(f"no file fits the pattern {where!r}.")
+                    raise DataError(f"no file fits the pattern {str(Path(where).absolute())!r}.")
             elif Path(where).is_file():
                 files = [where]
             elif self.client_by_file and Path(where).is_dir():

@@ -1,0 +1,1 @@
+"""Texts larger than memory: rows that are read when they are needed, and tokens in memory-mapped files."""

@@ -1,0 +1,73 @@
+"""Tokens of samples in a file while they are made, and as padded memory-mapped examples afterwards."""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ....core.errors import DataError
+from ....core.learning.losses import IGNORE_INDEX
+from ..packing import Sample
+from .mapped_examples import MappedExamples, map_tensor, split_places
+
+
+class TokenFile:
+    """Tokens and labels of samples in a file without a name. Memory: 16 bytes a sample.
+
+    Args:
+        samples: the samples, read once; None for a sample that is left out.
+        folder: where the file is made.
+
+    Attributes:
+        records: number of the record of each sample, int64 [n].
+        width: number of tokens of the longest sample.
+
+    Raises:
+        DataError: if the file cannot be made.
+    """
+
+    def __init__(self, samples: Iterable[Sample | None], folder: Path) -> None:
+        self._folder = folder
+        lengths, records = array("q"), array("q")
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - read by pad
+        except OSError as error:
+            raise DataError(
+                f"data.on_disk: no file for tokens can be made in {str(folder)!r}: {error}"
+            ) from error
+        try:
+            for sample in samples:
+                if sample is not None:
+                    self._file.write(np.array([*sample.ids, *sample.labels], np.int32).tobytes())
+                    lengths.append(len(sample.ids))
+                    records.append(sample.record)
+        except BaseException:
+            self._file.close()
+            raise
+        self._lengths = np.array(lengths, np.int64)
+        self.records = torch.tensor(records, dtype=torch.int64)
+        self.width = int(self._lengths.max(initial=0))
+
+    def pad(self, width: int, pad_token: int) -> MappedExamples:
+        """The samples as examples of a causal model, padded on the right.
+
+        Args:
+            width: number of columns.
+            pad_token: token in the place of padding.
+        """
+        shape = len(self._lengths), width
+        ids, mask, labels = (map_tensor(shape, self._folder) for _ in range(3))
+        self._file.seek(0)
+        for rows in split_places(len(self._lengths)):
+            ids[rows], labels[rows] = pad_token, IGNORE_INDEX
+            for row in range(rows.start, rows.stop):
+                n = int(self._lengths[row])
+                tokens = torch.from_numpy(np.frombuffer(self._file.read(8 * n), np.int32).astype(np.int64))
+                ids[row, :n], labels[row, :n], mask[row, :n] = tokens[:n], tokens[n:], 1
+        self._file.close()
+        return MappedExamples({"input_ids": ids, "attention_mask": mask}, labels, folder=self._folder)

@@ -1,0 +1,74 @@
+"""A model with experts: what ``all-linear`` leaves out is said, and factors on experts are refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fedlowrank.core.errors import FedlowrankError
+from fedlowrank.core.key import Key
+from fedlowrank.models.architecture import build_module
+from tests.language.text_experiments import make_causal_tables, run_rounds
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def mixtral(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral of one layer with 4 experts."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    config = transformers.MixtralConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=len(tokenizer),
+    )
+    build_module(lambda: transformers.MixtralForCausalLM(config), Key((0,))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tables_of(base: Path, folder: Path, **lora: Any) -> dict[str, Any]:
+    return make_causal_tables(base, folder, method="fedit", lora={"r": 2, "ranks": [2], **lora})
+
+
+def test_all_linear_says_that_it_leaves_out_experts(mixtral: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixtral)
+    total = sum(p.numel() for p in model.parameters())
+    # 4 experts of 64 × 32 and 32 × 32 weights
+    share = 4 * (64 * 32 + 32 * 32) / total
+    words = (
+        rf"adapts k_proj, o_proj, q_proj, v_proj and no experts: 2 parameters, .* {share:.0%} of the model"
+    )
+    with pytest.warns(RuntimeWarning, match=words):
+        run = run_rounds(tables_of(mixtral, tmp_path, target_modules="all-linear"), 0)
+    trained = run.federation.architectures["language"].initial
+    assert all(".self_attn." in name for name in trained)
+    assert len(trained) == 8
+
+
+def test_named_layers_and_models_without_experts_give_no_warning(
+    mixtral: Path, llama: Path, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run_rounds(tables_of(mixtral, tmp_path, target_modules=["q_proj"]), 0)
+        run_rounds(tables_of(llama, tmp_path, target_modules="all-linear"), 0)
+
+
+def test_factors_on_experts_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        FedlowrankError, match=r"experts\.down_proj holds the weights of all experts in one 3-dim"
+    ):
+        run_rounds(tables_of(mixtral, tmp_path, target_modules=["q_proj", "down_proj"]), 0)
+    with pytest.raises(FedlowrankError, match="one pair of rank r · E"):
+        run_rounds(tables_of(mixtral, tmp_path, target_parameters=["mlp.experts.down_proj"]), 0)
