@@ -131,7 +131,7 @@ def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
     return [f"The runs differ in more than their methods: {'; '.join(differences)}."] if differences else []
 
 
-def warn_of_mixture(experiments: Sequence[ComparedExperiment]) -> str:
+def warn_of_several(experiments: Sequence[ComparedExperiment]) -> str:
     """A warning if runs of several experiments stand on one page, else nothing."""
     names = [experiment.name for experiment in experiments]
     if len(names) < 2:

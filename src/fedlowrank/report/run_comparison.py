@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ..results.records import RunRecord
-from .comparison_warnings import find_all_warnings, warn_of_mixture
+from .comparison_warnings import find_all_warnings, warn_of_several
 from .findings import Finding, state_findings
 from .number_formats import format_number
 from .sample_texts import AnswerRow, list_answers
@@ -17,7 +17,7 @@ from .statistics.experiments import ComparedExperiment, read_experiments
 from .statistics.groups import RunGroup
 from .statistics.measures import TEST_ACCURACY
 from .statistics.paired import Family, paired_columns
-from .statistics.run_statistics import metric_row
+from .statistics.run_statistics import list_metrics, metric_row
 from .tables.rank_tables import rank_tables
 from .tables.result_tables import has_values, make_result_tables
 from .tables.rows import comparison_row
@@ -41,7 +41,7 @@ class Comparison:
     summary: TextTable  # the result of each group and its difference from the best
     sweeps: tuple[TextTable, ...]  # results by what was varied
     ranks: tuple[TextTable, ...]  # results by rank of the client
-    mixture: str  # a warning if there are several experiments, else empty
+    several_experiments: str  # a warning if there are several experiments, else empty
     warnings: tuple[str, ...]  # what a reader must know first
     answers: tuple[AnswerRow, ...]  # of language models, before and after training
 
@@ -99,7 +99,8 @@ def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison
     ]
     frame = pd.DataFrame(rows, dtype=object)
     labels = [f"{g.experiment}: {g.label}" if len(targets) > 1 else g.label for g in groups]
-    result_tables = make_result_tables(frame, labels, shows_sizes=shows_sizes)
+    metrics = [*dict.fromkeys(metric for g in groups for metric in list_metrics(g.runs, g.headline))]
+    result_tables = make_result_tables(frame, labels, metrics, shows_sizes=shows_sizes)
     summary = make_summary(frame, families, labels)
     noted = [
         column for table in (summary, *result_tables.values()) for column in table.columns if column.note
@@ -115,7 +116,7 @@ def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison
         summary=summary,
         sweeps=tuple(sweep_tables(experiments)),
         ranks=tuple(rank_tables(experiments)),
-        mixture=warn_of_mixture(experiments),
+        several_experiments=warn_of_several(experiments),
         warnings=tuple(find_all_warnings(experiments)),
         answers=tuple(list_answers(groups)),
     )
@@ -148,6 +149,6 @@ def _other_notes(frame: pd.DataFrame) -> list[tuple[str, str]]:
     return notes + [("paper", source) for source in frame["reference"].dropna().unique()]
 
 
-def to_csv(table: Comparison) -> str:
+def to_csv(comparison: Comparison) -> str:
     """All exact values: fractions, bytes and counts unrounded, one row a group, empty where there is none."""
-    return str(table.frame.to_csv(index=False, lineterminator="\n"))
+    return str(comparison.frame.to_csv(index=False, lineterminator="\n"))

@@ -10,7 +10,7 @@ import pandas as pd
 
 from ..core.io.text import on_one_line
 from ..results.records import RunRecord
-from ..rounds.participation.participants import round_half_up
+from ..rounds.participation.participants import count_participants
 from .number_formats import format_number
 from .statistics.groups import RunGroup
 from .statistics.run_statistics import RunStatistics, curve_over_seeds, estimate
@@ -79,7 +79,7 @@ def is_replacing(run: RunRecord) -> bool:
     """
     settings = run.section("run")
     seen = len(run.clients) - len(run.measurements.flagged("unseen"))
-    drawn = max(1, round_half_up(settings.get("participation", 1.0) * seen))
+    drawn = count_participants(settings.get("participation", 1.0), seen)
     is_fixed = settings.get("sampling") != "poisson" and drawn < seen
     return run.section("run", "privacy").get("kind") == "local" or is_fixed
 

@@ -24,7 +24,7 @@ from ..core.arguments.user_code import import_named
 from ..core.errors import ConfigError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import Examples
-from .client_numbers import CLIENT_NUMBERS, reserved_names
+from .client_numbers import CLIENT_NUMBERS, ClientNumber, reserved_names
 
 Reals = NDArray[np.float64]
 Labels = NDArray[Any]
@@ -302,6 +302,12 @@ METRICS: Mapping[str, Metric] = {
     ),
 }
 """Metrics by name."""
+
+
+def find_number(name: str) -> Metric | ClientNumber | None:
+    """The metric or further number of clients of that name; None for a metric of the user's own."""
+    return METRICS.get(name) or CLIENT_NUMBERS.get(name)
+
 
 _OF_LABELS = {
     name: replace(metric, task="labels", compute=metric.of_labels)

@@ -1,4 +1,4 @@
-"""What a run measured, as one table; means of evaluation results over clients are computed here and nowhere else.
+"""What a run measured, as one table, and the statistics over the clients of an evaluation, by :func:`summarize`.
 
 A row is (round, client or -1, series, split, name, value). Numbers of a client are its accuracy, its loss, each further
 metric, the parameters of its model, and its share of each cluster (``route``, by cluster as series). Numbers of a round
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from .client_metrics import METRICS
-from .client_numbers import ACCURACY, CLIENT_NUMBERS, COUNTED_LABELS, ROUTE, list_further_metrics
+from .client_metrics import find_number
+from .client_numbers import ACCURACY, COUNTED_LABELS, ROUTE, list_further_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +36,7 @@ COLUMNS = ("round", "client", "series", "split", "name", "value")
 
 def is_lower_better(name: str) -> bool | None:
     """Whether a smaller value of a number of clients is better; None for a metric of the user's own and for sizes."""
-    number = METRICS.get(name) or CLIENT_NUMBERS.get(name)
+    number = find_number(name)
     return None if number is None else number.lower_is_better
 
 

@@ -114,10 +114,10 @@ class TestInsteadOfAccuracy:
         run = RunStatistics(make_run(rounds=rows))
         got = main_of(run.record)
         assert (run.measure, run.headline, run.status) == (TEST_LOSS, "personal", "")
-        assert (got["last"], got["last_ten"], got["best_test"]) == (3.0, 2.0, 1.0)
-        assert got["worst_tenth"] == 5.0  # the highest tenth
-        assert got["best_round"] == 1  # the earlier of the two with the lowest validation loss
-        assert got["last_weighted"] == pytest.approx((1.0 * 10 + 5.0 * 15) / 25)
+        assert (got.last, got.last_ten, got.best_test) == (3.0, 2.0, 1.0)
+        assert got.worst_tenth == 5.0  # the highest tenth
+        assert got.best_round == 1  # the earlier of the two with the lowest validation loss
+        assert got.last_weighted == pytest.approx((1.0 * 10 + 5.0 * 15) / 25)
         assert run.costs_to(0.5) is None
         assert RunStatistics(make_run("a")).measure == TEST_ACCURACY
 
@@ -236,14 +236,14 @@ class TestUnseen:
     def test_headline_is_of_the_others(self, make_run):
         run, everyone = self.runs(make_run)
         got = main_of(run)
-        assert [got[key] for key in ("last", "unseen", "best_by_validation", "last_ten")] == pytest.approx(
+        assert [got.last, got.unseen, got.best_by_validation, got.last_ten] == pytest.approx(
             [0.7, 0.3, 0.7, 0.7]
         )
-        assert got["last_weighted"] == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
-        assert main_of(everyone)["last"] == pytest.approx(0.5)
-        assert "unseen" not in main_of(everyone)
+        assert got.last_weighted == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
+        assert main_of(everyone).last == pytest.approx(0.5)
+        assert math.isnan(main_of(everyone).unseen)
         loss = RunStatistics(run).results("personal", TEST_LOSS)
-        assert (loss["last"], loss["unseen"]) == (1.5, 4.0)
+        assert (loss.last, loss.unseen) == (1.5, 4.0)
         later = make_run("b", rounds=rounds_of([[0.1], [0.5], [0.9]]))
         assert target_of([run, later]).value == 0.7
 

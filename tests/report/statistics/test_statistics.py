@@ -73,25 +73,21 @@ def test_choices_of_round(make_run):
     test = [[0.1], [0.5], [0.9], [0.6], [0.7]]
     val = [[0.1], [0.8], [0.3], [0.8], [0.5]]
     got = main_of(make_run(rounds=simple(test, val)))
-    assert got["last"] == 0.7
-    assert (got["best_round"], got["best_by_validation"]) == (1, 0.5)  # the earlier of the two with 0.8
-    assert got["last_ten"] == pytest.approx(
-        np.mean([0.5, 0.9, 0.6, 0.7])
-    )  # without the round before training
-    assert got["best_test"] == 0.9
+    assert got.last == 0.7
+    assert (got.best_round, got.best_by_validation) == (1, 0.5)  # the earlier of the two with 0.8
+    assert got.last_ten == pytest.approx(np.mean([0.5, 0.9, 0.6, 0.7]))  # without the round before training
+    assert got.best_test == 0.9
 
 
 def test_last_ten_of_many(make_run):
     test = [[i / 100] for i in range(31)]
-    assert main_of(make_run(rounds=simple(test)))["last_ten"] == pytest.approx(
-        np.mean(np.arange(21, 31) / 100)
-    )
+    assert main_of(make_run(rounds=simple(test))).last_ten == pytest.approx(np.mean(np.arange(21, 31) / 100))
 
 
 def test_weights_follow_client_ids(make_run):
     clients = [{"id": 1, "test": 30}, {"id": 0, "test": 10}]
     got = main_of(make_run(rounds=simple([[0.2, 0.6]]), clients=clients))
-    assert got["last_weighted"] == pytest.approx((0.2 * 10 + 0.6 * 30) / 40)
+    assert got.last_weighted == pytest.approx((0.2 * 10 + 0.6 * 30) / 40)
 
 
 @pytest.mark.full
@@ -285,7 +281,7 @@ def test_sweep_keeps_the_method_label(make_run):
 
 def test_last_usable_round_is_named(make_run):
     run = make_run(rounds=simple([[0.1], [0.5], [math.nan]]))
-    assert main_of(run)["round"] == 1
+    assert main_of(run).round == 1
     assert RunStatistics(run).status == "no finite accuracy after round 1"
 
 

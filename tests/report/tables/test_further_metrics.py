@@ -44,6 +44,14 @@ def test_a_seed_that_diverged_is_not_left_out(make_run):
     assert rows_of(table)[0]["metric_macro_f1"] is None
 
 
+def test_a_series_with_a_colon_has_its_name_and_interval(make_run):
+    seeds = [with_metrics([v, v, v], "a:b") for v in (0.25, 0.75)]
+    table = compare_runs([make_run("fedavg", s, rounds=rows) for s, rows in enumerate(seeds)])
+    half = stats.t.ppf(0.975, 1) * math.sqrt(2 * 0.25**2) / math.sqrt(2)
+    assert set(titles_of(table, "metrics")) == {"macro F1", "deep share", "macro F1 a:b", "deep share a:b"}
+    assert cells(table, "metrics", "macro F1 a:b") == [f"0.50 ± {half:.2f}"]
+
+
 @pytest.mark.full
 def test_no_table_without_metrics(make_run):
     assert "metrics" not in compare_runs([make_run()]).result_tables

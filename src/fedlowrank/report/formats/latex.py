@@ -25,14 +25,14 @@ def escape_latex(text: str) -> str:
     return "".join(_CHARACTERS.get(character, character) for character in on_one_line(text))
 
 
-def to_latex(table: Comparison, all_tables: bool = False) -> str:
+def to_latex(comparison: Comparison, all_tables: bool = False) -> str:
     r"""Format the results of a comparison for a paper that has ``\usepackage{booktabs}``.
 
     Args:
-        table: the comparison.
+        comparison: the comparison.
         all_tables: format all other tables, too.
     """
-    chosen = table.tables if all_tables else [table.summary]
+    chosen = comparison.tables if all_tables else [comparison.summary]
     notes = {column.title: column.note for one in chosen for column in one.columns if column.note}
     lines = [f"% {on_one_line(title)}: {on_one_line(note)}" for title, note in notes.items()]
     needs = "% needs \\usepackage{booktabs}; a wide table also \\small or \\resizebox"

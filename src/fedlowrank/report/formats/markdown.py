@@ -9,15 +9,17 @@ from ..sample_texts import AnswerRow
 from ..tables.text_table import escape_markdown, to_markdown
 
 
-def comparison_markdown(table: Comparison) -> str:
+def comparison_markdown(comparison: Comparison) -> str:
     """Findings and results as Markdown, then warnings, further tables, footnotes and answers."""
-    results = [*table.sweeps, table.summary]
-    parts = [f"> {table.mixture}"] if table.mixture else []
-    parts += [*map(escape_markdown, table.first_findings), *map(to_markdown, results)]
-    parts += [f"> {escape_markdown(warning)}" for warning in table.warnings]
-    parts += map(to_markdown, table.tables[len(results) :])
-    notes = [f"- *{escape_markdown(term)}*: {escape_markdown(meaning)}." for term, meaning in table.footnotes]
-    return "\n\n".join([*parts, "\n".join(notes)]) + "\n" + _answers_markdown(table.answers)
+    results = [*comparison.sweeps, comparison.summary]
+    parts = [f"> {comparison.several_experiments}"] if comparison.several_experiments else []
+    parts += [*map(escape_markdown, comparison.first_findings), *map(to_markdown, results)]
+    parts += [f"> {escape_markdown(warning)}" for warning in comparison.warnings]
+    parts += map(to_markdown, comparison.tables[len(results) :])
+    notes = [
+        f"- *{escape_markdown(term)}*: {escape_markdown(meaning)}." for term, meaning in comparison.footnotes
+    ]
+    return "\n\n".join([*parts, "\n".join(notes)]) + "\n" + _answers_markdown(comparison.answers)
 
 
 def _answers_markdown(rows: Sequence[AnswerRow]) -> str:

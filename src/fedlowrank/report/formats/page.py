@@ -52,46 +52,46 @@ def write_report(
     if not runs:
         raise ConfigError("a report needs at least one run")
     experiments = read_experiments(runs, target)
-    table = compare_experiments(experiments)
-    downloads = {"csv": to_csv(table), "md": comparison_markdown(table)}
+    comparison = compare_experiments(experiments)
+    downloads = {"csv": to_csv(comparison), "md": comparison_markdown(comparison)}
     sheet = "" if figures is None else quote(Path(os.path.relpath(figures, out.parent)).as_posix())
-    text = render_page(table, runs, command, downloads, sheet)
+    text = render_page(comparison, runs, command, downloads, sheet)
     with as_checkpoint_error(f"cannot make {out.parent}"):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text.encode())
     for kind, written in downloads.items():
         write_atomically(out.with_suffix(f".{kind}"), written.encode())
-    return table
+    return comparison
 
 
 def render_page(
-    table: Comparison, runs: Sequence[RunRecord], command: str, downloads: Mapping[str, str], sheet: str = ""
+    comparison: Comparison, runs: Sequence[RunRecord], command: str, downloads: Mapping[str, str], sheet: str = ""
 ) -> str:  # fmt: skip
     """The page as HTML.
 
     Args:
-        table: the comparison.
+        comparison: the comparison.
         runs: all of them, repeated seeds included.
         command: see :func:`write_report`.
         downloads: texts of the files that the page offers, by their ending.
         sheet: address of a contact sheet of all figures, if there is one.
     """
-    here, styles, experiments = files(__package__), method_styles(table.groups), table.experiments
-    parts = [table] if len(experiments) == 1 else [compare_experiments([one]) for one in experiments]
+    here, styles, experiments = files(__package__), method_styles(comparison.groups), comparison.experiments
+    parts = [comparison] if len(experiments) == 1 else [compare_experiments([one]) for one in experiments]
     sections = [_describe(part, styles, f"e{i}") for i, part in enumerate(parts)]
     page = {
         "title": _join_titles([one["title"] for one in sections]),
-        # Nothing of the style sheet comes from a run.
+        # not escaped: nothing of the style sheet comes from a run
         "css": Markup(css_variables(LIGHT, DARK) + (here / "page.css").read_text()),
-        # Nothing of the script comes from a run.
+        # not escaped: nothing of the script comes from a run
         "script": Markup((here / "page.js").read_text().rstrip("\n")),
         "downloads": [
             (f"report.{kind}", f"data:text/plain;charset=utf-8,{quote(text)}")
             for kind, text in downloads.items()
         ],
         "sheet": sheet,
-        "warning": table.mixture,
-        "joined": [one for one in table.sweeps if one.experiments > 1],
+        "warning": comparison.several_experiments,
+        "joined": [one for one in comparison.sweeps if one.experiments > 1],
         "sections": [
             one | {"width": width} for one, width in zip(sections, card_widths(len(sections)), strict=True)
         ],
@@ -105,12 +105,12 @@ def render_page(
     return template.render(page=page).lstrip()
 
 
-def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
+def _describe(comparison: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     """What the template shows of one experiment; identifiers within its drawings begin with ``prefix``."""
-    (experiment,) = table.experiments
+    (experiment,) = comparison.experiments
     groups, first = experiment.groups, experiment.groups[0].first
     shared = {part: first.section(part) for part in SECTIONS}
-    # Markup: the drawings are XML with all text escaped.
+    # not escaped again: the drawings are XML whose text is escaped
     drawn = [
         (
             heading,
@@ -120,7 +120,7 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     ]
     placed = {one.place: (one, svg) for _, some in drawn for one, svg in some if one.place}
     further = [(heading, [pair for pair in some if not pair[0].place]) for heading, some in drawn]
-    findings = table.findings[experiment.name]
+    findings = comparison.findings[experiment.name]
     return {
         "anchor": prefix,
         "name": experiment.name,
@@ -130,12 +130,12 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
         "card": state_headline(experiment.families),
         "finding": findings[0],
         "findings": findings[1:],
-        "warnings": table.warnings,
-        "summary": table.summary,
-        "sweeps": table.sweeps,
-        "answers": table.answers,
-        "tables": [*table.result_tables.values(), *table.ranks],
-        "footnotes": table.footnotes,
+        "warnings": comparison.warnings,
+        "summary": comparison.summary,
+        "sweeps": comparison.sweeps,
+        "answers": comparison.answers,
+        "tables": [*comparison.result_tables.values(), *comparison.ranks],
+        "footnotes": comparison.footnotes,
         "result": placed.get("result"),
         "curve": placed.get("curve"),
         "figures": [

@@ -10,16 +10,16 @@ from ..run_comparison import Comparison
 from ..tables.text_table import to_rich
 
 
-def render_terminal(table: Comparison, all_tables: bool = False) -> RenderableType:
+def render_terminal(comparison: Comparison, all_tables: bool = False) -> RenderableType:
     """What a terminal shows of a comparison: results, then warnings and findings; without footnotes.
 
     Args:
-        table: the comparison.
+        comparison: the comparison.
         all_tables: show costs and all other tables, too, before the results.
     """
-    further_tables = (*table.result_tables.values(), *table.ranks) if all_tables else ()
-    tables = [*further_tables, *table.sweeps, table.summary]
+    further_tables = (*comparison.result_tables.values(), *comparison.ranks) if all_tables else ()
+    tables = [*further_tables, *comparison.sweeps, comparison.summary]
     parts: list[RenderableType] = [part for one in tables for part in to_rich(one)]
-    parts += [Text(warning, style="yellow") for warning in table.warnings]
-    parts += [Text(finding, style="bold") for finding in table.first_findings]
+    parts += [Text(warning, style="yellow") for warning in comparison.warnings]
+    parts += [Text(finding, style="bold") for finding in comparison.first_findings]
     return console.Group(*parts)

@@ -17,7 +17,7 @@ from ...results.records import RunRecord
 from .accuracy_target import Target, choose_target
 from .measures import TEST_ACCURACY, TEST_LOSS, TOKEN_LOSS, Measure
 from .modes import find_modes
-from .run_statistics import Estimate, RunStatistics, curve_over_seeds, estimate
+from .run_statistics import Estimate, RunStatistics, SeriesResults, curve_over_seeds, estimate
 from .setting_names import CODE, last_part, value_text, vary_text
 
 
@@ -73,7 +73,7 @@ class RunGroup:
         """Statistics of a series, else of the headline, one row a seed: see :meth:`.run_statistics.RunStatistics.results`."""
         name, by = self.headline if series is None else series, measure or self.measure
         rows = [results for run in self.runs if (results := run.results(name, by)) is not None]
-        return pd.DataFrame(rows, columns=RESULTS)
+        return pd.DataFrame(rows, columns=SeriesResults._fields)
 
     def final(self, series: str | None = None, measure: Measure | None = None) -> Estimate | None:
         """Mean result of a series at the last evaluated round, over seeds."""
@@ -89,14 +89,14 @@ class RunGroup:
         name, by = self.headline if series is None else series, measure or self.measure
         rows = [(run.has_found_groups, row) for run in self.runs if (row := run.results(name, by))]
         successes_and_values = [
-            (success, row[column]) for success, row in rows if math.isfinite(row.get(column, math.nan))
+            (success, result) for success, row in rows if math.isfinite(result := getattr(row, column))
         ]
         value = estimate(result for _, result in successes_and_values)
         if value is None:
             return None
         successes, results = zip(*successes_and_values, strict=True)
         seeds = [run.state for run in (*self.runs, *self.left_out)]
-        clients = int(sum(row["non_finite"] for _, row in rows)) if column == "last" else 0
+        clients = int(sum(row.non_finite for _, row in rows)) if column == "last" else 0
         diverged = []
         if n := seeds.count("diverged"):
             diverged.append(f"{n} of {len(seeds)} seeds")
@@ -151,13 +151,6 @@ class RunGroup:
     def final_recovery(self) -> Estimate | None:
         """Cluster recovery at the last round with routes, over seeds."""
         return estimate(run.recovery.iloc[-1] for run in self.runs if len(run.recovery))
-
-
-RESULTS = [
-    "round", "last", "std_clients", "last_weighted", "worst_tenth", "clients", "without", "not_evaluated",
-    "non_finite", "last_ten",
-    "best_test", "best_round", "best_by_validation", "unseen", "std_unseen",
-]  # fmt: skip
 
 
 def with_token_names(measure: Measure, groups: Sequence[RunGroup]) -> Measure:

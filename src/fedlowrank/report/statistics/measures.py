@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core.io.text import on_one_line
-from ...results.client_metrics import METRICS
-from ...results.client_numbers import CLIENT_NUMBERS
+from ...results.client_metrics import find_number
 from ..number_formats import (
     MISSING,
     format_loss,
@@ -95,5 +94,5 @@ TOKEN_LOSS = Measure("loss", "loss per token", "Loss per token")
 
 def metric_title(name: str) -> str:
     """A metric of ``run.metrics`` or a further number of clients as a heading; of ``module:function`` the function's name."""
-    number = METRICS.get(name) or CLIENT_NUMBERS.get(name)
-    return (number.title if number else "") or on_one_line(name).replace("_", " ")
+    number = find_number(name)
+    return (number.title if number else "") or on_one_line(name.rpartition(":")[2]).replace("_", " ")

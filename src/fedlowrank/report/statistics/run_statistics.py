@@ -26,9 +26,9 @@ from .chosen_clusters import Collapse, find_collapse, finds_all_groups
 from .measures import MEASURES, TEST_ACCURACY, Measure
 from .modes import Modes
 from .setting_names import settings_of
+from .significance import CONFIDENCE
 
 LAST_EVALUATIONS = 10  # evaluations in the mean over the end of a run
-CONFIDENCE = 0.95
 
 
 class Estimate(NamedTuple):
@@ -45,9 +45,52 @@ class Estimate(NamedTuple):
     groups_found: tuple[int, int] | None = None
 
 
+class SeriesResults(NamedTuple):
+    """Results of one series of a run: fractions of an accuracy, nats of a loss; NaN where there is none.
+
+    All but the last two are over the clients that can train and, in a simulated attack, are not hostile.
+
+    Attributes:
+        round: the last evaluated one.
+        last: mean over clients at that round.
+        std_clients: standard deviation over clients at that round.
+        last_weighted: mean at that round, clients weighted by their test examples.
+        worst_tenth: mean of the worst tenth of clients at that round.
+        clients: number of clients in the mean.
+        without: number of clients without test examples.
+        not_evaluated: number of clients that were not drawn for the evaluation.
+        non_finite: number of clients whose value is not finite.
+        last_ten: mean over the last ten evaluations, the one before training left out.
+        best_test: best mean over rounds, an optimistic number because it selects on test examples.
+        best_round: round whose mean validation result is best, the earliest on ties.
+        best_by_validation: mean at that round.
+        unseen: mean over the clients that never train.
+        std_unseen: standard deviation over these.
+    """
+
+    round: int
+    last: float
+    std_clients: float
+    last_weighted: float
+    worst_tenth: float
+    clients: int
+    without: int
+    not_evaluated: int
+    non_finite: int
+    last_ten: float
+    best_test: float
+    best_round: float
+    best_by_validation: float
+    unseen: float
+    std_unseen: float
+
+
 def format_estimate(measure: Measure, value: Estimate) -> str:
     """A result over seeds without its unit: ``93.12 ± 1.10``, or of two groups of seeds ``4 of 5 ≥ 92.50``."""
-    text = format_modes(measure, value.modes) if value.modes else measure.format_pair(value.mean, value.ci)
+    if modes := value.modes:
+        text = format_successes(measure, modes.reached, modes.n, modes.bound)
+    else:
+        text = measure.format_pair(value.mean, value.ci)
     return f"{text} ({value.diverged} diverged)" if value.diverged else text
 
 
@@ -59,10 +102,10 @@ def result_place(measure: Measure, value: Estimate) -> tuple[bool, float]:
     return bool(value.diverged), measure.cost(value.mean)
 
 
-def format_modes(measure: Measure, modes: Modes) -> str:
+def format_successes(measure: Measure, reached: int, seeds: int, bound: float) -> str:
     """How many seeds succeed, and their worst result without its unit, such as ``4 of 5 ≥ 92.50``."""
     sign = "≤" if measure.is_loss else "≥"
-    return f"{modes.reached} of {modes.n} {sign} {measure.format_number(modes.bound)}"
+    return f"{reached} of {seeds} {sign} {measure.format_number(bound)}"
 
 
 def half_width(std: Any, n: int) -> Any:
@@ -205,43 +248,40 @@ class RunStatistics:
         """Names of all series in what the run is judged by."""
         return self.table.series((self.measure or TEST_ACCURACY).name)
 
-    def results(self, series: str | None, measure: Measure) -> dict[str, float] | None:
-        """Statistics of a series at the rounds that a report may choose; None if it was never evaluated.
-
-        Returns:
-            ``last``: mean over clients at the last evaluated round, with ``round``, ``std_clients``,
-            ``last_weighted``, ``worst_tenth``, ``clients`` (in the mean), ``without`` (examples), ``not_evaluated``
-            and ``non_finite``. ``best_by_validation``: at ``best_round``, whose mean validation result is best,
-            the earliest on ties. ``last_ten``: mean over the last ten evaluations, the one before training left
-            out. ``best_test``: the best over rounds, an optimistic number because it selects on test examples.
-            ``unseen`` and ``std_unseen``: over the clients that never train. All others are over the clients that
-            can train and, in a simulated attack, are not hostile.
-        """
+    def results(self, series: str | None, measure: Measure) -> SeriesResults | None:
+        """Statistics of a series at the rounds that a report may choose; None if it was never evaluated."""
         test = self.curve(series, measure)
         if test.empty:
             return None
         last, at = test.iloc[-1], test.index[-1]
-        numbers = {
-            "round": at, "last": last["mean"], "std_clients": last["std"], "last_weighted": last["weighted"],
-            "worst_tenth": last["worst"], "clients": last["clients"], "without": last["without"],
-            "not_evaluated": last["not_evaluated"], "non_finite": last["non_finite"],
-        }  # fmt: skip
         # a round at which a client diverged is not better for it
         worst = math.inf if measure.is_loss else -math.inf
         means, whole = test["mean"], test["mean"].where(test["non_finite"] == 0, worst)
         trained = means[means.index > 0]
-        numbers["last_ten"] = (means if trained.empty else trained).tail(LAST_EVALUATIONS).mean()
-        numbers["best_test"] = means.iloc[find_best(whole, lower_is_better=measure.is_loss) or 0]
-        scored = self.curve(series, measure, "val")
-        validation = scored["mean"].where(scored["non_finite"] == 0, worst).reindex(means.index).dropna()
+        validation_curve = self.curve(series, measure, "val")
+        validation = validation_curve["mean"].where(validation_curve["non_finite"] == 0, worst)
+        validation = validation.reindex(means.index).dropna()
         place = find_best(validation, lower_is_better=measure.is_loss)
-        if place is not None:
-            best = validation.index[place]
-            numbers |= {"best_round": best, "best_by_validation": means[best]}
+        best_round = math.nan if place is None else validation.index[place]
         unseen = self.curve(series, measure, who="unseen")
-        if at in unseen.index:
-            numbers |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
-        return numbers
+        is_unseen = at in unseen.index
+        return SeriesResults(
+            round=at,
+            last=last["mean"],
+            std_clients=last["std"],
+            last_weighted=last["weighted"],
+            worst_tenth=last["worst"],
+            clients=last["clients"],
+            without=last["without"],
+            not_evaluated=last["not_evaluated"],
+            non_finite=last["non_finite"],
+            last_ten=(means if trained.empty else trained).tail(LAST_EVALUATIONS).mean(),
+            best_test=means.iloc[find_best(whole, lower_is_better=measure.is_loss) or 0],
+            best_round=best_round,
+            best_by_validation=math.nan if place is None else means[best_round],
+            unseen=unseen.loc[at, "mean"] if is_unseen else math.nan,
+            std_unseen=unseen.loc[at, "std"] if is_unseen else math.nan,
+        )
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
         """Finite results of the clients that count in means, by client, at the last evaluated round."""
@@ -305,6 +345,12 @@ class RunStatistics:
         return float(value) if 0 < value <= 1 else None
 
 
+def list_metrics(runs: Sequence[RunStatistics], headline: str | None) -> list[tuple[str, str]]:
+    """Further metrics of runs: the name, and the end of its columns, which is empty for the headline or ``.SERIES``."""
+    keys = dict.fromkeys(key for run in runs for key in run.last_metrics)
+    return [(name, "" if series == headline else f".{on_one_line(series)}") for name, series in keys]
+
+
 def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str, float | None]:
     """Further metrics of runs that differ in the seed, as columns of the CSV.
 
@@ -313,8 +359,8 @@ def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str,
     empty where a seed's mean is not finite.
     """
     row: dict[str, float | None] = {}
-    for name, series in dict.fromkeys(key for run in runs for key in run.last_metrics):
-        end = "" if series == headline else f".{on_one_line(series)}"
+    keys = dict.fromkeys(key for run in runs for key in run.last_metrics)
+    for (name, series), (_, end) in zip(keys, list_metrics(runs, headline), strict=True):
         values = [run.last_metrics[name, series] for run in runs if (name, series) in run.last_metrics]
         interval = estimate(values) if np.isfinite(values).all() else None
         row[f"metric_{name}{end}"] = interval.mean if interval else None

@@ -16,7 +16,7 @@ from scipy import stats
 
 from ...results.measurements import Floats
 
-CONFIDENCE = 0.95
+CONFIDENCE = 0.95  # of every interval of a report
 ALPHA = 1 - CONFIDENCE  # a corrected p-value below it is called significant
 RESAMPLES = 9999  # of the bootstrap over clients
 Over = Literal["seeds", "clients"]

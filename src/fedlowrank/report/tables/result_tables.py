@@ -21,20 +21,20 @@ from ..number_formats import (
     format_si_pair,
 )
 from ..statistics.measures import TEST_ACCURACY, TEST_LOSS, TOKEN_LOSS, Measure, metric_title
-from ..statistics.modes import Modes
-from ..statistics.run_statistics import format_modes
+from ..statistics.run_statistics import format_successes
 from .summary import MODES_NOTE, Cells, make_table
 from .text_table import TableColumn, TextTable
 
 
 def make_result_tables(
-    frame: pd.DataFrame, labels: Sequence[str], *, shows_sizes: bool
+    frame: pd.DataFrame, labels: Sequence[str], metrics: Sequence[tuple[str, str]], *, shows_sizes: bool
 ) -> dict[str, TextTable]:
     """The tables that have any column, by subject.
 
     Args:
         frame: exact values, one row a group.
         labels: how the rows are named.
+        metrics: further metrics, see :func:`.run_statistics.list_metrics`.
         shows_sizes: whether sizes of models are shown if the paper gives none.
 
     Returns:
@@ -47,7 +47,7 @@ def make_result_tables(
     columns = {
         "accuracy": (accuracy.title, _accuracy_columns(frame)),
         "loss": (loss.title, _loss_columns(frame)),
-        "metrics": ("Further metrics", _metric_columns(frame)),
+        "metrics": ("Further metrics", _metric_columns(frame, metrics)),
         "trust": ("Privacy and attacks", _trust_columns(frame)),
         "size": ("Size of a client's model", _size_columns(frame, shows_sizes)),
         "cost": ("Cost of one run", _cost_columns(frame)),
@@ -145,7 +145,7 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
             yield (
                 head,
                 [
-                    format_modes(measure, Modes(int(n), int(k), bound, math.nan)) if k == k else cell
+                    format_successes(measure, int(k), int(n), bound) if k == k else cell
                     for cell, n, k, bound in cells_with_modes
                 ],
             )
@@ -191,19 +191,16 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         yield TableColumn("status", note="runs that are not finished", align="left"), cells
 
 
-def _metric_columns(frame: pd.DataFrame) -> Iterator[Cells]:
+def _metric_columns(frame: pd.DataFrame, metrics: Sequence[tuple[str, str]]) -> Iterator[Cells]:
     """A column for each metric and series that any run measures besides accuracy and loss."""
     note = (
         "mean over the clients that can train and for which the metric is defined, after the last evaluated "
         "round; over several seeds ± half-width of the 95 % confidence interval"
     )
-    for key in [name for name in frame if name.startswith("metric_") and "_ci95_seeds" not in name]:
-        # a module may have points; the title is the function alone
-        module, colon, function = key.rpartition(":")
-        name, point, series = function.partition(".")
-        spread = f"{module}{colon}{name}_ci95_seeds{point}{series}"
-        title = metric_title(name.removeprefix("metric_"))
-        yield from _column(frame, f"{title} {series}".rstrip(), key, format_loss_pair, spread, note=note)
+    for name, end in metrics:
+        title = f"{metric_title(name)} {end[1:]}".rstrip()
+        key, spread = f"metric_{name}{end}", f"metric_{name}_ci95_seeds{end}"
+        yield from _column(frame, title, key, format_loss_pair, spread, note=note)
         note = ""
 
 

@@ -29,15 +29,27 @@ def comparison_row(group: RunGroup) -> Row:
     of the first seed's configuration. Costs "to target" are given only if every evaluated seed reached it: a
     mean over those that did would favor a method that often fails.
     """
-    runs, results, first = group.runs, group.results(), group.first
-    n = len(results)
-    row: Row = {
+    row: Row = _identity(group)
+    for measure in MEASURES:
+        row |= _results(group, measure)
+    row |= _clusters(group) | _costs(group) | _costs_to_target(group)
+    row |= _model_size(group, group.headline, "") | _paper(group, row["accuracy_last"])
+    for name in group.series:
+        if name != group.headline:
+            row |= _further_series(group, name, f".{on_one_line(name)}")
+    return row | adapter_row(group) | trust_row(group)
+
+
+def _identity(group: RunGroup) -> Row:
+    """What was compared, and numbers of seeds and clients."""
+    runs, results = group.runs, group.headline_results
+    return {
         "experiment": group.experiment,
         "method": group.method,
         "label": group.label,
         "vary": json.dumps(dict(group.vary), sort_keys=True) if group.vary else None,
         "seed_list": " ".join(run.record.seed for run in runs),
-        "seeds": n,
+        "seeds": len(results),
         "series": group.headline,
         "clients": _common(len(run.record.clients) for run in runs),
         "clients_in_mean": _common(results["clients"].astype(int)),
@@ -45,33 +57,41 @@ def comparison_row(group: RunGroup) -> Row:
         "clients_without_test": _common(results["without"].astype(int)),
         "clients_not_finite": _common(results["non_finite"].astype(int)),
         "last_round": _common(results["round"].astype(int)),
-        "judged_by": group.measure.noun if n else None,
+        "judged_by": group.measure.noun if len(results) else None,
         "clients_unseen": _common(len(run.record.measurements.flagged("unseen")) for run in runs),
     }
-    for measure in MEASURES:
-        row |= _results(group, measure)
+
+
+def _clusters(group: RunGroup) -> Row:
+    """How well clusters were found, and hostile clients."""
     recovery = group.final_recovery()
-    row |= {
+    row: Row = {
         "recovery": recovery.mean if recovery else None,
         "recovery_ci95_seeds": recovery.ci if recovery else None,
     }
-    if any(hostile := [len(run.record.measurements.flagged("hostile")) for run in runs]):
+    if any(hostile := [len(run.record.measurements.flagged("hostile")) for run in group.runs]):
         row["clients_hostile"] = _common(hostile)
     if (final := group.final()) and final.groups_found:
         row["groups_found_seeds"], row["groups_known_seeds"] = final.groups_found
-    costs = [run.costs for run in runs]
+    return row
+
+
+def _costs(group: RunGroup) -> Row:
+    """Mean costs of a run."""
+    costs = [run.costs for run in group.runs]
     totals: Row = {name: _mean(cost[name] for cost in costs) for name in COSTS}
     steps, flops = totals.pop("steps"), totals.pop("flops")
     float32 = _mean(FLOAT32 * _both_ways(cost, "parameters") for cost in costs)
-    row |= {**totals, "communication_float32": float32, "steps": steps, "flops": flops}
-    for kind in ("seconds_train", "seconds_server", "seconds_evaluate"):
-        row[kind] = _mean(cost.get(kind) for cost in costs)
-    row["simulated_seconds"] = _mean(cost.get("simulated_seconds") for cost in costs)
-    reached = [
-        cost_to_target for run in runs if (cost_to_target := run.costs_to(group.target.value)) is not None
-    ]
-    counted = reached if n and len(reached) == n else []
-    row |= {
+    kinds = ("seconds_train", "seconds_server", "seconds_evaluate", "simulated_seconds")
+    seconds = {kind: _mean(cost.get(kind) for cost in costs) for kind in kinds}
+    return {**totals, "communication_float32": float32, "steps": steps, "flops": flops, **seconds}
+
+
+def _costs_to_target(group: RunGroup) -> Row:
+    """Mean costs until the target was reached; none unless every evaluated seed reached it."""
+    reached = [cost for run in group.runs if (cost := run.costs_to(group.target.value)) is not None]
+    counted = reached if reached and len(reached) == len(group.headline_results) else []
+    return {
         "target": group.target.value,
         "target_source": group.target.source,
         "target_reached_seeds": len(reached),
@@ -83,25 +103,23 @@ def comparison_row(group: RunGroup) -> Row:
         # Evaluation is part of measuring, not of the method.
         "target_seconds": _mean(sum(cost.get(kind, 0.0) for kind in WORK) for cost in counted),
         "target_simulated_seconds": _mean(cost.get("simulated_seconds") for cost in counted),
-        **_model_size(group, group.headline, ""),
     }
-    ranks = last_ranks(group)
-    known = any(
-        first.section("reference", name) for name in ("accuracy", "communication", "parameters", "score")
-    )
-    every = (*runs, *group.left_out)
-    status = [f"seed {run.record.seed}: " * (len(every) > 1) + run.status for run in every if run.status]
-    row |= {
+
+
+def _paper(group: RunGroup, accuracy: float | None) -> Row:
+    """Ranks at the end, the paper's numbers beside an accuracy, and runs that are not finished."""
+    first, ranks = group.first, last_ranks(group)
+    sections = ("accuracy", "communication", "parameters", "score")
+    has_paper = any(first.section("reference", name) for name in sections)
+    runs = (*group.runs, *group.left_out)
+    status = [f"seed {run.record.seed}: " * (len(runs) > 1) + run.status for run in runs if run.status]
+    return {
         "ranks_last": json.dumps(ranks) if ranks else None,
-        "reference": _reference_source(first) if known else None,
-        **_reference(group, group.headline, row["accuracy_last"], ""),
+        "reference": _reference_source(first) if has_paper else None,
+        **_reference(group, group.headline, accuracy, ""),
         "reference_communication_gb": _number(first.section("reference", "communication").get(group.method)),
         "status": "; ".join(status) or None,
     }
-    for name in group.series:
-        if name != group.headline:
-            row |= _further_series(group, name, f".{on_one_line(name)}")
-    return row | adapter_row(group) | trust_row(group)
 
 
 def _results(group: RunGroup, measure: Measure) -> Row:
