@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fedlowrank.core import tree
-from fedlowrank.linalg.factored import compute_svd, truncate_svd
 from fedlowrank.linalg.matricize import (
     LowRank,
     Sparse,
@@ -20,7 +19,6 @@ from fedlowrank.linalg.matricize import (
     count_parameters,
     matricize,
     matrix_shape,
-    measure_weights,
     pack_low_rank,
     pack_sparse,
     to_sparse,
@@ -92,26 +90,6 @@ def test_factors_survive_their_bytes_even_of_rank_zero() -> None:
     assert tuple(back["dead"].dense().shape) == (4, 5)
 
 
-def test_measure() -> None:
-    w = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
-    found = measure_weights(
-        {
-            "w": w,
-            "b": torch.tensor([0.0, 2.0]),
-            "f": threshold_singular_values(torch.diag(torch.tensor([3.0, 5.0, 1.0])), 1.0),
-        }
-    )
-    assert (found["w"].rank, found["w"].energy, found["w"].parameters, found["w"].nonzeros) == (2, 25.0, 6, 2)
-    assert (found["b"].rank, found["b"].energy, found["b"].nonzeros, found["b"].nbytes) == (1, 4.0, 1, 8)
-    assert (found["f"].rank, found["f"].parameters, found["f"].nonzeros, found["f"].nbytes) == (2, 12, 4, 48)
-    assert found["f"].energy == pytest.approx(16 + 4)
-    svd_of = measure_weights({"d": truncate_svd(compute_svd(torch.diag(torch.tensor([3.0, 5.0, 1.0]))), 2)})[
-        "d"
-    ]
-    assert (svd_of.rank, svd_of.parameters, svd_of.nonzeros, svd_of.nbytes) == (2, 14, 6, 56)
-    assert svd_of.energy == pytest.approx(25 + 9)
-
-
 @pytest.mark.parametrize("norm", ["low_rank", "sparse"])
 def test_the_prox_of_a_model_leaves_vectors_and_excluded_weights(norm) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -145,7 +123,6 @@ def test_of_a_sparse_weight_the_entries_are_held_where_that_is_smaller(
     np.testing.assert_array_equal(back.numpy(), w)
     if smaller:
         assert tree.numel(message) == there
-        assert measure_weights({"w": held})["w"].parameters == there
         assert count_parameters([{"w": held}], {"w": torch.from_numpy(w)}) == there
 
 

@@ -55,7 +55,7 @@ def make_view(run: Run, client: int, round: int | None = None, trainer: Any = No
     """Make what the method of a client sees in a round, the next one by default."""
     info, t = run.federation.infos[client], run.round if round is None else round
     trainer = trainer or run.engine.trainer(run.method, run.federation, t, info)
-    return client_view(run.federation, run.task, t, info, trainer)
+    return client_view(run.federation, run.task, info, t, trainer)
 
 
 def get_state(run: Run, client: int) -> Any:

@@ -51,7 +51,7 @@ def test_a_local_step_of_feddyn_follows_the_derivative_of_its_objective(alpha: f
     run = run_rounds(method, federation, steps=2)
     info, local = federation.infos[1], federation.clients[1].train
     state, down = run.state_of(info), run.method.download(run.state.server, info)
-    view = client_view(federation, run.task, 2, info, run.engine.trainer(method, federation, 2, info))
+    view = client_view(federation, run.task, info, 2, run.engine.trainer(method, federation, 2, info))
     data = LocalData(info, local, method.passes(), client_key(federation, 1, 2))
     # two steps, for the first begins at the anchor, where the proximal term is zero
     theta = {n: p.clone().requires_grad_() for n, p in down.model.items()}

@@ -69,7 +69,7 @@ def compute_next_upload(method: Any, run: Any, client: int) -> Any:
     """What one client would send next."""
     info = run.federation.infos[client]
     trainer = run.engine.trainer(method, run.federation, run.round, info)
-    view = client_view(run.federation, run.task, run.round, info, trainer)
+    view = client_view(run.federation, run.task, info, run.round, trainer)
     return method.local_update(run.state_of(info), method.download(run.state.server, info), view)[1]
 
 

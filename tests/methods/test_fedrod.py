@@ -74,7 +74,7 @@ def test_a_class_that_a_client_lacks_keeps_its_weights_in_the_balanced_loss() ->
     run = run_rounds(method, federate_one_model(), steps=0)
     for info in run.federation.infos:
         trainer = run.engine.trainer(method, run.federation, 0, info)
-        view = client_view(run.federation, run.task, 0, info, trainer)
+        view = client_view(run.federation, run.task, info, 0, trainer)
         start = method.download(run.state.server, info)
         _, end = method.local_update(run.state_of(info), start, view)
         moved = (end["head.weight"] - start["head.weight"]).abs().amax(1) > 0

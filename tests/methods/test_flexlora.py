@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fedlowrank.engines.engine import Engine
 from fedlowrank.methods.flexlora import FlexLoRA
 from tests.golden import lora_reference as reference
@@ -19,7 +17,6 @@ from .lora_setting import (
 from .setting import LOCAL
 
 
-@pytest.mark.full
 def test_flexlora(engine: type[Engine]) -> None:
     run = run_three_rounds(FlexLoRA(training=TRAINING, **LOCAL), engine, RANKS)
     ws, net = reference.flexlora(make_reference_setting(run))

@@ -24,7 +24,7 @@ from .lora_setting import (
 from .setting import LOCAL
 
 
-@pytest.mark.full
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keep", ["merged", "stacked"])
 def test_flora(keep: Any, engine: type[Engine]) -> None:
     if keep == "stacked" and engine is not Sequential:

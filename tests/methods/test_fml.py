@@ -48,8 +48,8 @@ def assert_fml_equals_reference(alpha: float, beta: float, engine: type[Engine],
     assert_nested_close([to_layers(s) for s in get_client_states(run)], clients)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.3, 0.8)])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("alpha", "beta"), [(0.3, 0.8), (0.5, 0.5)])
 def test_fml(alpha: float, beta: float, engine: type[Engine]) -> None:
     assert_fml_equals_reference(alpha, beta, engine)
 

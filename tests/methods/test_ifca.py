@@ -139,5 +139,7 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
         record = run.step()
         for c in range(2):
             assert record.values("route", series=str(c), split="") == [float(c == k % 2) for k in range(6)]
-    assert all(a > 0.9 for a in record.values("accuracy", series="personal", split="test"))
+    accuracies = record.values("accuracy", series="personal", split="test")
+    assert len(accuracies) == 6
+    assert min(accuracies) > 0.9
     assert not run.draws.unseen & set(run.state.clients)

@@ -122,7 +122,7 @@ def test_training_neither_changes_nor_sends_them(name: str) -> None:
         run.step()
     info = on.infos[1]
     trainer = run.engine.trainer(run.method, on, run.round, info)
-    view = client_view(on, run.task, run.round, info, trainer)
+    view = client_view(on, run.task, info, run.round, trainer)
     down = run.method.download(run.state.server, info)
     state, up = run.method.local_update(run.state_of(info), down, view)
     for what in (run.state.server, down, state, up, *run.state.clients.values()):

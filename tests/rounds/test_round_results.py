@@ -30,6 +30,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.rounds.round_results import Clock
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.trust.trust_settings import Robust, SecureSums
 
 torch.set_num_threads(1)
 
@@ -222,6 +223,17 @@ def test_after_a_server_that_fails_half_way_the_next_round_is_a_round_like_any_o
     run.step()
     run.engine.close()
     assert torch.equal(run.state.server, torch.full((1000,), float(2**CLIENTS - 1), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("settings", [{"robust": Robust("median")}, {"secure": SecureSums(on=True)}], ids=str)
+def test_contributions_of_a_cohort_are_added_one_by_one_where_the_aggregator_needs_it(settings: Any) -> None:
+    together, apart = (
+        run_of(METHODS["fedavg"](), engine, **settings) for engine in ("vectorized", "sequential")
+    )
+    for run in (together, apart):
+        run.step()
+    for parameter, value in together.state.server.items():
+        torch.testing.assert_close(value, apart.state.server[parameter], rtol=1e-4, atol=1e-5)
 
 
 def test_states_above_the_limit_wait_on_the_disk_during_the_round_too() -> None:

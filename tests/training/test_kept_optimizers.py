@@ -204,7 +204,7 @@ def test_each_time_that_a_pass_is_taken_in_a_round_has_its_own_state() -> None:
     # twice, once, twice: the second time goes on where it was left
     for times in (2, 1, 2):
         view = client_view(
-            fed, fed.task(1), 0, fed.infos[0], Sequential().trainer(FedAvg(), fed, 0, fed.infos[0])
+            fed, fed.task(1), fed.infos[0], 0, Sequential().trainer(FedAvg(), fed, 0, fed.infos[0])
         )
         keeping = KeepingTrainer(view.trainer, fed.infos[0], states)
         view = dataclasses.replace(view, trainer=keeping)

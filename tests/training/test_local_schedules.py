@@ -148,7 +148,7 @@ def test_a_prox_takes_the_learning_rate_of_its_step() -> None:
     fed = federation()
     method = Standalone(epochs=2, batch_size=8)
     trainer = Sequential().trainer(method, fed, 0, fed.infos[0])
-    view = client_view(fed, fed.task(1), 0, fed.infos[0], trainer)
+    view = client_view(fed, fed.task(1), fed.infos[0], 0, trainer)
 
     def prox(p: Params, lr: float) -> Params:
         seen.append(lr)

@@ -56,7 +56,7 @@ def view(
 ) -> ClientView:
     info = fed.infos[client]
     method = FedAvg(epochs=epochs, batch_size=batch_size)
-    return client_view(fed, fed.task(5), round, info, Sequential().trainer(method, fed, round, info))
+    return client_view(fed, fed.task(5), info, round, Sequential().trainer(method, fed, round, info))
 
 
 def ce(v: ClientView) -> Callable[..., Tensor]:

@@ -22,7 +22,6 @@ from fedlowrank.trust.compression import (
     Compressed,
     compress,
     decompress,
-    is_unbiased,
     parse_stages,
     stage_bytes,
     with_feedback,
@@ -146,10 +145,6 @@ def test_wrong_parameters_are_refused_without_a_text() -> None:
     ):
         with pytest.raises(ConfigError):
             make()
-
-
-def test_only_int8_is_unbiased() -> None:
-    assert {t for t in TEXTS if is_unbiased(parse_stages(t))} == {"", "int8"}
 
 
 # numbers against numpy

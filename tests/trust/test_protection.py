@@ -445,7 +445,7 @@ def test_both_sides_decode_the_same_bits() -> None:
     method, info = run.method, run.federation.infos[0]
     assert isinstance(method, Protected)
     trainer = run.engine.trainer(method, run.federation, 0, info)
-    view = client_view(run.federation, run.task, 0, info, trainer)
+    view = client_view(run.federation, run.task, info, 0, trainer)
     state, upload = method.local_update(run.state_of(info), method.download(run.state.server, info), view)
     sent = tree.decode(tree.encode(upload))
     like = {f"/{n}": t for n, t in start_of(run).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ..core.contract import AnyMethod, ClientInfo, Task
@@ -97,8 +97,8 @@ class Auto(Engine):
     """
 
     name: ClassVar[str] = "auto"
-    chosen: Engine | None = None
-    reason: str = ""
+    chosen: Engine | None = field(default=None, init=False)
+    reason: str = field(default="", init=False)
 
     @property
     def has_cohorts(self) -> bool:

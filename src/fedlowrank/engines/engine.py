@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from ..core import tree
 from ..core.contract import AnyMethod, ClientInfo, ClientView, Task
@@ -70,12 +70,22 @@ class Engine(ABC):
 
     Attributes:
         ledger: floating-point operations of steps, counted once for all clients.
-        micro_batch: examples of which a gradient is taken at once, or None for all of a batch.
+        micro_batch: examples of which a gradient is taken at once, or None for all of a batch; a run sets it by
+            :meth:`with_micro_batch`.
     """
 
     name: ClassVar[str]
     ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
     micro_batch: int | None = None
+
+    def with_micro_batch(self, micro_batch: int | None) -> Self:
+        """This engine if it has that micro batch, else a copy with it.
+
+        A copy shares the ledger. It has its own processes and buffers, and must be closed by itself.
+        """
+        if micro_batch == self.micro_batch:
+            return self
+        return dataclasses.replace(self, micro_batch=micro_batch)
 
     @property
     def has_cohorts(self) -> bool:
@@ -139,9 +149,9 @@ class Engine(ABC):
         del method, federation, clients, earlier
         return ""
 
-    def training_examples(self, federation: Federation, client: int) -> Examples:
+    def training_examples(self, federation: Federation, client_id: int) -> Examples:
         """The training examples of a client."""
-        return federation.clients[client].train
+        return federation.clients[client_id].train
 
     def boundary(self, value: Any) -> Any:
         """Convert a value that is sent between server and client, or stored, to what the receiver gets."""
@@ -160,7 +170,7 @@ class Engine(ABC):
         stored, optimizers = split_optimizers(self.boundary(job.state))
         state, own_task = install_buffers(task, stored)
         keeping = KeepingTrainer(trainer, job.client, optimizers)
-        view = client_view(federation, own_task, round, job.client, keeping)
+        view = client_view(federation, own_task, job.client, round, keeping)
         state, upload = check_pair(method, method.local_update(state, self.boundary(job.down), view))
         if keeping.has_failed:
             # the buffers of before the pass, because those of a pass that failed may hold a NaN
@@ -195,13 +205,13 @@ def finite_losses(meter: Meter) -> Meter:
     return dataclasses.replace(meter, losses=losses)
 
 
-def client_key(federation: Federation, client: int, round: int) -> Key:
+def client_key(federation: Federation, client_id: int, round: int) -> Key:
     """The key from which a client draws all randomness of a round."""
-    return federation.key / "client" / client / round
+    return federation.key / "client" / client_id / round
 
 
 def client_view(
-    federation: Federation, task: Task, round: int, client: ClientInfo, trainer: Trainer
+    federation: Federation, task: Task, client: ClientInfo, round: int, trainer: Trainer
 ) -> ClientView:
     """Make the view of a client: all that a method may use there."""
     key = client_key(federation, client.id, round)

@@ -176,8 +176,8 @@ class Processes(Engine):
     name: ClassVar[str] = "processes"
     workers: int | None = None
     costs: dict[int, float] = field(default_factory=dict, repr=False)
-    _pool: list[ForkedWorker] = field(default_factory=list, repr=False)
-    _known: tuple[Any, ...] = field(default=(), repr=False)
+    _pool: list[ForkedWorker] = field(default_factory=list, init=False, repr=False)
+    _known: tuple[Any, ...] = field(default=(), init=False, repr=False)
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]

@@ -84,11 +84,11 @@ class Vectorized(Engine):
         """See the base class: releases the buffers of batches and the copies of examples."""
         self._memory.pool, self._pooled = BufferPool(), None
 
-    def training_examples(self, federation: Federation, client: int) -> Examples:
+    def training_examples(self, federation: Federation, client_id: int) -> Examples:
         """See the base class: a view of one tensor with the examples of all clients, where they are few."""
         if self._pooled is None or self._pooled[0] is not federation:
             self._pooled = federation, pool_examples([data.train for data in federation.clients])
-        return self._pooled[1][client]
+        return self._pooled[1][client_id]
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]

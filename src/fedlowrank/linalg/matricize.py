@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.tree import Params, cast_like, nbytes, tree_dataclass, widen
-from .factored import Factored
 
 Weights = dict[str, "Tensor | LowRank | Sparse"]
 """Parameters of a model by name, each dense, as factors of its matrix, or as its nonzero entries."""
@@ -166,40 +164,3 @@ def _count_stored(w: Tensor | LowRank | Sparse) -> int:
     if isinstance(w, LowRank):
         return w.left.numel() + w.right.numel()
     return int(w.values.count_nonzero()) if isinstance(w, Sparse) else w.numel()
-
-
-@dataclass(frozen=True)
-class WeightMeasure:
-    """What one weight, or its factors, amount to.
-
-    Attributes:
-        rank: of the factors; of a dense weight the most it can have (1 for a vector).
-        energy: squared Frobenius norm.
-        parameters: values stored.
-        nonzeros: nonzeros among them.
-        nbytes: bytes stored.
-    """
-
-    rank: int
-    energy: float
-    parameters: int
-    nonzeros: int
-    nbytes: int
-
-
-def measure_weights(weights: Mapping[str, Tensor | LowRank | Sparse | Factored]) -> dict[str, WeightMeasure]:
-    """Rank, energy, parameter count and bytes of every weight of a model, in whichever form it is."""
-    return {n: _measure(w) for n, w in weights.items()}
-
-
-def _measure(w: Tensor | LowRank | Sparse | Factored) -> WeightMeasure:
-    if isinstance(w, LowRank):
-        rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.left, w.right]
-    elif isinstance(w, Factored):
-        rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.u, w.s, w.v]
-    else:
-        shape, entries = (w.mask.shape, w.values) if isinstance(w, Sparse) else (w.shape, w)
-        rank = min(matrix_shape(shape)) if len(shape) >= 2 else 1
-        energy, parts = float(entries.double().square().sum()), [entries]
-    stored, nonzero = (sum(f) for f in ((t.numel() for t in parts), (int(t.count_nonzero()) for t in parts)))
-    return WeightMeasure(rank, energy, stored, nonzero, nbytes(w))

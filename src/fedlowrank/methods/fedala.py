@@ -45,9 +45,9 @@ class ClientState:
     rounds: int
 
 
-def mixed(weights: Params, received: Params, local: Params) -> Params:
+def mixed(weights: Params, received_upper: Params, own_upper: Params) -> Params:
     """W u + (1 - W) u_k, exact at both ends."""
-    return map_leaves(lambda w, u, v: w * u + (1 - w) * v, weights, received, local)
+    return map_leaves(lambda w, u, v: w * u + (1 - w) * v, weights, received_upper, own_upper)
 
 
 def clipped(weights: Params, _: float, *constants: Params) -> Params:
@@ -107,18 +107,18 @@ class FedALA(Method[Params, ClientState, Params, Params]):
         model, weights = view.model, state.weights
 
         def loss_of_weights(
-            w: Params, batch: Batch, received: Params, upper: Params, local: Params
+            w: Params, batch: Batch, down: Params, received_upper: Params, own_upper: Params
         ) -> Tensor:
-            return task_loss(model.apply(received | mixed(w, upper, local), batch.x), batch)
+            return task_loss(model.apply(down | mixed(w, received_upper, own_upper), batch.x), batch)
 
-        received = self._upper(model, down)
+        received_upper, own_upper = self._upper(model, down), state.upper
         if state.rounds > 0:
             name = "first_weights" if state.rounds == 1 else "weights"
-            constants = (down, received, state.upper)
+            constants = (down, received_upper, own_upper)
             weights = view.train(
                 loss_of_weights, weights, name, SGD(lr=self.eta), constants=constants, prox=clipped
             )
-        start = down | mixed(weights, received, state.upper)
+        start = down | mixed(weights, received_upper, own_upper)
         theta = view.train(supervised_loss(model), start, "local", self.optimizer)
         return ClientState(self._upper(model, theta), weights, state.rounds + 1), theta
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contract import ClientInfo, ClientView, Mean, Method, ServerView, Task
-from ..core.learning.batch_losses import supervised_loss
+from ..core.contract import ClientInfo, Mean, Method, ServerView, Task
 from ..core.tree import Params
-from .families.averaging import Weighting
+from .families.averaging import Weighting, reply_weight, train_model
 
 
 @dataclass(frozen=True)
@@ -36,17 +35,15 @@ class FedAvg(Method[Params, None, Params, Params]):
     citation = "McMahan et al., AISTATS 2017, arXiv:1602.05629"
     one_model = True
 
+    local_update = train_model  # θ_k ← SGD on F_k from θ^t, E epochs
+
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights."""
         return task.common_model(self.title).initial
 
-    def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
-        """SGD on F_k from θ^t."""
-        return None, view.train(supervised_loss(view.model), down, "local", self.optimizer)
-
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """θ_k, weighted by n_k."""
-        return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
+        return Mean(upload, reply_weight(client, self.weighting))
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies."""

@@ -23,12 +23,17 @@ from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
 from .families.factor_training import train_leaves
-from .families.lora_clients import build_client_model, describe_ranks, read_leaves, split_trained_leaves
+from .families.lora_clients import (
+    build_client_model,
+    build_factors_of_rank,
+    describe_ranks,
+    read_leaves,
+    split_trained_leaves,
+)
 from .families.lora_family import (
     Leaves,
     LoRATraining,
     Message,
-    build_starting_factors,
     insert_leaves,
     join_leaves,
 )
@@ -80,8 +85,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     def server_init(self, task: Task) -> ServerState:
         """A random A and B = 0, or the model's trained factors; no residual."""
         rank, model = self.training.require_equal_rank(task, self.title), task.common_model(self.title)
-        scale = self.training.build_scaling(lora_of(model)).at(rank)
-        factors = build_starting_factors(task, self.title, rank, scale)
+        factors = build_factors_of_rank(self, task, rank)
         return ServerState(factors, UpdateHistory([], {}), self.training.read_initial_shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> ClientState:

@@ -170,8 +170,10 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         ]
         if self.training.wire != "float32" or has_half_precision(server.initial_factors):
             # rounded on its way: subtract W_t^{r_i} as it was sent
-            sent = [unpack_factors(self.download(server, c).message.factors) for c in view.replied]
-            replies = [reply._replace(received=factors) for reply, factors in zip(replies, sent, strict=True)]
+            sent_factors = [unpack_factors(self.download(server, c).message.factors) for c in view.replied]
+            replies = [
+                reply._replace(received=factors) for reply, factors in zip(replies, sent_factors, strict=True)
+            ]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - W^{r_i})]. The j-th singular value of W is multiplied by the
         # share 1 - Σ_{i: r_i > j} p_i, see fedlowrank.linalg.delta.
         delta = apply_replies(server.delta, client_weights.weights, replies, max_ranks)

@@ -15,32 +15,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..adapters.lora.lora_factors import lora_of
-from ..core.contract import Method, ServerView, Task
-from ..core.tree import Params, tree_dataclass
-from ..linalg.pair import Factors
+from ..core.contract import Method, Task
+from ..core.tree import Params
 from .families.lora_clients import (
+    MeanFactors,
     average_factors,
+    build_factors_of_rank,
     describe_factor_update,
     describe_ranks,
     initial_rest,
     model_with_factors,
     send_factors,
+    store_mean_factors,
     train_factors,
 )
-from .families.lora_family import LoRATraining, Message, build_starting_factors
-
-
-@tree_dataclass
-class ServerState:
-    """The mean factors, and what is shared beside them."""
-
-    factors: Factors
-    rest: Params
+from .families.lora_family import LoRATraining, Message
 
 
 @dataclass(frozen=True)
-class FedIT(Method[ServerState, Params, Message, Message]):
+class FedIT(Method[MeanFactors, Params, Message, Message]):
     """Means of B and of A.
 
     Attributes:
@@ -52,13 +45,11 @@ class FedIT(Method[ServerState, Params, Message, Message]):
     title = "FedIT"
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
 
-    def server_init(self, task: Task) -> ServerState:
+    def server_init(self, task: Task) -> MeanFactors:
         """A random A and B = 0, or the model's trained factors."""
         rank, model = self.training.require_equal_rank(task, self.title), task.common_model(self.title)
-        scale = self.training.build_scaling(lora_of(model)).at(rank)
-        return ServerState(
-            build_starting_factors(task, self.title, rank, scale),
-            self.training.read_initial_shared_rest(model),
+        return MeanFactors(
+            build_factors_of_rank(self, task, rank), self.training.read_initial_shared_rest(model)
         )
 
     remarks = describe_ranks
@@ -66,12 +57,6 @@ class FedIT(Method[ServerState, Params, Message, Message]):
     download = send_factors
     local_update = train_factors
     contribution = average_factors
+    server_update = store_mean_factors  # B = Σ n_i B_i / Σ n_i,  A = Σ n_i A_i / Σ n_i
     describe_update = describe_factor_update
     client_model = model_with_factors
-
-    def server_update(
-        self, server: ServerState, total: tuple[Factors, Params], view: ServerView
-    ) -> ServerState:
-        """Means, weighted by n_i."""
-        factors, rest = total
-        return ServerState(factors, rest)

@@ -16,32 +16,26 @@ from torch import Tensor
 
 from ..adapters.lora.lora_factors import lora_of
 from ..adapters.wire_format import unpack_factors
-from ..core.contract import ClientInfo, ClientModel, ClientView, Method, ServerView, Task
+from ..core.contract import ClientInfo, ClientModel, ClientView, Method, Task
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors, Pair
 from .families.factor_training import train_leaves
 from .families.lora_clients import (
+    MeanFactors,
     average_factors,
     build_client_model,
+    build_factors_of_rank,
     describe_factor_update,
     describe_ranks,
     send_factors,
+    store_mean_factors,
 )
 from .families.lora_family import (
     Leaves,
     LoRATraining,
     Message,
-    build_starting_factors,
     refuse_principal_start,
 )
-
-
-@tree_dataclass
-class ServerState:
-    """The mean A (with a B of no columns), and what is shared beside it."""
-
-    factors: Factors
-    rest: Params
 
 
 @tree_dataclass
@@ -53,7 +47,7 @@ class ClientState:
 
 
 @dataclass(frozen=True)
-class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
+class FedSALoRA(Method[MeanFactors, ClientState, Message, Message]):
     """A averaged, B personal.
 
     Attributes:
@@ -65,7 +59,7 @@ class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
     title = "FedSA-LoRA"
     citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
 
-    def server_init(self, task: Task) -> ServerState:
+    def server_init(self, task: Task) -> MeanFactors:
         """A random A, or the model's trained one."""
         rank, model = self.training.require_equal_rank(task, self.title), task.common_model(self.title)
         refuse_principal_start(
@@ -73,21 +67,22 @@ class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
             self.title,
             "sends A alone, and B, which every machine finds by itself, may have other signs",
         )
-        a = {n: p.a for n, p in self._build_factors(task, rank).items()}
-        return ServerState(_drop_b(a), self.training.read_initial_shared_rest(model))
+        a = {n: p.a for n, p in build_factors_of_rank(self, task, rank).items()}
+        return MeanFactors(_drop_b(a), self.training.read_initial_shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """B = 0, or the model's trained one."""
         model = task.model(client)
         rank = self.training.find_rank(client, lora_of(model))
         return ClientState(
-            {n: p.b for n, p in self._build_factors(task, rank).items()},
+            {n: p.b for n, p in build_factors_of_rank(self, task, rank).items()},
             self.training.read_initial_personal_rest(model),
         )
 
     remarks = describe_ranks
     download = send_factors
     contribution = average_factors
+    server_update = store_mean_factors  # A = Σ n_i A_i / Σ n_i
     describe_update = describe_factor_update
 
     def local_update(
@@ -100,20 +95,9 @@ class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
         new_state = ClientState(end["b"], self.training.select_personal_rest(end))
         return new_state, self.training.pack_message(_drop_b(end["a"]), end["rest"])
 
-    def server_update(
-        self, server: ServerState, total: tuple[Factors, Params], view: ServerView
-    ) -> ServerState:
-        """The mean of A, weighted by n_i."""
-        factors, rest = total
-        return ServerState(factors, rest)
-
     def client_model(self, state: ClientState, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean A and the client's own B."""
         return build_client_model(view, self._join_leaves(state, down), self.training.compute_scale(view))
-
-    def _build_factors(self, task: Task, rank: int) -> Factors:
-        scale = self.training.build_scaling(lora_of(task.common_model(self.title))).at(rank)
-        return build_starting_factors(task, self.title, rank, scale)
 
     def _join_leaves(self, state: ClientState, down: Message) -> Leaves:
         a = {n: p.a for n, p in unpack_factors(down.factors).items()}

@@ -200,11 +200,11 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
             for i, w_i in total["replies"].items():
                 gamma_by_client[str(i)] = add(gamma_by_client[str(i)], sub(w, w_i), 1 / self.eta_g)
             gamma = mean(gamma_by_client.values(), [1.0] * len(gamma_by_client))
-        new = apply_prox(
+        new_w = apply_prox(
             add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.global_norm, self.exclude, like
         )
-        warn_if_all_zero(self.title, server.w, new, view.round)
-        return ServerState(new, gamma, gamma_by_client)
+        warn_if_all_zero(self.title, server.w, new_w, view.round)
+        return ServerState(new_w, gamma, gamma_by_client)
 
     def client_model(self, state: ClientState, down: Weights, view: ClientView) -> ClientModel:
         """The mixed model w + p_i, and w alone."""

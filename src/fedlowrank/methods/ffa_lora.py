@@ -15,39 +15,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..adapters.lora.lora_factors import lora_of
-from ..core.contract import ClientModel, ClientView, Method, ServerView, Task
+from ..core.contract import ClientModel, ClientView, Method, Task
 from ..core.errors import TaskError
-from ..core.tree import Params, tree_dataclass
+from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from .families.factor_training import train_leaves
 from .families.lora_clients import (
+    MeanFactors,
     average_factors,
     build_client_model,
+    build_factors_of_rank,
     describe_factor_update,
     describe_ranks,
     initial_rest,
     read_leaves,
     send_factors,
+    store_mean_factors,
 )
 from .families.lora_family import (
     Leaves,
     LoRATraining,
     Message,
-    build_starting_factors,
     refuse_principal_start,
 )
 
 
-@tree_dataclass
-class ServerState:
-    """The mean B (with an A of no rows), and what is shared beside it."""
-
-    factors: Factors
-    rest: Params
-
-
 @dataclass(frozen=True)
-class FFALoRA(Method[ServerState, Params, Message, Message]):
+class FFALoRA(Method[MeanFactors, Params, Message, Message]):
     """A frozen, mean of B.
 
     Attributes:
@@ -59,7 +53,7 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
     title = "FFA-LoRA"
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
 
-    def server_init(self, task: Task) -> ServerState:
+    def server_init(self, task: Task) -> MeanFactors:
         """B = 0, or the model's trained one.
 
         Raises:
@@ -77,13 +71,14 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
                 f"{self.title} freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
                 "learn. Leave embeddings out of target_modules, or choose fedit or fedsa_lora."
             )
-        factors = _drop_a(self._build_factors(task, rank))
-        return ServerState(factors, self.training.read_initial_shared_rest(model))
+        factors = _drop_a(build_factors_of_rank(self, task, rank))
+        return MeanFactors(factors, self.training.read_initial_shared_rest(model))
 
     remarks = describe_ranks
     client_init = initial_rest
     download = send_factors
     contribution = average_factors
+    server_update = store_mean_factors  # B = Σ n_i B_i / Σ n_i
     describe_update = describe_factor_update
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
@@ -95,27 +90,16 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
         upload = self.training.pack_message(factors, end["rest"])
         return self.training.select_personal_rest(end), upload
 
-    def server_update(
-        self, server: ServerState, total: tuple[Factors, Params], view: ServerView
-    ) -> ServerState:
-        """The mean of B, weighted by n_i."""
-        factors, rest = total
-        return ServerState(factors, rest)
-
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""
         frozen_a, trained = self._split_leaves(state, down, view)
         return build_client_model(view, frozen_a | trained, self.training.compute_scale(view))
 
-    def _build_factors(self, task: Task, rank: int) -> Factors:
-        scale = self.training.build_scaling(lora_of(task.common_model(self.title))).at(rank)
-        return build_starting_factors(task, self.title, rank, scale)
-
     def _split_leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """Split the leaves into A_0, which is not trained, and B with the rest, which are."""
         leaves = read_leaves(down, state)
         rank = self.training.find_rank(view.info, lora_of(view.model))
-        a = {n: p.a for n, p in self._build_factors(view.task, rank).items()}
+        a = {n: p.a for n, p in build_factors_of_rank(self, view.task, rank).items()}
         return {"a": a}, {"b": leaves["b"], "rest": leaves["rest"]}
 
 

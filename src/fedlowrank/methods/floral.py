@@ -180,7 +180,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         kept_theta = theta if self.router.keep and self.router.descends else None
         return kept_theta, Upload(model, self.router.shares(theta))
 
-    def contribution(self, upload: Upload, client: ClientInfo, *_: Any) -> dict[str, Any]:
+    def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
         weights = compute_cluster_weights(self.title, client, upload.pi, self.clusters)
         model = widen(upload.model)
@@ -210,8 +210,8 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
 
     def client_model(self, state: Theta, down: AdaptorModel, view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
-        apply, fresh = build_mixed_model(self, view.model), zero_router_logits(down["adaptors"])
-        theta = learn_router(self.router, down, fresh, apply, view) if state is None else state
+        apply, initial_theta = build_mixed_model(self, view.model), zero_router_logits(down["adaptors"])
+        theta = learn_router(self.router, down, initial_theta, apply, view) if state is None else state
         pi = self.router.shares(theta)
         params = mix_weights(down["base"], down["adaptors"], pi, self.alpha, self.construction)
         return ClientModel(params, routes=find_routes(self.title, self.router, view.info, pi, self.clusters))

@@ -36,7 +36,7 @@ from ..core.contract import (
 )
 from ..core.learning.batch_losses import sum_losses, task_loss
 from ..core.tree import Params, map_leaves, tree_dataclass
-from .families.averaging import Weighting
+from .families.averaging import Weighting, reply_weight
 from .families.clusters import (
     average_clusters,
     clamp_shares,
@@ -102,8 +102,8 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
         """The trained model, in the mean of the cluster that the client chose."""
-        examples = client.examples if self.weighting == "examples" else 1.0
-        return contribute_by_cluster(upload.model, clamp_shares(upload.choice).double() * examples)
+        weight = reply_weight(client, self.weighting)
+        return contribute_by_cluster(upload.model, clamp_shares(upload.choice).double() * weight)
 
     def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """The mean of the members of each cluster."""

@@ -33,7 +33,7 @@ from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Mean, Me
 from ..core.learning.batch_losses import gradient, supervised_loss, task_loss
 from ..core.learning.optimizer import SGD, Optimizer
 from ..core.tree import Params, add, dot, map_leaves, sub
-from .families.averaging import Weighting
+from .families.averaging import Weighting, reply_weight
 
 
 def half(batch: Batch, which: Literal[0, 1]) -> Batch:
@@ -122,7 +122,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """θ_k, all with the same weight, or weighted by n_k."""
-        return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
+        return Mean(upload, reply_weight(client, self.weighting))
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies."""

@@ -45,7 +45,8 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
     """A small shared adapter carries knowledge between models of any architecture.
 
     Attributes:
-        mu: μ in [0.5, 1), weight of the model's own loss; the paper tunes it over 0.5, 0.6, ..., 0.9.
+        mu: μ in [0.5, 1], weight of the model's own loss; the paper tunes it over 0.5, 0.6, ..., 0.9. At 1, the limit of
+            the paper's [0.5, 1), the model trains exactly as with Standalone.
         width: hidden width d of the adapter; the paper tunes 20-80 (heterogeneous) and 100-500 (homogeneous).
         relu: ReLU between the adapter's layers (direct dimension reduction) or not (matrix decomposition).
         start: the adapter's first values: random, or svd of the head's weights.
@@ -70,14 +71,14 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
 
     def server_init(self, task: Task) -> PFedLoRAAdapter:
         """θ^0."""
-        inputs, first = task.common_width(self.title), task.model(task.clients[0])
+        inputs, first_model = task.common_width(self.title), task.model(task.clients[0])
         key = task.key / "pfedlora"
         adapter = initial_adapter(inputs, self.width, task.classes, key)
         if self.start == "svd":
-            adapter = initial_adapter_from_head(first, self.width, adapter)
+            adapter = initial_adapter_from_head(first_model, self.width, adapter)
         # the widest type of all architectures, whatever the order of the clients
         types = (next(iter(m.initial.values())).dtype for m in task.architectures.values())
-        like = next(iter(first.initial.values())).to(functools.reduce(torch.promote_types, types))
+        like = next(iter(first_model.initial.values())).to(functools.reduce(torch.promote_types, types))
         return PFedLoRAAdapter(*(t.to(like) for t in (adapter.a, adapter.a_bias, adapter.b, adapter.b_bias)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:

@@ -30,11 +30,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Mean, Method, Pass, ServerView, Task
+from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, Pass, ServerView, Task
 from ..core.learning.batch_losses import gradient, supervised_loss
 from ..core.learning.optimizer import SGD
 from ..core.tree import Params, add, cast_like, map_leaves, square_distance, sub, widen
-from .families.averaging import Weighting
+from .families.averaging import Weighting, average_models
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class PFedMe(Method[Params, Params, Params, Params]):
     bounds = {"lam": "> 0", "inner_steps": ">= 1", "inner_lr": ">= 0", "local_rounds": ">= 1", "beta": "> 0"}
     zero_step_settings = {"inner_lr": 0.0}
 
+    contribution = average_models  # w_k, all with the same weight, or weighted by n_k
+
     def passes(self) -> dict[str, Pass]:
         """Local rounds, and the mini-batch of the personal model."""
         local = self.main_pass
@@ -96,10 +98,6 @@ class PFedMe(Method[Params, Params, Params, Params]):
 
         w = view.train(envelope, down, "local", self.optimizer)
         return view.train(envelope, w, "personal", SGD(lr=1 / lam)), w
-
-    def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
-        """w_k, all with the same weight, or weighted by n_k."""
-        return Mean(widen(upload), client.examples if self.weighting == "examples" else 1.0)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """A step to the mean of the replies."""

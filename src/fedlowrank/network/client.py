@@ -686,9 +686,8 @@ def _check_run_name(run: str) -> str:
 @functools.lru_cache(maxsize=16)
 def _load_shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
     """The experiment and the engine, which the clients of one process share."""
-    experiment, engine = ExperimentConfig.parse(json.loads(tables)), Sequential()
-    engine.micro_batch = experiment.run_here.micro_batch
-    return experiment, engine
+    experiment = ExperimentConfig.parse(json.loads(tables))
+    return experiment, Sequential(micro_batch=experiment.run_here.micro_batch)
 
 
 def _read_client_file(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from statistics import median_low
-from typing import Any
+from typing import Any, Self
 
 from ..config.sections.network_section import NetworkSettings
 from ..core import tree
@@ -139,6 +139,11 @@ class NetworkEngine(Engine):
         self.strikes = Strikes(limits.strikes, self.account.long)
         self.grace = Grace(self.settings.grace, self.account.seconds)
         self.backoff = Backoff(self.settings.silent_after, self.account.silent)
+
+    def with_micro_batch(self, micro_batch: int | None) -> Self:
+        """This engine: clients take gradients by settings of their own."""
+        del micro_batch
+        return self
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import Any
 
@@ -71,6 +72,21 @@ class RefusedError(Exception):
     """A reply that the server cannot use."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyVerdict:
+    """What the server finds about a reply before it reads what the upload contributes.
+
+    Attributes:
+        reason: why the reply is not used; None if it is.
+        is_refused: whether it is not used because of what the client sent.
+        divergence: says that the training diverged or that the upload is not finite; None if neither.
+    """
+
+    reason: str | None
+    is_refused: bool
+    divergence: str | None
+
+
 class RoundResults:
     """Collects client results as they come and adds their contributions.
 
@@ -101,6 +117,7 @@ class RoundResults:
     def __init__(
         self,
         clients: Sequence[ClientInfo],
+        *,
         lost_replies: Mapping[str, str],
         unlucky: Set[int],
         drop_diverged: bool,
@@ -144,33 +161,68 @@ class RoundResults:
         """
         self.meters.append(result.meter)
         self.volume.add(info.id, result.upload, result.cohort)
+        verdict = self._judge_reply(info, result)
+        if verdict.divergence is not None:
+            self.not_finite[info.id] = verdict.divergence
+        if verdict.is_refused:
+            self.refused.add(info.id)
+        may_wait = result.cohort is not None and self._uploads is None and self.aggregator.accepts_rows
+        if may_wait and contribute_cohort is not None:
+            reason = verdict.reason
+            self._skip_unused(info, result, reason)
+            self._await_cohort(info if reason is None else None, result, contribute_cohort)
+        else:
+            reason = self._add_upload(info, result, verdict.reason, contribute)
+        if reason is None:
+            self._keep_reply(info, result)
+        else:
+            self.lost[str(info.id)] = reason
+
+    def _judge_reply(self, info: ClientInfo, result: ClientResult) -> ReplyVerdict:
+        """Find out whether the reply of a client is used.
+
+        Raises:
+            NonFiniteError: as :meth:`add`.
+        """
         missed = self._record_time(info, result)
         # a reply that is lost whatever happens is not looked at
         is_listed = str(info.id) in self._lost_replies
         path = None if is_listed else _find_not_finite(result)
         self._raise_if_diverged(info, result, path)
         divergence = None if is_listed else _describe_divergence(info, result, path)
-        if divergence is not None:
-            self.not_finite[info.id] = divergence
         reason = self._reason_lost(info, result, divergence, missed)
-        # a rule that needs the contributions one by one has an aggregator of its own
-        is_cohort = (
-            result.cohort is not None and self._uploads is None and type(self.aggregator) is Aggregator
-        )
-        if reason is not None and (result.is_refused or divergence is not None):
-            self.refused.add(info.id)
+        is_refused = reason is not None and (result.is_refused or divergence is not None)
+        return ReplyVerdict(reason, is_refused, divergence)
+
+    def _add_upload(
+        self, info: ClientInfo, result: ClientResult, reason: str | None, contribute: Contribute
+    ) -> str | None:
+        """Add what the upload of a client contributes, or let it wait for the others of the round.
+
+        Args:
+            info: the client.
+            result: of its work.
+            reason: why its reply is not used, or None.
+            contribute: maps its upload to a contribution.
+
+        Returns:
+            Why the reply is not used: the given reason, or that its contribution was refused.
+        """
         if reason is None and result.upload is not None:
             if self._uploads is not None:
                 self._uploads[info.id] = result.upload
-            elif not (is_cohort and contribute_cohort is not None):
+            else:
                 reason = self._contribute(info, result.upload, contribute)
+        self._skip_unused(info, result, reason)
+        return reason
+
+    def _skip_unused(self, info: ClientInfo, result: ClientResult, reason: str | None) -> None:
+        """Leave a client out of the totals if its reply is not used or holds no upload."""
         if reason is not None or result.upload is None:
             self.aggregator.skip(info.id)
-        if is_cohort and contribute_cohort is not None:
-            self._await_cohort(info if reason is None else None, result, contribute_cohort)
-        if reason is not None:
-            self.lost[str(info.id)] = reason
-            return
+
+    def _keep_reply(self, info: ClientInfo, result: ClientResult) -> None:
+        """Note a client whose reply is used, with its losses and its next state."""
         self.arrived.add(info.id)
         if losses := result.meter.losses.values():
             self._losses_of[info.id] = sum(losses) / len(losses)

@@ -62,7 +62,8 @@ class Run:
         method: what to run.
         federation: on whom.
         settings: the protocol.
-        engine: how the clients of a round are executed.
+        engine: how the clients of a round are executed. Runs may share it: :attr:`engine` of a run is this one, or a
+            copy with the micro batch of the settings.
         plan: of the run that goes on; None for a new run, which is planned by its rounds.
         own_metrics: functions that are measured besides ``run.metrics``.
 
@@ -102,54 +103,69 @@ class Run:
         self.hostile, federation = apply_attack(federation, self.trust)
         self.federation = place_data(federation, settings)
         self.settings = settings
-        self.engine = engine
+        self.engine = engine.with_micro_batch(settings.micro_batch)
         self.device_clock = DeviceClock(settings.devices, len(federation.infos), federation.key)
         check_parts(method, self.federation, settings.micro_batch)
-        engine.micro_batch = settings.micro_batch
         self.task = self.federation.task(settings.rounds)
         check_classes(method, self.federation)
         secret = self.is_deployed and settings.privacy.kind != "none"
         self.draws = Participants(len(federation.infos), settings, federation.key, secret=secret)
         if not self.is_deployed:
             check_single_examples(method, self.federation, self.draws.unseen)
-        draws, self.budget = self.draws, None
-        if (privacy := self.trust.privacy).kind != "none":
-            self.budget = Budget(
-                privacy,
-                draws.sampling,
-                settings.rounds,
-                settings.participation,
-                seeded=not self.is_deployed,
-                noise=plan.noise,
-            )
+        self.budget = self._make_budget(plan)
         if settings.sampling in ("size", "loss"):
             check_weights(method, self.task, settings.sampling)
         method = average_statistics(method, self.task, settings)
-        count = round(draws.expected)
-        chosen = engine.choose_for_run(method, self.federation, count, plan.engine)
+        count = round(self.draws.expected)
+        chosen = self.engine.choose_for_run(method, self.federation, count, plan.engine)
         self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise, chosen)
         self.method = protect(
-            method, self.task, self.trust, self.budget, expected=draws.expected, deployed=self.is_deployed
+            method,
+            self.task,
+            self.trust,
+            self.budget,
+            expected=self.draws.expected,
+            deployed=self.is_deployed,
         )
         self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
         check_replies(self.trust, count)
         if self.trust.secure.on:
             warn_of_coarse_grid(self.trust.secure)
-        form = self.federation.clients[0].train
-        metrics = choose_metrics(settings.metrics, form, self.task.classes, self.task.loss, own_metrics)
-        self.evaluator = Evaluator(self.method, self.federation, self.task, engine, metrics)
-        self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
+        self.evaluator = self._make_evaluator(own_metrics)
+        server = self.engine.boundary(self.method.server_init(self.task))
+        self.state = State(0, server, self.new_store())
         self.unsaved: set[int] = set()
         self._warned: set[int] = set()
         self._warned_of_clipping = False
         self.stopped = ""
-        self._usual: tuple[Federation, int] | None = None
-        self._weights: tuple[Federation, dict[int, int]] | None = None
+        # each value is kept beside the federation it was computed from: a federation is frozen, and as long as it is
+        # referenced here no other object has its identity
+        self._median_examples: tuple[Federation, int] | None = None
+        self._examples_by_size: tuple[Federation, dict[int, int]] | None = None
         self.evaluated = self._evaluated_clients()
         self.evaluate_every = settings.evaluate_every or 1
         # every client's state can be made: a method that does not fit says so now, not in round 7
         for info in federation.infos:
             self.method.client_init(self.task, info)
+
+    def _make_budget(self, plan: Plan) -> Budget | None:
+        """The privacy budget of the run; None for a run without privacy."""
+        if self.trust.privacy.kind == "none":
+            return None
+        return Budget(
+            self.trust.privacy,
+            self.draws.sampling,
+            self.settings.rounds,
+            self.settings.participation,
+            seeded=not self.is_deployed,
+            noise=plan.noise,
+        )
+
+    def _make_evaluator(self, own_metrics: OwnMetrics | None) -> Evaluator:
+        """What measures the models of clients, by the metrics of the settings and functions of the user's own."""
+        form = self.federation.clients[0].train
+        metrics = choose_metrics(self.settings.metrics, form, self.task.classes, self.task.loss, own_metrics)
+        return Evaluator(self.method, self.federation, self.task, self.engine, metrics)
 
     @property
     def round(self) -> int:
@@ -229,59 +245,119 @@ class Run:
             lost_replies: clients whose reply is lost whatever happens, with the reason, as a record has them: to go
                 over a run again that lost replies.
         """
-        t, clock = self.round, Clock()
+        t, clock, sent = self.round, Clock(), Volume()
         with clock("server"):
-            infos = self.participants(t)
-            if self.budget is not None:
-                self.budget.charge(t, self.state.server.clip, [i.id for i in infos])
-            sent, downloads = Volume(), Downloads(self.method, self.state.server)
-
-            def job(info: ClientInfo) -> ClientJob:
-                down = downloads.message_to(info)
-                sent.add(info.id, down)
-                return ClientJob(self.state_of(info), down, info)
-
-            unlucky = draw_lost_replies(
-                [i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t
-            )
-            results = RoundResults(
-                infos,
-                lost_replies or {},
-                unlucky,
-                self._drops_diverged,
-                self.state.clients.empty(),
-                self.aggregator(infos, t),
-                RoundTiming(self.device_clock, t, sent),
-                wait=self.inspection is not None,
-            )
-            trained = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
-            with contextlib.closing(trained) as clients:
-                for info in infos:
-                    with clock("train"):
-                        result = next(clients)
-                    results.add(info, result, self.contribute, self.contribute_cohort)
-                with clock("train"):
-                    # what an engine does after the last client
-                    next(clients, None)
-            server_metrics = {}
-            if self.inspection is not None:
-                key = self.federation.key / "attack" / t
-                server_metrics = self.inspection.judge_round(results, self.contribute, self.state.server, key)
+            infos = self._draw_participants(t)
+            results = self._begin_results(infos, t, sent, lost_replies or {})
+            self._train_clients(results, infos, t, sent, clock)
+            server_metrics = self._judge_together(results, t)
             server = self._server_step(results, t)
         self._warn_of_dropped(results)
         warn_of_few_replies(self.trust.robust, len(results.aggregator.contributed), t)
         server_metrics = {**server_metrics, **self._clipped_numbers(results.aggregator)}
+        self._commit(server, results, infos)
+        record = self._record_round(infos, results, sent, server_metrics)
+        if t == 0:
+            self.plan_evaluations(record.flops)
+        return self._add_evaluation(record, clock)
+
+    def _draw_participants(self, t: int) -> list[ClientInfo]:
+        """Draw who trains in round t, and charge the privacy budget for them."""
+        infos = self.participants(t)
+        if self.budget is not None:
+            self.budget.charge(t, self.state.server.clip, [i.id for i in infos])
+        return infos
+
+    def _begin_results(
+        self, infos: Sequence[ClientInfo], t: int, sent: Volume, lost_replies: Mapping[str, str]
+    ) -> RoundResults:
+        """Make the empty results of round t.
+
+        Args:
+            infos: who takes part.
+            t: the round.
+            sent: sizes of the downloads; each client's is there before its result is added.
+            lost_replies: replies that are lost whatever happens, by client, with the reason.
+        """
+        unlucky = draw_lost_replies(
+            [i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t
+        )
+        return RoundResults(
+            infos,
+            lost_replies=lost_replies,
+            unlucky=unlucky,
+            drop_diverged=self._drops_diverged,
+            store=self.state.clients.empty(),
+            aggregator=self.aggregator(infos, t),
+            timing=RoundTiming(self.device_clock, t, sent),
+            wait=self.inspection is not None,
+        )
+
+    def _train_clients(
+        self, results: RoundResults, infos: Sequence[ClientInfo], t: int, sent: Volume, clock: Clock
+    ) -> None:
+        """Send each client its download, train it, and add its result.
+
+        Args:
+            results: of the round; client results are added.
+            infos: who takes part.
+            t: the round.
+            sent: sizes of the downloads are added.
+            clock: the time of training is added.
+        """
+        downloads = Downloads(self.method, self.state.server)
+
+        def job(info: ClientInfo) -> ClientJob:
+            down = downloads.message_to(info)
+            sent.add(info.id, down)
+            return ClientJob(self.state_of(info), down, info)
+
+        trained = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
+        with contextlib.closing(trained) as clients:
+            for info in infos:
+                with clock("train"):
+                    result = next(clients)
+                results.add(info, result, self.contribute, self.contribute_cohort)
+            with clock("train"):
+                # what an engine does after the last client
+                next(clients, None)
+
+    def _judge_together(self, results: RoundResults, t: int) -> dict[str, dict[str, float]]:
+        """Attack and weigh uploads that have waited for each other, where a run does; returns what is recorded of it."""
+        if self.inspection is None:
+            return {}
+        key = self.federation.key / "attack" / t
+        return self.inspection.judge_round(results, self.contribute, self.state.server, key)
+
+    def _commit(self, server: Any, results: RoundResults, infos: Sequence[ClientInfo]) -> None:
+        """Replace the state of the run by that after the round.
+
+        Args:
+            server: the server's next state.
+            results: of the round.
+            infos: who took part.
+        """
         self.unsaved |= results.arrived
-        # a client commits when its reply has been acknowledged: dual methods break otherwise
-        last = self.state.losses
+        losses = self.state.losses
         if self.settings.sampling == "loss":
-            last = next_losses(last, results.client_losses(), [i.id for i in infos])
-        self.state = State(t + 1, server, self.state.clients | results.client_states(), last)
-        down, up, meters, lost = sent.total, results.volume.total, results.meters, results.lost
-        record = RoundRecord(
+            losses = next_losses(losses, results.client_losses(), [i.id for i in infos])
+        # a client commits when its reply has been acknowledged: dual methods break otherwise
+        clients = self.state.clients | results.client_states()
+        self.state = State(self.round + 1, server, clients, losses)
+
+    def _record_round(
+        self,
+        infos: Sequence[ClientInfo],
+        results: RoundResults,
+        sent: Volume,
+        server_metrics: dict[str, dict[str, float]],
+    ) -> RoundRecord:
+        """Make the record of the round that was committed last, without its evaluation."""
+        down, up, meters = sent.total, results.volume.total, results.meters
+        return RoundRecord(
             round=self.round,
             participants=[i.id for i in infos],
-            lost=lost,
+            lost=results.lost,
             bytes_down=down.bytes,
             bytes_up=up.bytes,
             parameters_down=down.parameters,
@@ -292,9 +368,6 @@ class Run:
             server_metrics=server_metrics,
             simulated_seconds=results.timing.seconds,
         )
-        if t == 0:
-            self.plan_evaluations(record.flops)
-        return self._add_evaluation(record, clock)
 
     @property
     def _drops_diverged(self) -> bool:
@@ -357,16 +430,16 @@ class Run:
         if self.settings.sampling == "loss":
             return dataclasses.replace(info, examples=1)
         if self.settings.sampling == "size":
-            if self._weights is None or self._weights[0] is not self.federation:
+            if self._examples_by_size is None or self._examples_by_size[0] is not self.federation:
                 sizes = [i.examples for i in self.federation.infos]
-                self._weights = self.federation, self.draws.weights(sizes)
-            return dataclasses.replace(info, examples=self._weights[1].get(info.id, info.examples))
+                self._examples_by_size = self.federation, self.draws.weights(sizes)
+            return dataclasses.replace(info, examples=self._examples_by_size[1].get(info.id, info.examples))
         robust = self.trust.robust
         if robust.rule == "mean":
             return info
-        if self._usual is None or self._usual[0] is not self.federation:
-            self._usual = self.federation, usual_examples(self.federation.infos)
-        return weigh_client(info, robust, self._usual[1])
+        if self._median_examples is None or self._median_examples[0] is not self.federation:
+            self._median_examples = self.federation, usual_examples(self.federation.infos)
+        return weigh_client(info, robust, self._median_examples[1])
 
     def _server_step(self, results: RoundResults, t: int) -> Any:
         total = results.aggregator.finish()
@@ -455,8 +528,9 @@ class Run:
     def _with_backdoor(self, record: RoundRecord) -> RoundRecord:
         if self.trust.attack.kind != "backdoor":
             return record
-        honest = [i for i in self.evaluated if i.id not in self.hostile]
-        rate = backdoor_success(self.federation, honest, self.trust.attack, self.local_model)
+        # clients that never train count, too: a backdoor succeeds at every client that receives the model
+        not_hostile = [info for info in self.evaluated if info.id not in self.hostile]
+        rate = backdoor_success(self.federation, not_hostile, self.trust.attack, self.local_model)
         if rate is None:
             return record
         return dataclasses.replace(

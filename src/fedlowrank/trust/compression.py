@@ -55,14 +55,6 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def is_unbiased(stages: tuple[Stage, ...]) -> bool:
-    """Whether the mean of what is decoded is the update: so for int8 and for no stage.
-
-    Updates in half precision are rounded to nearest once more, which this leaves out.
-    """
-    return all(isinstance(stage, Int8) for stage in stages)
-
-
 @tree.tree_dataclass
 class Compressed:
     """An update as it is sent.

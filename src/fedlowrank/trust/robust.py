@@ -219,6 +219,8 @@ class RobustAggregator(Aggregator):
         hostile: share of the replies that may be hostile.
     """
 
+    accepts_rows = False
+
     def __init__(self, clients: Sequence[int], rule: str, hostile: float) -> None:
         super().__init__(clients)
         _check_rule(rule)

@@ -314,6 +314,8 @@ class SecureAggregator(Aggregator):
         reason: why :meth:`finish` returned None.
     """
 
+    accepts_rows = False
+
     def __init__(
         self,
         clients: Sequence[int],

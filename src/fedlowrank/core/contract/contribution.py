@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -198,6 +198,9 @@ class Aggregator:
         contributed: identifiers of the clients whose contributions were added.
         reason: why the total is None although clients contributed; commonly empty.
     """
+
+    accepts_rows: ClassVar[bool] = True
+    """Whether :meth:`add_rows` may be called; False where contributions are needed one by one."""
 
     def __init__(self, clients: Sequence[int]) -> None:
         self.contributed: list[int] = []

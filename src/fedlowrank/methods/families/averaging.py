@@ -1,4 +1,4 @@
-"""FedAvg's client half, for methods that differ from it in what the server does with the clients' mean.
+"""FedAvg's client half and the weight of a reply, for FedAvg and the methods that differ from it elsewhere.
 
 A method takes these functions as its own: ``local_update = train_model``.
 """
@@ -32,4 +32,9 @@ def train_model(method: _Averaging, state: None, down: Params, view: ClientView)
 
 def average_models(method: _Averaging, upload: Params, client: ClientInfo, server: Any) -> Mean:
     """The client's model, weighted by n_k or uniformly; in float32, for the server computes on with the mean."""
-    return Mean(widen(upload), client.examples if method.weighting == "examples" else 1.0)
+    return Mean(widen(upload), reply_weight(client, method.weighting))
+
+
+def reply_weight(client: ClientInfo, weighting: Weighting) -> float:
+    """The weight of a client's reply in a mean: n_k, or 1 for every client."""
+    return client.examples if weighting == "examples" else 1.0

@@ -1,4 +1,4 @@
-"""The client half that LoRA methods share, for methods that differ in what the server does with the factors.
+"""Hooks that LoRA methods share: the client half, and the server half of methods that average factors.
 
 A method takes these functions as its own: ``local_update = train_factors``.
 """
@@ -9,16 +9,18 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from ...adapters.lora.lora_factors import lora_of
 from ...adapters.wire_format import unpack_factors
-from ...core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, Task, Update
+from ...core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, ServerView, Task, Update
 from ...core.learning.optimizer import Optimizer
-from ...core.tree import Params
+from ...core.tree import Params, tree_dataclass
 from ...linalg.pair import Factors
 from .factor_training import train_leaves
 from .lora_family import (
     Leaves,
     LoRATraining,
     Message,
+    build_starting_factors,
     insert_leaves,
     join_leaves,
     read_factors,
@@ -39,14 +41,18 @@ class TrainsFactors(Protocol):
     def training(self) -> LoRATraining: ...
 
 
-class _MeanFactors(Protocol):
-    """The state of a server that sends every client the same factors."""
+@tree_dataclass
+class MeanFactors:
+    """The state of a server that averages factors entry by entry.
 
-    @property
-    def factors(self) -> Factors: ...
+    Attributes:
+        factors: B ``[d, r]`` and A ``[r, k]`` of every adapted weight. A factor that is not shared is empty: A has no
+            rows, or B no columns.
+        rest: what is shared beside them, the parameters that are trained whole.
+    """
 
-    @property
-    def rest(self) -> Params: ...
+    factors: Factors
+    rest: Params
 
 
 # Hooks
@@ -62,7 +68,7 @@ def initial_rest(method: TrainsFactors, task: Task, client: ClientInfo) -> Param
     return method.training.read_initial_personal_rest(task.model(client))
 
 
-def send_factors(method: TrainsFactors, server: _MeanFactors, client: ClientInfo) -> Message:
+def send_factors(method: TrainsFactors, server: MeanFactors, client: ClientInfo) -> Message:
     """The server's factors, and what is shared beside them."""
     return method.training.pack_message(server.factors, server.rest)
 
@@ -89,6 +95,14 @@ def collect_factors(
     return {"factors": Each(unpack_factors(upload.factors)), "rest": Mean(upload.rest, client.examples)}
 
 
+def store_mean_factors(
+    method: TrainsFactors, server: MeanFactors, total: tuple[Factors, Params], view: ServerView
+) -> MeanFactors:
+    """The means of :func:`average_factors`, weighted by n_i, are the next factors."""
+    factors, rest = total
+    return MeanFactors(factors, rest)
+
+
 def describe_factor_update(method: TrainsFactors, down: Message, client: ClientInfo, task: Task) -> Update:
     """Relative to what was sent, in the client's scale s."""
     return Update(down, method.training.compute_client_scale(task, client))
@@ -100,6 +114,16 @@ def model_with_factors(method: TrainsFactors, state: Params, down: Message, view
 
 
 # Their parts
+
+
+def build_factors_of_rank(method: TrainsFactors, task: Task, rank: int) -> Factors:
+    """Build what clients of a rank begin with, in the scale of that rank.
+
+    Raises:
+        TaskError: if models differ, or trained factors have a higher rank.
+    """
+    scale = method.training.build_scaling(lora_of(task.common_model(method.title))).at(rank)
+    return build_starting_factors(task, method.title, rank, scale)
 
 
 def read_leaves(message: Message, personal_rest: Params) -> Leaves:

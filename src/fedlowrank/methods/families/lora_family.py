@@ -99,13 +99,22 @@ class LoRATraining(CheckedFields):
         return min(self._find_requested_rank(client, lora), lora.largest_rank)
 
     def find_rank_within(self, client: ClientInfo, factors: Mapping[str, Pair]) -> int:
-        """Find the rank of a client's factors; ``factors`` are those of the client with the largest rank."""
-        requested, largest = self.rank if client.rank is None else client.rank, measure_rank(factors)
-        # without a rank all clients have that of the model
-        return largest if requested is None else min(requested, largest)
+        """Find the same rank as :meth:`find_rank` from a server's factors, where the model is not at hand.
+
+        Args:
+            client: whose rank it is.
+            factors: those of the client with the largest rank. Where no client has a rank of its own and ``rank`` is None,
+                all clients have this one: :meth:`resolve_ranks` refuses clients of which only some have a rank.
+        """
+        largest = measure_rank(factors)
+        return min(self._find_set_rank(client) or largest, largest)
+
+    def _find_set_rank(self, client: ClientInfo) -> int | None:
+        """Find the rank that the client or the method sets; it is at least 1."""
+        return client.rank or self.rank
 
     def _find_requested_rank(self, client: ClientInfo, lora: LoRA) -> int:
-        return client.rank or self.rank or lora.rank or DEFAULT_RANK
+        return self._find_set_rank(client) or lora.rank or DEFAULT_RANK
 
     def describe_ranks(self, task: Task, method: str) -> list[str]:
         """Describe the ranks that are above what a layer can have."""

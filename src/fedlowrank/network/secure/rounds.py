@@ -229,6 +229,8 @@ class SecureTotal(Aggregator):
         rounds: that compute the total.
     """
 
+    accepts_rows = False
+
     def __init__(self, clients: Sequence[int], rounds: SecureRounds) -> None:
         super().__init__(clients)
         self._rounds = rounds

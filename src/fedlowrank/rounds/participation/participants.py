@@ -45,7 +45,7 @@ class Participants:
         self.seen = [i for i in range(clients) if i not in self.unseen]
         self.sampling = _sampling(settings, len(self.seen))
         self.expected = float(self.sampling.count or len(self.seen) * self._share)
-        self._kind, self._count = settings.sampling, max(1, round_half_up(self._share * len(self.seen)))
+        self._kind, self._count = settings.sampling, count_participants(self._share, len(self.seen))
         most = len(self.seen)
         self._candidates = min(2 * self._count, most) if settings.candidates is None else settings.candidates
         if not self._count <= self._candidates <= most:
@@ -91,17 +91,21 @@ class Participants:
         if self.sampling.kind == "poisson":
             draws = torch.rand(len(self.seen), generator=generator).tolist()
             return [i for i, u in zip(self.seen, draws, strict=True) if u < self._share]
-        count = max(1, round_half_up(self._share * len(self.seen)))
         order = torch.randperm(len(self.seen), generator=generator)
-        return sorted(self.seen[i] for i in order[:count].tolist())
+        return sorted(self.seen[i] for i in order[: self._count].tolist())
 
 
 def _sampling(settings: RunSettings, clients: int) -> Sampling:
     """How the clients of a round are drawn from those that may train."""
     if settings.sampling == "poisson":
         return Sampling("poisson", clients, rate=settings.participation)
-    count = max(1, round_half_up(settings.participation * clients))
+    count = count_participants(settings.participation, clients)
     return Sampling("all", clients) if count == clients else Sampling("fixed", clients, count=count)
+
+
+def count_participants(share: float, clients: int) -> int:
+    """Clients of a round of fixed size: the share of those that may train, rounded, and at least one."""
+    return max(1, round_half_up(share * clients))
 
 
 def round_half_up(x: float) -> int:
