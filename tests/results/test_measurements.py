@@ -30,7 +30,7 @@ def table(values: list[float | None], name: str = "accuracy") -> Measurements:
     return found
 
 
-@pytest.mark.parametrize(("who", "places"), [("honest", [0, 1]), ("unseen", [3]), ("all", [0, 1, 2, 3])])
+@pytest.mark.parametrize(("who", "places"), [("counted", [0, 1]), ("unseen", [3]), ("all", [0, 1, 2, 3])])
 def test_statistics_are_over_the_clients_that_are_asked_for(who: Any, places: list[int]) -> None:
     values, n = np.array([0.2, 0.9, 0.4, 0.7]), np.array([1, 3, 6, 2])
     row = table(list(values)).over_clients("accuracy", "own", who=who).loc[1]

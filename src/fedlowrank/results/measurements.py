@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Floats = NDArray[np.float64]
-Who = Literal["honest", "unseen", "all"]
+Who = Literal["counted", "unseen", "all"]
+"""Clients of a statistic: those that count in means (they can train and are not hostile), those that never train, or all."""
 
 COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
 """Names of what a round costs."""
@@ -324,7 +325,7 @@ class Measurements:
         return {row.get("id", i): row.get(name) for i, row in enumerate(self._clients)}
 
     def who(self, group: Who, count: int) -> list[int]:
-        """Of so many clients those of a group: that can train and are not hostile, or that never train."""
+        """Places of a group among so many clients, see :data:`Who`."""
         unseen, hostile = self.flagged("unseen"), self.flagged("hostile")
         if group == "all":
             return list(range(count))
@@ -344,7 +345,7 @@ class Measurements:
         row = self.row(round, COUNTED_LABELS, "", split)
         return self.examples(split, count) if row is None else row
 
-    def over_clients(self, name: str, series: str, split: str = "test", who: Who = "honest") -> pd.DataFrame:
+    def over_clients(self, name: str, series: str, split: str = "test", who: Who = "counted") -> pd.DataFrame:
         """Statistics over clients by round, as of :func:`summarize`, of the rounds with a finite value.
 
         The weighted mean is by the labels that count, which are the examples unless there are labels of pixels or
@@ -370,7 +371,7 @@ class Measurements:
         )
         return pd.DataFrame(statistics, index=list(rows_with_values))
 
-    def mean(self, name: str, series: str, split: str, who: Who = "honest") -> float | None:
+    def mean(self, name: str, series: str, split: str, who: Who = "counted") -> float | None:
         """The mean of :func:`mean_over_clients` after the last round that has the number; None without a value."""
         rows = self._of_clients.get((name, series, split), {})
         if not rows:

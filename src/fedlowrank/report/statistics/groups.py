@@ -119,7 +119,7 @@ class RunGroup:
             start) and ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
         """
         name, by = self.headline if series is None else series, measure or self.measure
-        scores = [run.curve(name, by, who="unseen" if unseen else "honest")["mean"] for run in self.runs]
+        scores = [run.curve(name, by, who="unseen" if unseen else "counted")["mean"] for run in self.runs]
         curve = self._without_interval(curve_over_seeds(scores), name, by)
         sent = [run.sent for run, score in zip(self.runs, scores, strict=True) if len(score)]
         elapsed = [run.simulated for run, score in zip(self.runs, scores, strict=True) if len(score)]

@@ -204,7 +204,7 @@ class RunStatistics:
         return {}
 
     def curve(
-        self, series: str | None, measure: Measure, split: str = "test", *, who: Who = "honest"
+        self, series: str | None, measure: Measure, split: str = "test", *, who: Who = "counted"
     ) -> pd.DataFrame:  # fmt: skip
         """Statistics of one series over clients, by round: see :func:`fedlowrank.results.measurements.summarize`."""
         key = measure.name, series or "", split, who
@@ -223,8 +223,8 @@ class RunStatistics:
         for name in self.table.metrics:
             for series in self.table.series(name):
                 values = self.table.of_clients(name, series, "test").iloc[-1]
-                honest = values[self.table.who("honest", len(values))].dropna()
-                mean = mean_over_clients(honest)
+                counted = values[self.table.who("counted", len(values))].dropna()
+                mean = mean_over_clients(counted)
                 if mean is not None:
                     metrics[name, series] = math.inf if math.isnan(mean) else mean
         return metrics
@@ -289,7 +289,7 @@ class RunStatistics:
         if test.empty:
             return pd.Series(dtype=np.float64)
         row = pd.Series(self.table.row(test.index[-1], measure.name, series or "", "test"))
-        return row[np.isfinite(row) & row.index.isin(self.table.who("honest", len(row)))]
+        return row[np.isfinite(row) & row.index.isin(self.table.who("counted", len(row)))]
 
     @cached_property
     def costs(self) -> dict[str, float]:
