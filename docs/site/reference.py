@@ -137,7 +137,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names("data.text.row_report", "describe_rows"),
             *(name for kinds, _ in TAGGED.values() for name in _classes(kinds)),
             *_names("data.partitioning.own_partition", "OwnPartition"),
-            *_names("data.download.downloads", "DataDownload get"),
+            *_names("data.download.downloads", "DataDownload download_dataset"),
         ],
     ),
     (

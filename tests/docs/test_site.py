@@ -133,6 +133,11 @@ def test_a_page_of_a_method_has_what_the_package_and_the_results_say() -> None:
     assert "FedSLR: fusion of global and local knowledge" in text
 
 
+def test_the_reference_lists_names_that_exist_and_are_documented() -> None:
+    reference = load_site_script("reference")
+    reference.check_docstrings(name for *_, names in reference.ROOMS for name in names)
+
+
 def test_what_stops_the_build() -> None:
     with pytest.raises(ValueError, match=r"\[forgotten\] needs kind, short, use"):
         load_site_script("method_pages").read_notes({"forgotten": FedSLR})
