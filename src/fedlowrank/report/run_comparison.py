@@ -99,7 +99,8 @@ def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison
     ]
     frame = pd.DataFrame(rows, dtype=object)
     labels = [f"{g.experiment}: {g.label}" if len(targets) > 1 else g.label for g in groups]
-    metrics = [*dict.fromkeys(metric for g in groups for metric in list_metrics(g.runs, g.headline))]
+    listed = [list_metrics(group.runs, group.headline) for group in groups]
+    metrics = [*dict.fromkeys((name, end) for one in listed for (name, _), end in one.items())]
     result_tables = make_result_tables(frame, labels, metrics, shows_sizes=shows_sizes)
     summary = make_summary(frame, families, labels)
     noted = [

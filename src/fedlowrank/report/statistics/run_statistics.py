@@ -345,10 +345,10 @@ class RunStatistics:
         return float(value) if 0 < value <= 1 else None
 
 
-def list_metrics(runs: Sequence[RunStatistics], headline: str | None) -> list[tuple[str, str]]:
-    """Further metrics of runs: the name, and the end of its columns, which is empty for the headline or ``.SERIES``."""
+def list_metrics(runs: Sequence[RunStatistics], headline: str | None) -> dict[tuple[str, str], str]:
+    """Further metrics of runs by name and series, with the end of their columns: empty for the headline, else ``.SERIES``."""
     keys = dict.fromkeys(key for run in runs for key in run.last_metrics)
-    return [(name, "" if series == headline else f".{on_one_line(series)}") for name, series in keys]
+    return {(name, s): "" if s == headline else f".{on_one_line(s)}" for name, s in keys}
 
 
 def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str, float | None]:
@@ -359,8 +359,7 @@ def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str,
     empty where a seed's mean is not finite.
     """
     row: dict[str, float | None] = {}
-    keys = dict.fromkeys(key for run in runs for key in run.last_metrics)
-    for (name, series), (_, end) in zip(keys, list_metrics(runs, headline), strict=True):
+    for (name, series), end in list_metrics(runs, headline).items():
         values = [run.last_metrics[name, series] for run in runs if (name, series) in run.last_metrics]
         interval = estimate(values) if np.isfinite(values).all() else None
         row[f"metric_{name}{end}"] = interval.mean if interval else None

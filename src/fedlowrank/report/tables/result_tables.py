@@ -34,7 +34,7 @@ def make_result_tables(
     Args:
         frame: exact values, one row a group.
         labels: how the rows are named.
-        metrics: further metrics, see :func:`.run_statistics.list_metrics`.
+        metrics: name and end of the columns of further metrics, see :func:`.run_statistics.list_metrics`.
         shows_sizes: whether sizes of models are shown if the paper gives none.
 
     Returns:

@@ -111,7 +111,7 @@ def _sort_settings(groups: Sequence[RunGroup]) -> list[tuple[str, ...]]:
 
 
 def _note(keys: Sequence[str], measure: Measure, groups: Sequence[RunGroup]) -> str:
-    seeds = {n for group in groups if (n := len(group.results()))}
+    seeds = {n for group in groups if (n := len(group.headline_results))}
     note = f"Mean {measure.noun} over clients at the last evaluated round"
     if max(seeds, default=1) > 1:
         count = str(max(seeds)) if len(seeds) == 1 else f"up to {max(seeds)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,9 +54,15 @@ def map_tensor(shape: tuple[int, ...], folder: Path) -> Tensor:
     """
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.int64)
+    with explain_missing_file(folder), tempfile.TemporaryFile(dir=folder) as file:
+        return torch.from_numpy(np.memmap(file, np.int64, "w+", shape=shape))
+
+
+@contextlib.contextmanager
+def explain_missing_file(folder: Path) -> Iterator[None]:
+    """Raise a DataError where no file for tokens can be made in a folder."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            return torch.from_numpy(np.memmap(file, np.int64, "w+", shape=shape))
+        yield
     except OSError as error:
         raise DataError(
             f"data.on_disk: no file for tokens can be made in {str(folder)!r}: {error}"

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ....core.errors import DataError
 from ....core.learning.losses import IGNORE_INDEX
 from ..packing import Sample
-from .mapped_examples import MappedExamples, map_tensor, split_places
+from .mapped_examples import MappedExamples, explain_missing_file, map_tensor, split_places
 
 
 class TokenFile:
@@ -34,12 +33,8 @@ class TokenFile:
     def __init__(self, samples: Iterable[Sample | None], folder: Path) -> None:
         self._folder = folder
         lengths, records = array("q"), array("q")
-        try:
+        with explain_missing_file(folder):
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - read by pad
-        except OSError as error:
-            raise DataError(
-                f"data.on_disk: no file for tokens can be made in {str(folder)!r}: {error}"
-            ) from error
         try:
             for sample in samples:
                 if sample is not None:
