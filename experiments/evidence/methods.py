@@ -44,10 +44,10 @@ class UnsharedAdapter(Method[None, dict[str, Any], None, None]):
     def server_init(self, task: Task) -> None:
         """The server has nothing."""
 
-    def client_init(self, task: Task, client: ClientInfo) -> dict[str, Any]:
+    def client_init(self, client: ClientInfo, task: Task) -> dict[str, Any]:
         """ω_k and θ^0."""
         shared = self.shared
-        return {"model": shared.client_init(task, client), "adapter": shared.server_init(task)}
+        return {"model": shared.client_init(client, task), "adapter": shared.server_init(task)}
 
     def download(self, server: None, client: ClientInfo) -> None:
         """Nothing."""
@@ -75,7 +75,7 @@ class StartedFloral(FederatedFloral):
 
     title = "FLoRAL, routers start at the clusters"
 
-    def client_init(self, task: Task, client: ClientInfo) -> Tensor:
+    def client_init(self, client: ClientInfo, task: Task) -> Tensor:
         """θ with softmax(θ) = START at the client's cluster and equal shares elsewhere."""
         del task
         shares = torch.full((self.clusters,), (1 - START) / (self.clusters - 1))

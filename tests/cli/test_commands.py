@@ -400,7 +400,7 @@ class Own(Method):
     def server_init(self, task):
         return task.common_model(self.title).initial
 
-    def client_init(self, task, client):
+    def client_init(self, client, task):
         return None
 
     def download(self, server, client):

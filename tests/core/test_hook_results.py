@@ -57,7 +57,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "list of passes": ("passes", lambda s: [Pass()], 'it returned a list. Write return {"local": self.main_pass}'),
     "numbers for passes": ("passes", lambda s: {"local": 3}, "it returned a dict of a int"),
     "no passes": ("passes", lambda s: {}, "passes must return a dict of passes by name"),
-    "bare contribution": ("contribution", lambda s, u, c, v: u, "Wrap it, such as Mean(upload, client.examples)"),
+    "bare contribution": ("contribution", lambda s, v, u, c: u, "Wrap it, such as Mean(upload, client.examples)"),
     "loss of one": ("local_update", lambda s, c, d, v: (c, v.train(lambda p: 0, d, "local", s.optimizer)),
                     "takes (p) and is called with (params, batch)"),
     "loss of three": ("local_update", lambda s, c, d, v: (c, v.train(lambda p, b, w: 0, d, "local", s.optimizer)),
@@ -112,7 +112,7 @@ def test_functions_that_can_be_called_are_called(more: dict[str, Any]) -> None:
 def test_the_weighted_mean_of_a_state_that_is_none_stays_allowed() -> None:
     hooks = {
         "server_init": lambda s, t: None,
-        "client_init": lambda s, t, c: t.model(c).initial,
+        "client_init": lambda s, c, t: t.model(c).initial,
         "local_update": lambda s, c, d, v: (s.trained(c, v), {}),
         "contribution": lambda s, u, c, v: Mean({}, 1.0),
         "server_update": lambda s, a, t, v: None,

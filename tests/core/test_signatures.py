@@ -87,7 +87,7 @@ MISTAKES = {
         ["Did you mean 'client_model'? Write def client_model(self, state, down, view)"],
     ),
     "the words of a name are exchanged": (
-        with_body("def init_client(self, task, client): return None"),
+        with_body("def init_client(self, client, task): return None"),
         ["Did you mean 'client_init'?"],
     ),
     "a hook that few methods have is misspelt": (
@@ -98,14 +98,14 @@ MISTAKES = {
         with_body("def follow_upload(self, before, after, upload, view): return after"),
         ["follow_upload (line 18) takes (self, before, after, upload, view) and is called with (self, before, after, down"],
     ),
-    "camel case": (with_body("def clientInit(self, task, client): return None"), ["Did you mean 'client_init'?"]),
+    "camel case": (with_body("def clientInit(self, client, task): return None"), ["Did you mean 'client_init'?"]),
     "a misspelt override of another method's hook": (
         "class My(FedAvg):\n    def local_updates(self, state, down, view): return state, down\n",
         ["Did you mean 'local_update'?"],
     ),
     "too few arguments": (
         with_body("def contribution(self, upload, client): return upload"),
-        ["contribution (line 18) takes (self, upload, client) and is called with (self, upload, client, server)"],
+        ["contribution (line 18) takes (self, upload, client) and is called with (self, server, upload, client)"],
     ),
     "too many arguments": (
         with_body("def download(self, server, client, round): return server"),
@@ -125,15 +125,15 @@ MISTAKES = {
     ),
     "behind a decorator": (
         with_body("@functools.lru_cache\ndef client_init(self, task): return None"),
-        ["takes (self, task) and is called with (self, task, client)"],
+        ["takes (self, task) and is called with (self, client, task)"],
     ),
     "a staticmethod": (
-        with_body("@staticmethod\ndef client_init(task, client): return None"),
-        ["client_init (line ", "is a staticmethod. Write def client_init(self, task, client) without @staticmethod"],
+        with_body("@staticmethod\ndef client_init(client, task): return None"),
+        ["client_init (line ", "is a staticmethod. Write def client_init(self, client, task) without @staticmethod"],
     ),
     "a classmethod": (
-        with_body("@classmethod\ndef client_init(cls, task, client): return None"),
-        ["is a classmethod. Write def client_init(self, task, client) without @classmethod"],
+        with_body("@classmethod\ndef client_init(cls, client, task): return None"),
+        ["is a classmethod. Write def client_init(self, client, task) without @classmethod"],
     ),
     "a property": (
         with_body("@property\ndef passes(self): return {'local': Pass()}"),
@@ -148,7 +148,7 @@ MISTAKES = {
         ["passes is of type dict and must be a function. Write def passes(self)"],
     ),
     "an async function": (
-        with_body("async def client_init(self, task, client): return None"),
+        with_body("async def client_init(self, client, task): return None"),
         ["client_init (line 18) is async and must return its result"],
     ),
     "a generator": (

@@ -115,7 +115,7 @@ def test_a_circle_of_files_is_found() -> None:
 
 
 # what a method calls its own state and messages by their role in the contract, each in its file
-ROLES = {"ClientState", "Download", "Joint", "ServerState", "Upload"}
+ROLES = {"ClientState", "Download", "Joint", "ServerState", "Total", "Upload"}
 
 
 def repeated_names(names_of: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -45,9 +45,9 @@ class Counted(METHODS["ditto"]):  # type: ignore[misc]
         found: tuple[Any, Params] = super().local_update(state, down, view)
         return found
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Any) -> Any:
+    def contribution(self, server: Any, upload: Params, client: ClientInfo) -> Any:
         CALLS["contribution"] += 1
-        return super().contribution(upload, client, server)
+        return super().contribution(server, upload, client)
 
     def client_model(self, state: Any, down: Params, view: ClientView) -> ClientModel:
         CALLS["client_model"] += 1
@@ -88,7 +88,7 @@ def test_functions_are_called_once_a_round_and_give_what_each_client_gives_alone
 class ByNumber(METHODS["fedavg"]):  # type: ignore[misc]
     """FedAvg whose weights depend on a number of the upload, which control flow reads."""
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Any) -> Mean:
+    def contribution(self, server: Any, upload: Params, client: ClientInfo) -> Mean[Params]:
         return Mean(upload, client.examples if upload["head.bias"][0] > 0 else 2 * client.examples)
 
 
@@ -96,7 +96,7 @@ class ByNumber(METHODS["fedavg"]):  # type: ignore[misc]
 class WithoutRule(METHODS["fedavg"]):  # type: ignore[misc]
     """FedAvg with an operation in its contribution that has no rule."""
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Any) -> Mean:
+    def contribution(self, server: Any, upload: Params, client: ClientInfo) -> Mean[Params]:
         return Mean({n: torch.logcumsumexp(t, 0) for n, t in upload.items()}, client.examples)
 
 
@@ -104,7 +104,7 @@ class WithoutRule(METHODS["fedavg"]):  # type: ignore[misc]
 class Another(METHODS["fedavg"]):  # type: ignore[misc]
     """FedAvg that gives something else for stacked tensors, as a wrong rule would."""
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Any) -> Mean:
+    def contribution(self, server: Any, upload: Params, client: ClientInfo) -> Mean[Params]:
         return Mean({n: t if type(t) is Tensor else 2 * t for n, t in upload.items()}, client.examples)
 
 

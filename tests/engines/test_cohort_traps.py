@@ -109,7 +109,7 @@ class Own(FedAvg):  # type: ignore[misc]
         # the engine compares a cohort with one client in the first round only
         return state, sub(down, self.code(end, view) if view.round > 0 else end)
 
-    def contribution(self, upload: Params, client: ClientInfo, *_: Any) -> Any:
+    def contribution(self, _: Any, upload: Params, client: ClientInfo) -> Any:
         return Mean(upload, client.examples)
 
     def server_update(self, server: Any, total: Any, view: Any) -> Any:

@@ -75,7 +75,7 @@ class Plain(Method[Params, Any, Params, Any]):
     def server_init(self, task: Task) -> Params:
         return task.common_model(self.title).initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Any:
+    def client_init(self, client: ClientInfo, task: Task) -> Any:
         return {"count": torch.zeros(1)}
 
     def download(self, server: Params, client: ClientInfo) -> Params:
@@ -264,7 +264,7 @@ class ClimbsTheLoss(Plain):
 
 @dataclass(frozen=True)
 class NeedsAState(Plain):
-    def client_init(self, task: Task, client: ClientInfo) -> Any:
+    def client_init(self, client: ClientInfo, task: Task) -> Any:
         return None
 
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:

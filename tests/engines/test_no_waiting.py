@@ -195,7 +195,7 @@ def looks(
     method = METHODS[name](batch_size=4, epochs=epochs, **settings)
     task = on.task(5)
     server = engine.boundary(method.server_init(task))
-    jobs = [ClientJob(method.client_init(task, i), method.download(server, i), i) for i in on.infos]
+    jobs = [ClientJob(method.client_init(i, task), method.download(server, i), i) for i in on.infos]
     list(engine.run(method, on, task, 1, jobs))
     with Ear() as ear:
         outcomes = list(engine.run(method, on, task, 1, jobs))

@@ -224,7 +224,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Counts(FedAvg):
-    def client_init(self, task, client):
+    def client_init(self, client, task):
         return Count(0)
 
     def local_update(self, state, down, view):

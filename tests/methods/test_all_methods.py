@@ -86,7 +86,7 @@ def test_clients_of_one_architecture_begin_with_the_same_weights(name: str) -> N
     """As the pages of these methods say; clients 0 and 2 hold one architecture, clients 1 and 3 another."""
     federation = federate_two_models()
     task = run_rounds(METHODS[name](), federation, steps=0).task
-    starts = [dict(tree.leaves(METHODS[name]().client_init(task, c))) for c in federation.infos]
+    starts = [dict(tree.leaves(METHODS[name]().client_init(c, task))) for c in federation.infos]
     for a, b in ((0, 2), (1, 3)):
         assert starts[a].keys() == starts[b].keys()
         assert all(torch.equal(starts[a][n], starts[b][n]) for n in starts[a])

@@ -52,7 +52,7 @@ def assert_fedkd_equals_reference(energies: tuple[float, float], engine: type[En
     method = FedKD(energy_start=energies[0], energy_end=energies[1], mentee="small", **LOCAL)
     run = run_rounds(method, federation, engine=engine, **SAMPLE)
     task, mentee = run.task, to_layers(federation.architectures["small"].initial)
-    projections = [method.client_init(task, i).projection.numpy().copy() for i in federation.infos]
+    projections = [method.client_init(i, task).projection.numpy().copy() for i in federation.infos]
     rounds = plan_rounds(run)
     history, mentors, projections, _ = reference.fedkd(
         mentee,
@@ -90,7 +90,7 @@ def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
     method = FedKD(energy_start=1.0, energy_end=1.0, mentee="small", **SLOW_LOCAL)
     run = run_rounds(method, federation, **SAMPLE)
     assert not any(isinstance(c, Factored) for u in run.state.server.updates for c in u.values())
-    projections = [method.client_init(run.task, i).projection.numpy().copy() for i in federation.infos]
+    projections = [method.client_init(i, run.task).projection.numpy().copy() for i in federation.infos]
     start = to_layers(federation.architectures["small"].initial)
     history, _, _, sent = reference.fedkd(
         start,
@@ -115,7 +115,7 @@ def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
     method = FedKD(energy_start=energies[0], energy_end=energies[1], mentee="small", **SLOW_LOCAL)
     run = run_rounds(method, federation, participation=0.75, steps=0)
     records = [run.step() for _ in range(3)]
-    projections = [method.client_init(run.task, i).projection.numpy() for i in federation.infos]
+    projections = [method.client_init(i, run.task).projection.numpy() for i in federation.infos]
     mentee = to_layers(federation.architectures["small"].initial)
     history, *_, sent = reference.fedkd(
         mentee,

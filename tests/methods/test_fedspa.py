@@ -44,7 +44,7 @@ def test_fedspa(density: float, prune: float, engine: type[Engine]) -> None:
     federation = federate_one_model()
     method = FedSpa(density=density, prune=prune, **LOCAL)
     run = run_rounds(method, federation, engine=engine, **SAMPLE)
-    first = [method.client_init(run.task, i) for i in federation.infos]
+    first = [method.client_init(i, run.task) for i in federation.infos]
     names = [n for n, p in federation.architectures["small"].initial.items() if p.ndim == 2]
     masks = [[m[n].numpy() for n in names] for m in first]
     net, masks = personal_reference.fedspa(

@@ -96,7 +96,7 @@ def uploads(model: dict[str, Tensor], round: int, size: float) -> list[dict[str,
 def served(method: Any, server: Any, task: Task, replies: list[Any], round: int) -> Any:
     aggregator, infos = Aggregator([c.id for c in task.clients]), task.clients
     for info, upload in zip(infos, replies, strict=True):
-        aggregator.add(info.id, method.contribution(upload, info, server))
+        aggregator.add(info.id, method.contribution(server, upload, info))
     return method.server_update(server, aggregator.finish(), ServerView(task, round, Key((0,)), infos))
 
 
@@ -441,7 +441,7 @@ def test_statistics_of_many_examples(kind: Any, dtype: torch.dtype) -> None:
     method = kind(optimizer=SGD(lr=0.0), batch_size=3000)
     run = Run(method, made, RunSettings(rounds=1, evaluate_every=1), Sequential())
     jobs = [
-        ClientJob(run.method.client_init(run.task, c), run.method.download(run.state.server, c), c)
+        ClientJob(run.method.client_init(c, run.task), run.method.download(run.state.server, c), c)
         for c in made.infos[:1]
     ]
     (result,) = run.engine.run(method, made, run.task, 0, jobs)

@@ -75,7 +75,7 @@ def test_the_norm_of_an_update_of_hetlora_is_that_of_what_the_server_adds_whatev
     for job, result in zip(jobs, run.engine.run(method, run.federation, run.task, 5, jobs), strict=True):
         update = method.describe_update(job.down, job.client, run.task)
         reached, before = (
-            method.contribution(upload, job.client, run.state.server) for upload in (result.upload, job.down)
+            method.contribution(run.state.server, upload, job.client) for upload in (result.upload, job.down)
         )
         parts = [
             (new.dense() - before["factors"].value[n].dense()).numpy()

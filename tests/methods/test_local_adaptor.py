@@ -23,7 +23,7 @@ def test_local_adaptor(alpha: float, precondition: bool, engine: type[Engine]) -
     federation = federate_one_model()
     method = LocalAdaptor(rank=2, alpha=alpha, precondition=precondition, **LOCAL)
     run = run_rounds(method, federation, engine=engine, **SAMPLE)
-    own = [get_adaptors(method.client_init(run.task, i)) for i in federation.infos]
+    own = [get_adaptors(method.client_init(i, run.task)) for i in federation.infos]
     net, own = reference.local_adaptor(
         get_initial_networks(federation)[0],
         own,

@@ -291,10 +291,10 @@ def test_a_reply_that_the_method_cannot_use_is_dropped_named_and_counted(tmp_pat
     )
     contribution = SCAFFOLD.contribution
 
-    def picky(self: Any, upload: Any, client: Any, server: Any) -> Any:
+    def picky(self: Any, server: Any, upload: Any, client: Any) -> Any:
         if any(bool((t == 0.0625).any()) for _, t in tree.leaves(upload)):
             raise ArithmeticError("odd")
-        return contribution(self, upload, client, server)
+        return contribution(self, server, upload, client)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SCAFFOLD, "contribution", picky)

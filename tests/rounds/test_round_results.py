@@ -58,7 +58,7 @@ class Sums(Method[Tensor, Tensor, Tensor, Tensor]):
     def server_init(self, task: Task) -> Tensor:
         return torch.zeros(self.size, dtype=torch.float64)
 
-    def client_init(self, task: Task, client: ClientInfo) -> Tensor:
+    def client_init(self, client: ClientInfo, task: Task) -> Tensor:
         return torch.zeros(())
 
     def download(self, server: Tensor, client: ClientInfo) -> Tensor:
@@ -68,7 +68,7 @@ class Sums(Method[Tensor, Tensor, Tensor, Tensor]):
         value = float("nan") if view.info.id == self.bad else float(2**view.info.id)
         return state + 1, torch.full((self.size,), value, dtype=torch.float64)
 
-    def contribution(self, upload: Tensor, client: ClientInfo, server: Tensor) -> Sum:
+    def contribution(self, server: Tensor, upload: Tensor, client: ClientInfo) -> Sum[Tensor]:
         SEEN.append(weakref.ref(upload))
         ALIVE.append(sum(ref() is not None for ref in SEEN))
         if len(SEEN) == self.most:

@@ -26,7 +26,7 @@ def server_update(method: AnyMethod, server: Any, replies: Sequence[Reply], view
     """The server's next state, given the replies in the order in which they arrive."""
     aggregator = Aggregator(sorted(reply.client.id for reply in replies))
     for reply in replies:
-        aggregator.add(reply.client.id, method.contribution(reply.upload, reply.client, server))
+        aggregator.add(reply.client.id, method.contribution(server, reply.upload, reply.client))
     view = dataclasses.replace(view, replied=sorted((reply.client for reply in replies), key=lambda c: c.id))
     return method.server_update(server, aggregator.finish(), view)
 

@@ -428,7 +428,7 @@ def flops(method: Any, fed: Federation, client: int = 0) -> int:
     engine = Sequential()
     task = fed.task(1)
     info = fed.infos[client]
-    job = ClientJob(method.client_init(task, info), method.download(method.server_init(task), info), info)
+    job = ClientJob(method.client_init(info, task), method.download(method.server_init(task), info), info)
     (outcome,) = engine.run(method, fed, task, 0, [job])
     return outcome.meter.flops
 
@@ -472,7 +472,7 @@ def test_operations_are_counted_for_each_architecture_of_a_ledger() -> None:
     models = {"a": lambda: Net(10), "b": lambda: Net(20)}
     fed = Federation.from_arrays(make_arrays(), models, classes=CLASSES)
     alone, engine = Standalone(batch_size=8), Sequential()
-    jobs = [ClientJob(alone.client_init(fed.task(1), i), None, i) for i in fed.infos]
+    jobs = [ClientJob(alone.client_init(i, fed.task(1)), None, i) for i in fed.infos]
     found = [o.meter.flops for o in engine.run(alone, fed, fed.task(1), 0, jobs)]
     wanted = [
         2 * (2 * n * INPUTS * h) + 3 * (2 * n * h * CLASSES)

@@ -352,7 +352,7 @@ class OwnLoss(Method[dict[str, Tensor], None, dict[str, Tensor], dict[str, Tenso
     def server_init(self, task: Any) -> Any:
         return task.common_model(self.title).initial
 
-    def client_init(self, task: Any, client: Any) -> None:
+    def client_init(self, client: Any, task: Any) -> None:
         return None
 
     def download(self, server: Any, client: Any) -> Any:

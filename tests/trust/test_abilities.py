@@ -114,7 +114,7 @@ class Telling(FedAvg):
         _, upload = super().local_update(state, down, view)
         return None, {"model": upload, "count": view.steps("local")}
 
-    def contribution(self, upload: Any, client: ClientInfo, server: Any) -> Mean:
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Mean[Any]:
         return Mean(upload["model"], client.examples)
 
     def describe_update(self, down: Any, client: ClientInfo, task: Task) -> Update:
@@ -125,7 +125,7 @@ class Telling(FedAvg):
 class Unequal(FedAvg):
     """Clients of the rank 2 contribute one number less."""
 
-    def contribution(self, upload: Any, client: ClientInfo, server: Any) -> Mean:
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Mean[Any]:
         return Mean({n: t[1:] if client.rank == 2 else t for n, t in upload.items()}, client.examples)
 
 

@@ -461,8 +461,8 @@ def test_an_honest_clients_update_is_left_as_it_is(name: str, dtype: torch.dtype
         for info, result in zip(
             infos, run.engine.run(run.method, run.federation, run.task, t, jobs), strict=True
         ):
-            found = run.method.contribution(result.upload, info, server)
-            plain = bare.method.contribution(result.upload.rest, info, server.inner)
+            found = run.method.contribution(server, result.upload, info)
+            plain = bare.method.contribution(server.inner, result.upload.rest, info)
             assert tree.equal(*([leaf.value for _, leaf in contribution_leaves(c)] for c in (found, plain)))
 
 
@@ -472,7 +472,7 @@ def test_an_update_without_a_norm_is_no_update(updates: np.ndarray) -> None:
     info, server = run.federation.infos[0], run.state.server
     far = tree.map_leaves(lambda t: torch.full_like(t, 1e200), server.inner)
     upload = dataclasses.replace(_upload_of(run), rest=far)
-    assert tree.equal(run.method.contribution(upload, info, server).value, server.inner)
+    assert tree.equal(run.method.contribution(server, upload, info).value, server.inner)
 
 
 def _upload_of(run: Run) -> Any:

@@ -157,7 +157,7 @@ def test_a_client_that_exaggerates_is_clipped_by_the_server() -> None:
     assert isinstance(method, Protected)
     upload = run.engine.boundary(method.download(run.state.server, info).message)
     far = tree.map_leaves(lambda t: t + 1000, upload)
-    contribution = method.contribution(_sent(far), info, run.state.server)
+    contribution = method.contribution(run.state.server, _sent(far), info)
     assert np.linalg.norm(vector(contribution["sum"].value)) == pytest.approx(0.05, rel=1e-12)
 
 
@@ -450,7 +450,7 @@ def test_both_sides_decode_the_same_bits() -> None:
     sent = tree.decode(tree.encode(upload))
     like = {f"/{n}": t for n, t in start_of(run).items()}
     decoded = decompress(parse_stages("low_rank:2 + int8"), sent.update, like)
-    at_server = method.decode(sent, info, run.state.server).rest
+    at_server = method.decode(run.state.server, sent, info).rest
     for name, t in start_of(run).items():
         assert torch.equal(at_server[name], t + decoded[f"/{name}"])
     trained = METHOD.local_update(None, run.state.server.inner, view)[1]

@@ -221,7 +221,7 @@ def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, lis
     for client, reply in enumerate(replies):
         aggregator.add(client, reply)
 
-        def clip(_: str, leaf: Mean | Sum) -> Any:
+        def clip(_: str, leaf: Mean[Any] | Sum[Any]) -> Any:
             nonlocal clipped
             weight = leaf.weight if isinstance(leaf, Mean) else 1.0
             limit = options.bound * (1 if isinstance(leaf, Mean) else largest)

@@ -90,7 +90,7 @@ class APFL(Method[Params, ClientState, Params, Params]):
         """w^0, the common initial weights."""
         return task.common_model(self.title).initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """The local model v starts at the common initial weights."""
         initial = task.model(client).initial
         # one element rather than none: the vectorized engine flattens what follows the client axis

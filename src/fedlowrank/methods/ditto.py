@@ -50,7 +50,7 @@ class Ditto(Method[Params, Params, Params, Params]):
         """w^0, the common initial weights."""
         return task.common_model(self.title).initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """v_k starts at the common initial weights."""
         return task.model(client).initial
 

@@ -35,6 +35,7 @@ from ..core.contract import (
 from ..core.tree import Params, map_leaves, tree_dataclass
 from .families.clusters import (
     Apply,
+    ClusterTotal,
     average_clusters,
     compute_cluster_weights,
     contribute_by_cluster,
@@ -92,7 +93,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         """C draws of the initial weights ``[C, ...]``, the first that of every other method."""
         return draw_models(self.title, task, self.clusters)
 
-    def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
+    def client_init(self, client: ClientInfo, task: Task) -> Tensor | None:
         """No θ until the client has trained."""
         if self.router.routing == "optimal":
             require_known_cluster(self.title, client, self.clusters)
@@ -120,13 +121,13 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
             end["models"], self.router.shares(theta)
         )
 
-    def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
+    def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> dict[str, Any]:
         """Each w^k_c weighted by π^k_c N^k."""
         return contribute_by_cluster(
             upload.models, compute_cluster_weights(self.title, client, upload.pi, self.clusters)
         )
 
-    def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: ClusterTotal[Params], view: ServerView) -> Params:
         """Line 3."""
         return average_clusters(server, total)
 

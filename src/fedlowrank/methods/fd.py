@@ -102,7 +102,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
         total = zero_rows_per_class(self.title, task, next(iter(counts.values())))
         return ServerState(total, total.new_zeros(task.classes), {})
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """θ_k starts at its architecture's initial weights."""
         return task.model(client).initial
 
@@ -139,7 +139,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
         labels = count.nonzero()[:, 0]
         return theta, Outputs(labels, total[labels] / count[labels, None])
 
-    def contribution(self, upload: Outputs, client: ClientInfo, server: ServerState) -> Each:
+    def contribution(self, server: ServerState, upload: Outputs, client: ClientInfo) -> Each[Outputs]:
         """The client's own outputs: the next download to it leaves them out."""
         return Each(upload)
 

@@ -91,7 +91,7 @@ class FedALA(Method[Params, ClientState, Params, Params]):
         self._upper(model, model.initial)
         return model.initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """W = 1."""
         upper = self._upper(task.model(client), task.model(client).initial)
         return ClientState(upper, map_leaves(torch.ones_like, upper), 0)

@@ -41,7 +41,7 @@ class FedAvg(Method[Params, None, Params, Params]):
         """θ^0, the common initial weights."""
         return task.common_model(self.title).initial
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
+    def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Mean[Params]:
         """θ_k, weighted by n_k."""
         return Mean(upload, reply_weight(client, self.weighting))
 

@@ -62,7 +62,7 @@ class FedBN(Method[Params, Params, Params, Params]):
         local = self._names(model)
         return {n: p for n, p in model.initial.items() if n not in local}
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """b_k of the common initial weights."""
         model = task.model(client)
         local = self._names(model)

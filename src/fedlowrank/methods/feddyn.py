@@ -78,7 +78,7 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
         theta = task.common_model(self.title).initial
         return ServerState(theta, theta, zeros_like(widen(theta)))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """g_k = 0."""
         return zeros_like(widen(task.model(client).initial))
 
@@ -99,7 +99,7 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
         """g_k - α (θ_k - θ^t) with θ_k as it was sent, so that h stays the mean of all g_k."""
         return add(before, sub(widen(upload), down.model), -self.alpha)
 
-    def contribution(self, upload: Params, client: ClientInfo, server: ServerState) -> Mean:
+    def contribution(self, server: ServerState, upload: Params, client: ClientInfo) -> Mean[Params]:
         """θ_k, all with the same weight."""
         return Mean(widen(upload))
 

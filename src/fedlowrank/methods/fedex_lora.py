@@ -14,7 +14,7 @@ The second form of the residual has rank Σ r_i, not Σ r_i + r. It travels as f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from ..adapters.lora.lora_factors import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors, unpack_factors
@@ -64,6 +64,14 @@ class ClientState:
     rest: Params
 
 
+class Total(TypedDict):
+    """The contributions of a round reduced."""
+
+    mean: Factors
+    each: dict[int, Factors]
+    rest: Params
+
+
 @dataclass(frozen=True)
 class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     """Means of factors, with an exact residual.
@@ -88,7 +96,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
         factors = build_factors_of_rank(self, task, rank)
         return ServerState(factors, UpdateHistory([], {}), self.training.read_initial_shared_rest(model))
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """The base as it is."""
         return ClientState(Base({}, []), self.training.read_initial_personal_rest(task.model(client)))
 
@@ -115,12 +123,12 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
         personal_rest, upload = split_trained_leaves(self, end)
         return ClientState(base, personal_rest), upload
 
-    def contribution(self, upload: Message, client: ClientInfo, server: ServerState) -> dict[str, Any]:
+    def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
         factors, n = unpack_factors(upload.factors), client.examples
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 
-    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
+    def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """Means, and what they miss: Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
         means, weights = total["mean"], [float(c.examples) for c in view.replied]
         deviations = [

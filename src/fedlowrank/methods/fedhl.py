@@ -21,7 +21,6 @@ as a frozen second adapter.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
 from ..adapters.wire_format import unpack_factors
@@ -45,6 +44,7 @@ from .families.effective_delta import (
 )
 from .families.factor_training import train_leaves
 from .families.lora_clients import (
+    CollectedFactors,
     build_client_model,
     collect_factors,
     describe_ranks,
@@ -158,7 +158,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         )
         return split_trained_leaves(self, end)
 
-    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
+    def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
         """Line 17."""
         ranks = [self.training.find_rank_within(c, server.initial_factors) for c in view.replied]
         max_ranks = {name: pair.rank for name, pair in server.initial_factors.items()}

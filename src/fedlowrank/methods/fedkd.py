@@ -116,7 +116,7 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         """s^0, known to all."""
         return ServerState(task.smallest_model(self.mentee).initial, [], {})
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """T_k and s^0 at their initial weights, W as a linear layer's."""
         mentor, mentee = task.model(client), task.smallest_model(self.mentee)
         generator = (task.key / "fedkd" / mentor.name).generator()
@@ -162,7 +162,7 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         form = {n: OneOf(w, factor_form(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
         return Update(down, form=form)
 
-    def contribution(self, upload: CompressedUpdate, client: ClientInfo, server: ServerState) -> Mean:
+    def contribution(self, server: ServerState, upload: CompressedUpdate, client: ClientInfo) -> Mean[Params]:
         """The update of the mentee, weighted by n_k."""
         return Mean(decompress_update(upload, server.mentee), client.examples)
 

@@ -99,7 +99,7 @@ class FedNova(Method[Params, None, Params, Params]):
         weight = weight_of_gradients(view.steps("local"), self._momentum, shrinkage)
         return None, cast_like(map_leaves(lambda t: t / weight, sub(widen(end), down)), down)
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
+    def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Mean[Params]:
         """d_k, weighted by n_k."""
         return Mean(widen(upload), client.examples)
 

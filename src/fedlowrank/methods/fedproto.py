@@ -97,7 +97,7 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
         mean = zero_rows_per_class(self.title, task, task.common_width(self.title))
         return Prototypes(mean, torch.zeros(task.classes, dtype=torch.bool, device=mean.device))
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """θ_k starts at its architecture's initial weights."""
         initial = task.model(client).initial
         device = next(iter(initial.values())).device
@@ -127,7 +127,7 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
             labels, total[labels] / count[labels, None], count[labels].to(torch.int64)
         )
 
-    def contribution(self, upload: Upload, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
+    def contribution(self, server: Prototypes, upload: Upload, client: ClientInfo) -> dict[str, Sum[Tensor]]:
         """The sum of the prototypes of each class, and their weights."""
         # over a network a client could claim any count, and a class twice; it has no more examples than in
         # all

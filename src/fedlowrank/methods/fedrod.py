@@ -79,7 +79,7 @@ class FedRoD(Method[Params, Params, Params, Params]):
             )
         return model.initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """h_k = 0."""
         model = task.model(client)
         return zeros_like(model.head_of(model.initial))

@@ -70,7 +70,7 @@ class FedSALoRA(Method[MeanFactors, ClientState, Message, Message]):
         a = {n: p.a for n, p in build_factors_of_rank(self, task, rank).items()}
         return MeanFactors(_drop_b(a), self.training.read_initial_shared_rest(model))
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """B = 0, or the model's trained one."""
         model = task.model(client)
         rank = self.training.find_rank(client, lora_of(model))

@@ -29,7 +29,7 @@ A.2 are LPGD and GPGD, files of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 from torch import Tensor
 
@@ -82,6 +82,13 @@ class ClientState:
 
     gamma: Params
     p: Params
+
+
+class Total(TypedDict):
+    """The contributions of a round reduced."""
+
+    w: Params
+    replies: NotRequired[dict[int, Params]]
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         refuse_computed_weights(model.module, w.ranks, self.title)
         return ServerState(w, zeros_like(widen(initial)), {})
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """γ_i = 0, and p_i = 0 or w^0."""
         model = task.model(client)
         p = zeros_like(model.initial)
@@ -183,12 +190,12 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         w = unpack_weights(down, view.model.initial)
         return ClientState(add(before.gamma, sub(widen(w), upload), 1 / self.eta_g), after.p)
 
-    def contribution(self, upload: Params, client: ClientInfo, server: ServerState) -> dict[str, Any]:
+    def contribution(self, server: ServerState, upload: Params, client: ClientInfo) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
         contributions: dict[str, Any] = {"w": Mean(widen(upload))}
         return contributions if self.memory_efficient else {**contributions, "replies": Each(upload)}
 
-    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
+    def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
         like = view.task.common_model(self.title).initial
         w, mean_w = widen(server.w.dense(like)), total["w"]

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -119,6 +119,13 @@ def spread(values: Params, masks: Masks) -> Params:
     return {n: Sparse(v, masks[n]).dense() if n in masks else v for n, v in values.items()}
 
 
+class Total(TypedDict):
+    """The contributions of a round reduced."""
+
+    update: Params
+    masks: NotRequired[dict[int, Masks]]
+
+
 @dataclass(frozen=True)
 class FedSpa(Method[ServerState, Masks, Params, Upload]):
     """Personal sparse masks on one dense model.
@@ -147,9 +154,9 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
         model = task.common_model(self.title)
         initial = model.initial
         refuse_computed_weights(model.module, layer_counts(initial, self.density), self.title)
-        return ServerState(initial, {str(c.id): self.client_init(task, c) for c in task.clients})
+        return ServerState(initial, {str(c.id): self.client_init(c, task) for c in task.clients})
 
-    def client_init(self, task: Task, client: ClientInfo) -> Masks:
+    def client_init(self, client: ClientInfo, task: Task) -> Masks:
         """m_k at random in every layer."""
         initial, key = task.model(client).initial, task.key / "fedspa" / client.id
         counts = layer_counts(initial, self.density)
@@ -183,12 +190,12 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
         grown = {n: next_mask(m, end[n], step[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)
 
-    def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> dict[str, Any]:
+    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> dict[str, Any]:
         """The update, zero outside the client's mask, all with the same weight; and its next mask."""
         update = Mean(widen(spread(upload.update, server.masks[str(client.id)])))
         return {"update": update, "masks": Each(upload.masks)} if self.prune > 0 else {"update": update}
 
-    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
+    def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """One step along the mean update."""
         masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
         model = cast_like(sub(server.model, total["update"]), server.model)

@@ -13,7 +13,6 @@ What a client's rank cuts off is lost with the next mean: the bias that FedHL re
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
 from ..core.contract import ClientInfo, ClientView, Method, ServerView, Task
@@ -28,6 +27,7 @@ from .families.effective_delta import (
     measure_ranks,
 )
 from .families.lora_clients import (
+    CollectedFactors,
     collect_factors,
     describe_factor_update,
     describe_ranks,
@@ -93,7 +93,7 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
     describe_update = describe_factor_update
     client_model = model_with_factors
 
-    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
+    def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
         """W = Σ p_i s_i B_i A_i."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.examples) for c in view.replied]

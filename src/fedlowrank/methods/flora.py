@@ -15,7 +15,6 @@ The sum B A = Σ p_i s_i B_i A_i is exact. p_i stands on one side only (on both 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..adapters.lora.lora_factors import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors
@@ -33,7 +32,7 @@ from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
 from .families.factor_training import train_leaves
-from .families.lora_clients import collect_factors, describe_ranks, split_trained_leaves
+from .families.lora_clients import CollectedFactors, collect_factors, describe_ranks, split_trained_leaves
 from .families.lora_family import (
     Leaves,
     LoRATraining,
@@ -99,7 +98,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
             history = history.with_update(scale_product(lora.trained, lora.scale), [], self.training.wire)
         return ServerState(history, self.training.read_initial_shared_rest(model))
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """The base as it is."""
         return ClientState(Base({}, []), self.training.read_initial_personal_rest(task.model(client)))
 
@@ -123,7 +122,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         personal_rest, upload = split_trained_leaves(self, end)
         return ClientState(base, personal_rest), upload
 
-    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
+    def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
         """One more stack."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.examples) for c in view.replied]

@@ -54,6 +54,7 @@ from ..core.learning.server_optimizer import (
 from ..core.tree import Params, cast_like, tree_dataclass, widen
 from .families.adaptors import build_mixed_model, build_preconditioner, find_adapted
 from .families.clusters import (
+    ClusterTotal,
     average_clusters,
     compute_cluster_weights,
     contribute_by_cluster,
@@ -91,6 +92,13 @@ class Upload:
 
     model: AdaptorModel
     pi: Tensor | None
+
+
+class Total(TypedDict):
+    """The contributions of a round reduced."""
+
+    base: Params
+    adaptors: ClusterTotal[Adaptors]
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         )
         return ServerState({"base": u, "adaptors": a}, initial_optimizer_state())
 
-    def client_init(self, task: Task, client: ClientInfo) -> Theta:
+    def client_init(self, client: ClientInfo, task: Task) -> Theta:
         """No θ until the client has trained."""
         if self.router.routing == "optimal":
             require_known_cluster(self.title, client, self.clusters)
@@ -180,14 +188,14 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         kept_theta = theta if self.router.keep and self.router.descends else None
         return kept_theta, Upload(model, self.router.shares(theta))
 
-    def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> dict[str, Any]:
+    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> dict[str, Any]:
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
         weights = compute_cluster_weights(self.title, client, upload.pi, self.clusters)
         model = widen(upload.model)
         base = Mean(model["base"], client.examples)
         return {"base": base, "adaptors": contribute_by_cluster(model["adaptors"], weights)}
 
-    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
+    def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
         old = widen(server.model)
         new: AdaptorModel = {

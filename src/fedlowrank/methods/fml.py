@@ -62,7 +62,7 @@ class FML(Method[Params, Params, Params, Params]):
         """m^0."""
         return task.smallest_model(self.meme).initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """p_k starts at its architecture's initial weights."""
         return task.model(client).initial
 

@@ -78,7 +78,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
             supervised_loss(model), unpack_weights(down, model.initial), "local", self.optimizer
         )
 
-    def contribution(self, upload: Params, client: ClientInfo, server: PenalizedModel) -> Mean:
+    def contribution(self, server: PenalizedModel, upload: Params, client: ClientInfo) -> Mean[Params]:
         """w_i, all with the same weight."""
         return Mean(widen(upload))
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -71,6 +71,15 @@ class ServerState:
     rest: Params
     scaling: Scaling
     ranks: dict[str, int]
+
+
+class Total(TypedDict):
+    """The contributions of a round reduced."""
+
+    factors: Factors | None
+    reached: Tensor
+    rest: Params
+    pruned: NotRequired[dict[int, int | None]]
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
             factors = truncate_factors(factors, kept_rank)
         return self.training.select_personal_rest(end), self.training.pack_message(factors, end["rest"])
 
-    def contribution(self, upload: Message, client: ClientInfo, server: ServerState) -> dict[str, Any]:
+    def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = unpack_factors(upload.factors), float(client.examples)
         rank, top = measure_rank(factors), measure_rank(server.factors)
@@ -158,7 +167,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         pruned = Each(None if rank == self.training.find_rank_within(client, server.factors) else rank)
         return {**contributions, "pruned": pruned} if self.prune < 1 else contributions
 
-    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
+    def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """Means of padded factors."""
         # without weight, as where all products are zero, the factors stay
         factors: Factors = server.factors if total["factors"] is None else total["factors"]

@@ -38,6 +38,7 @@ from ..core.learning.batch_losses import sum_losses, task_loss
 from ..core.tree import Params, map_leaves, tree_dataclass
 from .families.averaging import Weighting, reply_weight
 from .families.clusters import (
+    ClusterTotal,
     average_clusters,
     clamp_shares,
     compute_model_losses,
@@ -100,12 +101,12 @@ class IFCA(Method[Params, None, Params, Upload]):
         trained = view.train(loss, select_cluster(down, chosen), "local", self.optimizer)
         return None, Upload(trained, self._one_hot(chosen, down))
 
-    def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
+    def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> dict[str, Any]:
         """The trained model, in the mean of the cluster that the client chose."""
         weight = reply_weight(client, self.weighting)
         return contribute_by_cluster(upload.model, clamp_shares(upload.choice).double() * weight)
 
-    def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: ClusterTotal[Params], view: ServerView) -> Params:
         """The mean of the members of each cluster."""
         return average_clusters(server, total)
 

@@ -49,7 +49,7 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
                 )
         return head
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """φ_k of the architecture's initial weights."""
         model = task.model(client)
         return model.body_of(model.initial)

@@ -69,7 +69,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         warn_adapted_ranks(self.title, find_adapted(self, model))
         return model.initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
+    def client_init(self, client: ClientInfo, task: Task) -> Adaptors:
         """A zero adaptor; its random factors are the same at all clients, as FLoRAL's first cluster."""
         model = task.model(client)
         adapted, key = find_adapted(self, model), task.key / "adaptors"

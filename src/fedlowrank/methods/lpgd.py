@@ -75,7 +75,7 @@ class LPGD(Method[Params, None, Params, Params]):
 
         return None, view.train(supervised_loss(model), down, "local", self.optimizer, prox=prox)
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
+    def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Mean[Params]:
         """w_i, all with the same weight."""
         return Mean(upload)
 

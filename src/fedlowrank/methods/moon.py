@@ -74,7 +74,7 @@ class MOON(Method[Params, Params, Params, Params]):
         task.common_width(self.title)
         return model.initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """The last model of a client is θ^0 before its first round."""
         return task.model(client).initial
 

@@ -120,7 +120,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
         return None, view.train(loss, down, "local", self.optimizer)
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
+    def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Mean[Params]:
         """θ_k, all with the same weight, or weighted by n_k."""
         return Mean(upload, reply_weight(client, self.weighting))
 

@@ -81,7 +81,7 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
         like = next(iter(first_model.initial.values())).to(functools.reduce(torch.promote_types, types))
         return PFedLoRAAdapter(*(t.to(like) for t in (adapter.a, adapter.a_bias, adapter.b, adapter.b_bias)))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """ω_k at its architecture's initial weights."""
         return task.model(client).initial
 

@@ -81,7 +81,7 @@ class PFedMe(Method[Params, Params, Params, Params]):
         """w^0, the common initial weights."""
         return task.common_model(self.title).initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """θ of the common initial weights."""
         return task.model(client).initial
 

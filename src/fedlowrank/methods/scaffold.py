@@ -85,7 +85,7 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
         x = task.common_model(self.title).initial
         return ControlledModel(x, zeros_like(widen(x)))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """c_k = 0."""
         return zeros_like(widen(task.model(client).initial))
 
@@ -110,7 +110,9 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
         """c_k⁺ is c_k and the change as it was sent, so that c stays the mean of all c_k."""
         return add(before, upload.control)
 
-    def contribution(self, upload: ControlledModel, client: ClientInfo, server: ControlledModel) -> Mean:
+    def contribution(
+        self, server: ControlledModel, upload: ControlledModel, client: ClientInfo
+    ) -> Mean[ControlledModel]:
         """Both differences, all clients with the same weight."""
         return Mean(widen(upload))
 

@@ -39,7 +39,7 @@ class Standalone(Method[None, Params, None, None]):
     def server_init(self, task: Task) -> None:
         """The server knows nothing."""
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
         """θ_k starts at its architecture's initial weights."""
         return task.model(client).initial
 

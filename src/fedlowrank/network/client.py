@@ -522,7 +522,7 @@ class ClientRuntime:
         federation = self.federation
         task, info = federation.task(rounds), federation.infos[self.client]
         if state is None:
-            state = self.engine.boundary(method.client_init(task, info))
+            state = self.engine.boundary(method.client_init(info, task))
         # on the disk before anything is computed: whether it fails tells of the examples, too
         asked = dataclasses.replace(asked, trainings=asked.trainings + adds_training)
         if may_evaluate := self._may_evaluate(order, asked, digest):
@@ -611,7 +611,7 @@ class ClientRuntime:
         task, info = self.federation.task(self.experiment.run.rounds), self.federation.infos[self.client]
         # on the CPU, as the server's arithmetic
         server, upload, down = (tree.move(v, "cpu") for v in (self.method.server_init(task), upload, down))
-        contribution = compute_contribution(self.method, upload, down, info, server)
+        contribution = compute_contribution(self.method, server, down, upload, info)
         return self._participation.mask(
             order, lambda: encode_contribution(contribution, self._grid, self._own_noise), digest
         )

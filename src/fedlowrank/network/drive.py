@@ -255,7 +255,7 @@ def _write_model(run: NetworkRun, out: Path) -> None:
     info, task, t = run.federation.infos[0], run.task, max(run.round - 1, 0)
     trainer = Sequential().trainer(run.method, run.federation, t, info)
     view = client_view(run.federation, task, info, t, trainer)
-    state = run.method.client_init(task, info)
+    state = run.method.client_init(info, task)
     params = run.method.server_model(run.state.server, state, view)
     if params is None:
         down = run.method.download(run.state.server, info)

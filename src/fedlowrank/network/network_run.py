@@ -95,7 +95,7 @@ class NetworkRun(Run):
             engine.compares and settings.privacy.kind == "none" and engine.settings.max_fall > 0
         )
         engine.decode = lambda upload, client: decompress_upload(
-            self.method, upload, client, self.state.server
+            self.method, self.state.server, upload, client
         )
 
     def _make_secure_rounds(self) -> SecureRounds:
@@ -122,9 +122,9 @@ class NetworkRun(Run):
         info, server = self.federation.infos[0], self.state.server
         down = self.method.download(server, info)
         template = self.engine.templates.of(info, down)
-        like = make_zero_contribution(self.method, template.form, info, server)
+        like = make_zero_contribution(self.method, server, template.form, info)
         # raises TaskError where clients, who do not know the state, could not make it
-        compute_contribution(self.method, template.form, down, info, server)
+        compute_contribution(self.method, server, down, template.form, info)
         infos, key = self.federation.infos, self.federation.key / "trial"
         check_reads_no_examples(self.method, like, server, ServerView(self.task, 0, key, infos))
         check_one_download(self.method, server, infos)
@@ -171,7 +171,7 @@ class NetworkRun(Run):
             # it is in the total already
             return None
         try:
-            return make_contribution(self.method, upload, self.weigh_client(info), self.state.server)
+            return make_contribution(self.method, self.state.server, upload, self.weigh_client(info))
         except RefusedReplyError as error:
             raise RefusedError(self.engine.refuse(error, self.round)) from error
 
@@ -186,7 +186,7 @@ class NetworkRun(Run):
                 raise
 
             def contribution(client: ClientInfo) -> Any:
-                return self.method.contribution(self.engine.spool.get(client.id), client, before)
+                return self.method.contribution(before, self.engine.spool.get(client.id), client)
 
             server, faulty = update_without_faulty(
                 self.method,

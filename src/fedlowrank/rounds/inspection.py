@@ -80,7 +80,7 @@ class Inspection:
             return None
         server, client = method.server_init(task), task.clients[0]
         upload, _ = trace_upload(method, task, client, method.download(server, client))
-        averaged = averages_factors(method.contribution(upload, client, server))
+        averaged = averages_factors(method.contribution(server, upload, client))
         return cls(method, task, trust, hostile, not averaged)
 
     def judge(
@@ -102,7 +102,7 @@ class Inspection:
             TaskError: if the rule cannot be applied to these uploads.
         """
         method, infos = self.method, {c.id: c for c in self.task.clients}
-        received = {i: decompress_upload(method, u, infos[i], server) for i, u in uploads.items()}
+        received = {i: decompress_upload(method, server, u, infos[i]) for i, u in uploads.items()}
         definitions = {i: self._update(infos[i], server) for i in received}
         references = {i: definition.reference for i, definition in definitions.items()}
         if self.trust.attack.kind in ON_UPDATES:

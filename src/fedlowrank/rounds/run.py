@@ -146,7 +146,7 @@ class Run:
         self.evaluate_every = settings.evaluate_every or 1
         # every client's state can be made: a method that does not fit says so now, not in round 7
         for info in federation.infos:
-            self.method.client_init(self.task, info)
+            self.method.client_init(info, self.task)
 
     def _make_budget(self, plan: Plan) -> Budget | None:
         """The privacy budget of the run; None for a run without privacy."""
@@ -188,7 +188,7 @@ class Run:
         """State of a client, a fresh one if it never took part."""
         if info.id in self.state.clients:
             return self.state.clients[info.id]
-        return self.engine.boundary(self.method.client_init(self.task, info))
+        return self.engine.boundary(self.method.client_init(info, self.task))
 
     def personal(self, info: ClientInfo) -> Params:
         """Parameters of the whole model that a client would use now, with its batch statistics."""
@@ -413,7 +413,7 @@ class Run:
         Raises:
             RefusedError: if the server cannot use it; the round goes on without it.
         """
-        return self.method.contribution(upload, self.weigh_client(info), self.state.server)
+        return self.method.contribution(self.state.server, upload, self.weigh_client(info))
 
     def contribute_cohort(
         self, cohort: CohortUploads, places: Mapping[int, ClientInfo]
@@ -422,7 +422,7 @@ class Run:
         return cohort.contributions(
             list(places),
             [self.weigh_client(info) for info in places.values()],
-            lambda upload, info: self.method.contribution(upload, info, self.state.server),
+            lambda upload, info: self.method.contribution(self.state.server, upload, info),
         )
 
     def weigh_client(self, info: ClientInfo) -> ClientInfo:

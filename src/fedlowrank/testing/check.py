@@ -302,7 +302,7 @@ def _updated(run: Run, uploads: dict[int, Any]) -> Any:
     """The server's next state after these uploads, by client."""
     server, aggregator, infos = run.state.server, Aggregator(list(uploads)), run.federation.infos
     for client, upload in uploads.items():
-        aggregator.add(client, run.method.contribution(upload, infos[client], server))
+        aggregator.add(client, run.method.contribution(server, upload, infos[client]))
     total = aggregator.finish()
     view = ServerView(run.task, run.round, run.federation.key, [infos[client] for client in uploads])
     return server if total is None else run.method.server_update(server, total, view)

@@ -23,9 +23,9 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
         """See the base class."""
         return self._twice("server_init", task=task)
 
-    def client_init(self, task: Task, client: ClientInfo) -> Any:
+    def client_init(self, client: ClientInfo, task: Task) -> Any:
         """See the base class."""
-        return self._twice("client_init", task=task, client=client)
+        return self._twice("client_init", client=client, task=task)
 
     def download(self, server: Any, client: ClientInfo) -> Any:
         """See the base class."""
@@ -36,9 +36,9 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
         result: tuple[Any, Any] = self._twice("local_update", state=state, down=down, view=view)
         return result
 
-    def contribution(self, upload: Any, client: ClientInfo, server: Any) -> Any:
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Any:
         """See the base class."""
-        return self._twice("contribution", upload=upload, client=client, server=server)
+        return self._twice("contribution", server=server, upload=upload, client=client)
 
     def server_update(self, server: Any, total: Any, view: ServerView) -> Any:
         """See the base class."""

@@ -62,7 +62,7 @@ class _Trial:
         return trace_upload(self.method, self.task, self.client, self.down)[0]
 
     def contribution(self, upload: Any, client: ClientInfo | None = None) -> Any:
-        return self.method.contribution(upload, client or self.client, self.server)
+        return self.method.contribution(self.server, upload, client or self.client)
 
 
 def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:

@@ -164,9 +164,9 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         """The method's, and the first clipping norm."""
         return ServerState(self.inner.server_init(task), float(self.trust.clipping.norm or 0.0))
 
-    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+    def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """The method's; nothing is lost yet."""
-        return ClientState(self.inner.client_init(task, client), None)
+        return ClientState(self.inner.client_init(client, task), None)
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """The method's, and the clipping norm where it changes."""
@@ -248,7 +248,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         noise = gaussian(update, self.noise * float(bound or 0.0), self._source(view.key))
         return replace_update(upload, reference, {path: u + noise[path] for path, u in update.items()})
 
-    def decode(self, upload: Upload, client: ClientInfo, server: ServerState) -> Upload:
+    def decode(self, server: ServerState, upload: Upload, client: ClientInfo) -> Upload:
         """The upload with the update that came out of its compressed form; :meth:`contribution` takes either."""
         if upload.update is None:
             return upload
@@ -257,17 +257,17 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         rest = restore_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
         return Upload(rest, None, upload.within)
 
-    def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> Any:
+    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> Any:
         """The method's; with central noise, what it adds to that of the reference."""
-        upload = self.decode(upload, client, server)
+        upload = self.decode(server, upload, client)
         if self.is_central:
             down = self.inner.download(server.inner, client)
-            contribution: Any = {"sum": Sum(self.change(upload, Download(down, None), client, server))}
+            contribution: Any = {"sum": Sum(self.change(server, Download(down, None), upload, client))}
         else:
             # a client's number of examples is data, so under privacy no weight depends on it
             client = client if self.trust.privacy.kind == "none" else _unweighted(client)
             contribution = self.inner.contribution(
-                self._bound(upload.rest, client, server), client, server.inner
+                server.inner, self._bound(server, upload.rest, client), client
             )
         if upload.within is None:
             return contribution
@@ -276,7 +276,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         count = Sum(torch.ones_like(within), counts=True)
         return {"method": contribution, "within": Sum(within, counts=True), "count": count}
 
-    def _bound(self, upload: Any, client: ClientInfo, server: ServerState) -> Any:
+    def _bound(self, server: ServerState, upload: Any, client: ClientInfo) -> Any:
         """The upload with an update of at most the clipping norm, which a hostile client may have exceeded.
 
         An honest client's is within it, so that nothing changes. That does not hold of compressed updates, to which a
@@ -294,29 +294,29 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             return replace_numbers(upload, read_reference(upload, update.reference))
         return clip_update(upload, update.reference, bound, update.scale)[0]
 
-    def change(self, upload: Upload, down: Download, client: ClientInfo, server: ServerState) -> Params:
+    def change(self, server: ServerState, down: Download, upload: Upload, client: ClientInfo) -> Params:
         """What an upload adds to the contribution of the reference, its norm at most the clipping norm.
 
         Args:
-            upload: decoded.
-            down: what the client was sent.
-            client: any.
             server: state of the server; where clients compute this, its first one.
+            down: what the client was sent.
+            upload: decoded.
+            client: any.
 
         Returns:
             Float64 tensors by their paths in the contribution, of the joint norm at most C.
         """
         client = _unweighted(client)
-        base = dict(_numbers(self._base(down.message, client, server)))
-        mine = dict(_numbers(self.inner.contribution(upload.rest, client, server.inner)))
+        base = dict(_numbers(self._base(server, down.message, client)))
+        mine = dict(_numbers(self.inner.contribution(server.inner, upload.rest, client)))
         change = {path: mine[path].double() - t.double() for path, t in base.items()}
         size = math.sqrt(sum(float(t.square().sum()) for t in change.values()))
         return {path: t * min(1.0, server.clip / size) if size else t for path, t in change.items()}
 
-    def _base(self, message: Any, client: ClientInfo, server: ServerState) -> Any:
+    def _base(self, server: ServerState, message: Any, client: ClientInfo) -> Any:
         """The contribution of the reference: of a client that has learnt nothing."""
         reference = self._update(message, client).reference
-        return self.inner.contribution(reference, _unweighted(client), server.inner)
+        return self.inner.contribution(server.inner, reference, _unweighted(client))
 
     def without_replies(self) -> Any:
         """With the server's own noise, an empty sum: a round without clients releases noise, too. Else None."""
@@ -359,7 +359,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
     def _add_noise(self, server: ServerState, changes: Params, noise: float, view: ServerView) -> Any:
         """The total of the method: the reference's contribution, plus noised sum over expected number."""
         first = view.task.clients[0]
-        base = self._base(self.inner.download(server.inner, first), first, server)
+        base = self._base(server, self.inner.download(server.inner, first), first)
         zeros = {path: torch.zeros_like(t, dtype=torch.float64) for path, t in _numbers(base)}
         std = 0.0 if self.distributed else noise * server.clip
         drawn = gaussian(zeros, std, self._source(view.key))
@@ -448,7 +448,7 @@ def protect(
     return protected
 
 
-def decompress_upload(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
+def decompress_upload(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Any:
     """The upload whose numbers are relative to the reference of its update: compression on its way undone.
 
     Args:
@@ -457,7 +457,7 @@ def decompress_upload(method: AnyMethod, upload: Any, client: ClientInfo, server
         client: who sent it.
         server: state of the server.
     """
-    return method.decode(upload, client, server) if isinstance(method, Protected) else upload
+    return method.decode(server, upload, client) if isinstance(method, Protected) else upload
 
 
 def total_without_replies(method: AnyMethod) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..adapters.mixtures.mixture import Pairs
 from ..core import tree
 from ..core.contract import Each, Mean, Sum
-from ..core.contract.contribution import Aggregator
+from ..core.contract.contribution import Aggregator, Leaf
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..linalg.delta import split_svd
 from ..linalg.factored import Factored
@@ -227,7 +227,7 @@ class RobustAggregator(Aggregator):
         self._rule, self._hostile = rule, hostile
         self._counts: set[str] = set()
 
-    def _add(self, path: str, leaf: Mean | Sum | Each, client: int) -> None:
+    def _add(self, path: str, leaf: Leaf, client: int) -> None:
         if isinstance(leaf, Each):
             raise TaskError(
                 f"robust.rule = {self._rule!r} replaces means, but this method looks at single replies (at "

@@ -79,7 +79,7 @@ def grid_step(settings: SecureSums) -> float:
     return settings.bound / levels
 
 
-def align(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]:
+def align(like: Any, contribution: Any) -> list[tuple[Mean[Any] | Sum[Any], list[Tensor]]]:
     """The leaves of a contribution and their tensors, in the order of another, whose form it must have.
 
     Raises:
@@ -138,7 +138,7 @@ class FixedPoint:
         """Values that are summed without a weight are clipped to ± this."""
         return self.bound * self.largest_weight
 
-    def encode(self, aligned: Iterable[tuple[Mean | Sum, list[Tensor]]]) -> tuple[Vector, int]:
+    def encode(self, aligned: Iterable[tuple[Mean[Any] | Sum[Any], list[Tensor]]]) -> tuple[Vector, int]:
         """The vector (a mean's weight comes before its values), and how many numbers were clipped."""
         parts, clipped = [torch.empty(0, dtype=torch.int64)], 0
         for leaf, tensors in aligned:

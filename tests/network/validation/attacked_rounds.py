@@ -63,7 +63,7 @@ def aggregate(method: Any, server: Any, replies: list[Reply], view: Any) -> tupl
     found, refused, known = Aggregator([r.client.id for r in replies]), {}, {r.client.id: r for r in replies}
     for client, upload in replies:
         try:
-            found.add(client.id, make_contribution(method, upload, client, server))
+            found.add(client.id, make_contribution(method, server, upload, client))
         except RefusedReplyError as error:
             refused[client.id] = str(error)
             found.skip(client.id)
@@ -75,7 +75,7 @@ def aggregate(method: Any, server: Any, replies: list[Reply], view: Any) -> tupl
     except FAULT_TYPES:
 
         def contribution(client: ClientInfo) -> Any:
-            return method.contribution(known[client.id].upload, client, server)
+            return method.contribution(server, known[client.id].upload, client)
 
         new, faulty = update_without_faulty(
             method, server, contribution, view, lambda clients: Aggregator([c.id for c in clients])

@@ -115,7 +115,7 @@ class Stub:
     update: Callable[[Any, Any], Any]
     title: str = "Stub"
 
-    def contribution(self, upload: Any, client: ClientInfo, server: Any) -> Each:
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Each[Any]:
         if upload == "refused at once":
             raise ValueError("no")
         return Each(upload)

@@ -54,7 +54,7 @@ def estimate_run(method: AnyMethod, federation: Federation, settings: RunSetting
     asking: Any = _Asking()
     try:
         method.local_update(
-            method.client_init(task, info), down, client_view(federation, task, info, 0, asking)
+            method.client_init(info, task), down, client_view(federation, task, info, 0, asking)
         )
     except PassAskedError as first:
         request = first.request

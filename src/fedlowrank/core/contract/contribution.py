@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Generic[T]):
     """Contributes to a weighted mean; the total is None if all weights are zero.
 
     Attributes:
@@ -29,7 +29,7 @@ class Mean:
         weight: a number, at least 0; a tensor of one number becomes a float.
     """
 
-    value: Any
+    value: T
     weight: Any = 1.0
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(Generic[T]):
     """Contributes to a sum.
 
     Attributes:
@@ -46,19 +46,23 @@ class Sum:
         counts: whether the values are weights or counts, which no robust rule replaces.
     """
 
-    value: Any
+    value: T
     counts: bool = False
 
 
 @dataclass(frozen=True)
-class Each:
+class Each(Generic[T]):
     """Is not reduced: the total is a dict ``{client id: value}``, sorted by id. Secure sums refuse a method with it.
 
     Attributes:
         value: anything.
     """
 
-    value: Any
+    value: T
+
+
+Leaf: TypeAlias = Mean[Any] | Sum[Any] | Each[Any]
+"""A leaf of a contribution."""
 
 
 class RunningMean(Generic[T]):
@@ -287,7 +291,7 @@ class Aggregator:
                 f"the contribution of client {client} has the form {kinds}, not {self._structure}"
             )
 
-    def _add(self, path: str, leaf: Mean | Sum | Each, client: int) -> None:
+    def _add(self, path: str, leaf: Leaf, client: int) -> None:
         if isinstance(leaf, Mean):
             self._totals.setdefault(path, RunningMean())
             if leaf.weight != 0:
@@ -313,9 +317,9 @@ class Aggregator:
         return tree.cast_like(total, self._forms[path])
 
 
-def contribution_leaves(contribution: Any) -> Iterator[tuple[str, Mean | Sum | Each]]:
+def contribution_leaves(contribution: Any) -> Iterator[tuple[str, Leaf]]:
     """The leaves of a contribution with their paths."""
-    leaves_by_path: list[tuple[str, Mean | Sum | Each]] = []
+    leaves_by_path: list[tuple[str, Leaf]] = []
     map_contributions(lambda path, leaf: leaves_by_path.append((path, leaf)), contribution)
     yield from leaves_by_path
 

@@ -38,7 +38,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     """A federated method. Its fields are hyper-parameters; its functions, the hooks, are pure.
 
     A method is written for one client and the server; engines execute it for many clients. ``server_init``,
-    ``local_update`` and ``server_update`` have no default. The methods of this package call shared functions and inherit
+    ``local_update`` and ``server_update`` have no default. Hooks take a state first, then a message (the download, the upload
+    or the total), the client, and last the task or a view. The methods of this package call shared functions and inherit
     from no other method; a user's method may.
 
     Attributes:
@@ -132,7 +133,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     def server_init(self, task: Task) -> S:
         """State of the server before the first round; raises TaskError if the task does not suit."""
 
-    def client_init(self, task: Task, client: ClientInfo) -> C:
+    def client_init(self, client: ClientInfo, task: Task) -> C:
         """State of a client before its first round; by default a client keeps nothing."""
         return cast(C, None)
 
@@ -144,15 +145,15 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
         """Local training of one client in one round: its next state, and what it sends back."""
 
-    def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
+    def contribution(self, server: S, upload: U, client: ClientInfo) -> Any:
         """What an upload adds to the round: dicts and lists of :mod:`fedlowrank.core.contract.contribution` leaves.
 
         By default the upload in a mean weighted by the client's number of training examples n_k.
 
         Args:
+            server: its state, as the client's download was made from it.
             upload: of the client.
             client: who sent it.
-            server: its state, as the client's download was made from it.
         """
         return Mean(upload, client.examples)
 

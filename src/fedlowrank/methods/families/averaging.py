@@ -30,7 +30,7 @@ def train_model(method: _Averaging, state: None, down: Params, view: ClientView)
     return None, view.train(supervised_loss(view.model), down, "local", method.optimizer)
 
 
-def average_models(method: _Averaging, upload: Params, client: ClientInfo, server: Any) -> Mean:
+def average_models(method: _Averaging, server: Any, upload: Params, client: ClientInfo) -> Mean[Params]:
     """The client's model, weighted by n_k or uniformly; in float32, for the server computes on with the mean."""
     return Mean(widen(upload), reply_weight(client, method.weighting))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,18 @@ Parts = TypeVar("Parts", bound=Mapping[str, Any])
 
 MIN_CLUSTER_SHARE = 1e-6
 """Least share of the examples of a round with which a cluster changes; one with less keeps its value."""
+
+
+class ClusterTotal(TypedDict, Generic[T]):
+    """The total of :func:`contribute_by_cluster`.
+
+    Attributes:
+        means: of each cluster, tensors ``[1, ...]``; None without weight.
+        weights: sums over the clients ``[C]``, float64.
+    """
+
+    means: list[T | None]
+    weights: Tensor
 
 
 Apply = Callable[[Any, Tensor, Any], Tensor]
@@ -171,7 +183,7 @@ def contribute_by_cluster(value: Any, weights: Tensor) -> dict[str, Any]:
     }
 
 
-def average_clusters(old: T, total: dict[str, Any]) -> T:
+def average_clusters(old: T, total: ClusterTotal[T]) -> T:
     """Average each cluster: a_c = Σ_k w_kc a_kc / Σ_k w_kc; a cluster without weight keeps its old value.
 
     Args:
@@ -180,7 +192,7 @@ def average_clusters(old: T, total: dict[str, Any]) -> T:
     """
     weights = total["weights"].tolist()
     values = [
-        a if w > MIN_CLUSTER_SHARE * sum(weights) else select_cluster(old, c)
+        a if a is not None and w > MIN_CLUSTER_SHARE * sum(weights) else select_cluster(old, c)
         for c, (a, w) in enumerate(zip(total["means"], weights, strict=True))
     ]
     return tree.map_leaves(lambda *ts: torch.cat(ts), values[0], *values[1:])

@@ -5,7 +5,7 @@ A method takes these functions as its own: ``local_update = train_factors``.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -55,6 +55,13 @@ class MeanFactors:
     rest: Params
 
 
+class CollectedFactors(TypedDict):
+    """The total of :func:`collect_factors`: factors by client, and the mean of what is shared beside them."""
+
+    factors: dict[int, Factors]
+    rest: Params
+
+
 # Hooks
 
 
@@ -63,7 +70,7 @@ def describe_ranks(method: TrainsFactors, task: Task) -> list[str]:
     return method.training.describe_ranks(task, method.title)
 
 
-def initial_rest(method: TrainsFactors, task: Task, client: ClientInfo) -> Params:
+def initial_rest(method: TrainsFactors, client: ClientInfo, task: Task) -> Params:
     """What is trained whole, where it is personal."""
     return method.training.read_initial_personal_rest(task.model(client))
 
@@ -83,13 +90,15 @@ def train_factors(
     )
 
 
-def average_factors(method: TrainsFactors, upload: Message, client: ClientInfo, server: Any) -> Mean:
+def average_factors(
+    method: TrainsFactors, server: Any, upload: Message, client: ClientInfo
+) -> Mean[tuple[Factors, Params]]:
     """The factors and what is shared beside them, weighted by n_i."""
     return Mean((unpack_factors(upload.factors), upload.rest), client.examples)
 
 
 def collect_factors(
-    method: TrainsFactors, upload: Message, client: ClientInfo, server: Any
+    method: TrainsFactors, server: Any, upload: Message, client: ClientInfo
 ) -> dict[str, Any]:
     """The factors by themselves, for their products count; what is shared beside them, weighted by n_i."""
     return {"factors": Each(unpack_factors(upload.factors)), "rest": Mean(upload.rest, client.examples)}

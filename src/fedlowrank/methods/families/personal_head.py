@@ -15,7 +15,7 @@ def initial_body(method: AnyMethod, task: Task) -> Params:
     return model.body_of(model.initial)
 
 
-def initial_head(method: AnyMethod, task: Task, client: ClientInfo) -> Params:
+def initial_head(method: AnyMethod, client: ClientInfo, task: Task) -> Params:
     """h_k of the common initial weights."""
     model = task.model(client)
     return model.head_of(model.initial)

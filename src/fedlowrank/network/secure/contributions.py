@@ -53,15 +53,15 @@ def encode_contribution(contribution: Any, grid: FixedPoint, noise: DistributedN
     return vector
 
 
-def compute_contribution(method: AnyMethod, upload: Any, down: Any, client: ClientInfo, server: Any) -> Any:
+def compute_contribution(method: AnyMethod, server: Any, down: Any, upload: Any, client: ClientInfo) -> Any:
     """What a client contributes. It does not know the server's state, of which the form alone may matter.
 
     Args:
         method: of the run.
-        upload: of the client.
-        down: what the client was sent.
-        client: itself.
         server: a state of the server, such as the first one.
+        down: what the client was sent.
+        upload: of the client.
+        client: itself.
 
     Raises:
         TaskError: if the contribution at another state of the server, whose numbers differ, is another one.
@@ -69,8 +69,8 @@ def compute_contribution(method: AnyMethod, upload: Any, down: Any, client: Clie
 
     def contribution_at(state: Any) -> Any:
         if isinstance(method, Protected) and method.distributed:
-            return {"sum": Sum(method.change(upload, down, client, state))}
-        return method.contribution(upload, client, state)
+            return {"sum": Sum(method.change(state, down, upload, client))}
+        return method.contribution(state, upload, client)
 
     contribution = contribution_at(server)
     moved = tree.map_leaves(lambda t: t + 1 if t.is_floating_point() else t, server)
@@ -88,20 +88,20 @@ def count_numbers(like: Any) -> int:
     return weights + sum(t.numel() for _, leaf in contribution_leaves(like) for t in tree.tensors(leaf.value))
 
 
-def make_zero_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
+def make_zero_contribution(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Any:
     """The form of what clients contribute: a contribution whose tensors are zero.
 
     Args:
         method: of the run.
+        server: state of the server.
         upload: the form of an upload, see :class:`..validation.upload_forms.Template`.
         client: any one.
-        server: state of the server.
 
     Raises:
         ConfigError: if the form of an upload depends on the client's data.
     """
     try:
-        contribution = method.contribution(upload, client, server)
+        contribution = method.contribution(server, upload, client)
     except (TypeError, AttributeError, LookupError, RuntimeError) as error:
         raise ConfigError(
             f"run.secure: {method.title} has no sum over a network, for the form of what its clients send depends on "

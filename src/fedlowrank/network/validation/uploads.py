@@ -145,10 +145,10 @@ def decode_checked(
         raise RefusedReplyError(client.id, reason) from error
 
 
-def make_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
+def make_contribution(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Any:
     """The contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
     try:
-        contribution = method.contribution(upload, client, server)
+        contribution = method.contribution(server, upload, client)
         fault = fault_of(contribution)
     except FAULT_TYPES as error:
         raise RefusedReplyError(client.id, _describe_fault(method, client, error)) from error

@@ -138,7 +138,7 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
     if not tree.tensors(upload):
         return None
     infos = [dataclasses.replace(client, examples=times * _MANY) for times in (1, 3)]
-    contributions = [method.contribution(upload, info, server) for info in infos]
+    contributions = [method.contribution(server, upload, info) for info in infos]
     pairs = list(zip(*([leaf for _, leaf in contribution_leaves(one)] for one in contributions), strict=True))
     if sampling == "size" and any(isinstance(leaf, Each) for leaf, _ in pairs):
         return "its server weighs single replies by a rule of its own"

@@ -69,9 +69,9 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
         """The method's, and the statistics of the module."""
         return WithStatistics(self.inner.server_init(task), _read(task.common_model(self.title)))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Any:
+    def client_init(self, client: ClientInfo, task: Task) -> Any:
         """The method's."""
-        return self.inner.client_init(task, client)
+        return self.inner.client_init(client, task)
 
     def download(self, server: WithStatistics, client: ClientInfo) -> WithStatistics:
         """The method's, and the statistics."""
@@ -103,14 +103,14 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
         form = None if update.form is None else WithStatistics(update.form, down.statistics)
         return Update(WithStatistics(update.reference, None), update.scale, form)
 
-    def contribution(self, upload: WithStatistics, client: ClientInfo, server: WithStatistics) -> Any:
+    def contribution(self, server: WithStatistics, upload: WithStatistics, client: ClientInfo) -> Any:
         """The method's, and the statistics in a mean weighted by n_k."""
         statistics = {
             # of what a client sends, a variance may be anything
             n: t.clamp(min=0) if n.endswith("running_var") else t
             for n, t in (upload.statistics or {}).items()
         }
-        method = self.inner.contribution(upload.inner, client, server.inner)
+        method = self.inner.contribution(server.inner, upload.inner, client)
         return {"method": method, "statistics": Mean(statistics, client.examples)}
 
     def server_update(self, server: WithStatistics, total: Any, view: ServerView) -> WithStatistics:
