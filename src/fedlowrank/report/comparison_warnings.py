@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.io.text import on_one_line
-from .setting_paragraph import format_count
+from ..core.io.text import format_count, on_one_line
 from .statistics.experiments import ComparedExperiment
 from .statistics.groups import RunGroup
 from .statistics.measures import TEST_ACCURACY, TEST_LOSS

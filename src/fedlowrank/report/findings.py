@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..core.io.text import join_words
 from .number_formats import MISSING, format_p, format_signed
 from .statistics.groups import RunGroup
 from .statistics.measures import Measure
@@ -238,8 +239,3 @@ def _list(others: Sequence[Versus], family: Family) -> str:
     if len(names) > MAX_NAMED_METHODS + 1:
         names = [*names[:MAX_NAMED_METHODS], f"{len(names) - MAX_NAMED_METHODS} others"]
     return join_words(names)
-
-
-def join_words(words: Sequence[str]) -> str:
-    """Words as a list in a sentence, such as ``a, b and c``."""
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.io.text import on_one_line
+from ..core.io.text import format_count, on_one_line
 from .number_formats import format_percent
 from .statistics.groups import RunGroup
 from .statistics.low_rank import format_ranks
@@ -78,8 +78,3 @@ def _describe(values: Mapping[str, Any], names: Sequence[str] = ()) -> str:
     if name is None:
         return inner
     return f"{value_text(values[name])} ({inner})" if inner else value_text(values[name])
-
-
-def format_count(n: int, noun: str, plural: str = "") -> str:
-    """A number with its noun."""
-    return f"{n} {noun if n == 1 else plural or noun + 's'}"

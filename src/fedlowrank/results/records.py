@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from ..core.errors import CheckpointError
 from ..core.io.atomic_files import as_checkpoint_error
-from ..core.io.text import on_one_line
+from ..core.io.text import join_words, on_one_line
 from ..core.learning.losses import Loss
 from ..storage.digest import read_sealed
 from ..storage.run_files import (
@@ -310,8 +310,7 @@ def describe_missing(rounds: Sequence[int]) -> str:
             spans[-1][1:] = [t]
         else:
             spans.append([t])
-    texts = [" to ".join(map(str, span)) for span in spans]
-    listed = " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+    listed = join_words([" to ".join(map(str, span)) for span in spans])
     subject = "record of round" if len(rounds) == 1 else "records of rounds"
     return f"the {subject} {listed} {'is' if len(rounds) == 1 else 'are'} lost"
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..core.errors import DataError
+from ..core.io.text import list_first
 from .digest import digest_of
 
 _WEIGHTS = (
@@ -105,8 +106,7 @@ def compare_base_files(theirs: Mapping[str, str], ours: Mapping[str, str]) -> st
             "is missing" if name not in theirs else "is not expected" if name not in ours else "differs"
         )
         differences.append(f"{shown} {difference}")
-    rest = f" and {len(differences) - _SHOWN} more files" if len(differences) > _SHOWN else ""
-    return ", ".join(differences[:_SHOWN]) + rest
+    return list_first(differences, _SHOWN, "files")
 
 
 def _shards(index: Path) -> set[str]:

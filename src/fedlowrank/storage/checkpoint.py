@@ -26,6 +26,7 @@ from typing import Any
 from ..core import tree
 from ..core.errors import CheckpointError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
+from ..core.io.text import list_first
 from .client_store import ClientStore, LazyMapping
 from .digest import check_seal, digest_of, seal
 from .state import State
@@ -360,9 +361,7 @@ def _round_of(path: Path) -> int:
 
 def _list_clients(clients: Sequence[int], limit: int = 10) -> str:
     """Clients for a message: ``client 3``, or ``clients 1, 2 and 7 more``."""
-    listed = ", ".join(map(str, clients[:limit]))
-    more = f" and {len(clients) - limit} more" if len(clients) > limit else ""
-    return f"client{'' if len(clients) == 1 else 's'} {listed}{more}"
+    return f"client{'' if len(clients) == 1 else 's'} {list_first(clients, limit)}"
 
 
 def _list_names(folder: Path) -> list[str]:

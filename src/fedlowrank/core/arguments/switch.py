@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
+from ..io.text import join_words
 
 
 class Switch(NamedTuple):
@@ -42,8 +43,7 @@ def check_switch(settings: Any, switch: Switch, title: str) -> None:
     """
     chosen, path = getattr(settings, switch.field), f"{title}.{switch.field}"
     for name, values in switch.reads.items():
-        words = [repr(value) for value in values]
-        known = " or ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+        known = join_words([repr(value) for value in values], "or")
         if not switch.is_read(name, chosen):
             refuse_unread_field(
                 settings,

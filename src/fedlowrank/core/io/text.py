@@ -1,9 +1,11 @@
-"""Text that people wrote: its encoding, where in a file something is wrong, and names as one line."""
+"""Text for and from people: the encoding of files, names on one line, and lists and counts in sentences."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
+from collections.abc import Collection, Sequence
+from itertools import islice
 from pathlib import Path
 
 _OTHER_MARKS = {
@@ -52,3 +54,20 @@ def on_one_line(text: object, limit: int = 0) -> str:
     """A name as one line without control characters, cut to ``limit`` characters if that is not 0."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return line[: limit - 1].rstrip() + "…" if limit and len(line) > limit else line
+
+
+def join_words(words: Sequence[str], conjunction: str = "and") -> str:
+    """Join words as a list in a sentence, such as ``a, b and c``."""
+    return f" {conjunction} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def list_first(names: Collection[object], limit: int, noun: str = "") -> str:
+    """List the first names and count the others, such as ``a, b and 3 more``, with a plural noun ``and 3 more files``."""
+    hidden = len(names) - limit
+    others = f" and {hidden} more{noun and f' {noun}'}" if hidden > 0 else ""
+    return ", ".join(map(str, islice(names, limit))) + others
+
+
+def format_count(n: int, noun: str, plural: str = "") -> str:
+    """Write a number with its noun, such as ``1 client`` and ``3 classes``."""
+    return f"{n} {noun if n == 1 else plural or noun + 's'}"

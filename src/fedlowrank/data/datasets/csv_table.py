@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import DataError, did_you_mean
-from ...core.io.text import explain_encoding
+from ...core.io.text import explain_encoding, list_first
 from ..dataset import Dataset, Examples, WideColumn
 from ..download.data_files import check_file, expand_path
 from ..input_types import are_rounded
@@ -151,8 +151,8 @@ class Csv(CheckedFields):
         self._check_columns(train, features)
         if missing := [name for name in features if name not in rows.columns]:
             raise DataError(
-                f"{rows.attrs['path']!r} lacks the columns {_join_names(list(map(repr, missing)))}; the models take "
-                f"{_join_names(list(map(repr, features)))}. {did_you_mean(missing[0], map(str, rows.columns))}"
+                f"{rows.attrs['path']!r} lacks the columns {list_first(list(map(repr, missing)), _MAX_NAMES)}; the models take "
+                f"{list_first(list(map(repr, features)), _MAX_NAMES)}. {did_you_mean(missing[0], map(str, rows.columns))}"
             )
         refuse = replace(self, missing="mean" if self.missing == "mean" else "refuse")
         refuse._check_cells(rows, features, ())
@@ -409,15 +409,10 @@ def _describe_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, .
     one_hot = [f"{name} ({table[name].nunique(dropna=False)})" for name in texts]
     notes = []
     if numeric:
-        notes.append(f"numeric columns: {_join_names(numeric)}")
+        notes.append(f"numeric columns: {list_first(numeric, _MAX_NAMES)}")
     if one_hot:
-        notes.append(f"one-hot columns, with their numbers of categories: {_join_names(one_hot)}")
+        notes.append(f"one-hot columns, with their numbers of categories: {list_first(one_hot, _MAX_NAMES)}")
     return tuple(notes)
-
-
-def _join_names(names: Sequence[str]) -> str:
-    unnamed = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {unnamed} more" if unnamed > 0 else "")
 
 
 def _is_missing(value: object) -> bool:

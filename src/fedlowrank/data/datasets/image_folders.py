@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...core.errors import DataError
+from ...core.io.text import format_count, list_first
 
 FolderLayout = Literal["auto", "class", "client_class"]
 """``CLASS/file``, ``CLIENT/CLASS/file``, or the one that follows from where the images lie."""
@@ -30,7 +31,7 @@ IMAGE_ENDINGS = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".pp
 
 _TRAIN_NAMES = ("train", "training")
 _TEST_NAMES = ("test", "testing", "val", "valid", "validation")
-_MAX_SHOWN_NAMES = 5
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def find_images(root: Path, layout: FolderLayout) -> FoundImages:
     notes = _describe(root, kind, clients, classes, train, test)
     if unused:
         notes += (
-            f"folders that are not used, for others are the training and test part: {_join_names(unused)}",
+            f"folders that are not used, for others are the training and test part: {list_first(unused, _SHOWN)}",
         )
     return FoundImages(train, test, classes, clients, notes)
 
@@ -124,8 +125,8 @@ def _infer_layout(folder: Path) -> FolderLayout:
     if direct:
         deeper = sorted(set(nested) - set(direct))
         raise DataError(
-            f"{location}images lie directly in some folders ({_join_names(direct)}) and deeper in others "
-            f"({_join_names(deeper)}), so it is not clear what is a class. {choice}"
+            f"{location}images lie directly in some folders ({list_first(direct, _SHOWN)}) and deeper in others "
+            f"({list_first(deeper, _SHOWN)}), so it is not clear what is a class. {choice}"
         )
     counts = Counter(name for names in nested.values() for name in names)
     if len(first) > 1 and len(counts) == 1 and all(nested.values()):
@@ -133,8 +134,8 @@ def _infer_layout(folder: Path) -> FolderLayout:
     if any(count > 1 for count in counts.values()):
         return "client_class"
     raise DataError(
-        f"{location}images lie two folders deep, and no two of the folders {_join_names(nested)} have a subfolder of the same "
-        f"name, so it is not clear whether these are clients or classes. {choice}"
+        f"{location}images lie two folders deep, and no two of the folders {list_first(nested, _SHOWN)} have a subfolder "
+        f"of the same name, so it is not clear whether these are clients or classes. {choice}"
     )
 
 
@@ -147,7 +148,7 @@ def _has_parts_of_clients(root: Path) -> bool:
     if any(has_train.values()) and not all(has_train.values()):
         lacking = [name for name, has in has_train.items() if not has]
         raise DataError(
-            f"in {str(root)!r} some folders have a folder 'train', but not {_join_names(lacking)}."
+            f"in {str(root)!r} some folders have a folder 'train', but not {list_first(lacking, _SHOWN)}."
         )
     return all(has_train.values())
 
@@ -174,7 +175,7 @@ def _find_part_folders(folder: Path, folders: Iterable[Path]) -> tuple[Path | No
     if train is None:
         if len(tests) > 1 and len(tests) == len(by_name):
             raise DataError(
-                f"{str(folder)!r} holds {_join_names(f.name for f in tests)}, but no folder 'train'."
+                f"{str(folder)!r} holds {list_first([f.name for f in tests], _SHOWN)}, but no folder 'train'."
             )
         return None, None, []
     test = tests[0] if tests else None
@@ -201,7 +202,7 @@ def _find_class_images(folder: Path, *, required: bool = True) -> list[Path]:
     )
     if not files and required:
         endings = Counter(f.suffix.lower() for f in folder.rglob("*") if f.is_file())
-        hint = f" (there are files that end in {_join_names(sorted(endings))})" if endings else ""
+        hint = f" (there are files that end in {list_first(sorted(endings), _SHOWN)})" if endings else ""
         raise DataError(
             f"the folder {str(folder)!r} of a class holds no image{hint}; images end in "
             f"{', '.join(sorted(IMAGE_ENDINGS))}."
@@ -235,10 +236,13 @@ def _describe(
 ) -> tuple[str, ...]:
     """What was found, and image files that belong to no class."""
     layout = "CLASS/file" if kind == "class" else "CLIENT/CLASS/file"
-    clients_text = f"{_format_count(clients, 'client')} ({_join_names(clients)}), " if clients else ""
+    listed_clients = (
+        f"{format_count(len(clients), 'client')} ({list_first(clients, _SHOWN)}), " if clients else ""
+    )
+    listed_classes = f"{format_count(len(classes), 'class', 'classes')} ({list_first(classes, _SHOWN)}), "
     tested = "no test part" if test is None else f"{len(test)} for testing"
     notes = [
-        f"images laid out as {layout}: {clients_text}{_format_count(classes, 'class', 'classes')} ({_join_names(classes)}), "
+        f"images laid out as {layout}: {listed_clients}{listed_classes}"
         f"{len(train)} images for training, {tested}, first {str(train[0].path.relative_to(root))!r}"
         + (
             ". Partition 'natural' makes them the clients; any other one divides the images anew"
@@ -262,12 +266,3 @@ def _describe(
 def _split_numbers(name: str) -> list[tuple[int, str]]:
     """Sorts ``client10`` after ``client9``."""
     return [(int(s), "") if s.isdigit() else (-1, s) for s in re.split(r"(\d+)", name)]
-
-
-def _format_count(names: Sequence[str], singular: str, plural: str = "") -> str:
-    return f"{len(names)} {singular if len(names) == 1 else plural or singular + 's'}"
-
-
-def _join_names(names: Iterable[str]) -> str:
-    known = list(names)
-    return ", ".join(known[:_MAX_SHOWN_NAMES]) + (", ..." if len(known) > _MAX_SHOWN_NAMES else "")

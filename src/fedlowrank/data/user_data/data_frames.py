@@ -10,6 +10,7 @@ import numpy as np
 
 from ...core.contract.task import client_title
 from ...core.errors import DataError, did_you_mean
+from ...core.io.text import format_count
 from .columns import Columns, check_columns
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def read_frame_clients(frame: DataFrame, columns: Columns) -> list[tuple[str, di
     for name in key_columns:
         if empty := int(frame[name].isna().sum()):
             raise DataError(
-                f"the column {name!r} has {_format_count(empty, 'empty cell')}, first in row "
+                f"the column {name!r} has {format_count(empty, 'empty cell')}, first in row "
                 f"{_find_first_row(frame[name].isna())!r}. Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
     if columns.split is not None:
@@ -116,7 +117,7 @@ def _take_pair(
     for name in targets:
         if empty := int(frame[name].isna().sum()):
             raise DataError(
-                f"{who}the target {name!r} has {_format_count(empty, 'empty cell')}, first in row "
+                f"{who}the target {name!r} has {format_count(empty, 'empty cell')}, first in row "
                 f"{_find_first_row(frame[name].isna())!r}. Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
     x = frame[[*features]]
@@ -140,7 +141,7 @@ def _check_numbers(column: Series, who: str) -> str:
         )
     if empty := int(column.isna().sum()):
         raise DataError(
-            f"{who}the column {name!r} has {_format_count(empty, 'empty cell')}, first in row "
+            f"{who}the column {name!r} has {format_count(empty, 'empty cell')}, first in row "
             f"{_find_first_row(column.isna())!r}. Fill them in (fillna), or leave such rows out: frame.dropna()."
         )
     if kind == "f" and (infinite := np.isinf(column.astype("float64"))).any():
@@ -190,7 +191,3 @@ def _name_time_zone(column: Series) -> str | None:
 def _find_example(column: Series) -> Any:
     values = column.dropna()
     return values.iloc[0] if len(values) else None
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import DataError
+from ...core.io.text import list_first
 from ...core.key import Key
 from ...core.learning.losses import AUTO, IGNORE_INDEX, OF_LABELS, OF_REAL_TARGETS, Loss
 from ..dataset import ClientData, Examples, Inputs
@@ -103,7 +104,7 @@ def find_untested_warning(
     ]
     if not lacking:
         return None
-    shown = ", ".join(lacking[:_MAX_SHOWN_CLIENTS]) + (", ..." if len(lacking) > _MAX_SHOWN_CLIENTS else "")
+    shown = list_first(lacking, _MAX_SHOWN_CLIENTS)
     have = "client has" if len(lacking) == 1 else "clients have"
     return (
         f"{len(lacking)} of {len(data)} {have} no test part, for a share of {test:g} of so few examples rounds to none: "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import DataError, did_you_mean
+from ...core.io.text import list_first
 from ...core.learning.losses import Loss
 from ..dataset import ClientData, Examples
 from .user_arrays import concatenate_labels
@@ -88,10 +89,9 @@ def number_labels(
 
     numbered = [replace(c, train=number(c.train), val=number(c.val), test=number(c.test)) for c in data]
     names = tuple(map(str, values.tolist()))
-    pairs = ", ".join(f"{name} is class {i}" for i, name in enumerate(names[:_MAX_SHOWN_LABELS]))
-    ellipsis = ", ..." if len(names) > _MAX_SHOWN_LABELS else ""
+    pairs = list_first([f"{name} is class {i}" for i, name in enumerate(names)], _MAX_SHOWN_LABELS)
     note = (
-        f"the labels do not count from 0 to {len(names) - 1}, so they are numbered in their order: {pairs}{ellipsis}. "
+        f"the labels do not count from 0 to {len(names) - 1}, so they are numbered in their order: {pairs}. "
         "Federation.classes names them. Give labels from 0 on to number them otherwise."
     )
     return numbered, names, note

@@ -25,6 +25,7 @@ from ...core.arguments.bounds import check_bounds
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import CheckpointError, ConfigError
 from ...core.io.atomic_files import as_checkpoint_error
+from ...core.io.text import list_first
 from ...methods import METHODS
 from ...rounds.setup.averaged_statistics import average_statistics
 from ...storage.digest import read_sealed, write_sealed
@@ -142,11 +143,8 @@ class Policy(CheckedFields):
             patterns = [p.lstrip("/") for p in self.parts]
             forbidden = [u for u in uploads() if not any(fnmatch.fnmatchcase(u, p) for p in patterns)]
             if forbidden:
-                listed = ", ".join(forbidden[:5]) + (
-                    f" and {len(forbidden) - 5} more" if len(forbidden) > 5 else ""
-                )
                 violations.append(
-                    f"parts: {listed} would leave the site, and no pattern of {list(self.parts)} allows it"
+                    f"parts: {list_first(forbidden, 5)} would leave the site, and no pattern of {list(self.parts)} allows it"
                 )
         return violations
 

@@ -16,8 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
-from ...core.io.text import on_one_line
-from ..findings import join_words
+from ...core.io.text import join_words, on_one_line
 from ..number_formats import format_si, format_tick
 from ..statistics.groups import RunGroup
 from ..statistics.measures import Measure

@@ -14,13 +14,13 @@ from markupsafe import Markup
 
 from ...core.errors import ConfigError
 from ...core.io.atomic_files import as_checkpoint_error, write_atomically
-from ...core.io.text import on_one_line
+from ...core.io.text import format_count, on_one_line
 from ...results.records import RunRecord
 from ..figures.gallery import draw_all, method_styles
 from ..figures.style import DARK, LIGHT, Styles, css_variables, to_svg
 from ..findings import state_headline
 from ..run_comparison import Comparison, compare_experiments, to_csv
-from ..setting_paragraph import describe_setting, format_count
+from ..setting_paragraph import describe_setting
 from ..statistics.experiments import read_experiments
 from ..statistics.groups import RunGroup
 from ..statistics.setting_names import SECTIONS, value_text

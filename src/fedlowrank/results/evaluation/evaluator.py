@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from ...core.contract import AnyMethod, ClientInfo, Task
+from ...core.io.text import format_count, list_first
 from ...data.federation import Federation
 from ...engines.engine import Engine
 from ..client_metrics import Metric
@@ -130,19 +131,15 @@ class Evaluator:
                 if column.name != LOSS or loss is None or math.isfinite(loss) or client in self._not_finite:
                     continue
                 n = len(getattr(self.federation.clients[client], column.split))
-                examples = f"{n} {column.split} example{'' if n == 1 else 's'}"
+                examples = format_count(n, f"{column.split} example")
                 title = self.federation.infos[client].title
                 descriptions.setdefault(client, f"{title} ({column.series} model, {examples})")
         self._not_finite |= descriptions.keys()
         if descriptions:
-            named = [*descriptions.values()]
             logger.warning(
-                "the loss is not finite at %s%s: its scores hold a NaN or an infinity. Tables leave the loss out of "
+                "the loss is not finite at %s: its scores hold a NaN or an infinity. Tables leave the loss out of "
                 "means over clients and count it, loggers write NaN, and such examples count as wrong",
-                ", ".join(named[:_MAX_NAMED_CLIENTS]),
-                f" and {len(named) - _MAX_NAMED_CLIENTS} more clients"
-                if len(named) > _MAX_NAMED_CLIENTS
-                else "",
+                list_first([*descriptions.values()], _MAX_NAMED_CLIENTS, "clients"),
             )
 
     def _divide_work(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
