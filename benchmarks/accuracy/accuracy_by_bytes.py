@@ -89,7 +89,7 @@ def trace_messages(name: str, source: tuple[str, int], uplink: str) -> list[Any]
     """Messages of clients, for FedHL one of each rank, of the shapes that training gives; no values."""
     method, task = make_method(name), make_federation(*source).task(1)
     trust = Trust(compression=Compression(uplink))
-    method = protect(method, task, trust, None, expected=CLIENTS, system=False)
+    method = protect(method, task, trust, None, expected_count=CLIENTS, system=False)
     server = method.server_init(task)
     return [
         trace_upload(method, task, info, method.download(server, info))[0]
@@ -278,7 +278,7 @@ def write_stages(data: str) -> list[str]:
             down = method.download(server, info)
             upload, _ = trace_upload(method, task, info, down)
             updates.append(
-                compute_update(upload, method.describe_update(down, info, task).reference, compared=True)
+                compute_update(upload, method.describe_update(down, info, task).reference, compared_only=True)
             )
         for uplink in dict.fromkeys(setting.uplink for setting in list_settings(name, source)):
             each = [stage_bytes(parse_stages(uplink), update, Key((0,))) for update in updates]

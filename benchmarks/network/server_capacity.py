@@ -185,7 +185,7 @@ def watched(link: SuperLink, app: Path) -> Watch:
 
 def measured(link: SuperLink, watch: Watch, seconds: list[float], rounds: int) -> Measured:
     """The figures of a run."""
-    size = sum(p.stat().st_size for p in Path(link.home).glob("superlink.db*"))
+    size = sum(p.stat().st_size for p in Path(link.process_folder).glob("superlink.db*"))
     cpu = sum(watch.cpu.values()) / rounds
     return Measured(statistics.median(seconds[1:]), watch.memory / 2**20, cpu, size / 2**20)
 

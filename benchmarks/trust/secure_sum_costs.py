@@ -117,7 +117,7 @@ def trial(clients: int, hidden: int, secure: bool, rounds: int) -> list[Cost]:
         site = dataclasses.replace(SiteSettings(), roster=names)
         shares, runtimes = made.shares(), {}
         for client in range(clients):
-            prepare(base / str(client), made, client, shares, site, parts=())
+            prepare(base / str(client), made, client, shares, site, sketch=())
             runtimes[100 + client] = runtime = ClientRuntime(base / str(client))
             own = ClientKeys.read(base / "keys" / f"client-{client}")
             runtime.signer = MemberSigner(load_client_key(own.key))

@@ -12,8 +12,8 @@ import pytest
 from fedlowrank.cli.main import main
 from fedlowrank.config.comparison import plan_runs, read_varied
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.reading.merging import LaidTables, parse_override, parse_value, parse_variation
-from fedlowrank.config.tuning import lay_values
+from fedlowrank.config.reading.merging import LayeredTables, parse_override, parse_value, parse_variation
+from fedlowrank.config.tuning import nest_values
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import AdamW, Group
 from fedlowrank.data.partitioning.partition import Dirichlet
@@ -61,7 +61,7 @@ def test_a_kind_that_the_file_has_by_default_keeps_its_table() -> None:
 def test_another_kind_says_what_it_discards_of_the_file(caplog: pytest.LogCaptureFixture) -> None:
     text = SMALL.replace('kind = "iid"', 'kind = "dirichlet"\nalpha = 0.5')
     with caplog.at_level("INFO", "fedlowrank.config"):
-        laid = LaidTables.read(Path(write(Path(), text)), ["partition.kind=iid"])
+        laid = LayeredTables.read(Path(write(Path(), text)), ["partition.kind=iid"])
         assert laid.join(["run.rounds=1"]).merge() == {
             **laid.merge(),
             "run": {**laid.tables["run"], "rounds": 1},
@@ -109,7 +109,7 @@ def test_a_switch_keeps_the_fields_that_its_new_value_reads(
     for part in section.split("."):
         wanted = wanted[part]
     planned = plan_runs(
-        read(text=text), ["fedavg"], [0], [f"{name}={value}"], Path("out"), LaidTables.read(file)
+        read(text=text), ["fedavg"], [0], [f"{name}={value}"], Path("out"), LayeredTables.read(file)
     )
     for made in (read(override, text=text), ExperimentConfig.read("more.toml"), planned[0].experiment):
         found: Any = made.to_dict()
@@ -212,7 +212,7 @@ def test_a_variant_does_not_read_the_table_of_its_method(capsys: Capsys) -> None
 def test_variations_join_the_overrides(order: int) -> None:
     file = Path(write(Path()))
     overrides = ["partition.clients=4", "partition.alpha=0.5"]
-    laid = LaidTables.read(file, overrides[::order])
+    laid = LayeredTables.read(file, overrides[::order])
     vary = ["partition.kind=dirichlet", "run.rounds=1,2"][::order]
     base = read_varied(laid, vary, ())
     runs = plan_runs(base, ["fedavg"], [0, 1], vary, Path("out"), laid)
@@ -247,7 +247,7 @@ def test_a_setting_of_a_grid_is_laid_over_in_every_order() -> None:
     made = read()
     values: list[tuple[str, Any]] = [("optimizer.kind", "adamw"), ("optimizer.beta1", 0.5), ("epochs", 2)]
     for order in itertools.permutations(values):
-        tables = {"methods": {"fedavg": lay_values(made, "fedavg", dict(order))}}
+        tables = {"methods": {"fedavg": nest_values(made, "fedavg", dict(order))}}
         method = made.overlay(tables).build_method("fedavg")
         assert (method.optimizer, method.epochs) == (AdamW(lr=0.1, beta1=0.5), 2)
 
@@ -347,7 +347,7 @@ def test_commas_in_brackets_and_quotes_belong_to_a_varied_value(text: str, value
 
 
 def test_lists_are_varied() -> None:
-    laid = LaidTables.read(Path(write(Path(), SMALL.replace('"linear"', '"mlp"'))))
+    laid = LayeredTables.read(Path(write(Path(), SMALL.replace('"linear"', '"mlp"'))))
     vary = ["model.hidden=[8],[16,16]"]
     runs = plan_runs(read_varied(laid, vary, ()), ["fedavg"], [0], vary, Path("out"), laid)
     assert [run.experiment.model.hidden for run in runs] == [(8,), (16, 16)]

@@ -318,3 +318,80 @@ def test_archives_and_model_files_are_ignored(name: str) -> None:
     tracked_files()
     found = subprocess.run(["git", "check-ignore", "-q", "--no-index", name], cwd=ROOT, check=False)
     assert found.returncode == 0
+
+
+def misnamed_arguments(text: str) -> list[str]:
+    """``Args:`` entries of docstrings that name no argument, as ``owner.argument``."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE)
+        entries = re.findall(r"^    \*{0,2}(\w+):", section[1], re.MULTILINE) if section else []
+        names = arguments_of(node)
+        found += [f"{node.name}.{entry}" for entry in entries if entry not in names]
+    return found
+
+
+def arguments_of(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
+    """Arguments of a function; of a class, those of its constructor."""
+    if isinstance(node, ast.FunctionDef):
+        return {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)}
+    fields = [child.target for child in node.body if isinstance(child, ast.AnnAssign)]
+    constructors = [c for c in node.body if isinstance(c, ast.FunctionDef) and c.name == "__init__"]
+    return {f.id for f in fields if isinstance(f, ast.Name)}.union(*map(arguments_of, constructors))
+
+
+def test_docstrings_name_arguments_that_exist() -> None:
+    assert {path.name: found for path in FILES if (found := misnamed_arguments(path.read_text()))} == {}
+
+
+def test_a_misnamed_argument_is_found() -> None:
+    text = 'def f(a, *b, **c):\n    """F.\n\n    Args:\n        a: one\n        {}: two\n    """\n'
+    assert misnamed_arguments(text.format("**c")) == []
+    assert misnamed_arguments(text.format("old")) == ["f.old"]
+    record = 'class R:\n    """R.\n\n    Args:\n        x: one\n        y: two\n    """\n    x: int\n'
+    assert misnamed_arguments(record) == ["R.y"]
+
+
+VAGUE_NAMES = {
+    *(
+        "asked",
+        "found",
+        "given",
+        "known",
+        "laid",
+        "listed",
+        "named",
+        "present",
+        "said",
+        "seen",
+        "shown",
+        "taken",
+        "told",
+        "used",
+    ),
+    *("bad", "cure", "everything", "good", "here", "home", "how", "like", "most", "near", "now", "wanted"),
+    *("mine", "one", "own", "place", "places", "some", "stuff", "theirs", "thing", "things", "who", "whose"),
+}
+"""Pronouns, adverbs and participles that do not say what a variable holds."""
+
+
+def vague_names(text: str) -> set[str]:
+    """Variables and arguments of a file that have one of :data:`VAGUE_NAMES`."""
+    nodes = list(ast.walk(ast.parse(text)))
+    variables = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return (variables | {n.arg for n in nodes if isinstance(n, ast.arg)}) & VAGUE_NAMES
+
+
+def test_variables_are_named_after_what_they_hold() -> None:
+    assert {
+        path.relative_to(SOURCE).as_posix(): found
+        for path in FILES
+        if (found := vague_names(path.read_text()))
+    } == {}
+
+
+def test_a_vague_name_is_found() -> None:
+    assert vague_names("def f(known, x):\n    return [one for one in x]") == {"known", "one"}
+    assert vague_names("def f(clients):\n    return clients.known") == set()

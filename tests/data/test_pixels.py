@@ -28,7 +28,7 @@ from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.rounds.outcome.export import write as export
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-from fedlowrank.rounds.setup.preparation import place_data
+from fedlowrank.rounds.setup.preparation import move_to_device
 from fedlowrank.training.local_data import LocalData
 from tests.data.made_datasets import federation
 
@@ -193,7 +193,7 @@ def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
 
     def is_packed(on: Federation, how: str, device: str) -> bool:
         settings: Any = SimpleNamespace(pixels=how, device=device, statistics="local")
-        made = place_data(on, settings, said.append)
+        made = move_to_device(on, settings, said.append)
         assert all(e.y.device.type == device for e in parts(made))
         return made.is_packed
 

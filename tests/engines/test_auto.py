@@ -133,5 +133,5 @@ def test_a_run_goes_on_with_its_bits_on_another_machine(
     found = ran(2, tmp_path / "part", resume=True)
     assert tree.equal(found.run.state.server, whole.run.state.server)
     # without what the run keeps, another engine would have made other bits
-    kinds = {choose_engine(FedAvg(), whole.run.federation, 4, None)[0], type(whole.run.engine.chosen)}
+    kinds = {choose_engine(FedAvg(), whole.run.federation, 4, None)[0], type(whole.run.engine.chosen_engine)}
     assert kinds == {Vectorized, Processes}

@@ -736,7 +736,7 @@ def test_a_nan_stops_the_run(engine: str) -> None:
     before = run.state
     with pytest.raises(NonFiniteError) as caught:
         run.step()
-    assert (caught.value.client, caught.value.round, caught.value.name) == (1, 0, "local")
+    assert (caught.value.client_id, caught.value.round, caught.value.name) == (1, 0, "local")
     assert "client 1, round 1, pass 'local'" in str(caught.value)
     assert run.state is before
     run.engine.close()

@@ -220,7 +220,7 @@ def test_nobody_looks_at_a_number_in_a_step(
 @pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
 def test_no_method_looks_at_a_number_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on = check_federation(False, clients=2)
+    on = check_federation(False, client_count=2)
     few, many = (looks(ENGINES["sequential"](), name, on, epochs) for epochs in (1, 2))
     assert many[0] > few[0]
     assert many[1] == few[1]

@@ -137,7 +137,7 @@ def test_training_that_diverges_is_the_client_s() -> None:
         run.step()
         with pytest.raises(NonFiniteError, match="client 0, round 2") as error:
             run.step()
-        assert (error.value.client, error.value.step) == (0, 0)
+        assert (error.value.client_id, error.value.step) == (0, 0)
         engine.close()
 
 

@@ -257,7 +257,7 @@ def test_a_node_that_dies_in_a_round(
     # the last test: the node does not come back
     monkeypatch.setattr(ray_cluster, "MEAN_CLIENTS_PER_TASK", 1)
     monkeypatch.setattr(ray_cluster, "MAX_WINDOWS", 2)
-    engine, method, on = Ray(), METHODS["scaffold"](), small_federation(False, clients=10)
+    engine, method, on = Ray(), METHODS["scaffold"](), small_federation(False, client_count=10)
     run = Run(method, on, RunSettings(rounds=2), engine)
     results = engine.run
 
@@ -265,7 +265,7 @@ def test_a_node_that_dies_in_a_round(
         for i, result in enumerate(results(*arguments)):
             if i == 1:
                 assert engine._pool is not None
-                pids = [int(w.place.split()[1]) for w in engine._pool.owners]
+                pids = [int(w.location.split()[1]) for w in engine._pool.owners]
                 cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
                 # a worker notices that its node is gone a moment later, and answers until then
                 end = time.monotonic() + 60

@@ -120,8 +120,8 @@ def test_turns_that_no_longer_fit_are_dropped_the_oldest_first(base: Path) -> No
     long = "who is it? " * 12
     for _ in range(3):
         talk.reply(long)
-    assert talk.dropped > 0
-    assert talk.dropped % 2 == 0
+    assert talk.dropped_count > 0
+    assert talk.dropped_count % 2 == 0
     with pytest.raises(ConfigError, match="exceed the model's context of 256 tokens"):
         talk.reply(long * 5)
     # the question that did not fit is forgotten

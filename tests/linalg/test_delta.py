@@ -96,7 +96,7 @@ def step(
         state,
         blocks,
         sent_ranks={layer: [(p, c.rank) for p, _, c in clients]},
-        previous=sum(p for p, _, _ in clients),
+        previous_weight=sum(p for p, _, _ in clients),
     )
 
 
@@ -193,8 +193,10 @@ def test_previous_0_replaces_and_the_components_that_all_hold_vanish(form: Delta
         initial_deltas({"w": (50, 40)}, form, 5), {"w": [(1.0, Pair(rand(rng, 50, 5), rand(rng, 5, 40)))]}
     )
     new = Pair(rand(rng, 50, 2), rand(rng, 2, 40))
-    assert off(update_deltas(state, {"w": [(-0.5, new)]}, previous=0.0)["w"], -0.5 * product(new)) < 1e-13
-    turned = update_deltas(state, {}, sent_ranks={"w": [(1.0, 3)]}, previous=0.4)["w"]
+    assert (
+        off(update_deltas(state, {"w": [(-0.5, new)]}, previous_weight=0.0)["w"], -0.5 * product(new)) < 1e-13
+    )
+    turned = update_deltas(state, {}, sent_ranks={"w": [(1.0, 3)]}, previous_weight=0.4)["w"]
     w = state["w"].dense().numpy()
     assert off(turned, 0.4 * w - best(w, 3)) < 1e-13
     tidy(turned)
@@ -296,7 +298,7 @@ def test_auto_is_exact_while_the_factors_are_no_larger_than_the_matrix(shape: tu
         state = tree.decode(tree.encode(state))
     assert (state["w"].rank, state["w"].max_client_rank) == (3, 3)
     # replacing the whole is narrow again, but a dense matrix stays one
-    assert update_deltas(state, {}, previous=0.5)["w"].state == "dense"
+    assert update_deltas(state, {}, previous_weight=0.5)["w"].state == "dense"
 
 
 def test_what_a_client_held_does_not_count_for_the_width_where_it_vanishes() -> None:

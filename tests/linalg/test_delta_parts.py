@@ -146,7 +146,7 @@ def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
             ConfigError,
             "weights must be finite",
         ),
-        (lambda s: update_deltas(s, {}, previous=float("inf")), ConfigError, "weights must be finite"),
+        (lambda s: update_deltas(s, {}, previous_weight=float("inf")), ConfigError, "weights must be finite"),
         (
             lambda s: update_deltas(s, {}, sent_ranks={"layer.0": [(1.0, -1)]}),
             ConfigError,

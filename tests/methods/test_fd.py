@@ -59,8 +59,8 @@ def assert_fd_equals_reference(gamma: float, engine: type[Engine], **data: Any) 
             reference.leave_one_out(latest, info.id, CLASSES),
             run.method.download(run.state.server, info),
         )
-        assert down.known.nonzero()[:, 0].tolist() == sorted(targets)
-        assert_nested_close(down.mean[down.known], np.stack([targets[j] for j in sorted(targets)]))
+        assert down.is_known.nonzero()[:, 0].tolist() == sorted(targets)
+        assert_nested_close(down.mean[down.is_known], np.stack([targets[j] for j in sorted(targets)]))
 
 
 @pytest.mark.few(2)
@@ -86,9 +86,9 @@ def test_a_client_whose_labels_nobody_else_owns_trains_alone_under_fd() -> None:
         alone.state.clients[2],
     )
     targets = run.method.download(run.state.server, federation.infos[2])
-    assert targets.known.tolist() == [True, True, False, False]
+    assert targets.is_known.tolist() == [True, True, False, False]
     # the others do hear of labels 2 and 3, and of one another
-    assert run.method.download(run.state.server, federation.infos[0]).known.all()
+    assert run.method.download(run.state.server, federation.infos[0]).is_known.all()
     assert not torch.equal(run.state.clients[0]["head.weight"], alone.state.clients[0]["head.weight"])
 
 
@@ -110,10 +110,10 @@ def test_fd_targets_are_probabilities_and_thirty_rounds_stay_finite() -> None:
         losses.append(run.step().loss["local"])
         for info in run.federation.infos:
             down = run.method.download(run.state.server, info)
-            rows = down.mean[down.known]
+            rows = down.mean[down.is_known]
             assert rows.min() >= -1e-6
             torch.testing.assert_close(rows.sum(1), torch.ones(len(rows)), rtol=0, atol=1e-5)
-            assert torch.equal(down.mean[~down.known], torch.zeros_like(down.mean[~down.known]))
+            assert torch.equal(down.mean[~down.is_known], torch.zeros_like(down.mean[~down.is_known]))
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
     assert all(torch.isfinite(t).all() for s in run.state.clients.values() for t in s.values())
@@ -158,4 +158,4 @@ def test_fd_leaves_out_the_clients_own_outputs() -> None:
         )
         again = run.method.download(moved, info)
         torch.testing.assert_close(again.mean, down.mean, rtol=0, atol=1e-12)
-        assert torch.equal(again.known, down.known)
+        assert torch.equal(again.is_known, down.is_known)

@@ -46,12 +46,14 @@ def assert_fedproto_equals_reference(lam: float, weights: str, engine: type[Engi
         weighted=weights == "examples",
     )
     assert_nested_close([to_layers(s.model) for s in get_client_states(run)], nets)
-    assert run.state.server.known.nonzero()[:, 0].tolist() == sorted(known)
+    assert run.state.server.is_known.nonzero()[:, 0].tolist() == sorted(known)
     assert_nested_close(
-        run.state.server.mean[run.state.server.known], np.stack([known[j] for j in sorted(known)])
+        run.state.server.mean[run.state.server.is_known], np.stack([known[j] for j in sorted(known)])
     )
     for k, state in enumerate(get_client_states(run)):
-        assert state.own.nonzero()[:, 0].tolist() == sorted(set(get_train_data(federation)[k][1].tolist()))
+        assert state.is_owned.nonzero()[:, 0].tolist() == sorted(
+            set(get_train_data(federation)[k][1].tolist())
+        )
 
 
 @pytest.mark.few(3)
@@ -84,7 +86,7 @@ def test_a_label_of_one_owner_has_that_owners_prototype_under_fedproto() -> None
     replies = [Reply(federation.infos[0], compute_next_upload(lone, run, 0))]
     after = server_update(lone, run.state.server, replies, ServerView(run.task, 3, federation.key))
     assert_bits_equal(after.mean[3], run.state.server.mean[3])
-    assert after.known.all()
+    assert after.is_known.all()
 
 
 def test_fedproto_sends_all_prototypes_down_and_its_own_up() -> None:
@@ -108,7 +110,7 @@ def test_the_nearest_prototype_is_never_of_a_class_without_one(known: list[bool]
     run, protos = run_with_prototypes("nearest", known)
     # at the origin, where a class without prototype holds its zeros, such a class would be the nearest
     small = {n: p * 1e-3 for n, p in run.state.clients[0].model.items()}
-    state = ClientState(small, run.state.clients[0].own)
+    state = ClientState(small, run.state.clients[0].is_owned)
     x = torch.cat([c.test.x for c in run.federation.clients])
     r = reference.forward(to_layers(small), x.double().numpy())[0][-1]
     gap = ((r[:, None, :] - protos.mean.numpy()[None]) ** 2).sum(2)

@@ -15,7 +15,7 @@ from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.families.clusters import select_cluster
-from fedlowrank.methods.ifca import IFCA, nearest
+from fedlowrank.methods.ifca import IFCA, find_nearest_model
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage.client_store import ClientStore
@@ -65,7 +65,7 @@ def assert_ifca_equals_reference(weights: str, engine: type[Engine], **data: Any
         )
         assert_nested_close(to_layers(run.personal(info)), models[own])
         assert routes(method, *get_client_inputs(run, k)).tolist() == np.eye(2)[own].tolist()
-        assert nearest(*get_client_inputs(run, k)[1:]) == own
+        assert find_nearest_model(*get_client_inputs(run, k)[1:]) == own
 
 
 @pytest.mark.few(1)

@@ -143,10 +143,10 @@ def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
 def test_alpha_falls_by_the_rank_or_by_its_root(rslora: bool, at_two: float) -> None:
     held = add_lora(Net(9, 10), 4, 6.0, trainable=("head",), rslora=rslora)
     model = federate_lora([None] * 4, held).architectures["model"]
-    assert LoRATraining(scaling="alpha").build_scaling(lora_of(model)).at(2) == pytest.approx(
+    assert LoRATraining(scaling="alpha").build_scaling(lora_of(model)).scale_at(2) == pytest.approx(
         at_two, rel=1e-15
     )
-    assert LoRATraining(scaling="equal").build_scaling(lora_of(model)).at(2) == pytest.approx(
+    assert LoRATraining(scaling="equal").build_scaling(lora_of(model)).scale_at(2) == pytest.approx(
         6 / (2 if rslora else 4), rel=1e-15
     )
 

@@ -15,7 +15,7 @@ from fedlowrank.core.contract import Batch
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.per_fedavg import PerFedAvg, half
+from fedlowrank.methods.per_fedavg import PerFedAvg, split_batch
 from tests.golden import personal_reference, reference
 
 from .comparisons import assert_nested_close, to_layers
@@ -92,7 +92,7 @@ def test_the_halves_of_a_padded_batch_hold_the_examples_of_the_bare_one(count: i
     )
     seen = []
     for which in (0, 1):
-        short, long = half(bare, which), half(padded, which)
+        short, long = split_batch(bare, which), split_batch(padded, which)
         assert short.mask is None
         assert torch.equal(long.y[long.mask], short.y)
         for n, t in short.x.items():

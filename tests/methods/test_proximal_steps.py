@@ -168,7 +168,7 @@ def test_a_nan_before_a_nuclear_prox_names_the_client_and_can_be_dropped(name: s
     run = Run(NUCLEAR[name], federation, RunSettings(rounds=1), ENGINES[executor]())
     with contextlib.closing(run.engine), pytest.raises(NonFiniteError) as caught:
         run.step()
-    assert (caught.value.client, caught.value.round, caught.value.name) == (1, 0, name)
+    assert (caught.value.client_id, caught.value.round, caught.value.name) == (1, 0, name)
     if name == "local":
         assert caught.value.step == find_step_of_divergence(federation)
     else:

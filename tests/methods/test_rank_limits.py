@@ -226,7 +226,7 @@ def test_the_server_multiplies_by_the_scale_of_the_rank_that_is_used(name: str) 
             server[f"{layer}.weight"] - initial[f"{layer}.weight"], update, rtol=1e-4, atol=1e-5
         )
     # of a configured rank above all layers, α is that of the rank that is used
-    assert LoRATraining(scaling="alpha", rank=900).build_scaling(lora_of(view.model)).at(5) == 1.0
+    assert LoRATraining(scaling="alpha", rank=900).build_scaling(lora_of(view.model)).scale_at(5) == 1.0
 
 
 @pytest.mark.full

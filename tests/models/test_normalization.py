@@ -133,7 +133,7 @@ def test_statistics_are_those_of_all_examples_as_one_batch(kind: str) -> None:
     model = Architecture("net", make(), x[:1])
     trainer = trainer_of(model, Examples(x, y))
     assert len(list(trainer.data.chunks())) == 3
-    found = model.with_local_statistics(trainer.inputs).whole(model.initial)
+    found = model.with_local_statistics(trainer.inputs).inference_params(model.initial)
     torch.testing.assert_close(
         {n: found[n] for n in model.statistics}, of_one_batch(make, model.initial, x), rtol=1e-4, atol=1e-5
     )

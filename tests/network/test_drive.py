@@ -285,9 +285,9 @@ def test_settings_that_cannot_be(fields: dict[str, Any], text: str) -> None:
 
 
 def test_with_how_many_clients_a_run_begins() -> None:
-    assert NetworkSettings().enough(5) == 5
-    assert NetworkSettings(min_clients=2).enough(5) == 2
-    assert NetworkSettings(min_clients=9).enough(5) == 5
+    assert NetworkSettings().min_registered(5) == 5
+    assert NetworkSettings(min_clients=2).min_registered(5) == 2
+    assert NetworkSettings(min_clients=9).min_registered(5) == 5
 
 
 def test_clients_that_do_not_come_are_named(tmp_path: Path) -> None:

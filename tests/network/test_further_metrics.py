@@ -61,4 +61,4 @@ def test_impossible_metrics_are_refused(found: Any, is_refused: bool, tmp_path: 
     result = served(carrier, made, tmp_path / "run")
     assert lost(result) == [set(), {1} if is_refused else set()]
     assert result.rounds[1].measured is not None
-    assert result.rounds[1].measured.clients == ([0, 2] if is_refused else [0, 1, 2])
+    assert result.rounds[1].measured.client_ids == ([0, 2] if is_refused else [0, 1, 2])

@@ -275,13 +275,13 @@ def page_of(runs, tmp_path, **options):
 def both(runs):
     """Groups of runs with their styles, as figures take them."""
     groups = group_runs(runs)
-    return groups, make_styles([group.short for group in groups])
+    return groups, make_styles([group.short_label for group in groups])
 
 
 def draw_figures(runs):
     """All figures of the runs of one experiment, with their headings."""
     (experiment,) = read_experiments(runs)
-    return draw_all(experiment, make_styles([group.short for group in experiment.groups]))
+    return draw_all(experiment, make_styles([group.short_label for group in experiment.groups]))
 
 
 def draw(plot, *runs):

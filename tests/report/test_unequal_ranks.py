@@ -171,7 +171,7 @@ class TestRankFigure:
     def test_labels_of_ranks_do_not_collide(self, ranks):
         with drawing():
             axes = Figure().add_subplot()
-            chart.set_value_axis(axes, sorted(ranks), log=True)
+            chart.set_value_axis(axes, sorted(ranks), is_log=True)
         kept = np.sort(axes.xaxis.get_major_locator().locs)
         assert set(kept) <= set(ranks)
         assert {min(ranks), max(ranks)} <= set(kept)
@@ -364,7 +364,7 @@ class TestLanguage:
         tables = {"language": LANGUAGE["language"], "lora": {"r": 4, "ranks": [4, 2]}}
         run = make_run("a", rounds=texts_of([[3.0, 2.0]], classes=True), **tables)
         groups = group_runs([run])
-        assert measure_of(groups).noun == "test accuracy"
+        assert measure_of(groups).sentence_name == "test accuracy"
         table = compare_runs([run])
         assert table.result_tables["accuracy"].title == "Accuracy"
         assert "perplexity" not in table.frame
@@ -373,7 +373,7 @@ class TestLanguage:
         # beside a language model in one table, too
         runs = [make_run("b", rounds=texts_of([[3.0, 2.0]]), name="x", **LANGUAGE), run]
         assert compare_runs(runs).result_tables["accuracy"].title == "Accuracy"
-        assert measure_of(group_runs(runs)).noun == "test accuracy"
+        assert measure_of(group_runs(runs)).sentence_name == "test accuracy"
 
 
 OURS = [

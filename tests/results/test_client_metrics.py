@@ -162,7 +162,7 @@ def test_a_subset_of_clients_a_resume_and_the_file(tmp_path: Path) -> None:
         r.untimed() for r in whole.rounds
     ]
     assert whole.rounds[-1].measured is not None
-    evaluated = whole.rounds[-1].measured.clients
+    evaluated = whole.rounds[-1].measured.client_ids
     (*_, line) = gzip.decompress((tmp_path / "run" / RECORDS_FILE).read_bytes()).splitlines()
     (stored,) = (
         c["values"]

@@ -40,7 +40,7 @@ def _with_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
             for column in table.columns
             if column.name == "accuracy"
         ]
-        return ClientTable(table.clients, [*table.columns, *shares])
+        return ClientTable(table.client_ids, [*table.columns, *shares])
 
     monkeypatch.setattr(evaluation_table, "tabulate_results", with_wrong_share)
 
@@ -70,7 +70,7 @@ def test_an_answer_with_a_further_number_is_taken_if_its_values_are_possible(
     run, info = result.run, result.run.federation.infos[0]
     table = evaluate_client(run.local_model(info), info, run.federation.clients[0])
     columns = [Column(c.name, c.series, c.split, [value]) if c.name == NAME else c for c in table.columns]
-    changed = ClientTable(table.clients, columns)
+    changed = ClientTable(table.client_ids, columns)
     model = run.task.model(info)
     check_evaluation(table, info, model, {})
     if is_refused:
@@ -87,7 +87,7 @@ def test_an_answer_with_a_further_number_of_one_split_alone_is_refused() -> None
     table = evaluate_client(run.local_model(info), info, run.federation.clients[0])
     columns = [column for column in table.columns if (column.name, column.split) != (NAME, "val")]
     with pytest.raises(RefusedReplyError, match="its evaluation is impossible"):
-        check_evaluation(ClientTable(table.clients, columns), info, run.task.model(info), {})
+        check_evaluation(ClientTable(table.client_ids, columns), info, run.task.model(info), {})
 
 
 @pytest.mark.parametrize("name", CLIENT_NUMBERS)

@@ -33,7 +33,7 @@ def table(values: list[float | None], name: str = "accuracy") -> Measurements:
 @pytest.mark.parametrize(("who", "places"), [("counted", [0, 1]), ("unseen", [3]), ("all", [0, 1, 2, 3])])
 def test_statistics_are_over_the_clients_that_are_asked_for(who: Any, places: list[int]) -> None:
     values, n = np.array([0.2, 0.9, 0.4, 0.7]), np.array([1, 3, 6, 2])
-    row = table(list(values)).over_clients("accuracy", "own", who=who).loc[1]
+    row = table(list(values)).over_clients("accuracy", "own", group=who).loc[1]
     x = values[places]
     assert row["mean"] == pytest.approx(x.mean())
     assert row["std"] == pytest.approx(x.std())
@@ -47,7 +47,7 @@ def test_the_worst_of_a_loss_is_the_largest() -> None:
 
 
 def test_what_is_not_finite_is_in_no_mean_and_counted() -> None:
-    found = table([0.5, math.nan, None, 0.7]).over_clients("accuracy", "own", who="all").loc[1]
+    found = table([0.5, math.nan, None, 0.7]).over_clients("accuracy", "own", group="all").loc[1]
     assert (found["mean"], found["non_finite"], found["without"]) == (pytest.approx(0.6), 1, 1)
     assert table([math.nan, None, None, None]).over_clients("accuracy", "own").empty
 
@@ -61,7 +61,7 @@ def test_who_was_not_evaluated_is_not_without_examples() -> None:
     row = found.over_clients("accuracy", "own").loc[3]
     assert row[["clients", "without", "non_finite", "not_evaluated"]].tolist() == [3, 1, 1, 6]
     assert row["mean"] == 0.75
-    assert found.over_clients("accuracy", "own", who="unseen").loc[3, "clients"] == 1
+    assert found.over_clients("accuracy", "own", group="unseen").loc[3, "clients"] == 1
 
 
 def test_every_client_is_counted_once() -> None:

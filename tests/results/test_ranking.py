@@ -80,8 +80,8 @@ def test_a_least_gain_is_to_be_exceeded_and_not_reached() -> None:
     # 0.1 + 0.2 is above 0.3 in its last bit, and -0.3 + 0.1 above -0.2 likewise
     assert 0.1 + 0.2 > 0.3
     assert not exceeds(0.1 + 0.2, 0.3)
-    assert not exceeds(0.3, 0.2, by=0.1)
-    assert not exceeds(0.0, -0.1, by=0.1)
-    assert not exceeds(1e-17, -0.1, by=0.1)
-    assert exceeds(0.3 + 1e-9, 0.2, by=0.1)
-    assert exceeds(-1.0, -math.inf, by=0.1)
+    assert not exceeds(0.3, 0.2, margin=0.1)
+    assert not exceeds(0.0, -0.1, margin=0.1)
+    assert not exceeds(1e-17, -0.1, margin=0.1)
+    assert exceeds(0.3 + 1e-9, 0.2, margin=0.1)
+    assert exceeds(-1.0, -math.inf, margin=0.1)

@@ -150,7 +150,7 @@ def test_a_nan_in_an_upload_of_a_finite_training_stops_the_run() -> None:
         NonFiniteError, match=r"client 4, round 1: its upload .* or set run\.on_nan to 'drop'"
     ) as caught:
         run.step()
-    assert (caught.value.client, caught.value.round, run.round) == (4, 0, 0)
+    assert (caught.value.client_id, caught.value.round, run.round) == (4, 0, 0)
     assert run.state is before
 
 

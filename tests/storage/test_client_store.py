@@ -88,7 +88,7 @@ def test_those_that_were_longest_not_changed_go_first() -> None:
     shelf = ClientStore(3 * 20) | {c: state(c, 5) for c in range(3)}
     shelf = shelf | {0: state(7, 5)} | {3: state(3, 5)}
     assert list(shelf) == [1, 2, 0, 3]
-    assert [type(shelf._places[c]).__name__ for c in shelf] == [
+    assert [type(shelf._entries[c]).__name__ for c in shelf] == [
         "_OnDisk",
         "_InMemory",
         "_InMemory",
@@ -134,7 +134,7 @@ def test_a_run_ends_the_same_whatever_is_in_memory(name: str, tmp_path: Path) ->
     def run(rounds: int, folder: str, **options: Any) -> Any:
         return simulate(
             METHODS[name](),
-            small_federation(mixed=False),
+            small_federation(heterogeneous=False),
             rounds=rounds,
             representations=0,
             folder=tmp_path / folder,

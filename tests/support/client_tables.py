@@ -38,4 +38,4 @@ def replace_values(measured: ClientTable, **tables: Any) -> ClientTable:
         name: {series: {split: [v] for split, v in splits.items()} for series, splits in of.items()}
         for name, of in tables.items()
     }
-    return ClientTable(measured.clients, make_client_table({**read_tables(measured), **of_one}).columns)
+    return ClientTable(measured.client_ids, make_client_table({**read_tables(measured), **of_one}).columns)

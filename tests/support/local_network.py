@@ -428,7 +428,7 @@ def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:
         assert a[name] == b[name], (found.round, name)
     if found.measured is None or wanted.measured is None:
         assert wanted.measured is None or found.measured is None
-        return set() if wanted.measured is None else {*wanted.measured.clients}
+        return set() if wanted.measured is None else {*wanted.measured.client_ids}
     absent = set()
     # only the server could evaluate its own model on everybody's data
     series = [s for s in wanted.series() if s != "server"]
@@ -438,7 +438,7 @@ def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:
             (c.name, c.series, c.split, i): v
             for c in block.columns
             if c.series != "server"
-            for i, v in zip(block.clients, c.values, strict=True)
+            for i, v in zip(block.client_ids, c.values, strict=True)
         }
         for block in (found.measured, wanted.measured)
     )

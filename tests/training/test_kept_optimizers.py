@@ -211,5 +211,5 @@ def test_each_time_that_a_pass_is_taken_in_a_round_has_its_own_state() -> None:
         for _ in range(times):
             view.train(supervised_loss(view.model), view.model.initial, "local", AdamW(keep=True))
         states = keeping.collect(None).optimizers
-        found.append([s.taken for s in states["local"]])
+        found.append([s.step_counts for s in states["local"]])
     assert [[taken[0] for taken in of] for of in found] == [[1, 1], [2, 1], [3, 2]]

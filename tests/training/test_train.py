@@ -379,7 +379,7 @@ def test_a_loss_that_is_not_finite_names_client_round_pass_and_step(engine: Any)
         run.step()
     order = view(fed, 2, batch_size=4).trainer.data.order("local")
     hit = next(s for s, i in enumerate(order) if 5 in i.tolist())
-    assert (caught.value.client, caught.value.round, caught.value.name, caught.value.step) == (
+    assert (caught.value.client_id, caught.value.round, caught.value.name, caught.value.step) == (
         2,
         0,
         "local",

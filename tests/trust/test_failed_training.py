@@ -133,7 +133,7 @@ def test_it_keeps_its_state_and_counts_as_clipped(caplog: pytest.LogCaptureFixtu
     jobs = [ClientJob(run.state_of(info), down, info)]
     with caplog.at_level(logging.WARNING):
         (result,) = run.engine.run(run.method, run.federation, run.task, 0, jobs)
-    assert result.upload.within.tolist() == [0.0]
+    assert result.upload.indicator.tolist() == [0.0]
     assert "the server does not learn of the error" in caplog.text
     scaffold = run_of(SCAFFOLD(batch_size=8, optimizer=SGD(lr=0.1)), **private("local", 1e-5))
     state = scaffold.state_of(info)

@@ -450,7 +450,7 @@ def test_both_sides_decode_the_same_bits() -> None:
     sent = tree.decode(tree.encode(upload))
     like = {f"/{n}": t for n, t in start_of(run).items()}
     decoded = decompress(parse_stages("low_rank:2 + int8"), sent.update, like)
-    at_server = method.decode(run.state.server, sent, info).rest
+    at_server = method.decode(run.state.server, sent, info).remainder
     for name, t in start_of(run).items():
         assert torch.equal(at_server[name], t + decoded[f"/{name}"])
     trained = METHOD.local_update(None, run.state.server.inner, view)[1]

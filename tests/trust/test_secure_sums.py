@@ -130,7 +130,7 @@ def test_a_client_that_left_before_it_shared_its_secrets(absent: int, lost: int 
     aggregator = secure(absent=[absent])
     # nobody waits for it, and nobody masks with it
     found = total_of(aggregator, replies, {lost} - {absent, None})
-    assert not any(absent in client.held for client in aggregator._clients.values())
+    assert not any(absent in client.shares for client in aggregator._clients.values())
     if len(replies) < LEAST:
         assert found is None
         return
@@ -374,7 +374,7 @@ def test_nobody_reveals_both_secrets_of_a_client_nor_any_to_too_few(seen: Secure
         revealed = client.reveal(replied)
         assert set(revealed) == set(CLIENTS)
         for owner, share in revealed.items():
-            assert share == client.held[owner][0 if owner in replied else 1]
+            assert share == client.shares[owner][0 if owner in replied else 1]
         assert client.reveal({3, 5, 8}) == {}
 
 
@@ -384,7 +384,7 @@ def test_too_few_shares_give_no_secret() -> None:
         aggregator.add(client, Sum(torch.tensor([client])))
     aggregator.skip(11)
     # a holder that does not answer in the last round
-    aggregator._clients[5].held.clear()
+    aggregator._clients[5].shares.clear()
     assert aggregator.finish() is None
     assert "3 holders of shares of client" in aggregator.reason
     assert "secure.threshold" in aggregator.reason
@@ -412,16 +412,16 @@ def test_neighbors_are_mutual_few_and_connected(n: int) -> None:
         found = sorted(set().union(*(near[c] for c in found)) - reached)
         reached |= set(found)
     assert len(reached) == n
-    assert plan.needed <= expected
+    assert plan.threshold <= expected
 
 
 def test_a_hundred_clients_need_ten_of_twenty_nine_holders() -> None:
     plan = MaskingPlan(100, list(range(100)), 0.66, KEY)
-    assert (plan.least, plan.needed) == (66, 10)
-    assert MaskingPlan(20, list(range(20)), 0.66, KEY).needed == 14
+    assert (plan.min_replies, plan.threshold) == (66, 10)
+    assert MaskingPlan(20, list(range(20)), 0.66, KEY).threshold == 14
     # 0.7 * 10 and 0.55 * 100 are a little more than 7 and 55 in binary
-    assert MaskingPlan(10, list(range(10)), 0.7, KEY).least == 7
-    assert MaskingPlan(100, list(range(100)), 0.55, KEY).least == 55
+    assert MaskingPlan(10, list(range(10)), 0.7, KEY).min_replies == 7
+    assert MaskingPlan(100, list(range(100)), 0.55, KEY).min_replies == 55
 
 
 def test_a_sum_of_one_is_no_sum() -> None:

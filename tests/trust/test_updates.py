@@ -171,7 +171,7 @@ def test_a_reference_of_another_form_is_refused() -> None:
         compute_update({"w": torch.ones(3)}, {"w": torch.ones(2)})
     # other parts are no reference of these, so that they are the update themselves
     assert torch.equal(compute_update({"w": torch.ones(3)}, {"v": torch.ones(3)})["/w"], torch.ones(3))
-    assert compute_update({"w": torch.ones(3)}, {"v": torch.ones(3)}, compared=True) == {}
+    assert compute_update({"w": torch.ones(3)}, {"v": torch.ones(3)}, compared_only=True) == {}
 
 
 def test_another_update_gives_another_upload() -> None:
@@ -192,7 +192,7 @@ def test_an_upload_is_put_together_from_what_was_taken_out(beside: bool, itself:
     if beside:
         upload["labels"], reference["labels"] = torch.tensor([1, 2]), None
     rest = remove_compared(upload, reference)
-    update = compute_update(upload, reference, compared=True)
+    update = compute_update(upload, reference, compared_only=True)
     assert (rest is None) == (not beside and not itself)
     assert tree.nbytes(rest) == (16 if beside else 0) + (16 if itself else 0)
     found = restore_compared(tree.decode(tree.encode(rest)), reference, update)

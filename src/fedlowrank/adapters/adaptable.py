@@ -125,10 +125,10 @@ def refuse_computed_weights(module: nn.Module, names: Container[str], title: str
     for path, layer in module.named_modules():
         for attribute in _computed_attributes(layer):
             # weight_g and weight_v of weight_norm, weight_orig of spectral_norm and of pruning; parametrizations
-            starts = tuple(
+            prefixes = tuple(
                 f"{path}.{a}".lstrip(".") for a in (f"{attribute}_", f"parametrizations.{attribute}.")
             )
-            if sources := [n for n in parameters if n.startswith(starts) and n in names]:
+            if sources := [n for n in parameters if n.startswith(prefixes) and n in names]:
                 raise TaskError(
                     f"{title} makes weights low-rank or sparse, but not one that is computed from "
                     f"{', '.join(sources)}: {_describe_computed_weight(AdaptableWeight(path, layer, attribute))}"
@@ -168,14 +168,14 @@ def _describe_computed_weight(adaptable: AdaptableWeight) -> str:
     title = f"layer {adaptable.path or '(the module itself)'} ({_class_name(layer)})"
     if parametrize.is_parametrized(layer, weight):
         chain = layer.parametrizations[weight]  # type: ignore[index]  # torch types attributes as tensors
-        kinds = ", ".join(type(p).__name__.lstrip("_") for p in chain)
-        remove = f"torch.nn.utils.parametrize.remove_parametrizations({path}, {weight!r})"
-        return f"{title} has the parametrization {kinds} of its {weight}. Make it a plain weight by {remove}"
+        class_names = ", ".join(type(p).__name__.lstrip("_") for p in chain)
+        removal = f"torch.nn.utils.parametrize.remove_parametrizations({path}, {weight!r})"
+        return f"{title} has the parametrization {class_names} of its {weight}. Make it a plain weight by {removal}"
     if (hook := _computing_hooks(layer).get(weight)) is not None:
-        remove = next(call for kind, call in _REMOVE.items() if isinstance(hook, kind))
+        removal = next(call for hook_class, call in _REMOVE.items() if isinstance(hook, hook_class))
         return (
             f"{title} has {type(hook).__name__} of its {weight}. Make it a plain weight by "
-            f"{remove.format(layer=path, weight=weight)}"
+            f"{removal.format(layer=path, weight=weight)}"
         )
     return f"{title} has no parameter {weight!r}. Make it one"
 

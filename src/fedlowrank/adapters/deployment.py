@@ -51,15 +51,20 @@ SPARSE = 4
 """Dense multiplications that cost as much as one of a sparse linear layer; 2 to 4 measured at batch 20."""
 
 
-def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
+def _cost(layer: nn.Module, rank: int, sparse_part: Tensor, layout: Layout) -> int:
     """Bytes, or work, of factors of that rank and a sparse tensor."""
-    count = int(rest.count_nonzero())
+    nonzero_count = int(sparse_part.count_nonzero())
     if layout == "fast":
         return count_multiplications(layer, rank) + (
-            SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0)
+            SPARSE * nonzero_count
+            if isinstance(layer, nn.Linear)
+            else sparse_part.numel() * (nonzero_count > 0)
         )
-    index_bytes = min(count_index_bytes(count, rest.shape))
-    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + index_bytes
+    index_bytes = min(count_index_bytes(nonzero_count, sparse_part.shape))
+    return (
+        sparse_part.element_size() * (rank * sum(matrix_shape(sparse_part.shape)) + nonzero_count)
+        + index_bytes
+    )
 
 
 def _choose_form(
@@ -70,9 +75,9 @@ def _choose_form(
     forms = [(LowRank(merged.new_empty(rows, 0), merged.new_empty(0, columns)), merged)]
     if isinstance(w, LowRank):
         forms.append((w, torch.zeros_like(merged) if p is None else p))
-    costs = [_cost(layer, f.rank, rest, layout) for f, rest in forms]
-    dense = merged.numel() * (merged.element_size() if layout == "small" else 1)
-    return compressed_tensors(*forms[costs.index(min(costs))]) if min(costs) < dense else None
+    costs = [_cost(layer, f.rank, sparse_part, layout) for f, sparse_part in forms]
+    dense_cost = merged.numel() * (merged.element_size() if layout == "small" else 1)
+    return compressed_tensors(*forms[costs.index(min(costs))]) if min(costs) < dense_cost else None
 
 
 def deploy(
@@ -109,14 +114,14 @@ def deploy(
         w, p, layer = weights.get(name, param), (sparse or {}).get(name), layers.get(id(param))
         # what of a tensor is zero is seen below, however it came
         w = w.dense() if isinstance(w, Sparse) else w
-        dense = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
-        merged = dense if p is None else dense + p
-        parts = None if layer is None else _choose_form(layer, w, p, merged, layout)
-        if parts is None:
+        dense_weight = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
+        merged_weight = dense_weight if p is None else dense_weight + p
+        tensors = None if layer is None else _choose_form(layer, w, p, merged_weight, layout)
+        if tensors is None:
             # only the data of a parameter are replaced: shared parameters stay shared
-            param.data = copy_row_major(merged, param.device)
+            param.data = copy_row_major(merged_weight, param.device)
         else:
-            compress_layer(layer, parts)
+            compress_layer(layer, tensors)
     for name, buffer in deployed.named_buffers():
         buffer_value = weights.get(name)
         if isinstance(buffer_value, Tensor):
@@ -128,31 +133,31 @@ def deploy(
 def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:
     """Refuse names that the module does not have, and tensors that do not fit its own."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    first = {id(t): name for name, t in (*parameters.items(), *buffers.items())}
+    first_names = {id(t): name for name, t in (*parameters.items(), *buffers.items())}
     aliases = {
-        name: first[id(t)]
+        name: first_names[id(t)]
         for name, t in (
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         )
     }
-    everything = {**parameters, **buffers}
-    for argument, by_name in (("weights", weights), ("sparse", sparse)):
-        known = parameters if argument == "sparse" else everything
-        for name, w in by_name.items():
-            own_name = aliases.get(name, "")
-            if own_name not in known:
+    all_tensors = {**parameters, **buffers}
+    for argument, entries in (("weights", weights), ("sparse", sparse)):
+        module_tensors = parameters if argument == "sparse" else all_tensors
+        for name, w in entries.items():
+            canonical_name = aliases.get(name, "")
+            if canonical_name not in module_tensors:
                 kind = "parameter" if argument == "sparse" else "parameter or buffer"
                 raise TaskError(
                     f"deploy: {argument} names {name!r}, which is no {kind} of the module. "
-                    f"{did_you_mean(name, known)}"
+                    f"{did_you_mean(name, module_tensors)}"
                 )
-            if name != own_name and own_name not in by_name:
+            if name != canonical_name and canonical_name not in entries:
                 raise TaskError(
-                    f"deploy: {argument} names {name!r}, which the module shares with {own_name!r}; give it by that "
+                    f"deploy: {argument} names {name!r}, which the module shares with {canonical_name!r}; give it by that "
                     "name"
                 )
-            _check_tensor(f"deploy: {name!r} in {argument}", w, known[own_name])
+            _check_tensor(f"deploy: {name!r} in {argument}", w, module_tensors[canonical_name])
 
 
 def _check_tensor(title: str, w: Tensor | LowRank | Sparse, expected: Tensor) -> None:
@@ -161,19 +166,21 @@ def _check_tensor(title: str, w: Tensor | LowRank | Sparse, expected: Tensor) ->
         rows, columns = matrix_shape(expected.shape) if expected.ndim > 1 else (-1, -1)
         left, right = ([*t.shape] for t in (w.left, w.right))
         if expected.ndim < 2 or left != [rows, w.rank] or right != [w.rank, columns]:
-            fits = f"it needs [{rows}, r] and [r, {columns}]" if expected.ndim > 1 else "it takes no factors"
-            raise TaskError(
-                f"{title} has factors of the shapes {left} and {right}; for the module's shape {[*expected.shape]} {fits}"
+            requirement = (
+                f"it needs [{rows}, r] and [r, {columns}]" if expected.ndim > 1 else "it takes no factors"
             )
-        types = {w.left.dtype, w.right.dtype}
+            raise TaskError(
+                f"{title} has factors of the shapes {left} and {right}; for the module's shape {[*expected.shape]} {requirement}"
+            )
+        dtypes = {w.left.dtype, w.right.dtype}
     else:
         shape, dtype = (w.mask.shape, w.values.dtype) if isinstance(w, Sparse) else (w.shape, w.dtype)
         if shape != expected.shape:
             raise TaskError(f"{title} has the shape {[*shape]}, but the module's has {[*expected.shape]}")
-        types = {dtype}
-    for other in types - {expected.dtype}:
+        dtypes = {dtype}
+    for wrong_dtype in dtypes - {expected.dtype}:
         raise TaskError(
-            f"{title} is of {other}, but the module's is of {expected.dtype}; convert it with .to({expected.dtype})"
+            f"{title} is of {wrong_dtype}, but the module's is of {expected.dtype}; convert it with .to({expected.dtype})"
         )
 
 
@@ -183,10 +190,10 @@ def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:
     for m in module.modules():
         for name, p in m.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(p), []).append((name, m))
-    single = {i: found[0] for i, found in owners.items() if len(found) == 1}
+    sole_owners = {i: entries[0] for i, entries in owners.items() if len(entries) == 1}
     return {
         i: m
-        for i, (name, m) in single.items()
+        for i, (name, m) in sole_owners.items()
         if name == "weight" and type(m) in KINDS and "forward" not in vars(m)
     }
 
@@ -221,10 +228,10 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
     try:
         content = decode(data)
         body = content["body"]
-        layers, state, sound = body["layers"], body["state"], content["sha256"] == _digest(body)
+        layers, state, is_intact = body["layers"], body["state"], content["sha256"] == _digest(body)
     except (TreeError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
-    if not sound or content["format"] != FORMAT:
+    if not is_intact or content["format"] != FORMAT:
         raise CheckpointError(f"{path} is damaged, or not of the format {FORMAT}")
     with torch.random.fork_rng(devices=[]):  # the factory's random initial values are overwritten
         deployed = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
@@ -236,15 +243,15 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
             raise TaskError(
                 f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}"
             )
-        compress_layer(layer, _parts_in(state, name))
-    wanted = _state(deployed, compressed=False)
-    for name in sorted(wanted.keys() | state.keys()):
-        in_file, in_model = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
-        if in_file != in_model:
+        compress_layer(layer, _take_tensors(state, name))
+    model_state = _state(deployed, compressed=False)
+    for name in sorted(model_state.keys() | state.keys()):
+        file_shape, model_shape = ([*d[name].shape] if name in d else "missing" for d in (state, model_state))
+        if file_shape != model_shape:
             raise TaskError(
-                f"{path} does not fit the model: {name} is {in_file} in the file and {in_model} in the model"
+                f"{path} does not fit the model: {name} is {file_shape} in the file and {model_shape} in the model"
             )
-        wanted[name].data = state[name].to(wanted[name].device)
+        model_state[name].data = state[name].to(model_state[name].device)
     return deployed
 
 
@@ -252,16 +259,16 @@ def _digest(body: Any) -> str:
     return hashlib.sha256(encode(body)).hexdigest()
 
 
-def _parts_in(state: Params, layer: str) -> Params:
+def _take_tensors(state: Params, layer: str) -> Params:
     """Take the tensors of a compressed layer out of a file's state; its indices are int32 or a bitmask."""
 
     def take(name: str) -> Tensor:
         return state.pop(f"{layer}.{name}".lstrip("."))
 
-    parts = {n: take(n) for n in ("left", "right", "values")}
+    tensors = {n: take(n) for n in ("left", "right", "values")}
     if f"{layer}.mask".lstrip(".") not in state:
-        return {**parts, "indices": take("indices"), "starts": take("starts")}
-    return {**parts, **sparse_indices(take("mask"))}
+        return {**tensors, "indices": take("indices"), "starts": take("starts")}
+    return {**tensors, **sparse_indices(take("mask"))}
 
 
 def _state(module: nn.Module, compressed: bool = True) -> Params:
@@ -276,18 +283,20 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
                 f"{name!r} in the state of the model is a {type(t).__name__}; only tensors can be kept"
             )
         state.setdefault(id(t), (name, t))
-    stored = dict(state.values())
+    tensors = dict(state.values())
     for name, layer in module.named_modules():
         if not isinstance(layer, CompressedLayer):
             continue
-        own = {n: f"{name}.{n}".lstrip(".") for n in CompressedLayer.__annotations__ if n != "shape"}
-        indices, bits = count_index_bytes(len(layer.values), layer.shape)
-        drop = [*own] if not compressed else ["indices", "starts"] if bits < indices else []
-        for n in drop:
-            del stored[own[n]]
-        if compressed and drop:
-            stored[f"{name}.mask".lstrip(".")] = layer.mask()
-    return stored
+        tensor_names = {n: f"{name}.{n}".lstrip(".") for n in CompressedLayer.__annotations__ if n != "shape"}
+        index_bytes, mask_bytes = count_index_bytes(len(layer.values), layer.shape)
+        omitted_names = (
+            [*tensor_names] if not compressed else ["indices", "starts"] if mask_bytes < index_bytes else []
+        )
+        for n in omitted_names:
+            del tensors[tensor_names[n]]
+        if compressed and omitted_names:
+            tensors[f"{name}.mask".lstrip(".")] = layer.mask()
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter)
     root = f.s[:rank].sqrt()
     a, b = filler.a.clone(), torch.zeros_like(filler.b)
     a[:rank] = root[:, None] * f.v[:, :rank].mT
-    left = f.u[:, :rank] * root
+    scaled_u = f.u[:, :rank] * root
     if len(layers) == 2:
         w3, b3 = params[2], params[3]
-        left, bias = w3 @ left, w3 @ bias + b3
-    b[:, :rank] = left
+        scaled_u, bias = w3 @ scaled_u, w3 @ bias + b3
+    b[:, :rank] = scaled_u
     return PFedLoRAAdapter(a, torch.zeros_like(filler.a_bias), b, bias.clone())

@@ -17,10 +17,10 @@ def full_state_dict(model: Model, params: Params) -> Params:
     if any(n in state and t.shape != state[n].shape for n, t in params.items()):
         params = lora_of(model).match_module_ranks(params, state)
     state |= params
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
         # a parameter under two names is trained under its first one
-        known = first.setdefault(id(parameter), name)
-        if known in params and name in state:
-            state[name] = params[known]
+        first_name = first_names.setdefault(id(parameter), name)
+        if first_name in params and name in state:
+            state[name] = params[first_name]
     return state

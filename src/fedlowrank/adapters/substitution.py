@@ -34,28 +34,28 @@ def get_submodule(root: nn.Module, path: str) -> nn.Module:
 
     Unlike the method, it finds one called ``type`` or like another attribute.
     """
-    for part in path.split(".") if path else ():
-        root = cast(nn.Module, root._modules[part])
+    for name in path.split(".") if path else ():
+        root = cast(nn.Module, root._modules[name])
     return root
 
 
 def set_submodule(root: nn.Module, path: str, leaf: nn.Module) -> None:
     """Registers a submodule under a dotted path of any names; modules on the way are made."""
-    *parents, last = path.split(".")
-    for part in parents:
-        root = cast(nn.Module, root._modules.setdefault(part, nn.Module()))
-    root._modules[last] = leaf
+    *parents, leaf_name = path.split(".")
+    for parent in parents:
+        root = cast(nn.Module, root._modules.setdefault(parent, nn.Module()))
+    root._modules[leaf_name] = leaf
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters by name, as of ``named_parameters``; also those of an ``nn.DataParallel`` replica."""
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for prefix, layer in module.named_modules():
-        for local, p in _parameter_table(layer).items():
-            if p is not None and id(p) not in seen:
-                seen.add(id(p))
-                tensors[f"{prefix}.{local}" if prefix else local] = p
+        for attribute, p in _parameter_table(layer).items():
+            if p is not None and id(p) not in seen_ids:
+                seen_ids.add(id(p))
+                tensors[f"{prefix}.{attribute}" if prefix else attribute] = p
     return tensors
 
 
@@ -79,23 +79,28 @@ def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> It
         TaskError: where a value is read inside ``torch.utils.checkpoint``, while gradients are recorded.
     """
     tensors = named_tensors(module)
-    by_id = {id(tensors[name]): value for name, value in values.items()}
+    values_by_id = {id(tensors[name]): value for name, value in values.items()}
     # frame 1 is contextlib's, frame 2 the caller's
-    outside = sys._getframe(2) if torch.is_grad_enabled() else None
-    undo: list[Callable[[], None]] = []
+    caller_frame = sys._getframe(2) if torch.is_grad_enabled() else None
+    restorers: list[Callable[[], None]] = []
     try:
         for layer in module.modules():
-            own_parameters = _parameter_table(layer)
-            substituted = {local: by_id[id(p)] for local, p in own_parameters.items() if id(p) in by_id}
-            if substituted:
-                undo.append(
+            layer_parameters = _parameter_table(layer)
+            substitutes = {
+                attribute: values_by_id[id(p)]
+                for attribute, p in layer_parameters.items()
+                if id(p) in values_by_id
+            }
+            if substitutes:
+                restorers.append(
                     _replace_parameters(
-                        layer, _Substitutes({**own_parameters, **substituted}, set(substituted), outside)
+                        layer,
+                        _Substitutes({**layer_parameters, **substitutes}, set(substitutes), caller_frame),
                     )
                 )
         yield
     finally:
-        for restore in reversed(undo):
+        for restore in reversed(restorers):
             restore()
 
 
@@ -121,24 +126,24 @@ class _Substitutes(dict[str, Tensor | None]):
 
     Attributes:
         names: of the substitutes.
-        outside: a frame of the stack; activation checkpointing that began above it is none of ours. None
+        caller_frame: a frame of the stack; activation checkpointing that began above it is none of ours. None
             checks nothing.
     """
 
     def __init__(
-        self, values: Mapping[str, Tensor | None], names: set[str], outside: FrameType | None
+        self, values: Mapping[str, Tensor | None], names: set[str], caller_frame: FrameType | None
     ) -> None:
         super().__init__(values)
-        self.names, self.outside = names, outside
+        self.names, self.caller_frame = names, caller_frame
 
     def __getitem__(self, name: str) -> Tensor | None:
-        if self.outside is not None and name in self.names:
+        if self.caller_frame is not None and name in self.names:
             self._refuse_checkpoint(name)
         return super().__getitem__(name)
 
     def _refuse_checkpoint(self, name: str) -> None:
         for frame, _ in traceback.walk_stack(sys._getframe(2)):
-            if frame is self.outside:
+            if frame is self.caller_frame:
                 return
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 raise TaskError(
@@ -163,13 +168,15 @@ def _parameter_table(layer: nn.Module) -> Mapping[str, Tensor | None]:
 
 def _replace_parameters(layer: nn.Module, values: _Substitutes) -> Callable[[], None]:
     """Give a layer other parameters; the function returned gives it its own back."""
-    before = layer._parameters
+    original_parameters = layer._parameters
     # a replica's parameters are attributes, which would be found first
-    attributes = {local: layer.__dict__.pop(local) for local in values if local in layer.__dict__}
+    attributes = {
+        attribute: layer.__dict__.pop(attribute) for attribute in values if attribute in layer.__dict__
+    }
     layer.__dict__["_parameters"] = values
 
     def restore() -> None:
-        layer.__dict__["_parameters"] = before
+        layer.__dict__["_parameters"] = original_parameters
         layer.__dict__.update(attributes)
 
     return restore

@@ -51,18 +51,18 @@ class CompressedLayer(nn.Module):
 
     def sparse(self) -> Tensor:
         """The sparse tensor, made dense."""
-        return self._spread(self.values)
+        return self._scatter(self.values)
 
     def mask(self) -> Tensor:
         """Where the sparse tensor has values, in the shape of the weight."""
-        return self._spread(torch.ones_like(self.values, dtype=torch.bool))
+        return self._scatter(torch.ones_like(self.values, dtype=torch.bool))
 
-    def _spread(self, values: Tensor) -> Tensor:
+    def _scatter(self, values: Tensor) -> Tensor:
         w = values.new_zeros(self.shape)
         if len(values):
-            first = torch.arange(0, w.numel(), w[0].numel(), device=w.device)
-            at = first.repeat_interleave(self.starts.diff(), output_size=len(values)) + self.indices
-            w.view(-1).scatter_(0, at, values)
+            row_starts = torch.arange(0, w.numel(), w[0].numel(), device=w.device)
+            indices = row_starts.repeat_interleave(self.starts.diff(), output_size=len(values)) + self.indices
+            w.view(-1).scatter_(0, indices, values)
         return w
 
     @property
@@ -97,11 +97,11 @@ class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]  #
 class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]  # weight is computed
     """See :class:`CompressedLayer`; ``thin`` are the two convolutions without their weights."""
 
-    thin: tuple[_ConvNd, _ConvNd]
+    convolutions: tuple[_ConvNd, _ConvNd]
 
     def forward(self, x: Tensor) -> Tensor:
         """Feature maps of inputs ``[b, I, ...]`` or ``[I, ...]``."""
-        rank, n, (across, down) = len(self.right), len(self.kernel_size), self.thin
+        rank, n, (horizontal, vertical) = len(self.right), len(self.kernel_size), self.convolutions
         if not rank and not len(self.values):
             # the convolution itself, without data, knows and checks shapes
             meta_input, meta_weight = (
@@ -112,9 +112,9 @@ class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]  # wei
         positions = x.numel() // self.in_channels // math.prod(self.stride)
         if len(self.values) and self.shape.numel() * rank <= positions * count_multiplications(self, rank):
             return self._conv_forward(x, self.weight, self.bias)
-        z = across._conv_forward(x.reshape(-1, self.shape[1], *x.shape[-n:]), self.right, None)
+        z = horizontal._conv_forward(x.reshape(-1, self.shape[1], *x.shape[-n:]), self.right, None)
         z = z.reshape(*x.shape[: -n - 1], self.groups * rank, *z.shape[-n:])
-        y = down._conv_forward(z, self.left, self.bias)
+        y = vertical._conv_forward(z, self.left, self.bias)
         return y + self._conv_forward(x, self.sparse(), None) if len(self.values) else y
 
 
@@ -141,23 +141,23 @@ def count_multiplications(layer: Any, rank: int) -> int:
     return int(rank * (rows + times * (columns + TRANSFER_COST)))
 
 
-def compressed_tensors(factors: LowRank, rest: Tensor) -> Params:
+def compressed_tensors(factors: LowRank, sparse_part: Tensor) -> Params:
     """Tensors of a :class:`CompressedLayer` from the factors of its matrix and its sparse tensor."""
-    shape, rank = rest.shape, factors.rank
+    shape, rank = sparse_part.shape, factors.rank
     return {
-        "left": unmatricize(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: rest.ndim])),
-        "right": unmatricize(factors.right, torch.Size((rank, shape[1], 1, *shape[3:])[: rest.ndim])),
-        "values": rest[rest != 0],
-        **sparse_indices(rest != 0),
+        "left": unmatricize(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: sparse_part.ndim])),
+        "right": unmatricize(factors.right, torch.Size((rank, shape[1], 1, *shape[3:])[: sparse_part.ndim])),
+        "values": sparse_part[sparse_part != 0],
+        **sparse_indices(sparse_part != 0),
     }
 
 
 def sparse_indices(mask: Tensor) -> Params:
     """Indices and starts of a :class:`CompressedLayer`, from where its sparse tensor has values."""
     rows = mask.reshape(len(mask), -1)
-    column = rows.nonzero(as_tuple=True)[1]
+    columns = rows.nonzero(as_tuple=True)[1]
     starts = functional.pad(rows.count_nonzero(1).cumsum(0), (1, 0)).int()
-    return {"indices": column.int(), "starts": starts if len(column) else starts[:0]}
+    return {"indices": columns.int(), "starts": starts if len(columns) else starts[:0]}
 
 
 def count_index_bytes(count: int, shape: torch.Size) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def count_index_bytes(count: int, shape: torch.Size) -> tuple[int, int]:
     return 4 * (count + shape[0] + 1) if count else 0, -(-shape.numel() // 8)
 
 
-def compress_layer(layer: Any, parts: Params) -> None:
+def compress_layer(layer: Any, tensors: Params) -> None:
     """Turn a plain layer into a compressed one.
 
     The object stays the same, with its references and hooks.
@@ -175,7 +175,7 @@ def compress_layer(layer: Any, parts: Params) -> None:
         layer.thin = _thin_convolution(layer, False), _thin_convolution(layer, True)
     del layer.weight
     layer.__class__, layer.shape = KINDS[type(layer)], shape
-    for name, t in parts.items():
+    for name, t in tensors.items():
         value = copy_row_major(t, device)
         if value.is_floating_point():
             layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
@@ -192,13 +192,13 @@ def copy_row_major(t: Tensor, device: torch.device) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=device).copy_(t.detach())
 
 
-def _thin_convolution(layer: Any, down: bool) -> _ConvNd:
+def _thin_convolution(layer: Any, is_vertical: bool) -> _ConvNd:
     """The convolution over the kernel's first dimension alone, or over the others alone, without data."""
 
-    def pick(values: Any, otherwise: int) -> Any:
-        return [v if (d == 0) == down else otherwise for d, v in enumerate(values)]
+    def pick(values: Any, fill: int) -> Any:
+        return [v if (d == 0) == is_vertical else fill for d, v in enumerate(values)]
 
-    groups = layer.groups if down else 1
+    groups = layer.groups if is_vertical else 1
     kernel, stride, dilation = (pick(v, 1) for v in (layer.kernel_size, layer.stride, layer.dilation))
     padding = layer.padding if isinstance(layer.padding, str) else pick(layer.padding, 0)
     settings = kernel, stride, padding, dilation, groups, False, layer.padding_mode

@@ -90,13 +90,13 @@ def pack_factors(pairs: Mapping[str, Pair], wire: WireType) -> PackedFactors:
     return {name: pack(name, pair) for name, pair in pairs.items()}
 
 
-def unpack_factors(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
+def unpack_factors(packed_factors: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
     """The factors that the receiver of :func:`pack_factors` works with, in their original dtype.
 
     Raises:
         TaskError: if a type has a name that is not in :data:`DTYPES`.
     """
-    return {name: p if isinstance(p, Pair) else _restore_pair(name, p) for name, p in packed.items()}
+    return {name: p if isinstance(p, Pair) else _restore_pair(name, p) for name, p in packed_factors.items()}
 
 
 def _restore_pair(name: str, p: Rounded | Quantized) -> Pair:
@@ -137,14 +137,14 @@ def _quantize_pair(name: str, pair: Pair) -> Quantized:
 def _quantize_factor(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor]:
     """Integers and scales ``[1, r]`` or ``[r, 1]``, for each slice along ``dim``."""
     x = x.detach().double()
-    largest = x.abs().amax(dim, keepdim=True)
-    mantissa, exponent = torch.frexp(largest / LEVELS)
+    max_magnitude = x.abs().amax(dim, keepdim=True)
+    mantissa, exponent = torch.frexp(max_magnitude / LEVELS)
     # Rounded up to 17 bits, a scale times a level is exact in float32: the bound then holds for what is
     # received, and quantizing that once more finds the same scale.
     scale = torch.ldexp((mantissa * 2**_BITS).ceil() / 2**_BITS, exponent)
-    scale = torch.where(largest > 0, scale.clamp(min=_SMALLEST), 0.0)
+    scale = torch.where(max_magnitude > 0, scale.clamp(min=_SMALLEST), 0.0)
     # asked of the largest entry too, for a NaN is not > 0
-    if not bool((largest.isfinite() & (scale * LEVELS <= torch.finfo(torch.float32).max)).all()):
+    if not bool((max_magnitude.isfinite() & (scale * LEVELS <= torch.finfo(torch.float32).max)).all()):
         raise _range_error(name, factor, "int8")
     levels = torch.where(scale > 0, x / scale, 0.0).round()
     return levels.clamp(-LEVELS, LEVELS).to(torch.int8), scale.float()

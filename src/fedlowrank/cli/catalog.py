@@ -40,19 +40,19 @@ def build_catalog() -> list[dict[str, Any]]:
         for name, cls in METHODS.items()
     ]
     tables = [_table("Methods", ["method", "", "models", "targets", "source"], methods)]
-    own = {"partition": {"module:function": OwnPartition}}
-    known: dict[str, Mapping[str, object]] = {
+    own_kinds = {"partition": {"module:function": OwnPartition}}
+    entries_by_title: dict[str, Mapping[str, object]] = {
         "Models (model.names)": MODELS,
         "Data (data.source)": SOURCES,
         "Texts (data.source, with [language])": TEXT_SOURCES,
         **{
-            f"{name.title()}s ({name}.kind)": {**kinds, **own.get(name, {})}
+            f"{name.title()}s ({name}.kind)": {**kinds, **own_kinds.get(name, {})}
             for name, (kinds, _) in TAGGED.items()
         },
         "Losses (loss)": KINDS,
         "Metrics (run.metrics)": {name: metric.about for name, metric in METRICS.items()},
     }
-    for title, entries in known.items():
+    for title, entries in entries_by_title.items():
         rows = [[n, entry if isinstance(entry, str) else _first_line(entry)] for n, entry in entries.items()]
         tables.append(_table(title, ["name", ""], rows))
     return [*tables, build_trust_table()]
@@ -95,9 +95,9 @@ def _first_line(cls: object) -> str:
 def check(name: str) -> int:
     """Test a method against the contract, and print what was found."""
     cls = method_class(name)
-    none = dataclasses.MISSING
+    no_default = dataclasses.MISSING
     for f in dataclasses.fields(cls):
-        if f.init and f.default is none and f.default_factory is none:
+        if f.init and f.default is no_default and f.default_factory is no_default:
             raise ConfigError(
                 f"{name}: {f.name} has no default, and the check makes the method without arguments. Give it one, such "
                 f"as {f.name}: {f.type if isinstance(f.type, str) else f.type.__name__} = ..."
@@ -108,12 +108,12 @@ def check(name: str) -> int:
         raise ConfigError(f"{name} needs arguments; give every field a default: {error}") from error
     findings = check_method(method)
     table = Table("check", "", "detail", title=f"{method.title}: the contract")
-    shown: set[str] = set()
+    printed_details: set[str] = set()
     for finding in findings:
         verdict = Text("ok", "green") if finding.ok else Text("FAILED", "red")
         # one mistake can fail every check
-        detail = "as above" if finding.detail and finding.detail in shown else finding.detail
-        shown.add(finding.detail)
+        detail = "as above" if finding.detail and finding.detail in printed_details else finding.detail
+        printed_details.add(finding.detail)
         table.add_row(finding.name, verdict, detail)
     OUT.print(table)
     return 0 if all(finding.ok for finding in findings) else 1

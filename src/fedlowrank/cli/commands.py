@@ -16,7 +16,7 @@ from rich.table import Table
 from ..adapters.deployment import Layout
 from ..config.comparison import PlannedRun, plan_runs, read_varied, refuse_conflicts
 from ..config.experiment import ExperimentConfig
-from ..config.reading.merging import LaidTables, parse_overrides
+from ..config.reading.merging import LayeredTables, parse_overrides
 from ..config.reading.unread_overrides import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread_overrides
 from ..config.stored_run import open_run, read_run_config
 from ..config.working_folder import describe_working_folder, enter_working_folder
@@ -30,9 +30,9 @@ from ..network.persistence.account import prepare_resume
 from ..report import (
     Comparison,
     export_tensorboard,
-    in_order,
     render_terminal,
     save_figures,
+    sort_runs,
     to_latex,
     write_report,
     write_values,
@@ -81,21 +81,21 @@ def run(
     return show_run(folder)
 
 
-def refuse_network_settings(experiment: ExperimentConfig, typed: Sequence[str]) -> None:
+def refuse_network_settings(experiment: ExperimentConfig, overrides: Sequence[str]) -> None:
     """Refuse network settings that were typed for a run within this process; name those of its file.
 
     A file may be shared with the server and the clients of a network, and simulated first.
     """
     if experiment.run.engine == "flower":
         return
-    cure = "add --engine flower for a run over a network"
-    for text in typed:
+    advice = "add --engine flower for a run over a network"
+    for text in overrides:
         if text.strip().startswith("network."):
-            raise ConfigError(f"{text} does nothing in a run within this process: {cure}, or leave it out")
+            raise ConfigError(f"{text} does nothing in a run within this process: {advice}, or leave it out")
     if network := experiment.to_dict().get("network"):
         names = ", ".join(f"network.{name}" for name in network)
         OUT.print(
-            f"{names} {'do' if len(network) > 1 else 'does'} nothing in this run: {cure}", style="yellow"
+            f"{names} {'do' if len(network) > 1 else 'does'} nothing in this run: {advice}", style="yellow"
         )
 
 
@@ -119,18 +119,20 @@ def compare(
     """Run every combination of method, seed and varied value; go on with what has begun."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
-    laid = LaidTables.read(file, [*overrides, *_log_override(log)])
-    base = read_varied(laid, vary, methods or ())
-    named = [
+    config_tables = LayeredTables.read(file, [*overrides, *_log_override(log)])
+    base = read_varied(config_tables, vary, methods or ())
+    option_paths = [
         *(("compare", "method") if methods else ("method",) if base.compare else ()),
         *(("seeds", "run.seed") if seeds else ("run.seed",) if base.seeds else ()),
         *(("vary",) if vary else ()),
     ]
-    refuse_unread_overrides(laid, {"tune": TUNE, **{path: COMPARED[path] for path in named}})
+    refuse_unread_overrides(config_tables, {"tune": TUNE, **{path: COMPARED[path] for path in option_paths}})
     refuse_network_settings(base, [*overrides, *(vary or base.vary)])
-    numbers = _parse_seeds(seeds) if seeds else base.seeds or (base.run.seed,)
+    seed_numbers = _parse_seeds(seeds) if seeds else base.seeds or (base.run.seed,)
     out = out or Path("runs") / base.name
-    runs = plan_runs(base, methods or base.compared_methods, numbers, vary or base.vary, out, laid)
+    runs = plan_runs(
+        base, methods or base.compared_methods, seed_numbers, vary or base.vary, out, config_tables
+    )
     if not force:
         refuse_conflicts(runs)
     outcomes = run_planned(runs, jobs, force)
@@ -149,11 +151,11 @@ def show_failures(outcomes: Sequence[Outcome]) -> int:
     return int(any(outcome.state == "failed" for outcome in outcomes))
 
 
-def run_planned(planned: Sequence[PlannedRun], jobs: int, force: bool) -> list[Outcome]:
+def run_planned(planned_runs: Sequence[PlannedRun], jobs: int, force: bool) -> list[Outcome]:
     """Run what is planned, or go on with it: one run after the other, or several at a time.
 
     Args:
-        planned: the runs; of those with one folder the first counts.
+        planned_runs: the runs; of those with one folder the first counts.
         jobs: how many runs at a time, each in a process of its own; 1 runs all in this process.
         force: move existing folders aside instead of going on with them.
 
@@ -162,35 +164,35 @@ def run_planned(planned: Sequence[PlannedRun], jobs: int, force: bool) -> list[O
     """
     if jobs < 1:
         raise ConfigError(f"--jobs is a number of runs at a time, at least 1; it is {jobs}")
-    runs = list({one.folder: one for one in reversed(planned)}.values())[::-1]
+    runs = list({planned_run.folder: planned_run for planned_run in reversed(planned_runs)}.values())[::-1]
     if jobs > 1 and len(runs) > 1:
         return run_parallel(runs, jobs, force)
-    outcomes, federation, last = [], None, None
-    said: set[str] = set()
-    for one in runs:
-        experiment = one.experiment
-        if federation is None or last is not experiment:
-            first, federation, last = federation is None, experiment.federation(), experiment
-            if first:
+    outcomes, federation, last_experiment = [], None, None
+    printed_remarks: set[str] = set()
+    for planned_run in runs:
+        experiment = planned_run.experiment
+        if federation is None or last_experiment is not experiment:
+            is_first, federation, last_experiment = federation is None, experiment.federation(), experiment
+            if is_first:
                 _show_data(federation)
         state: Ending = "finished"
         message = ""
         try:
             run_method(
                 experiment,
-                one.name,
+                planned_run.name,
                 federation,
-                one.folder,
+                planned_run.folder,
                 force,
                 resume=not force,
-                vary=one.vary,
-                said=said,
+                vary=planned_run.vary,
+                printed_remarks=printed_remarks,
             )
         except TaskError as error:
             state, message = "refused", error.for_command
         except NonFiniteError as error:
             state, message = "diverged", error.for_command
-        outcomes.append(Outcome(one, state, message))
+        outcomes.append(Outcome(planned_run, state, message))
     return outcomes
 
 
@@ -206,27 +208,30 @@ def resume(
     Relative paths and the user's own code are those of the folder in which the run began, from whichever folder the
     command is typed; see :mod:`..config.working_folder`.
     """
-    stored = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
-    with enter_working_folder(folder, stored) as place:
-        if not _resume(place, stored, overrides, round, without, allow_code):
+    stored_config = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
+    with enter_working_folder(folder, stored_config) as run_folder:
+        if not _resume(run_folder, stored_config, overrides, round, without, allow_code):
             return 0
     return show_run(folder)
 
 
 def _resume(
     folder: Path,
-    stored: dict[str, Any],
+    stored_config: dict[str, Any],
     overrides: Sequence[str],
     round: int | None,
-    without: Sequence[int],
+    excluded_ids: Sequence[int],
     allow_code: bool,
 ) -> bool:
     """Go on with a run in its working folder; False if a server with remote clients must."""
-    laid, name = LaidTables(stored["experiment"], parse_overrides(overrides)), stored["method"]["name"]
-    experiment = ExperimentConfig.parse_laid(laid, name, [name], allow_code)
-    method = dict.fromkeys(("method", "compare"), f"the run is one of {name}.")
-    refuse_unread_overrides(laid, {**SEVERAL_RUNS, **method})
-    if changes := experiment.changes_from(stored, name, stored["vary"]):
+    config_tables, name = (
+        LayeredTables(stored_config["experiment"], parse_overrides(overrides)),
+        stored_config["method"]["name"],
+    )
+    experiment = ExperimentConfig.parse_laid(config_tables, name, [name], allow_code)
+    reasons = dict.fromkeys(("method", "compare"), f"the run is one of {name}.")
+    refuse_unread_overrides(config_tables, {**SEVERAL_RUNS, **reasons})
+    if changes := experiment.changes_from(stored_config, name, stored_config["vary"]):
         # sooner than simulate refuses it, and in the words of the file
         raise CheckpointError(
             f"{folder} cannot be resumed with another configuration: {'; '.join(changes)}. Set these back, "
@@ -234,14 +239,14 @@ def _resume(
         )
     if not (folder / ACCOUNT).exists():
         refuse_network_settings(experiment, overrides)
-    if (round is not None or without) and not prepare_resume(folder, round, without):
+    if (round is not None or excluded_ids) and not prepare_resume(folder, round, excluded_ids):
         return False
     if (folder / ACCOUNT).exists() and experiment.run.engine != "flower":
         raise CheckpointError(
             f"{folder} was served over a network, so the examples of its clients are not here. Go on with it by "
             f"fedlowrank serve FILE.toml --out {folder} --resume"
         )
-    run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored["vary"])
+    run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored_config["vary"])
     return True
 
 
@@ -258,9 +263,9 @@ def export(folder: Path, client: int, series: str | None, layout: Layout, out: P
     table.add_row("ms of CPU for 20 inputs", *times)
     OUT.print(table)
     # a regression has no classes that could agree
-    same = f"{100 * gain.agreement:.1f} % of the test examples get the same class; scores"
+    agreement_text = f"{100 * gain.agreement:.1f} % of the test examples get the same class; scores"
     OUT.print(
-        f"{same if run.task.classes else 'Outputs'} differ by {gain.difference:.1e} at most. ms: median and "
+        f"{agreement_text if run.task.classes else 'Outputs'} differ by {gain.difference:.1e} at most. ms: median and "
         "quartiles of calls that take turns, one thread."
     )
     OUT.print(
@@ -284,8 +289,8 @@ def report(
 
     The exit code is 1 if a damaged run was left out.
     """
-    runs, left_out = read_each(folders, read_for_report)
-    records = in_order(runs)
+    runs, damaged_count = read_each(folders, read_for_report)
+    records = sort_runs(runs)
     for option, path in (("--latex", latex), ("--csv", csv)):
         if path is not None and path.resolve() in {
             out.with_suffix(e).resolve() for e in (out.suffix, ".md", ".csv")
@@ -308,7 +313,7 @@ def report(
     if figures is not None:
         figure_files = save_figures(records, figures, width=width)
         OUT.print(f"figures: {figures / SHEET}, {len({path.stem for path in figure_files})} of them")
-    return count_left_out(left_out)
+    return count_left_out(damaged_count)
 
 
 def write_comparison(
@@ -349,9 +354,9 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
 def _show_data(federation: Federation, all_clients: bool = False) -> None:
     # plain print: the table is laid out already, and wrapping would tear its lines
     notes = (*federation.notes, *(federation.remarks or ()))
-    few = FEW_CLIENTS if len(federation.clients) > MANY_CLIENTS and not all_clients else None
+    max_clients = FEW_CLIENTS if len(federation.clients) > MANY_CLIENTS and not all_clients else None
     table = format_class_counts(
-        federation.clients, federation.classes, OUT.width, notes=notes, max_clients=few
+        federation.clients, federation.classes, OUT.width, notes=notes, max_clients=max_clients
     )
     print(table, flush=True)
     if isinstance(federation.companion, Language):
@@ -368,7 +373,7 @@ def run_method(
     resume: bool = False,
     vary: dict[str, Any] | None = None,
     on_round: Callable[[RoundRecord], None] | None = None,
-    said: set[str] | None = None,
+    printed_remarks: set[str] | None = None,
 ) -> None:
     """Run a method of an experiment in a folder, or go on with it; what has not begun yet begins anew.
 
@@ -381,38 +386,38 @@ def run_method(
         resume: go on with a run that has begun.
         vary: the varied fields and their values.
         on_round: called with every record; by default a progress bar shows them.
-        said: remarks that have been printed; those of this run are added.
+        printed_remarks: remarks that have been printed; those of this run are added.
     """
     method, title = experiment.build_method(name), experiment.method_title(name)
-    said = set() if said is None else said
+    printed_remarks = set() if printed_remarks is None else printed_remarks
     for remark in method.remarks(federation.task(experiment.run.rounds)):
-        if (line := f"{title}: {remark}") not in said:
-            said.add(line)
+        if (line := f"{title}: {remark}") not in printed_remarks:
+            printed_remarks.add(line)
             OUT.print(line, style="yellow")
-    begun = RunFolder.has_begun(folder)
-    how: dict[str, Any] = {
-        "resume": resume and begun,
-        "force": force or (resume and not begun),
+    has_begun = RunFolder.has_begun(folder)
+    options: dict[str, Any] = {
+        "resume": resume and has_begun,
+        "force": force or (resume and not has_begun),
         "config": {
             **experiment.describe_run(name),
             "vary": vary or {},
             **describe_working_folder(folder, experiment.to_dict(), name),
         },
     }
-    allowing = " --allow-code" if experiment.code or ":" in name else ""
-    INTERRUPT_HINTS.append(f"Go on with: fedlowrank resume {shlex.quote(str(folder))}{allowing}")
+    code_option = " --allow-code" if experiment.code or ":" in name else ""
+    INTERRUPT_HINTS.append(f"Go on with: fedlowrank resume {shlex.quote(str(folder))}{code_option}")
     try:
         if experiment.run.engine == "flower":
             from .deployment.network_commands import run_simulation
 
-            run_simulation(experiment, name, folder, **how)
+            run_simulation(experiment, name, folder, **options)
         else:
-            how |= vars(experiment.run_here)
+            options |= vars(experiment.run_here)
             with warnings.catch_warnings():
                 # a remark has said it
                 warnings.simplefilter("ignore", LoweredRankWarning)
                 simulate(
-                    method, federation, folder=folder, progress=on_round is None, on_round=on_round, **how
+                    method, federation, folder=folder, progress=on_round is None, on_round=on_round, **options
                 )
     except Exception:
         # only an interrupt is to be followed by this hint

@@ -15,20 +15,20 @@ from .terminal import OUT
 
 
 class _DownloadBars:
-    """A progress bar for each file; see :class:`~fedlowrank.data.download.remote_files.Report`."""
+    """A progress bar for each file; see :class:`~fedlowrank.data.download.remote_files.ProgressReport`."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
         self._shown = 0.0
 
-    def progress(self, name: str, done: int, total: int | None) -> None:
+    def progress(self, name: str, byte_count: int, total: int | None) -> None:
         """Move the bar of a file."""
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total)
-        if done == total or time.monotonic() - self._shown > 0.1:
+        if byte_count == total or time.monotonic() - self._shown > 0.1:
             self._shown = time.monotonic()
-            self._bars.update(self._tasks[name], completed=done, total=total)
+            self._bars.update(self._tasks[name], completed=byte_count, total=total)
 
     def message(self, text: str) -> None:
         """Print a line above the bars."""

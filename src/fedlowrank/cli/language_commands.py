@@ -76,8 +76,8 @@ def prompt_of(language: Language) -> PromptFormat:
         if language.settings.format == "none":
             # a text that the model goes on with
             return record["instruction"] + record["input"]
-        asked = Instruction(record["instruction"], "", record["input"])
-        return render_instruction(asked, language.settings.format, language.loaded.tokenizer)[0]
+        instruction = Instruction(record["instruction"], "", record["input"])
+        return render_instruction(instruction, language.settings.format, language.loaded.tokenizer)[0]
 
     return PromptFormat(prompt, special_tokens=not language.uses_chat_template)
 

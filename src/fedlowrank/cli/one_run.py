@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config.experiment import ExperimentConfig
-from ..config.reading.merging import LaidTables
+from ..config.reading.merging import LayeredTables
 from ..config.reading.unread_overrides import SEVERAL_RUNS, refuse_unread_overrides
 from ..report import compare_runs, render_terminal
 from ..results.records import RunRecord
@@ -22,16 +22,16 @@ def read_one(file: Path, overrides: Sequence[str], method: str | None) -> tuple[
         overrides: laid over it.
         method: what the command line names, or None for what the file names.
     """
-    laid = LaidTables.read(file, overrides)
-    experiment = ExperimentConfig.parse_laid(laid, method)
+    config_tables = LayeredTables.read(file, overrides)
+    experiment = ExperimentConfig.parse_laid(config_tables, method)
     name = experiment.choose_method(method)
-    experiment.refuse_overrides_of_other_methods(laid, [name])
-    unread = {**SEVERAL_RUNS, "method": f"--method is {method}"} if method else dict(SEVERAL_RUNS)
+    experiment.refuse_overrides_of_other_methods(config_tables, [name])
+    reasons = {**SEVERAL_RUNS, "method": f"--method is {method}"} if method else dict(SEVERAL_RUNS)
     if experiment.method or method:
-        unread["compare"] = (
+        reasons["compare"] = (
             f"the method that runs is {name}. Choose another one by --method, or use `fedlowrank compare`."
         )
-    refuse_unread_overrides(laid, unread)
+    refuse_unread_overrides(config_tables, reasons)
     return experiment, name
 
 

@@ -48,43 +48,43 @@ def predict(
         return _predict_rows(run, read_new_rows(folder, rows, allow_code), client, series, out)
     table = predictions(run, client, split, series)
     _write(table, out)
-    who = f"{table['client'].nunique()} clients" if client is None else f"client {client}"
-    line = f"{out}: {len(table):,} {split} examples of {who}, after round {run.round}"
+    clients_text = f"{table['client'].nunique()} clients" if client is None else f"client {client}"
+    line = f"{out}: {len(table):,} {split} examples of {clients_text}, after round {run.round}"
     if "correct" in table and len(table):
         line += f"; {100 * table['correct'].mean():.1f} % are predicted correctly"
     OUT.print(line)
     if confusion_matrix is not None:
         _draw(
             confusion(run, client, split, series),
-            f"{run.method.title}, {who}, {split}",
+            f"{run.method.title}, {clients_text}, {split}",
             confusion_matrix,
         )
         OUT.print(f"confusion matrix: {confusion_matrix}")
     return 0
 
 
-def _predict_rows(run: Run, rows: NewRows, client: int | None, series: str | None, out: Path) -> int:
+def _predict_rows(run: Run, rows: NewRows, client_id: int | None, series: str | None, out: Path) -> int:
     """Write what models predict for new rows: that of each row's client, of the one that is named, or all of them."""
     federation = run.federation
     count, names = len(rows.inputs(0)), [info.name for info in federation.infos]
-    places: dict[int, Sequence[int]] = {}
-    if client is not None:
-        places = {federation.client(client).id: range(count)}
+    rows_by_client: dict[int, Sequence[int]] = {}
+    if client_id is not None:
+        rows_by_client = {federation.client(client_id).id: range(count)}
     elif rows.clients is None or not any(names):
-        places = dict.fromkeys(range(len(names)), range(count))
+        rows_by_client = dict.fromkeys(range(len(names)), range(count))
     else:
-        if unknown := [name for name in rows.clients if name not in names]:
+        if unknown_names := [name for name in rows.clients if name not in names]:
             raise DataError(
-                f"the rows are also of {unknown[0]!r}, which is no client of the run. "
-                f"{did_you_mean(unknown[0], [name for name in names if name])}",
+                f"the rows are also of {unknown_names[0]!r}, which is no client of the run. "
+                f"{did_you_mean(unknown_names[0], [name for name in names if name])}",
                 command="Choose the model of one client by --client.",
             )
         for i, name in enumerate(names):
-            if own := [k for k, named in enumerate(rows.clients) if named == name]:
-                places[i] = own
-    table = predict_rows(run, rows.inputs, places, series)
+            if row_indices := [k for k, row_client in enumerate(rows.clients) if row_client == name]:
+                rows_by_client[i] = row_indices
+    table = predict_rows(run, rows.inputs, rows_by_client, series)
     _write(table, out)
-    models = f"client {client}" if client is not None else f"{len(places)} clients"
+    models = f"client {client_id}" if client_id is not None else f"{len(rows_by_client)} clients"
     OUT.print(f"{out}: {count:,} rows, predicted by the models of {models}, after round {run.round}")
     return 0
 
@@ -116,8 +116,8 @@ def confusion_figure(counts: pd.DataFrame, title: str) -> Figure:
     """
     values, names = counts.to_numpy(), [str(name) for name in counts.index]
     shares = values / np.maximum(values.sum(1, keepdims=True), 1)
-    side = float(np.clip(0.45 * len(names), 3.0, 14.0))
-    figure = Figure(figsize=(side + 2.2, side + 1.4), layout="constrained")
+    size = float(np.clip(0.45 * len(names), 3.0, 14.0))
+    figure = Figure(figsize=(size + 2.2, size + 1.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
@@ -128,9 +128,9 @@ def confusion_figure(counts: pd.DataFrame, title: str) -> Figure:
             text = str(values[row, column]) if values[row, column] else ""
             axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     ticks = list(range(0, len(names), max(1, -(-len(names) // 50))))
-    shown = [names[k] for k in ticks]
-    axes.set_xticks(ticks, shown, rotation=90 if max(map(len, names)) > 3 else 0, fontsize=8)
-    axes.set_yticks(ticks, shown, fontsize=8)
+    tick_labels = [names[k] for k in ticks]
+    axes.set_xticks(ticks, tick_labels, rotation=90 if max(map(len, names)) > 3 else 0, fontsize=8)
+    axes.set_yticks(ticks, tick_labels, fontsize=8)
     axes.set_xlabel("prediction")
     axes.set_ylabel("label")
     axes.set_title(title, fontsize=10)

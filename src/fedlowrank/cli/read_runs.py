@@ -28,21 +28,21 @@ def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> tuple[list[
         CheckpointError: if a folder that is named itself, and not by its parent, is damaged or holds no run; or if no
             run can be read.
     """
-    found: list[T] = []
+    results: list[T] = []
     problems: list[str] = []
-    for named in folders:
-        for folder in run_folders([named]):
+    for path in folders:
+        for folder in run_folders([path]):
             try:
-                found.append(read(folder))
+                results.append(read(folder))
             except CheckpointError as error:
-                if folder == named:
+                if folder == path:
                     raise
                 problems.append(f"{folder} is left out: {error.for_command}")
-    if problems and not found:
+    if problems and not results:
         raise CheckpointError("no run can be read.\n" + "\n".join(problems))
     for problem in problems:
         OUT.print(problem, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    return found, len(problems)
+    return results, len(problems)
 
 
 def read_for_report(folder: Path) -> RunRecord:

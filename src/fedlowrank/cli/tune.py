@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config.comparison import PlannedRun, find_changes, plan_runs, refuse_conflicts
 from ..config.experiment import ExperimentConfig
-from ..config.reading.merging import LaidTables
+from ..config.reading.merging import LayeredTables
 from ..config.reading.unread_overrides import COMPARED, refuse_unread_overrides
 from ..config.sections.tune_section import TuneSettings
 from ..config.tuning import (
@@ -41,21 +41,21 @@ def tune(
     """Tune every method of an experiment on its grid, and compare the choices on other seeds."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
-    laid = LaidTables.read(file, overrides)
-    experiment = ExperimentConfig.parse_laid(laid)
-    experiment.refuse_overrides_of_other_methods(laid, experiment.compared_methods)
-    unread = {
+    config_tables = LayeredTables.read(file, overrides)
+    experiment = ExperimentConfig.parse_laid(config_tables)
+    experiment.refuse_overrides_of_other_methods(config_tables, experiment.compared_methods)
+    reasons = {
         "seeds": SEEDS,
         "run.seed": SEEDS,
         **({"method": COMPARED["method"]} if experiment.compare else {}),
     }
-    refuse_unread_overrides(laid, unread)
+    refuse_unread_overrides(config_tables, reasons)
     refuse_network_settings(experiment, overrides)
     out = out or Path("runs") / f"{experiment.name}{TUNED}"
-    tuned = tune_experiment(experiment, out, jobs, force)
-    if tuned is None:
+    tuned_config = tune_experiment(experiment, out, jobs, force)
+    if tuned_config is None:
         return 1
-    return compare_tuned(tuned, out, jobs, target, force)
+    return compare_tuned(tuned_config, out, jobs, target, force)
 
 
 def tune_experiment(
@@ -89,48 +89,50 @@ def tune_experiment(
         OUT.print("The choice needs all tuning runs. Start the same command again to go on with them.")
         return None
     _require_series(outcomes, tune.series)
-    by_folder = {outcome.run.folder: outcome for outcome in outcomes}
+    outcome_by_folder = {outcome.run.folder: outcome for outcome in outcomes}
     names = experiment.compared_methods
     titles = _unique_titles(experiment)
-    scored = {
-        titles[name]: [_with_scores(one, by_folder, tune) for one in plan if one.method == name]
+    scored_settings = {
+        titles[name]: [
+            _with_scores(candidate, outcome_by_folder, tune) for candidate in plan if candidate.method == name
+        ]
         for name in names
     }
-    chosen = {title: choose_setting(settings) for title, settings in scored.items()}
+    selection = {title: choose_setting(settings) for title, settings in scored_settings.items()}
     warnings = [
         f"{title}: not compared, for no setting of the grid has a result"
-        for title, setting in chosen.items()
+        for title, setting in selection.items()
         if setting is None
     ]
-    chosen_settings = [setting for setting in chosen.values() if setting is not None]
+    chosen_settings = [setting for setting in selection.values() if setting is not None]
     warnings += [
         line for setting in chosen_settings for line in find_edges(setting, tune.grid_of(setting.method))
     ]
-    tables = tuning_tables(scored, chosen)
+    tables = tuning_tables(scored_settings, selection)
     for table in tables:
-        for part in to_rich(table):
-            OUT.print(part)
+        for renderable in to_rich(table):
+            OUT.print(renderable)
     for warning in warnings:
         OUT.print(warning, style="yellow")
     with as_checkpoint_error(f"cannot make {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "tuning.csv", tuning_csv(scored, chosen).encode())
+    write_atomically(out / "tuning.csv", tuning_csv(scored_settings, selection).encode())
     write_atomically(out / "tuning.md", tuning_markdown(tables, warnings).encode())
     if not chosen_settings:
         return None
-    tuned = tuned_experiment(experiment, chosen_settings)
-    write_atomically(out / "tuned.toml", tuned.to_toml().encode())
+    tuned_config = tuned_experiment(experiment, chosen_settings)
+    write_atomically(out / "tuned.toml", tuned_config.to_toml().encode())
     OUT.print(f"chosen settings: {out / 'tuned.toml'}")
-    return tuned
+    return tuned_config
 
 
 def compare_tuned(
-    tuned: ExperimentConfig, out: Path, jobs: int, target: float | None = None, force: bool = False
+    tuned_config: ExperimentConfig, out: Path, jobs: int, target: float | None = None, force: bool = False
 ) -> int:
     """Compare methods with their chosen settings on the test seeds; runs of older choices are moved.
 
     Args:
-        tuned: what :func:`tune_experiment` returned.
+        tuned_config: what :func:`tune_experiment` returned.
         out: folder of the runs and of ``report.html``.
         jobs: runs at a time.
         target: accuracy whose cost is reported, in (0, 1].
@@ -139,12 +141,12 @@ def compare_tuned(
     Returns:
         The exit code.
     """
-    runs = plan_runs(tuned, tuned.compared_methods, tuned.seeds, (), out)
-    for one in () if force else runs:
-        if changes := find_changes(one):
-            RunFolder.move_aside(one.folder)
+    runs = plan_runs(tuned_config, tuned_config.compared_methods, tuned_config.seeds, (), out)
+    for run in () if force else runs:
+        if changes := find_changes(run):
+            RunFolder.move_aside(run.folder)
             OUT.print(
-                f"{one.folder} has other settings and was moved aside: {'; '.join(changes)}", style="yellow"
+                f"{run.folder} has other settings and was moved aside: {'; '.join(changes)}", style="yellow"
             )
     outcomes = run_planned(runs, jobs, force)
     records = [RunRecord.load(o.run.folder) for o in outcomes if o.state in ("finished", "diverged")]
@@ -164,14 +166,14 @@ def _require_validation(run: PlannedRun) -> None:
 
 def _require_series(outcomes: Sequence[Outcome], series: str | None) -> None:
     """Refuse to judge by models that no method has, such as by a misspelled name."""
-    finished = [outcome.run.folder for outcome in outcomes if outcome.state == "finished"]
-    if series is None or not finished:
+    run_folders = [outcome.run.folder for outcome in outcomes if outcome.state == "finished"]
+    if series is None or not run_folders:
         return
-    last = [record for folder in finished for record in RunRecord.load(folder).rounds[-1:]]
-    known = {name for record in last for name in record.series()}
-    if series not in known:
+    last_records = [record for folder in run_folders for record in RunRecord.load(folder).rounds[-1:]]
+    series_names = {name for record in last_records for name in record.series()}
+    if series not in series_names:
         raise ConfigError(
-            f"tune.series: no method has the series {series!r}. {did_you_mean(series, sorted(known))}"
+            f"tune.series: no method has the series {series!r}. {did_you_mean(series, sorted(series_names))}"
         )
 
 

@@ -129,10 +129,10 @@ def _note_unused_test(dataset: Dataset, split: Split) -> Dataset:
     """The data set, with a note where the split leaves its test part unused."""
     if dataset.test is None or split.official_test != "unused":
         return dataset
-    own = "" if dataset.natural_test is None else "'own_test' (each client on its own) or "
+    alternative = "" if dataset.natural_test is None else "'own_test' (each client on its own) or "
     note = (
         f"{len(dataset.test)} rows of the test part are not used: split 'local' divides the training part. Set split.kind "
-        f"to {own}'whole_test' to test on them, or split.pool to 'all' to divide them, too"
+        f"to {alternative}'whole_test' to test on them, or split.pool to 'all' to divide them, too"
     )
     return dataclasses.replace(dataset, notes=(*dataset.notes, note))
 
@@ -180,7 +180,7 @@ def assemble(
     shares: Shares,
     *,
     sizes: Sequence[int] | None = None,
-    here: frozenset[int] | None = None,
+    local_ids: frozenset[int] | None = None,
 ) -> Federation:
     """The federation of an experiment.
 
@@ -188,7 +188,7 @@ def assemble(
         experiment: says who the clients are and which models they have.
         shares: what they hold.
         sizes: training examples of each client, where the data of some lie elsewhere.
-        here: whose data lie on this machine, or None for all; see :class:`Federation`.
+        local_ids: whose data lie on this machine, or None for all; see :class:`Federation`.
 
     Raises:
         DataError: if a client's data do not fit.
@@ -204,11 +204,11 @@ def assemble(
         ClientInfo(i, n, names[i % len(names)], ranks[i], cluster(i), data[i].name)
         for i, n in enumerate(counts)
     ]
-    present = {i.architecture for i in infos}
+    used_architectures = {i.architecture for i in infos}
     return Federation(
         data,
         infos,
-        {n: m for n, m in models.items() if n in present},
+        {n: m for n, m in models.items() if n in used_architectures},
         shares.classes,
         experiment.run.seed,
         experiment.name,
@@ -216,15 +216,15 @@ def assemble(
         experiment.augment,
         shares.language is not None and shares.language.settings.by_length,
         shares.language,
-        here,
+        local_ids,
         loss=experiment.loss,
         feature_names={"": shares.columns} if shares.columns else {},
     )
 
 
 def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping[str, Architecture]:
-    first = shares.data[0].train
-    example = _example(first.x)
+    first_examples = shares.data[0].train
+    example = _example(first_examples.x)
     if isinstance(example, dict):
         if shares.language is None:
             raise ConfigError(
@@ -234,14 +234,14 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
     lora, head = experiment.lora, experiment.model.head
     if not isinstance(lora, LoraSettings):
         raise ConfigError("language: these data are no texts")
-    x = first.inputs
+    x = first_examples.inputs
     is_fractional = isinstance(x, torch.Tensor) and bool((x != x.round()).any())
     if is_fractional and "char_lstm" in experiment.model.names:
         raise ConfigError(
             "model char_lstm takes the numbers of characters, but these inputs are not whole. Set data.normalize to "
             "'none'; in an .npz file save them as int64, for unsigned bytes are pixels and divided by 255."
         )
-    outputs = _outputs(first, shares.classes)
+    outputs = _outputs(first_examples, shares.classes)
     factories = experiment.model.factories(tuple(example.shape[1:]), outputs)
     models = {
         n: build_architecture(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)

@@ -12,7 +12,7 @@ from ..core.errors import CheckpointError, ConfigError
 from ..results.records import RunRecord
 from ..storage.run_folder import RunFolder
 from .experiment import ExperimentConfig
-from .reading.merging import LaidTables, parse_value, parse_variation
+from .reading.merging import LayeredTables, parse_value, parse_variation
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,28 @@ class PlannedRun:
     folder: Path
 
 
-def read_varied(laid: LaidTables, vary: Sequence[str], methods: Sequence[str]) -> ExperimentConfig:
+def read_varied(
+    config_tables: LayeredTables, vary: Sequence[str], methods: Sequence[str]
+) -> ExperimentConfig:
     """Parse an experiment at the first of the values that are varied, for they may choose a kind.
 
     Args:
-        laid: tables of the experiment and overrides.
+        config_tables: tables of the experiment and overrides.
         vary: what is varied; empty for what the experiment says.
         methods: that will run; empty for those that the experiment compares.
 
     Raises:
         ConfigError: if something is wrong, or nothing reads an override.
     """
-    tables = laid.merge()
-    own: Any = tables.get("vary", [])
-    chosen = vary or ([own] if isinstance(own, str) else own)
-    if isinstance(chosen, list) and all(isinstance(text, str) for text in chosen):
-        first = list_combinations(chosen)[0]
-        laid = _join_varied(laid, first)
-    asked = methods[0] if methods else None
-    experiment = ExperimentConfig.parse_laid(laid, asked, methods)
-    experiment.refuse_overrides_of_other_methods(laid, methods or experiment.compared_methods)
+    tables = config_tables.merge()
+    file_vary: Any = tables.get("vary", [])
+    variations = vary or ([file_vary] if isinstance(file_vary, str) else file_vary)
+    if isinstance(variations, list) and all(isinstance(text, str) for text in variations):
+        first_combination = list_combinations(variations)[0]
+        config_tables = _join_varied(config_tables, first_combination)
+    method = methods[0] if methods else None
+    experiment = ExperimentConfig.parse_laid(config_tables, method, methods)
+    experiment.refuse_overrides_of_other_methods(config_tables, methods or experiment.compared_methods)
     return experiment
 
 
@@ -61,7 +63,7 @@ def plan_runs(
     seeds: Sequence[int],
     vary: Sequence[str],
     out: Path,
-    laid: LaidTables | None = None,
+    config_tables: LayeredTables | None = None,
 ) -> list[PlannedRun]:
     """List all runs of a comparison, every setting checked; those of one experiment follow each other.
 
@@ -71,22 +73,22 @@ def plan_runs(
         seeds: of the runs.
         vary: each ``section.field=v1,v2,...``; of several, every combination is run.
         out: folder of the run folders.
-        laid: tables and overrides that the experiment was read from, to which the values of each run are
+        config_tables: tables and overrides that the experiment was read from, to which the values of each run are
             added; by default the experiment as it prints itself.
 
     Raises:
         ConfigError: if a value or a name is wrong.
     """
-    runs, laid = [], laid or LaidTables(experiment.to_dict())
+    runs, config_tables = [], config_tables or LayeredTables(experiment.to_dict())
     for texts in list_combinations(vary):
         label = "".join(f"-{field.rpartition('.')[2]}={text}" for field, text in texts.items())
         values = {field: _label_value(text) for field, text in texts.items()}
         for seed in seeds:
-            one = _join_varied(laid, texts).join([f"run.seed={seed}"])
-            planned = experiment.parse_laid(one, methods[0], methods, experiment.allow_code)
+            run_tables = _join_varied(config_tables, texts).join([f"run.seed={seed}"])
+            run_experiment = experiment.parse_laid(run_tables, methods[0], methods, experiment.allow_code)
             for name in methods:
-                planned.build_method(name)
-                runs.append(PlannedRun(planned, name, values, out / f"{name}{label}-s{seed}"))
+                run_experiment.build_method(name)
+                runs.append(PlannedRun(run_experiment, name, values, out / f"{name}{label}-s{seed}"))
     return runs
 
 
@@ -96,7 +98,7 @@ def _label_value(text: str) -> Any:
     return text if isinstance(value, list | dict) else value
 
 
-def _join_varied(laid: LaidTables, texts: Mapping[str, str]) -> LaidTables:
+def _join_varied(config_tables: LayeredTables, texts: Mapping[str, str]) -> LayeredTables:
     """Add the values of one run; a ConfigError where an override sets one of the varied fields."""
     for field in texts:
         if field == "run.seed":
@@ -105,13 +107,13 @@ def _join_varied(laid: LaidTables, texts: Mapping[str, str]) -> LaidTables:
                 python="name the seeds, such as seeds=[0, 1].",
                 command="name the seeds by --seeds, such as --seeds 0,1",
             )
-        if laid.overrides_field(field):
+        if config_tables.overrides_field(field):
             raise ConfigError(
                 f"{field}: nothing reads this override, for the field is varied. Leave it out,",
                 python=f"or vary it over other values: {field}=...",
                 command=f"or vary it over other values by --vary {field}=...",
             )
-    return laid.join([f"{field}={value}" for field, value in texts.items()])
+    return config_tables.join([f"{field}={value}" for field, value in texts.items()])
 
 
 def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:
@@ -122,10 +124,12 @@ def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:
     """
     parsed = [parse_variation(text) for text in vary]
     fields = [field for field, _ in parsed]
-    if twice := [field for field in fields if fields.count(field) > 1]:
-        raise ConfigError(f"vary names {twice[0]} twice; put all its values into one, separated by commas")
-    chosen = itertools.product(*(values for _, values in parsed))
-    return [dict(zip(fields, values, strict=True)) for values in chosen]
+    if duplicates := [field for field in fields if fields.count(field) > 1]:
+        raise ConfigError(
+            f"vary names {duplicates[0]} twice; put all its values into one, separated by commas"
+        )
+    combinations = itertools.product(*(values for _, values in parsed))
+    return [dict(zip(fields, values, strict=True)) for values in combinations]
 
 
 def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
@@ -134,18 +138,20 @@ def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
     Raises:
         CheckpointError: naming the folder, what differs and the ways out.
     """
-    for one in runs:
-        if changes := find_changes(one):
+    for planned_run in runs:
+        if changes := find_changes(planned_run):
             raise CheckpointError(
-                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another folder for "
+                f"{planned_run.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another folder for "
                 "the comparison",
                 python="or move it aside (RunFolder.move_aside).",
                 command="with -o, or pass --force to move such runs aside and train anew.",
             )
 
 
-def find_changes(one: PlannedRun) -> list[str]:
+def find_changes(planned_run: PlannedRun) -> list[str]:
     """Compare a planned run with the one that its folder holds; empty if it can go on, or has not begun."""
-    if not RunFolder.has_begun(one.folder):
+    if not RunFolder.has_begun(planned_run.folder):
         return []
-    return one.experiment.changes_from(RunRecord.load(one.folder).config, one.name, one.vary)
+    return planned_run.experiment.changes_from(
+        RunRecord.load(planned_run.folder).config, planned_run.name, planned_run.vary
+    )

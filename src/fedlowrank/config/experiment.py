@@ -31,7 +31,7 @@ from ..models.zoo import ModelSettings
 from ..rounds.config_changes import changes_of
 from ..rounds.run_settings import RunSettings
 from .assembly import Shares, assemble, load_language, share_data
-from .reading.merging import LaidTables, format_toml, merge_tables
+from .reading.merging import LayeredTables, format_toml, merge_tables
 from .reading.parsing import (
     CONFIG_ERROR,
     build,
@@ -179,16 +179,20 @@ class ExperimentConfig(pydantic.BaseModel):
         Raises:
             ConfigError: if it cannot be read, or something in it is wrong.
         """
-        return cls.parse_laid(LaidTables.read(Path(path), overrides), method)
+        return cls.parse_laid(LayeredTables.read(Path(path), overrides), method)
 
     @classmethod
     def parse_laid(
-        cls, laid: LaidTables, method: str | None = None, methods: Sequence[str] = (), allow_code: bool = True
+        cls,
+        config_tables: LayeredTables,
+        method: str | None = None,
+        methods: Sequence[str] = (),
+        allow_code: bool = True,
     ) -> ExperimentConfig:
         """Parse tables with overrides laid over them, of which something must read each.
 
         Args:
-            laid: the tables and overrides.
+            config_tables: the tables and overrides.
             method: see :meth:`parse`.
             methods: that will run; by default this method or those that the experiment names.
             allow_code: see :meth:`parse`.
@@ -196,16 +200,16 @@ class ExperimentConfig(pydantic.BaseModel):
         Raises:
             ConfigError: if something is wrong, or nothing reads an override.
         """
-        experiment = cls.parse(laid.merge(), allow_code, method)
+        experiment = cls.parse(config_tables.merge(), allow_code, method)
         experiment.refuse_overrides_of_other_methods(
-            laid, methods or ([method] if method else experiment.named_methods)
+            config_tables, methods or ([method] if method else experiment.named_methods)
         )
         return experiment
 
-    def refuse_overrides_of_other_methods(self, laid: LaidTables, names: Sequence[str]) -> None:
+    def refuse_overrides_of_other_methods(self, config_tables: LayeredTables, names: Sequence[str]) -> None:
         """Refuse overrides of methods other than the named ones; see :mod:`.reading.unread_overrides`."""
-        overrides = {name: own.model_extra or {} for name, own in self.methods.items()}
-        refuse_overrides_of_other_methods(laid.overrides, overrides, names)
+        overrides = {name: settings.model_extra or {} for name, settings in self.methods.items()}
+        refuse_overrides_of_other_methods(config_tables.overrides, overrides, names)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
         """Parse this experiment with nested tables laid over it.
@@ -255,11 +259,11 @@ class ExperimentConfig(pydantic.BaseModel):
         if section == "lora":
             kind: type[Any] = PeftSettings if language else LoraSettings
             return build(kind, value, section)
-        known, default = TAGGED[section]
+        classes, default = TAGGED[section]
         if section == "split" and _leaves_split_open(value) and _has_test_texts(info.data):
             default = "whole_test"
         advice = " A function of your own is named 'module:function'." if section == "partition" else ""
-        return build_tagged(known, value, section, default, advice=advice)
+        return build_tagged(classes, value, section, default, advice=advice)
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -290,18 +294,31 @@ class ExperimentConfig(pydantic.BaseModel):
         if not self.name or self.name in (".", "..") or any(c in self.name for c in "/\\"):
             raise ConfigError(f"name: {self.name!r} cannot be the name of a folder")
         self._allow_code = (info.context or {}).get("allow_code", True)
-        asked = (info.context or {}).get("method")
+        requested_method = (info.context or {}).get("method")
         if not self._allow_code:
             # that of the method that was asked for, too, so that one message names all
-            _refuse_code(tuple(dict.fromkeys([*self.code, *([asked] if asked and ":" in asked else [])])))
-        named = [name for name in (asked, self.method, *self.compare) if name] or [DEFAULT_METHOD]
-        self._methods = {name: self._build(name) for name in dict.fromkeys((*named, *self.methods))}
+            _refuse_code(
+                tuple(
+                    dict.fromkeys(
+                        [
+                            *self.code,
+                            *([requested_method] if requested_method and ":" in requested_method else []),
+                        ]
+                    )
+                )
+            )
+        method_names = [name for name in (requested_method, self.method, *self.compare) if name] or [
+            DEFAULT_METHOD
+        ]
+        self._methods = {name: self._build(name) for name in dict.fromkeys((*method_names, *self.methods))}
         self.concept.check(self.partition, self.augment)
         self.data.check(self.concept)
         for name in () if self.tune is None else self.tune.methods:
             if name not in self.compared_methods:
-                near = did_you_mean(name, self.compared_methods)
-                raise ConfigError(f"tune.methods.{name}: the experiment does not compare this method. {near}")
+                suggestion = did_you_mean(name, self.compared_methods)
+                raise ConfigError(
+                    f"tune.methods.{name}: the experiment does not compare this method. {suggestion}"
+                )
         if self.language is None and self.export != ExportSettings():
             raise ConfigError(
                 "export: adapter folders are of language models; add [language] or remove [export]"
@@ -345,12 +362,12 @@ class ExperimentConfig(pydantic.BaseModel):
     def code(self) -> tuple[str, ...]:
         """Names of the user's own Python code, ``module:attribute``."""
         methods = (self.method, *self.compare, *self.methods, *(m.method for m in self.methods.values()))
-        named = (*methods, *self.run.metrics)
-        own = [self.loss.kind] if self.loss.is_own else []
-        own += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
+        names = (*methods, *self.run.metrics)
+        code_names = [self.loss.kind] if self.loss.is_custom else []
+        code_names += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
         trainers = [] if self.language is None else [self.language.trainer, self.local.trainer or ""]
-        own += [name for name in trainers if ":" in name]
-        code = [*self.model.own, *self.run.callbacks, *own, *(name for name in named if ":" in name)]
+        code_names += [name for name in trainers if ":" in name]
+        code = [*self.model.own, *self.run.callbacks, *code_names, *(name for name in names if ":" in name)]
         return tuple(dict.fromkeys(code))
 
     @property
@@ -403,18 +420,18 @@ class ExperimentConfig(pydantic.BaseModel):
         return self._methods[name] if name in self._methods else self._build(name)
 
     def _build(self, name: str) -> AnyMethod:
-        own = self.methods.get(name, MethodSettings()).model_extra or {}
-        shared = {field: "defaults" for field in self.defaults if field not in own}
-        return build(self._class_of(name), {**self.defaults, **own}, f"methods.{name}", shared)
+        own_fields = self.methods.get(name, MethodSettings()).model_extra or {}
+        field_origins = {field: "defaults" for field in self.defaults if field not in own_fields}
+        return build(self._class_of(name), {**self.defaults, **own_fields}, f"methods.{name}", field_origins)
 
     def _class_of(self, name: str) -> type[AnyMethod]:
-        kind = self.methods[name].method if name in self.methods else ""
-        return method_class(kind or name, self._allow_code)
+        method_name = self.methods[name].method if name in self.methods else ""
+        return method_class(method_name or name, self._allow_code)
 
     def method_title(self, name: str) -> str:
         """How reports call a method or a variant."""
-        own = self.methods.get(name, MethodSettings())
-        return own.title or (name if own.method else self._class_of(name).title)
+        settings = self.methods.get(name, MethodSettings())
+        return settings.title or (name if settings.method else self._class_of(name).title)
 
     def shares(self) -> Shares:
         """What each client holds, from the seed of the run; see :func:`.assembly.share_data`."""
@@ -463,23 +480,23 @@ class ExperimentConfig(pydantic.BaseModel):
     def _describe_code(self, name: str) -> dict[str, str]:
         """Describe the user's own code on which the results of a method depend, by ``module:attribute``."""
         cls = self._class_of(name)
-        named = [self.loss.kind] if self.loss.is_own else []
-        named += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
-        named += [*self.model.own, *(metric for metric in self.run.metrics if ":" in metric)]
-        return describe_named({f"{cls.__module__}:{cls.__qualname__}": cls, **self._import_code(named)})
+        code_names = [self.loss.kind] if self.loss.is_custom else []
+        code_names += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
+        code_names += [*self.model.own, *(metric for metric in self.run.metrics if ":" in metric)]
+        return describe_named({f"{cls.__module__}:{cls.__qualname__}": cls, **self._import_code(code_names)})
 
     def _import_code(self, names: Sequence[str]) -> dict[str, Any]:
         if not self._allow_code:
             _refuse_code(names)
         return {name: import_named(name, "code") for name in names}
 
-    def changes_from(self, stored: Mapping[str, Any], name: str, vary: Mapping[str, Any]) -> list[str]:
+    def changes_from(self, stored_config: Mapping[str, Any], name: str, vary: Mapping[str, Any]) -> list[str]:
         """Compare a run of this experiment field by field with a stored one that it is to go on with.
 
         What only data and models tell is compared later, when the run goes on.
 
         Args:
-            stored: ``run.json`` of the stored run.
+            stored_config: ``run.json`` of the stored run.
             name: of the method or variant.
             vary: the varied fields and their values.
 
@@ -488,15 +505,19 @@ class ExperimentConfig(pydantic.BaseModel):
         """
         method = self.build_method(name)
         fields = {"method": {"fields": dataclasses.asdict(method)}, "run": dataclasses.asdict(self.run)}
-        now = json.loads(json.dumps({**self.describe_run(name), "vary": vary, **fields}))
-        del now["variant"]
-        before = {section: stored[section] for section in now if section in stored}
-        before["method"] = {"fields": stored["method"].get("fields")}
+        new_sections = json.loads(json.dumps({**self.describe_run(name), "vary": vary, **fields}))
+        del new_sections["variant"]
+        stored_sections = {
+            section: stored_config[section] for section in new_sections if section in stored_config
+        }
+        stored_sections["method"] = {"fields": stored_config["method"].get("fields")}
         # in full, so that a value is named also where it is the default; parsing imports no code of these sections
-        whole = self.parse({section: stored[section] for section in _DESCRIBED if section in stored})
-        for tables, experiment in ((before, whole), (now, self)):
+        stored_experiment = self.parse(
+            {section: stored_config[section] for section in _DESCRIBED if section in stored_config}
+        )
+        for tables, experiment in ((stored_sections, stored_experiment), (new_sections, self)):
             tables |= experiment.model_dump(mode="json", include=set(_DESCRIBED))
-        return changes_of(before, now, method)
+        return changes_of(stored_sections, new_sections, method)
 
 
 def method_class(name: str, allow_code: bool = True) -> type[AnyMethod]:

@@ -46,10 +46,15 @@ def read_new_rows(folder: Path, rows: Path, allow_code: bool = False) -> NewRows
         ConfigError: if the run's data are no table, or its concept changes the inputs or labels of clients.
         DataError: if the table lacks a column or a cell cannot be used.
     """
-    stored, rows = read_run_config(folder, "predict by simulate(...).predict(client, rows)"), rows.absolute()
-    with enter_working_folder(folder, stored):
-        experiment = ExperimentConfig.parse(stored["experiment"], allow_code, stored["method"]["name"])
-        source, how = experiment.data.source, experiment.data.preparation.normalize
+    stored_config, rows = (
+        read_run_config(folder, "predict by simulate(...).predict(client, rows)"),
+        rows.absolute(),
+    )
+    with enter_working_folder(folder, stored_config):
+        experiment = ExperimentConfig.parse(
+            stored_config["experiment"], allow_code, stored_config["method"]["name"]
+        )
+        source, normalization = experiment.data.source, experiment.data.preparation.normalize
         if not isinstance(source, Csv):
             raise ConfigError(
                 "--rows takes the columns of a table, and the data of this run are of another source than 'csv'. In Python, "
@@ -60,14 +65,14 @@ def read_new_rows(folder: Path, rows: Path, allow_code: bool = False) -> NewRows
                 "--rows: the concept of this run changes the examples of clients, so that new rows have no one meaning"
             )
         dataset, clients = source.load_with_rows(str(rows))
-        test = normalize(dataset, how).test
+        test = normalize(dataset, normalization).test
         assert test is not None
-        if how != "standard_per_client":
+        if normalization != "standard_per_client":
             inputs = test.x
             assert isinstance(inputs, Tensor)
             return NewRows(lambda _: inputs, clients)
-        raw = share_data(experiment, standardize=False).data
-        return NewRows(lambda client: _standardize(raw[client], test), clients)
+        client_data = share_data(experiment, standardize=False).data
+        return NewRows(lambda client: _standardize(client_data[client], test), clients)
 
 
 def _standardize(client: ClientData, rows: Examples) -> Tensor:

@@ -30,15 +30,15 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
             reached over a network, and their examples are not here.
         ConfigError: if the configuration names Python code and that is not allowed.
     """
-    stored = read_run_config(folder, python)
-    with enter_working_folder(folder, stored) as folder:
-        name = stored["method"]["name"]
-        experiment = ExperimentConfig.parse(stored["experiment"], allow_code, name)
-        config = {**experiment.describe_run(name), "vary": stored["vary"]}
-        which = "best" if best else "checkpoint"
+    stored_config = read_run_config(folder, python)
+    with enter_working_folder(folder, stored_config) as folder:
+        name = stored_config["method"]["name"]
+        experiment = ExperimentConfig.parse(stored_config["experiment"], allow_code, name)
+        config = {**experiment.describe_run(name), "vary": stored_config["vary"]}
+        checkpoint_name = "best" if best else "checkpoint"
         try:
             method, federation = experiment.build_method(name), experiment.federation()
-            return reopen(method, federation, folder, experiment.run_here, config, which)
+            return reopen(method, federation, folder, experiment.run_here, config, checkpoint_name)
         except FedlowrankError as error:
             if not (folder / ACCOUNT).exists():
                 raise
@@ -48,20 +48,20 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
 def _explain_served(folder: Path, experiment: ExperimentConfig) -> str:
     """Why a run over a network cannot be opened, and where its models are."""
     if experiment.run.engine == "flower":
-        where = f"{folder}.clients/CLIENT/RUN/model"
+        location = f"{folder}.clients/CLIENT/RUN/model"
     else:
-        where = f"FOLDER/RUN/model on the clients' machines (FOLDER is clients/{experiment.name}/CLIENT, or join --folder)"
+        location = f"FOLDER/RUN/model on the clients' machines (FOLDER is clients/{experiment.name}/CLIENT, or join --folder)"
     return (
         f"{folder} was served over a network, so it holds neither the examples nor the models of clients. After the "
-        f"last round each client's model is in {where}."
+        f"last round each client's model is in {location}."
     )
 
 
 def read_run_config(folder: Path, python: str) -> dict[str, Any]:
     """Read ``run.json`` of a run; ``python`` says what to do with one that was made from Python."""
-    stored = read_config(folder)
-    if "method" not in stored:
+    stored_config = read_config(folder)
+    if "method" not in stored_config:
         raise CheckpointError(f"{folder / CONFIG} is damaged: it is not the configuration of a run")
-    if "experiment" not in stored:
+    if "experiment" not in stored_config:
         raise CheckpointError(f"{folder} was made from Python; {python}")
-    return stored
+    return stored_config

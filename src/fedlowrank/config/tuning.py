@@ -62,8 +62,8 @@ class Setting:
     @property
     def mean(self) -> float | None:
         """Mean score over the tuning seeds; None, the worst score, if a run has none."""
-        known = [score.value for score in self.scores if score is not None]
-        return math.fsum(known) / len(known) if known and len(known) == len(self.scores) else None
+        values = [score.value for score in self.scores if score is not None]
+        return math.fsum(values) / len(values) if values and len(values) == len(self.scores) else None
 
 
 def plan_tuning(experiment: ExperimentConfig, out: Path) -> list[Setting]:
@@ -114,7 +114,7 @@ def _plan_run(
     rounds = experiment.run.rounds if tune.rounds is None else tune.rounds
     # what only the test needs is left out
     run = {"seed": seed, "rounds": rounds, "representations": 0, "adapters": [], "keep_best": False}
-    tables = {"compare": [name], "run": run, "methods": {name: lay_values(experiment, name, values)}}
+    tables = {"compare": [name], "run": run, "methods": {name: nest_values(experiment, name, values)}}
     label = "".join(f"-{field.rpartition('.')[2]}={_text(value)}" for field, value in values.items())
     return PlannedRun(_overlay(experiment, tables), name, values, out / f"{name}{label}-s{seed}")
 
@@ -132,7 +132,7 @@ def _overlay(experiment: ExperimentConfig, tables: Mapping[str, Any]) -> Experim
     return ExperimentConfig.parse(merged)
 
 
-def lay_values(experiment: ExperimentConfig, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def nest_values(experiment: ExperimentConfig, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``[methods.NAME]`` that give a method these values and leave the others as they are.
 
     ``optimizer.lr`` changes the learning rate alone: weight decay and the rest stay as in ``[defaults]``,
@@ -143,14 +143,14 @@ def lay_values(experiment: ExperimentConfig, name: str, values: Mapping[str, Any
         name: of the method or variant.
         values: by dotted field of the method.
     """
-    own = experiment.methods.get(name, MethodSettings()).model_extra or {}
-    defaults, method = {**experiment.defaults, **own}, experiment.build_method(name)
+    own_fields = experiment.methods.get(name, MethodSettings()).model_extra or {}
+    defaults, method = {**experiment.defaults, **own_fields}, experiment.build_method(name)
     tables: dict[str, Any] = {}
     # all values of a table at once, for a kind and the fields of that kind belong together
     for top, value in join_fields(values).items():
-        before = {top: copy.deepcopy(defaults.get(top, _default_table(getattr(method, top, None))))}
-        merge_tables(before, {top: value})
-        tables[top] = before[top]
+        merged_table = {top: copy.deepcopy(defaults.get(top, _default_table(getattr(method, top, None))))}
+        merge_tables(merged_table, {top: value})
+        tables[top] = merged_table[top]
     return tables
 
 
@@ -162,14 +162,14 @@ def _default_table(value: Any) -> dict[str, Any]:
     return {**kind, **print_fields(value, True)}
 
 
-def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationScore | None:
+def score_run(run: RunRecord, round_choice: str, series: str | None = None) -> ValidationScore | None:
     """Score a run by validation: the mean over the clients that can train and are not hostile.
 
     Test results are not read.
 
     Args:
         run: that has finished.
-        at: ``last`` or ``best``, the evaluated round; the state before any training is no candidate for the best.
+        round_choice: ``last`` or ``best``, the evaluated round; the state before any training is no candidate for the best.
         series: which models; see :class:`.sections.tune_section.TuneSettings`.
 
     Returns:
@@ -183,8 +183,10 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
         raise CheckpointError(
             f"{run.folder}: {describe_missing(run.missing)}, so that it has no score. Remove the folder and tune again."
         )
-    excluded = {row["id"] for row in run.clients if row.get("unseen") or row.get("hostile")}
-    scores = [score for record in run.rounds if (score := _validation(record, excluded, series)) is not None]
+    excluded_ids = {row["id"] for row in run.clients if row.get("unseen") or row.get("hostile")}
+    scores = [
+        score for record in run.rounds if (score := _validation(record, excluded_ids, series)) is not None
+    ]
     if not scores:
         raise ConfigError(
             f"{run.folder}: no client has validation examples, by which settings are chosen. Set split.val, "
@@ -192,10 +194,10 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
         )
     if has_used_no_reply(run):
         return None
-    trained = [score for score in scores if score.round > 0 and math.isfinite(score.value)]
-    chosen = [scores[-1]] if at == "last" else trained
-    best = find_best(map(_cost, chosen), lower_is_better=True)
-    return chosen[best] if best is not None and math.isfinite(chosen[best].value) else None
+    trained_scores = [score for score in scores if score.round > 0 and math.isfinite(score.value)]
+    candidates = [scores[-1]] if round_choice == "last" else trained_scores
+    best = find_best(map(_cost, candidates), lower_is_better=True)
+    return candidates[best] if best is not None and math.isfinite(candidates[best].value) else None
 
 
 def has_used_no_reply(run: RunRecord) -> bool:
@@ -204,11 +206,13 @@ def has_used_no_reply(run: RunRecord) -> bool:
     return has_lost and all(len(record.lost) >= len(record.participants) for record in run.rounds)
 
 
-def _validation(record: RoundRecord, excluded: Collection[int], series: str | None) -> ValidationScore | None:
+def _validation(
+    record: RoundRecord, excluded_ids: Collection[int], series: str | None
+) -> ValidationScore | None:
     for name in (ACCURACY, LOSS):
-        chosen = series if series in record.series(name) else None
-        values = record.by_client(name, series=chosen, split="val")
-        mean = mean_over_clients(v for client, v in values.items() if client not in excluded)
+        series_name = series if series in record.series(name) else None
+        values = record.by_client(name, series=series_name, split="val")
+        mean = mean_over_clients(v for client_id, v in values.items() if client_id not in excluded_ids)
         if mean is not None:
             return ValidationScore(mean, record.round, is_loss=name == LOSS)
     return None
@@ -238,40 +242,42 @@ def choose_setting(settings: Sequence[Setting]) -> Setting | None:
     return None if best is None else settings[best]
 
 
-def find_edges(chosen: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]:
+def find_edges(setting: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]:
     """Warn of each numeric field whose chosen value is the smallest or largest of its grid.
 
     Args:
-        chosen: the chosen setting of a method.
+        setting: the chosen setting of a method.
         grid: of the method.
     """
     edges = []
     for field, values in grid.items():
         if len(values) < 2 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
             continue
-        value = chosen.values[field]
+        value = setting.values[field]
         if value in (min(values), max(values)):
             side = "smallest" if value == min(values) else "largest"
-            tried = ", ".join(map(str, sorted(values)))
+            grid_text = ", ".join(map(str, sorted(values)))
             edges.append(
-                f"{chosen.method}: {field} = {value} is the {side} of {tried}; the optimum is at the edge of "
+                f"{setting.method}: {field} = {value} is the {side} of {grid_text}; the optimum is at the edge of "
                 "the grid: extend it"
             )
     return edges
 
 
-def tuned_experiment(experiment: ExperimentConfig, chosen: Sequence[Setting]) -> ExperimentConfig:
+def tuned_experiment(experiment: ExperimentConfig, settings: Sequence[Setting]) -> ExperimentConfig:
     """The experiment of the methods' chosen settings on the test seeds, which ``compare`` runs.
 
     Args:
         experiment: that was tuned.
-        chosen: one setting for each method to compare.
+        settings: one setting for each method to compare.
     """
-    methods = {one.method: lay_values(experiment, one.method, one.values) for one in chosen}
+    methods = {
+        setting.method: nest_values(experiment, setting.method, setting.values) for setting in settings
+    }
     tables = {
         "name": experiment.name + TUNED,
         "title": experiment.title or experiment.name,
-        "compare": [one.method for one in chosen],
+        "compare": [setting.method for setting in settings],
         "seeds": list(tune_settings(experiment).test_seeds),
         "methods": {name: fields for name, fields in methods.items() if fields},
     }

@@ -46,7 +46,7 @@ def describe_working_folder(folder: Path, tables: Mapping[str, Any], method: str
 
 
 @contextlib.contextmanager
-def enter_working_folder(folder: Path, stored: Mapping[str, Any]) -> Iterator[Path]:
+def enter_working_folder(folder: Path, stored_config: Mapping[str, Any]) -> Iterator[Path]:
     """Change to the working folder of a stored run, for the time in which its data and code are read.
 
     The process stays where it is if that folder is not there, or if more of the run's files are found here, as after
@@ -54,31 +54,33 @@ def enter_working_folder(folder: Path, stored: Mapping[str, Any]) -> Iterator[Pa
 
     Args:
         folder: of the run.
-        stored: its ``run.json``.
+        stored_config: its ``run.json``.
 
     Yields:
         The run folder as a path from there.
     """
-    there = _find_working_folder(folder, stored)
-    if there is None:
+    working_folder = _find_working_folder(folder, stored_config)
+    if working_folder is None:
         yield folder
         return
     absolute = folder.absolute()
-    with contextlib.chdir(there):
+    with contextlib.chdir(working_folder):
         yield absolute
 
 
-def _find_working_folder(folder: Path, stored: Mapping[str, Any]) -> Path | None:
+def _find_working_folder(folder: Path, stored_config: Mapping[str, Any]) -> Path | None:
     """The working folder of a stored run; None if that is the present one, or it does not have the run's files."""
-    text, tables = stored.get(WORKING_FOLDER), stored.get("experiment")
+    text, tables = stored_config.get(WORKING_FOLDER), stored_config.get("experiment")
     if not isinstance(text, str) or not isinstance(tables, Mapping):
         return None
-    here, there = Path.cwd().resolve(), (folder.resolve() / text).resolve()
-    if there == here or not there.is_dir():
+    current_folder, working_folder = Path.cwd().resolve(), (folder.resolve() / text).resolve()
+    if working_folder == current_folder or not working_folder.is_dir():
         return None
-    names = _list_relative_names(tables, str(stored["method"]["name"]))
-    found_here, found_there = (sum(_exists(root, name) for name in names) for root in (here, there))
-    return there if 0 < found_there >= found_here else None
+    names = _list_relative_names(tables, str(stored_config["method"]["name"]))
+    current_count, working_count = (
+        sum(_exists(root, name) for name in names) for root in (current_folder, working_folder)
+    )
+    return working_folder if 0 < working_count >= current_count else None
 
 
 def _exists(root: Path, name: str) -> bool:
@@ -90,8 +92,8 @@ def _list_relative_names(tables: Mapping[str, Any], method: str) -> list[str]:
     names: list[str] = []
     for path in _PATHS:
         value: Any = tables
-        for part in path:
-            value = value.get(part) if isinstance(value, Mapping) else None
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
         names += [value] if isinstance(value, str) else value if isinstance(value, list) else []
     expanded = [os.path.expandvars(os.path.expanduser(name)) for name in names]  # noqa: PTH111 - may be a hub name
     code = {text.partition(":")[0] for text in (method, *_list_texts(tables)) if _CODE.fullmatch(text)}

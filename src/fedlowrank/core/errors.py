@@ -50,18 +50,18 @@ class SingleValueError(TaskError):
 
     Args:
         layer: dotted name of the normalization in its model.
-        whose: the client and its examples, or the model, where they are known.
+        owner: the client and its examples, or the model, where they are known.
         advice: what to do instead.
     """
 
-    def __init__(self, layer: str, whose: str = "", advice: str = "") -> None:
+    def __init__(self, layer: str, owner: str = "", advice: str = "") -> None:
         need = "needs at least two values of each channel, and one example gives it one"
-        where = f"{whose}: " if whose else ""
+        prefix = f"{owner}: " if owner else ""
         advice = (
             advice or "Give more examples, or use a normalization that treats examples singly (nn.GroupNorm)."
         )
-        super().__init__(f"{where}the batch normalization {layer!r} {need}. {advice}")
-        self.layer, self.whose, self.advice = layer, whose, advice
+        super().__init__(f"{prefix}the batch normalization {layer!r} {need}. {advice}")
+        self.layer, self.whose, self.advice = layer, owner, advice
 
     def __reduce__(self) -> tuple[type[SingleValueError], tuple[str, str, str]]:
         return type(self), (self.layer, self.whose, self.advice)
@@ -72,14 +72,14 @@ class LossError(TaskError):
 
 
 @contextlib.contextmanager
-def naming(whose: str, advice: str = "") -> Iterator[None]:
+def naming(owner: str, advice: str = "") -> Iterator[None]:
     """Within this block a :class:`SingleValueError` without a client is raised again with one, and with an advice."""
     try:
         yield
     except SingleValueError as error:
-        if error.whose or not whose:
+        if error.whose or not owner:
             raise
-        raise SingleValueError(error.layer, whose, advice or error.advice) from error
+        raise SingleValueError(error.layer, owner, advice or error.advice) from error
 
 
 class CheckpointError(FedlowrankError):
@@ -93,53 +93,53 @@ class NonFiniteError(FedlowrankError):
     """A training pass met a NaN or an infinity.
 
     Args:
-        client: identifier of the client.
+        client_id: identifier of the client.
         round: round of training, counted from 0.
         name: name of the pass over the data.
         step: first step whose loss is not finite, counted from 0, or None if only the parameters show it.
-        whose: the client in the message; by default by its number.
+        owner: the client in the message; by default by its number.
 
     Attributes:
         finding: what is not finite, with client, round and pass; rounds as in :class:`..results.records.RoundRecord`,
             where 1 is the first round of training.
-        cure: what to do about it.
+        advice: what to do about it.
     """
 
-    def __init__(self, client: int, round: int, name: str, step: int | None, whose: str = "") -> None:
-        where = "the parameters after the pass are" if step is None else f"the loss of step {step} is"
-        cure = "Lower the learning rate, clip the gradient (optimizer.clip)"
+    def __init__(self, client_id: int, round: int, name: str, step: int | None, owner: str = "") -> None:
+        location = "the parameters after the pass are" if step is None else f"the loss of step {step} is"
+        advice = "Lower the learning rate, clip the gradient (optimizer.clip)"
         if step == 0 and round == 0:
-            cure = (
+            advice = (
                 "Nothing was learnt before this step, so look at this client's inputs and targets (a NaN, or "
                 "numbers that are too large) and at the loss"
             )
-        finding = f"{whose or f'client {client}'}, round {round + 1}, pass {name!r}: {where} not finite"
-        super().__init__(f"{finding}. {cure}, or {_DROP_SUCH_REPLIES}")
-        self.finding, self.cure = finding, cure
-        self.client = client
+        finding = f"{owner or f'client {client_id}'}, round {round + 1}, pass {name!r}: {location} not finite"
+        super().__init__(f"{finding}. {advice}, or {_DROP_SUCH_REPLIES}")
+        self.finding, self.advice = finding, advice
+        self.client_id = client_id
         self.round = round
         self.name = name
         self.step = step
-        self.whose = whose
+        self.owner = owner
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, int, str, int | None, str]]:
-        return type(self), (self.client, self.round, self.name, self.step, self.whose)
+        return type(self), (self.client_id, self.round, self.name, self.step, self.owner)
 
 
 class NonFiniteUploadError(NonFiniteError):
     """The upload of a client holds a NaN or an infinity, although no training pass of it met one.
 
     Args:
-        client: identifier of the client.
+        client_id: identifier of the client.
         round: round of training, counted from 0.
         path: of the first such number in the upload.
-        whose: the client in the message; by default by its number.
+        owner: the client in the message; by default by its number.
     """
 
-    def __init__(self, client: int, round: int, path: str, whose: str = "") -> None:
-        super().__init__(client, round, "", None, whose)
+    def __init__(self, client_id: int, round: int, path: str, owner: str = "") -> None:
+        super().__init__(client_id, round, "", None, owner)
         self.finding = (
-            f"{whose or f'client {client}'}, round {round + 1}: its upload holds a NaN or an infinity at {path}, "
+            f"{owner or f'client {client_id}'}, round {round + 1}: its upload holds a NaN or an infinity at {path}, "
             "and its training met none"
         )
         self.cure = "Look at what the method computes after training"
@@ -147,26 +147,26 @@ class NonFiniteUploadError(NonFiniteError):
         FedlowrankError.__init__(self, f"{self.finding}. {self.cure}, or {_DROP_SUCH_REPLIES}")
 
     def __reduce__(self) -> tuple[type[NonFiniteUploadError], tuple[int, int, str, str]]:  # type: ignore[override]
-        return type(self), (self.client, self.round, self.path, self.whose)
+        return type(self), (self.client_id, self.round, self.path, self.owner)
 
 
 class LoweredRankWarning(UserWarning):
     """A rank is above what a layer can have, so that a lower one is used there."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """End of a message about an unknown name: the nearest known one, or all of them.
 
     Args:
         name: what was given.
-        known: what would have been accepted.
+        choices: what would have been accepted.
 
     Returns:
         A sentence such as ``Did you mean 'fedavg'?`` or ``Known: 'fd', 'fedavg'.``
     """
-    names = sorted(set(known))
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(map(repr, names)) + "."
+    names = sorted(set(choices))
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"Did you mean {matches[0]!r}?" if matches else "Known: " + ", ".join(map(repr, names)) + "."
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:

@@ -69,7 +69,7 @@ class Key:
         """
         seed = self.seed()
         gpus = [device] if device is not None and device.type == "cuda" else []
-        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code draws from it
+        python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code draws from it
         with torch.random.fork_rng(devices=gpus):
             torch.default_generator.manual_seed(seed)
             for gpu in gpus:
@@ -80,11 +80,11 @@ class Key:
             try:
                 yield
             finally:
-                random.setstate(python)
-                np.random.set_state(numpy)  # noqa: NPY002 - user code draws from it
+                random.setstate(python_state)
+                np.random.set_state(numpy_state)  # noqa: NPY002 - user code draws from it
 
 
 def generator_states() -> tuple[Any, ...]:
     """States of the global generators of torch, Python and numpy, which user code may draw from."""
-    _, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest
+    _, keys, *counters = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *counters

@@ -107,18 +107,18 @@ def children(value: Any, path: str = "") -> list[tuple[str, Any]] | None:
     raise TreeError(f"a {type(value).__name__} at {path or 'the top'} cannot be part of a tree{hint}")
 
 
-def rebuild(like: Any, parts: list[tuple[str, Any]]) -> Any:
+def rebuild(node: Any, parts: list[tuple[str, Any]]) -> Any:
     """A node of the kind of another one, with new children.
 
     Args:
-        like: a node, for which :func:`children` is not None.
+        node: a node, for which :func:`children` is not None.
         parts: names and children, in the order of :func:`children`.
     """
-    if isinstance(like, dict):
+    if isinstance(node, dict):
         return dict(parts)
-    if isinstance(like, (list, tuple)):
-        return type(like)(part for _, part in parts)
-    return type(like)(**dict(parts))
+    if isinstance(node, (list, tuple)):
+        return type(node)(part for _, part in parts)
+    return type(node)(**dict(parts))
 
 
 def join_path(path: str, key: str) -> str:
@@ -146,13 +146,13 @@ def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
     """The tree with f applied to every tensor; :func:`children` names what is no tree."""
     if isinstance(value, Tensor):
         return f(value)
-    kind = type(value)
-    if kind is dict and all(type(k) is str for k in value):
+    node_type = type(value)
+    if node_type is dict and all(type(k) is str for k in value):
         return {k: _each(v, f) for k, v in value.items()}
-    if kind is list or kind is tuple:
-        return kind([_each(v, f) for v in value])
+    if node_type is list or node_type is tuple:
+        return node_type([_each(v, f) for v in value])
     items = children(value)
-    return value if items is None else kind(**{k: _each(v, f) for k, v in items})
+    return value if items is None else node_type(**{k: _each(v, f) for k, v in items})
 
 
 def map_leaves(f: Callable[..., Any], first: T, *rest: Any) -> T:
@@ -228,9 +228,9 @@ def widen(value: T) -> T:
     return map_leaves(lambda t: t.to(_WIDE[t.dtype]) if t.dtype in _WIDE else t, value)
 
 
-def cast_like(value: T, like: Any) -> T:
+def cast_like(value: T, template: Any) -> T:
     """The tree with its tensors rounded to the types of those of another tree of its structure."""
-    return map_leaves(lambda t, u: t.to(u.dtype), value, like)
+    return map_leaves(lambda t, u: t.to(u.dtype), value, template)
 
 
 def zeros_like(value: T) -> T:
@@ -331,16 +331,16 @@ def decode(data: bytes, bools: int | None = None, memory: int | None = None) -> 
             )
         if memory is not None:
             # the booleans are counted as they come
-            room = (
+            free_bytes = (
                 memory
                 - len(data)
                 - _VALUE_BYTES * sum(data.count(c, 8, 8 + size) for c in (b"{", b"[", b","))
             )
-            if room < 0:
+            if free_bytes < 0:
                 raise TreeError(
                     f"these {len(data)} bytes would take more than the {memory} bytes of memory that they may"
                 )
-            bools = room if bools is None else min(bools, room)
+            bools = free_bytes if bools is None else min(bools, free_bytes)
         shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
         return _decode(shape, safetensors.torch.load(data), "", [math.inf if bools is None else bools])
     except TreeError:
@@ -349,7 +349,7 @@ def decode(data: bytes, bools: int | None = None, memory: int | None = None) -> 
         raise TreeError(f"these {len(data)} bytes are not an encoded tree: {error!r}") from error
 
 
-def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]) -> Any:
+def _decode(shape: Any, tensors: dict[str, Tensor], path: str, budget: list[float]) -> Any:
     if shape == "t":
         # bytes other than 0 and 1 in a boolean tensor are undefined behavior; ours travel as bits
         if tensors[path].dtype == torch.bool:
@@ -365,18 +365,20 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]
         count, packed = math.prod(shape["b"]), tensors[path]
         if min(shape["b"], default=1) < 0 or len(packed) != -(-count // 8):
             raise TreeError(f"the message holds {len(packed)} bytes for {count} bits at {path}")
-        left[0] -= count
-        if left[0] < 0:
+        budget[0] -= count
+        if budget[0] < 0:
             raise TreeError(
                 f"the message holds more booleans than it may; the last are the {count} at {path}"
             )
         bits = np.unpackbits(packed.numpy(), count=count)
         # seen as booleans, for a copy would take as much once more
         return torch.from_numpy(bits.view(np.bool_)).reshape(shape["b"])
-    for tag, kind in (("l", list), ("u", tuple)):
+    for tag, sequence_type in (("l", list), ("u", tuple)):
         if tag in shape:
-            return kind(_decode(s, tensors, join_path(path, str(i)), left) for i, s in enumerate(shape[tag]))
-    parts = {k: _decode(s, tensors, join_path(path, k), left) for k, s in shape["d"].items()}
+            return sequence_type(
+                _decode(s, tensors, join_path(path, str(i)), budget) for i, s in enumerate(shape[tag])
+            )
+    parts = {k: _decode(s, tensors, join_path(path, k), budget) for k, s in shape["d"].items()}
     if "c" not in shape:
         return parts
     if shape["c"] not in _CLASSES:

@@ -52,70 +52,85 @@ class Arrays(CheckedFields):
             DataError: if the file is damaged, or an array is missing, unknown or of the wrong type.
         """
         file = Path(expand_path(self.path))
-        arrays, where = _read(file), repr(str(file))
-        end = "_train" if "x_train" in arrays or "y_train" in arrays else ""
-        known = {"x", "y", "client", "classes"}
-        if end:
+        arrays, source = _read(file), repr(str(file))
+        suffix = "_train" if "x_train" in arrays or "y_train" in arrays else ""
+        array_names = {"x", "y", "client", "classes"}
+        if suffix:
             parts = ("train", "test")
-            known = {"client", "classes", *(f"{n}_{part}" for n in ("x", "y", "client") for part in parts)}
+            array_names = {
+                "client",
+                "classes",
+                *(f"{n}_{part}" for n in ("x", "y", "client") for part in parts),
+            }
         # A misspelt name must not be ignored silently.
-        for name in sorted(n for n in set(arrays) - known if n.startswith(("x", "y", "client", "class"))):
-            raise DataError(f"{where} holds an unknown array {name!r}. " + did_you_mean(name, known))
+        for name in sorted(
+            n for n in set(arrays) - array_names if n.startswith(("x", "y", "client", "class"))
+        ):
+            raise DataError(f"{source} holds an unknown array {name!r}. " + did_you_mean(name, array_names))
         if "client" in arrays and "client_train" in arrays:
-            raise DataError(f"{where} holds both 'client' and 'client_train'.")
-        ends = [end, "_test"] if "x_test" in arrays or "y_test" in arrays else [end]
+            raise DataError(f"{source} holds both 'client' and 'client_train'.")
+        suffixes = [suffix, "_test"] if "x_test" in arrays or "y_test" in arrays else [suffix]
         types = InputTypes()
         inputs = [
-            self._inputs(_find_array(arrays, "x" + e, where), f"'x{e}' in {where}", types) for e in ends
+            self._inputs(_find_array(arrays, "x" + e, source), f"'x{e}' in {source}", types) for e in suffixes
         ]
         targets, classes = _convert_targets(
-            [_find_array(arrays, "y" + e, where) for e in ends], arrays, where
+            [_find_array(arrays, "y" + e, source) for e in suffixes], arrays, source
         )
-        ids = [arrays.get("client" + end, arrays.get("client")), arrays.get("client_test")]
-        (natural, natural_test), clients = encode_clients(ids, f"the client ids in {where}")
+        ids = [arrays.get("client" + suffix, arrays.get("client")), arrays.get("client_test")]
+        (train_clients, test_clients), client_names = encode_clients(ids, f"the client ids in {source}")
         try:
-            train, *rest = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
+            train, *test_parts = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-        test = rest[0] if rest else None
+            raise DataError(f"{source}: {error}") from error
+        test = test_parts[0] if test_parts else None
         warnings = [types.warning(), find_target_warning([train.y])]
         notes = tuple(note for note in warnings if note)
         return Dataset(
-            file.stem, train, test, classes, natural, natural_test, notes=notes, natural_names=clients
+            file.stem,
+            train,
+            test,
+            classes,
+            train_clients,
+            test_clients,
+            notes=notes,
+            natural_names=client_names,
         )
 
-    def _inputs(self, x: np.ndarray, where: str, types: InputTypes) -> Tensor:
+    def _inputs(self, x: np.ndarray, description: str, types: InputTypes) -> Tensor:
         if self.layout != "as_is":
             axes = {"hw": 3, "hwc": 4}[self.layout]
             if x.ndim != axes:
-                raise DataError(f"{where}: layout {self.layout!r} needs {axes} axes, found {list(x.shape)}.")
+                raise DataError(
+                    f"{description}: layout {self.layout!r} needs {axes} axes, found {list(x.shape)}."
+                )
             x = x[:, None] if self.layout == "hw" else x.transpose(0, 3, 1, 2)
-        return convert_array(x, where, types)
+        return convert_array(x, description, types)
 
 
-def convert_array(x: np.ndarray, where: str, types: InputTypes) -> Tensor:
+def convert_array(x: np.ndarray, description: str, types: InputTypes) -> Tensor:
     """Convert inputs [n, ...] to a contiguous float32 tensor; see :mod:`fedlowrank.data.input_types`."""
     if x.dtype == np.uint8 and x.ndim:
-        return types.convert(torch.from_numpy(np.array(x, order="C")), where)
-    return types.convert(to_float32(x, where), where)
+        return types.convert(torch.from_numpy(np.array(x, order="C")), description)
+    return types.convert(to_float32(x, description), description)
 
 
-def to_float32(x: np.ndarray, where: str) -> Tensor:
+def to_float32(x: np.ndarray, description: str) -> Tensor:
     """Convert real numbers [n, ...] to a contiguous float32 tensor with the same values."""
     if x.ndim == 0 or x.dtype.kind not in "biuf":
-        raise DataError(f"{where} must be numbers [n, ...], not {describe_array(x)}.")
-    warn_of_rounding(x, where)
+        raise DataError(f"{description} must be numbers [n, ...], not {describe_array(x)}.")
+    warn_of_rounding(x, description)
     with np.errstate(over="ignore"):
         # An overflow becomes an infinity, which the data set rejects with its position.
         return torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
 
 
-def encode_labels(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tuple[str, ...]]:
+def encode_labels(parts: list[np.ndarray], description: str) -> tuple[list[Tensor], tuple[str, ...]]:
     """Encode labels as numbers.
 
     Args:
         parts: labels of each part: whole numbers from 0 on, truth values, or text.
-        where: what they are, for messages.
+        description: what they are, for messages.
 
     Returns:
         int64 labels of each part; names of the classes: the sorted texts, or the numbers up to the largest.
@@ -123,28 +138,30 @@ def encode_labels(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tu
     if all(part.dtype.kind == "U" and part.ndim == 1 for part in parts):
         names = np.unique(np.concatenate(parts))
         return [torch.from_numpy(np.searchsorted(names, part)) for part in parts], tuple(map(str, names))
-    labels = [_to_int64(part, where) for part in parts]
+    labels = [_to_int64(part, description) for part in parts]
     if not all(len(y) for y in labels):
-        raise DataError(f"{where}: a part is empty.")
-    if (low := min(int(y.min()) for y in labels)) < 0:
-        raise DataError(f"{where} must count from 0; there is a {low}.")
+        raise DataError(f"{description}: a part is empty.")
+    if (min_label := min(int(y.min()) for y in labels)) < 0:
+        raise DataError(f"{description} must count from 0; there is a {min_label}.")
     return labels, tuple(map(str, range(1 + max(int(y.max()) for y in labels))))
 
 
-def _encode_dense(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tuple[str, ...]]:
+def _encode_dense(parts: list[np.ndarray], description: str) -> tuple[list[Tensor], tuple[str, ...]]:
     """Labels [n, ...] of pixels or tokens, and the numbers of the classes as their names.
 
-    Negative ones mark places without a label, which the loss leaves out.
+    Negative ones mark pixels or tokens without a label, which the loss leaves out.
     """
     labels = [torch.from_numpy(part.astype(np.int64)) for part in parts]
     if not all(y.numel() for y in labels):
-        raise DataError(f"{where}: a part is empty.")
-    if (largest := max(int(y.max()) for y in labels)) < 0:
-        raise DataError(f"{where} are all negative, which marks places without a label.")
-    return labels, tuple(map(str, range(1 + largest)))
+        raise DataError(f"{description}: a part is empty.")
+    if (max_label := max(int(y.max()) for y in labels)) < 0:
+        raise DataError(f"{description} are all negative, which marks pixels or tokens without a label.")
+    return labels, tuple(map(str, range(1 + max_label)))
 
 
-def encode_clients(parts: list[np.ndarray | None], where: str) -> tuple[list[Tensor | None], tuple[str, ...]]:
+def encode_clients(
+    parts: list[np.ndarray | None], description: str
+) -> tuple[list[Tensor | None], tuple[str, ...]]:
     """Encode client ids, whole numbers or text; the same text gets the same number in all parts.
 
     Returns:
@@ -152,42 +169,44 @@ def encode_clients(parts: list[np.ndarray | None], where: str) -> tuple[list[Ten
     """
     texts = [part for part in parts if part is not None and part.dtype.kind == "U"]
     if not texts:
-        return [None if part is None else _to_int64(part, where) for part in parts], ()
+        return [None if part is None else _to_int64(part, description) for part in parts], ()
     if any(part is not None and (part.dtype.kind != "U" or part.ndim != 1) for part in parts):
-        raise DataError(f"{where} must be whole numbers [n] or text [n], the same in all parts.")
+        raise DataError(f"{description} must be whole numbers [n] or text [n], the same in all parts.")
     names = np.unique(np.concatenate(texts))
     encoded = [None if part is None else torch.from_numpy(np.searchsorted(names, part)) for part in parts]
     return encoded, tuple(map(str, names))
 
 
 def _convert_targets(
-    parts: list[np.ndarray], arrays: Mapping[str, np.ndarray], where: str
+    parts: list[np.ndarray], arrays: Mapping[str, np.ndarray], source: str
 ) -> tuple[list[Tensor], tuple[str, ...]]:
     """Real targets without classes, or encoded labels with the names of the classes."""
     if all(y.dtype.kind == "f" and y.ndim > 1 for y in parts):
         if "classes" in arrays:
-            raise DataError(f"{where} names classes, but its targets are real numbers, a regression.")
-        return [to_float32(y, f"the targets in {where}") for y in parts], ()
+            raise DataError(f"{source} names classes, but its targets are real numbers, a regression.")
+        return [to_float32(y, f"the targets in {source}") for y in parts], ()
     for y in parts:
         if y.dtype.kind in "biuf" and (hint := find_target_hint(torch.as_tensor(y))):
-            raise DataError(f"the labels in {where} must not be {describe_array(y)}. {hint}")
+            raise DataError(f"the labels in {source} must not be {describe_array(y)}. {hint}")
     if all(y.dtype.kind in "iu" and y.ndim > 1 for y in parts):
-        labels, classes = _encode_dense(parts, f"the labels in {where}")
+        labels, classes = _encode_dense(parts, f"the labels in {source}")
     else:
-        labels, classes = encode_labels(parts, f"the labels in {where}")
+        labels, classes = encode_labels(parts, f"the labels in {source}")
     if "classes" not in arrays:
         return labels, classes
     names = arrays["classes"]
     if names.ndim != 1 or names.dtype.kind != "U" or parts[0].dtype.kind == "U":
-        raise DataError(f"{where}: 'classes' must be text [classes], beside labels that are whole numbers.")
+        raise DataError(f"{source}: 'classes' must be text [classes], beside labels that are whole numbers.")
     if len(names) < len(classes):
-        raise DataError(f"{where}: 'classes' has {len(names)} names, but labels go up to {len(classes) - 1}.")
+        raise DataError(
+            f"{source}: 'classes' has {len(names)} names, but labels go up to {len(classes) - 1}."
+        )
     return labels, tuple(map(str, names))
 
 
-def _to_int64(values: np.ndarray, where: str) -> Tensor:
+def _to_int64(values: np.ndarray, description: str) -> Tensor:
     if values.ndim != 1 or values.dtype.kind not in "iub":
-        raise DataError(f"{where} must be whole numbers [n], not {describe_array(values)}.")
+        raise DataError(f"{description} must be whole numbers [n], not {describe_array(values)}.")
     return torch.from_numpy(values.astype(np.int64))
 
 
@@ -205,8 +224,8 @@ def _read(file: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{str(file)!r} cannot be read as an .npz file of plain arrays: {error}") from error
 
 
-def _find_array(arrays: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
+def _find_array(arrays: Mapping[str, np.ndarray], name: str, source: str) -> np.ndarray:
     if name not in arrays:
-        present = ", ".join(map(repr, sorted(arrays))) or "none"
-        raise DataError(f"{where} lacks the array {name!r}; it holds {present}.")
+        array_names = ", ".join(map(repr, sorted(arrays))) or "none"
+        raise DataError(f"{source} lacks the array {name!r}; it holds {array_names}.")
     return arrays[name]

@@ -88,19 +88,23 @@ class Augment(CheckedFields):
     def change(self, x: Tensor, draw: Tensor, quarter_turns: int = 0) -> Tensor:
         """Augment images as :meth:`apply` does, by draws of :meth:`draw` on their device."""
         b, channels, height, width = x.shape
-        p, places = self.crop, 2 * self.crop + 1
-        mirrored, top_edge, left_edge = draw >= places**2, draw // places % places, draw % places
+        p, offset_count = self.crop, 2 * self.crop + 1
+        is_mirrored, top_edge, left_edge = (
+            draw >= offset_count**2,
+            draw // offset_count % offset_count,
+            draw % offset_count,
+        )
         rows, columns = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
         # rot90(mirror left to right) = (mirror top to bottom)(rot90)
         if quarter_turns % 2:
-            rows = torch.where(mirrored, rows.flip(0), rows)
+            rows = torch.where(is_mirrored, rows.flip(0), rows)
         else:
-            columns = torch.where(mirrored, columns.flip(0), columns)
+            columns = torch.where(is_mirrored, columns.flip(0), columns)
         # Positions in the padded images of the batch, flattened.
-        starts = torch.arange(b, device=x.device)[:, None] * (height + 2 * p) + top_edge + rows
-        pixels = (starts * (width + 2 * p))[:, :, None] + (columns + left_edge)[:, None, :]
-        padded = functional.pad(x, (p, p, p, p), value=self.fill) if p else x
-        out = padded.permute(0, 2, 3, 1).reshape(-1, channels).index_select(0, pixels.flatten())
+        row_index = torch.arange(b, device=x.device)[:, None] * (height + 2 * p) + top_edge + rows
+        pixel_index = (row_index * (width + 2 * p))[:, :, None] + (columns + left_edge)[:, None, :]
+        padded_images = functional.pad(x, (p, p, p, p), value=self.fill) if p else x
+        out = padded_images.permute(0, 2, 3, 1).reshape(-1, channels).index_select(0, pixel_index.flatten())
         return out.reshape(b, height, width, channels).permute(0, 3, 1, 2)
 
 

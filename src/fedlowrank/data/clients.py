@@ -47,34 +47,36 @@ def make_clients(
     parts = _assign(pool, rule, split, key / "partition")
     names = _name_clients(pool, parts)
     clients = []
-    tested = np.zeros(len(pool.labels), dtype=bool)
-    for client, positions_of_client in enumerate(parts):
-        if len(positions_of_client) == 0:
-            raise DataError(f"client {client} has no examples. Use fewer clients or a less skewed partition.")
+    test_mask = np.zeros(len(pool.labels), dtype=bool)
+    for client_id, client_positions in enumerate(parts):
+        if len(client_positions) == 0:
+            raise DataError(
+                f"client {client_id} has no examples. Use fewer clients or a less skewed partition."
+            )
         try:
-            positions = split.divide(pool, positions_of_client, client, key / "split" / client)
+            positions = split.divide(pool, client_positions, client_id, key / "split" / client_id)
         except DataError as error:
-            if not names[client]:
+            if not names[client_id]:
                 raise
-            raise DataError(f"{error} It is {names[client]!r}.") from error
+            raise DataError(f"{error} It is {names[client_id]!r}.") from error
         if len(positions.train) == 0:
             raise DataError(
-                f"{client_title(client, names[client])} has no training data. Raise its number of examples."
+                f"{client_title(client_id, names[client_id])} has no training data. Raise its number of examples."
             )
-        tested[positions.test] = True
+        test_mask[positions.test] = True
         notes = positions.notes
         if (
             pool.names
-            and (labels := pool.labels[positions_of_client]).min() == (first := labels[0]) == labels.max()
+            and (labels := pool.labels[client_positions]).min() == (first_label := labels[0]) == labels.max()
         ):
-            title = client_title(client, names[client])
-            notes = (f"{title}: a single class, {pool.names[first]!r}", *notes)
+            title = client_title(client_id, names[client_id])
+            notes = (f"{title}: a single class, {pool.names[first_label]!r}", *notes)
         train, val, test = (
-            _take_examples(pool, part) for part in (positions.train, positions.val, positions.test)
+            _take_examples(pool, index) for index in (positions.train, positions.val, positions.test)
         )
-        clients.append(ClientData(train, val, test, notes, name=names[client]))
-    if unused := _describe_unused(pool, parts, split, tested):
-        clients[0] = replace(clients[0], notes=(*unused, *clients[0].notes))
+        clients.append(ClientData(train, val, test, notes, name=names[client_id]))
+    if unused_notes := _describe_unused(pool, parts, split, test_mask):
+        clients[0] = replace(clients[0], notes=(*unused_notes, *clients[0].notes))
     return clients
 
 
@@ -83,24 +85,26 @@ def subsample_training(clients: list[ClientData], share: float, minimum: int, ke
 
     Of n examples min(n, max(minimum, round(share·n))) are kept. Each client draws from a key of its own.
     """
-    out = []
-    for client, data in enumerate(clients):
+    subsampled_clients = []
+    for client_id, data in enumerate(clients):
         n = len(data.train)
         size = min(n, max(minimum, round(share * n)))
         if size < n:
-            index = np.sort((key / client).numpy().permutation(n)[:size])
+            index = np.sort((key / client_id).numpy().permutation(n)[:size])
             data = replace(data, train=data.train.take(index))
-        out.append(data)
-    return out
+        subsampled_clients.append(data)
+    return subsampled_clients
 
 
 def _assign(pool: Pool, partition: Partition, split: Split, key: Key) -> Parts:
     """Sorted positions of each client; with test examples if the split assigns those to clients."""
-    n, classes = pool.train_size, len(pool.names)
+    n, class_count = pool.train_size, len(pool.names)
     if split.official_test == "merged":
-        return partition.assign(pool.labels, classes, key, pool.natural)
-    natural = pool.dataset.natural
-    parts = partition.assign(pool.labels[:n], classes, key, None if natural is None else natural.numpy())
+        return partition.assign(pool.labels, class_count, key, pool.natural)
+    natural_clients = pool.dataset.natural
+    parts = partition.assign(
+        pool.labels[:n], class_count, key, None if natural_clients is None else natural_clients.numpy()
+    )
     if split.official_test != "shared":
         return parts
     if not partition.repeatable:
@@ -110,42 +114,42 @@ def _assign(pool: Pool, partition: Partition, split: Split, key: Key) -> Parts:
             "'iid' or 'label_groups', or split 'matched' (for 'natural': 'own_test')."
         )
     try:
-        tests = partition.assign(pool.labels[n:], classes, key / "test")
+        test_parts = partition.assign(pool.labels[n:], class_count, key / "test")
     except DataError as error:
         raise DataError(f"split 'test_share', the official test part: {error}") from error
-    return [np.concatenate([positions, test + n]) for positions, test in zip(parts, tests, strict=True)]
+    return [np.concatenate([positions, test + n]) for positions, test in zip(parts, test_parts, strict=True)]
 
 
 def _name_clients(pool: Pool, parts: Parts) -> list[str]:
     """The name of each client if every one is a natural client of its own, else empty names."""
-    natural, names = pool.dataset.natural, pool.dataset.natural_names
+    natural_clients, names = pool.dataset.natural, pool.dataset.natural_names
     nameless = [""] * len(parts)
-    if natural is None or not names or names == tuple(map(str, range(len(names)))):
+    if natural_clients is None or not names or names == tuple(map(str, range(len(names)))):
         return nameless
-    ids = natural.numpy()
+    ids = natural_clients.numpy()
     # the split reports a client without training examples
-    ids_of_clients = [np.unique(ids[positions[positions < pool.train_size]]) for positions in parts]
-    if any(len(ids_of_one) != 1 or ids_of_one[0] < 0 for ids_of_one in ids_of_clients):
+    ids_of_parts = [np.unique(ids[positions[positions < pool.train_size]]) for positions in parts]
+    if any(len(part_ids) != 1 or part_ids[0] < 0 for part_ids in ids_of_parts):
         return nameless
-    if len({int(ids_of_one[0]) for ids_of_one in ids_of_clients}) < len(parts):
+    if len({int(part_ids[0]) for part_ids in ids_of_parts}) < len(parts):
         return nameless
-    return [names[int(ids_of_one[0])] for ids_of_one in ids_of_clients]
+    return [names[int(part_ids[0])] for part_ids in ids_of_parts]
 
 
-def _describe_unused(pool: Pool, parts: Parts, split: Split, tested: np.ndarray) -> list[str]:
-    """Notes on the examples that belong to no client; ``tested`` are the positions of all test parts."""
-    n, assigned = pool.train_size, np.zeros(len(pool.labels), dtype=bool)
+def _describe_unused(pool: Pool, parts: Parts, split: Split, test_mask: np.ndarray) -> list[str]:
+    """Notes on the examples that belong to no client; ``test_mask`` are the positions of all test parts."""
+    n, is_assigned = pool.train_size, np.zeros(len(pool.labels), dtype=bool)
     for positions in parts:
-        assigned[positions] = True
-    groups = {"training": assigned[:n]}
+        is_assigned[positions] = True
+    masks = {"training": is_assigned[:n]}
     if split.official_test == "merged":
-        groups = {"": assigned}
+        masks = {"": is_assigned}
     elif isinstance(split, OwnTest):
-        groups["test"] = tested[n:]
+        masks["test"] = test_mask[n:]
     return [
-        f"{unused} of {len(used)} {kind} examples belong to no client".replace("  ", " ")
-        for kind, used in groups.items()
-        if (unused := int((~used).sum()))
+        f"{unused_count} of {len(mask)} {part_name} examples belong to no client".replace("  ", " ")
+        for part_name, mask in masks.items()
+        if (unused_count := int((~mask).sum()))
     ]
 
 

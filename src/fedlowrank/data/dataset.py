@@ -51,8 +51,8 @@ class Examples:
     y: Tensor
 
     def __post_init__(self) -> None:
-        least = _MIN_TARGET_DIMENSIONS.get(self.y.dtype)
-        if least is None or self.y.ndim < least or 0 in self.y.shape[1:]:
+        min_dimensions = _MIN_TARGET_DIMENSIONS.get(self.y.dtype)
+        if min_dimensions is None or self.y.ndim < min_dimensions or 0 in self.y.shape[1:]:
             raise DataError(
                 "the labels must be int64 [n], or [n, ...] of pixels or tokens, or for a regression the targets "
                 f"float32 [n, d], not {describe_array(self.y)}."
@@ -135,12 +135,12 @@ class WideColumn:
 
     Attributes:
         name: of the column.
-        place: of its input, counted from 0.
+        index: of its input, counted from 0.
         parts: its values, float64 [n], of the training part and of the test part, if there is one.
     """
 
     name: str
-    place: int
+    index: int
     parts: tuple[npt.NDArray[np.float64], ...]
 
 
@@ -203,39 +203,41 @@ class Dataset:
             return 0
         return len(self.classes) or self.train.y.shape[1]
 
-    def _check_part(self, part: str, examples: Examples, natural: Tensor | None) -> None:
-        where, y = f"the {part} part of data set {self.name!r}", examples.y
+    def _check_part(self, part: str, examples: Examples, natural_clients: Tensor | None) -> None:
+        description, y = f"the {part} part of data set {self.name!r}", examples.y
         if len(examples) == 0:
-            raise DataError(f"{where} is empty.")
-        # of pixels and tokens negative ones mark places without a label
-        outside = (y >= len(self.classes)) | (y < 0 if y.ndim == 1 else False)
-        if self.classes and len(wrong := outside.nonzero()):
-            first = int(wrong[0, 0])
+            raise DataError(f"{description} is empty.")
+        # of pixels and tokens negative ones mark those without a label
+        is_invalid = (y >= len(self.classes)) | (y < 0 if y.ndim == 1 else False)
+        if self.classes and len(invalid_index := is_invalid.nonzero()):
+            first_row = int(invalid_index[0, 0])
             raise DataError(
-                f"{where} has labels outside 0..{len(self.classes) - 1}: the first is {int(y[tuple(wrong[0])])}, "
-                f"at example {first} (counted from 0)."
+                f"{description} has labels outside 0..{len(self.classes) - 1}: the first is {int(y[tuple(invalid_index[0])])}, "
+                f"at example {first_row} (counted from 0)."
             )
         x = examples.inputs
-        named = x if isinstance(x, dict) else {"the inputs": x}
-        for name, tensor in [*named.items(), ("the targets", y)]:
+        inputs = x if isinstance(x, dict) else {"the inputs": x}
+        for name, tensor in [*inputs.items(), ("the targets", y)]:
             if tensor.numel() == 0:
-                raise DataError(f"{where} has inputs without values: {describe_array(tensor)}.")
-            check_finite_values(f"{name} of {where}", tensor)
-        if natural is not None and len(natural) != len(y):
-            raise DataError(f"{where} needs client ids int64 [{len(y)}], not {describe_array(natural)}.")
+                raise DataError(f"{description} has inputs without values: {describe_array(tensor)}.")
+            check_finite_values(f"{name} of {description}", tensor)
+        if natural_clients is not None and len(natural_clients) != len(y):
+            raise DataError(
+                f"{description} needs client ids int64 [{len(y)}], not {describe_array(natural_clients)}."
+            )
 
 
-def draw_subset(dataset: Dataset, examples: int) -> Dataset:
+def draw_subset(dataset: Dataset, example_count: int) -> Dataset:
     """Keep a random subset of the training examples, the same in every run; the test part stays whole."""
     n = len(dataset.train)
-    if not 0 < examples <= n:
-        raise ConfigError(f"data.examples: {dataset.name!r} has {n} training examples; it is {examples}")
-    index = torch.from_numpy(Key(("subset",)).numpy().permutation(n)[:examples]).sort().values
-    natural, strata = (None if t is None else t[index] for t in (dataset.natural, dataset.strata))
-    return replace(dataset, train=dataset.train.take(index), natural=natural, strata=strata)
+    if not 0 < example_count <= n:
+        raise ConfigError(f"data.examples: {dataset.name!r} has {n} training examples; it is {example_count}")
+    index = torch.from_numpy(Key(("subset",)).numpy().permutation(n)[:example_count]).sort().values
+    natural_clients, strata = (None if t is None else t[index] for t in (dataset.natural, dataset.strata))
+    return replace(dataset, train=dataset.train.take(index), natural=natural_clients, strata=strata)
 
 
-def normalize(dataset: Dataset, how: Normalization) -> Dataset:
+def normalize(dataset: Dataset, mode: Normalization) -> Dataset:
     """Map the inputs to a common range by an affine map.
 
     The map is fitted on the official training part alone and applied to both parts, so nothing of the
@@ -248,28 +250,28 @@ def normalize(dataset: Dataset, how: Normalization) -> Dataset:
 
     Args:
         dataset: a data set with one input tensor.
-        how: ``none`` changes nothing; ``scale`` maps the smallest training value to 0 and the
+        mode: ``none`` changes nothing; ``scale`` maps the smallest training value to 0 and the
             largest to 1 (one map for all channels of an image, which keeps its colors; one per feature of a
             table); ``standard`` gives each channel or feature mean 0 and standard deviation 1;
             ``standard_per_client`` leaves the rest to :func:`standardize_client`.
 
     Raises:
-        ConfigError: for another ``how``, or if the inputs are a dictionary (token ids have no range).
+        ConfigError: for another ``mode``, or if the inputs are a dictionary (token ids have no range).
     """
-    if how not in get_args(Normalization):
-        raise ConfigError(f"unknown normalization {how!r}. " + did_you_mean(how, get_args(Normalization)))
+    if mode not in get_args(Normalization):
+        raise ConfigError(f"unknown normalization {mode!r}. " + did_you_mean(mode, get_args(Normalization)))
     if dataset.wide_columns:
-        dataset = _warn_of_rounded_columns(dataset) if how == "none" else _shift_columns(dataset)
-    if how in ("none", "standard_per_client"):
+        dataset = _warn_of_rounded_columns(dataset) if mode == "none" else _shift_columns(dataset)
+    if mode in ("none", "standard_per_client"):
         return dataset
     x = dataset.train.inputs
     if isinstance(x, dict):
-        raise ConfigError(f"normalization {how!r} needs one input tensor; {dataset.name!r} has named ones.")
-    shift, width = _measure_range(x) if how == "scale" else _measure_moments(x)
+        raise ConfigError(f"normalization {mode!r} needs one input tensor; {dataset.name!r} has named ones.")
+    shift, scale = _measure_range(x) if mode == "scale" else _measure_moments(x)
     test = dataset.test
     if test is not None and isinstance(test.inputs, Tensor):
-        test = Examples((test.inputs - shift).div_(width), test.y)
-    return replace(dataset, train=Examples((x - shift).div_(width), dataset.train.y), test=test)
+        test = Examples((test.inputs - shift).div_(scale), test.y)
+    return replace(dataset, train=Examples((x - shift).div_(scale), dataset.train.y), test=test)
 
 
 def _warn_of_rounded_columns(dataset: Dataset) -> Dataset:
@@ -282,15 +284,17 @@ def _warn_of_rounded_columns(dataset: Dataset) -> Dataset:
 def _shift_columns(dataset: Dataset) -> Dataset:
     """Subtract the smallest training value of each wide column, in float64."""
     parts = [dataset.train] if dataset.test is None else [dataset.train, dataset.test]
-    shifted = []
+    shifted_parts = []
     for k, examples in enumerate(parts):
         assert isinstance(examples.inputs, Tensor)
         x = examples.inputs.clone()
         for column in dataset.wide_columns:
             values = column.parts[k] - column.parts[0].min()
-            x[:, column.place] = torch.from_numpy(values.astype(np.float32))
-        shifted.append(Examples(x, examples.y))
-    return replace(dataset, train=shifted[0], test=shifted[1] if shifted[1:] else None, wide_columns=())
+            x[:, column.index] = torch.from_numpy(values.astype(np.float32))
+        shifted_parts.append(Examples(x, examples.y))
+    return replace(
+        dataset, train=shifted_parts[0], test=shifted_parts[1] if shifted_parts[1:] else None, wide_columns=()
+    )
 
 
 def standardize_client(client: ClientData) -> ClientData:
@@ -305,11 +309,11 @@ def standardize_client(client: ClientData) -> ClientData:
     x = client.train.inputs
     if isinstance(x, dict):
         raise ConfigError("normalization 'standard_per_client' needs one input tensor, not named ones.")
-    shift, width = _measure_moments(x)
+    shift, scale = _measure_moments(x)
 
     def apply(examples: Examples) -> Examples:
         assert isinstance(examples.inputs, Tensor)
-        return Examples((examples.inputs - shift).div_(width), examples.y)
+        return Examples((examples.inputs - shift).div_(scale), examples.y)
 
     return replace(client, train=apply(client.train), val=apply(client.val), test=apply(client.test))
 

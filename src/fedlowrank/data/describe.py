@@ -19,16 +19,16 @@ _MAX_COLUMNS = 12
 _MAX_BUBBLES = 30
 
 
-def count_classes(clients: Sequence[ClientData], classes: int) -> IntArray:
+def count_classes(clients: Sequence[ClientData], class_count: int) -> IntArray:
     """Number of training examples by client and class, [clients, classes]; a regression has 0 classes.
 
     Of a label for each pixel or token, of these. Labels of no class, which a loss leaves out, are not in it.
     """
-    if classes == 0:
+    if class_count == 0:
         return np.zeros((len(clients), 0), dtype=np.int64)
     labels = [client.train.y.cpu().flatten().numpy() for client in clients]
-    rows = [np.bincount(y[(y >= 0) & (y < classes)], minlength=classes) for y in labels]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), classes)
+    rows = [np.bincount(y[(y >= 0) & (y < class_count)], minlength=class_count) for y in labels]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), class_count)
 
 
 def format_class_counts(
@@ -55,32 +55,35 @@ def format_class_counts(
     counts = count_classes(clients, len(names))
     sizes = np.array([(len(client.train), len(client.val), len(client.test)) for client in clients])
     all_counts = np.vstack([counts, counts.sum(axis=0)])
-    columns = [max(len(name), len(str(all_counts[-1, c]))) + 2 for c, name in enumerate(names)]
+    column_widths = [max(len(name), len(str(all_counts[-1, c]))) + 2 for c, name in enumerate(names)]
     titles = [f"{i} ({client.name})" if client.name else str(i) for i, client in enumerate(clients)]
-    longest = max((len(client.name) for client in clients), default=0)
-    has_columns = len(names) <= _MAX_COLUMNS and sum(columns) + 32 + longest <= width
+    max_name_length = max((len(client.name) for client in clients), default=0)
+    has_columns = len(names) <= _MAX_COLUMNS and sum(column_widths) + 32 + max_name_length <= width
     table = [["client", "train", "val", "test", *(names if has_columns else ["classes"])]]
     labels = [*titles, "all"]
-    for label, size, row in zip(labels, np.vstack([sizes, sizes.sum(axis=0)]), all_counts, strict=True):
-        empty = "0" if label == "all" else "."
-        cells = [str(n) if n else empty for n in row] if has_columns else [str(np.count_nonzero(row))]
-        table.append([label, *map(str, size), *cells])
+    for label, part_sizes, row in zip(labels, np.vstack([sizes, sizes.sum(axis=0)]), all_counts, strict=True):
+        zero_text = "0" if label == "all" else "."
+        cells = [str(n) if n else zero_text for n in row] if has_columns else [str(np.count_nonzero(row))]
+        table.append([label, *map(str, part_sizes), *cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
     if not has_columns:
-        room = width - len(lines[0]) - 2
-        largest = ["largest", *(_list_largest_classes(row, names, top, room) for row in all_counts)]
-        lines = [f"{line}  {end}".rstrip() for line, end in zip(lines, largest, strict=True)]
+        remaining_width = width - len(lines[0]) - 2
+        largest_classes = [
+            "largest",
+            *(_list_largest_classes(row, names, top, remaining_width) for row in all_counts),
+        ]
+        lines = [f"{line}  {summary}".rstrip() for line, summary in zip(lines, largest_classes, strict=True)]
     if max_clients is not None and len(clients) > max_clients:
-        rest = sizes[max_clients:].sum(axis=1)
+        remaining_sizes = sizes[max_clients:].sum(axis=1)
         lines[max_clients + 1 : -1] = [
-            f"... and {len(rest)} more clients with {_format_range(rest)} examples each"
+            f"... and {len(remaining_sizes)} more clients with {_format_range(remaining_sizes)} examples each"
         ]
     lines.insert(-1, "-" * max(map(len, lines)))
-    listed_notes = [note for client in clients for note in client.notes] if notes is None else list(notes)
-    if unused := [name for name, total in zip(names, all_counts[-1], strict=True) if total == 0]:
-        listed_notes.insert(0, f"classes that no client trains on: {', '.join(unused)}")
-    for note in listed_notes:
+    all_notes = [note for client in clients for note in client.notes] if notes is None else list(notes)
+    if unused_classes := [name for name, total in zip(names, all_counts[-1], strict=True) if total == 0]:
+        all_notes.insert(0, f"classes that no client trains on: {', '.join(unused_classes)}")
+    for note in all_notes:
         lines += textwrap.wrap("* " + note, width, subsequent_indent="  ")
     return "\n".join(lines)
 
@@ -98,43 +101,43 @@ def draw_class_counts(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
     """
     if not class_names:
         raise DataError("there are no classes to draw: these data are a regression. Leave out the picture.")
-    clients, classes = counts.shape
-    bubbles = clients <= _MAX_BUBBLES and classes <= _MAX_BUBBLES
-    pitch = 0.36 if bubbles else 0.13
-    size = np.clip(pitch * clients, 4.0, 16.0) + 2.2, np.clip(pitch * classes, 2.4, 14.0) + 1.2
-    figure = Figure(figsize=size, layout="constrained")
+    client_count, class_count = counts.shape
+    has_bubbles = client_count <= _MAX_BUBBLES and class_count <= _MAX_BUBBLES
+    pitch = 0.36 if has_bubbles else 0.13
+    figsize = np.clip(pitch * client_count, 4.0, 16.0) + 2.2, np.clip(pitch * class_count, 2.4, 14.0) + 1.2
+    figure = Figure(figsize=figsize, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    if bubbles:
-        client, label = np.nonzero(counts)
+    if has_bubbles:
+        client_indices, label_indices = np.nonzero(counts)
         # Diameters in points: the largest bubble just fills its cell.
-        largest = (pitch * 72 * 0.92) ** 2
-        areas = counts[client, label] / max(int(counts.max()), 1) * largest
-        axes.scatter(client, label, s=areas, c="#3b6ea5", linewidths=0)
-        axes.set_xlim(-0.6, clients - 0.4)
-        axes.set_ylim(classes - 0.4, -0.6)
+        max_area = (pitch * 72 * 0.92) ** 2
+        areas = counts[client_indices, label_indices] / max(int(counts.max()), 1) * max_area
+        axes.scatter(client_indices, label_indices, s=areas, c="#3b6ea5", linewidths=0)
+        axes.set_xlim(-0.6, client_count - 0.4)
+        axes.set_ylim(class_count - 0.4, -0.6)
         axes.grid(color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.set_title(f"Training examples of each class; largest bubble: {int(counts.max())}", fontsize=10)
     else:
         # A class that a client lacks is empty, not merely pale.
-        shown = np.ma.masked_equal(counts.T, 0)
-        image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis_r", vmin=0)
+        masked_counts = np.ma.masked_equal(counts.T, 0)
+        image = axes.imshow(masked_counts, aspect="auto", interpolation="nearest", cmap="viridis_r", vmin=0)
         figure.colorbar(image, ax=axes, label="examples")
         axes.set_title("Training examples of each class (white: none)", fontsize=10)
     axes.set_xlabel("client")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
-    ticks = range(0, classes, max(1, -(-classes // 50)))
-    axes.set_yticks(list(ticks), [class_names[c] for c in ticks], fontsize=8 if classes <= 30 else 6)
+    ticks = range(0, class_count, max(1, -(-class_count // 50)))
+    axes.set_yticks(list(ticks), [class_names[c] for c in ticks], fontsize=8 if class_count <= 30 else 6)
     axes.set_ylabel("class")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def _list_largest_classes(row: np.ndarray, names: Sequence[str], top: int, room: int) -> str:
-    """The largest classes: at most ``top``, and at least one of those that fit into ``room`` characters."""
+def _list_largest_classes(row: np.ndarray, names: Sequence[str], top: int, max_width: int) -> str:
+    """The largest classes: at most ``top``, and at least one of those that fit into ``max_width`` characters."""
     order = np.argsort(-row, kind="stable")[:top]
-    shown = [f"{names[c]} {row[c]}" for c in order if row[c]]
-    while len(shown) > 1 and len(", ".join(shown)) > room:
-        shown.pop()
-    return ", ".join(shown)
+    entries = [f"{names[c]} {row[c]}" for c in order if row[c]]
+    while len(entries) > 1 and len(", ".join(entries)) > max_width:
+        entries.pop()
+    return ", ".join(entries)

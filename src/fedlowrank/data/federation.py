@@ -30,7 +30,7 @@ from ..models.architecture import (
 )
 from .augment import NO_AUGMENT, Augment
 from .dataset import ClientData, Examples
-from .input_types import InputTypes, convert_named_input, is_image, is_whole
+from .input_types import InputTypes, convert_named_input, is_image, is_integer
 from .partitioning.partitions import read_partitions
 from .pixels import Pixels, pack_images
 from .targets import check_scores, fit_loss
@@ -46,7 +46,7 @@ from .user_data.user_arrays import (
     take_first_input,
 )
 from .user_data.user_clients import read_user_clients
-from .user_data.user_labels import number_labels, number_words
+from .user_data.user_labels import number_labels, number_text_labels
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Federation:
         augment: augmentation of the training images.
         by_length: for texts: whether training batches hold examples of similar length.
         companion: what else belongs to the models, such as a tokenizer; exports them for other libraries.
-        here: ids of the clients whose data are on this machine, or None for all; the others have no examples.
+        local_ids: ids of the clients whose data are on this machine, or None for all; the others have no examples.
         remarks: what a user should know of how the models fit the data; found if None.
         choices: what :meth:`from_arrays` chose where the user did not: types of inputs, heads.
         loss: what every method minimizes and every evaluation reports: a :class:`fedlowrank.Loss`, its name, or a
@@ -113,7 +113,7 @@ class Federation:
     augment: Augment = NO_AUGMENT
     by_length: bool = False
     companion: Companion | None = None
-    here: frozenset[int] | None = None
+    local_ids: frozenset[int] | None = None
     remarks: tuple[str, ...] | None = None
     choices: tuple[str, ...] = ()
     loss: Loss = AUTO
@@ -127,8 +127,8 @@ class Federation:
         object.__setattr__(self, "loss", fit_loss(loss, self.clients, self.classes))
         for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
             if info.id != i:
-                raise DataError(f"the client at place {i} has the id {info.id}; ids count from 0")
-            if not len(data.train) and (self.here is None or i in self.here):
+                raise DataError(f"the client at index {i} has the id {info.id}; ids count from 0")
+            if not len(data.train) and (self.local_ids is None or i in self.local_ids):
                 raise DataError(f"{info.title} has no training example")
             if info.architecture not in self.architectures:
                 raise TaskError(
@@ -151,7 +151,7 @@ class Federation:
         if self.remarks is None:
             object.__setattr__(self, "remarks", remarks)
 
-    def _check_kind(self, examples: Examples, client: str, part: str) -> None:
+    def _check_kind(self, examples: Examples, title: str, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
         predicts_tokens = self.loss.predicts_tokens(examples.y) or self.loss.compares_texts
         if (examples.is_regression or predicts_tokens) != bool(self.classes):
@@ -159,7 +159,7 @@ class Federation:
         kind = "token labels" if predicts_tokens else "class labels"
         kind = "real targets" if examples.is_regression else kind
         raise DataError(
-            f"{client}: {part} has {kind}, but the federation names {len(self.classes)} classes; a "
+            f"{title}: {part} has {kind}, but the federation names {len(self.classes)} classes; a "
             "regression has none, and all clients learn the same kind of task"
         )
 
@@ -170,10 +170,10 @@ class Federation:
             tuple(e.y.shape[1:]): self.infos[i].title for i, d in clients for e in (d.train, d.val, d.test)
         }
         if len(widths) > 1:
-            described = ", ".join(
+            widths_text = ", ".join(
                 f"{'x'.join(map(str, width))} at {title}" for width, title in sorted(widths.items())
             )
-            raise DataError(f"all clients need targets of one width [n, d], but d is {described}")
+            raise DataError(f"all clients need targets of one width [n, d], but d is {widths_text}")
 
     def _check_outputs(self) -> list[str]:
         """Reject models with too few scores, outputs that would broadcast, or scores without a gradient.
@@ -182,13 +182,13 @@ class Federation:
             A remark for each model whose outputs suit another loss or other classes.
         """
         remarks: dict[str, str] = {}
-        clients = [i for i in self.infos if len(self.clients[i.id].train)]
-        first = {
-            (i.architecture, _describe_input_shape(self.clients[i.id].train)): i.id for i in reversed(clients)
+        infos = [i for i in self.infos if len(self.clients[i.id].train)]
+        first_clients = {
+            (i.architecture, _describe_input_shape(self.clients[i.id].train)): i.id for i in reversed(infos)
         }
-        for (name, _), client in first.items():
-            examples = self.clients[client].train
-            example, title = _take_first_input(examples), self.infos[client].title
+        for (name, _), client_id in first_clients.items():
+            examples = self.clients[client_id].train
+            example, title = _take_first_input(examples), self.infos[client_id].title
             try:
                 scores, trainable = self.architectures[name].probe_gradient(example)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -197,8 +197,8 @@ class Federation:
                     "Inputs of all clients with the same model need one shape that the model takes."
                 ) from error
             shape = list(scores.shape)
-            beginning = f"{title}: model {name} makes {shape} of one example, but"
-            check_scores(self.loss, scores, examples, len(self.classes), beginning)
+            prefix = f"{title}: model {name} makes {shape} of one example, but"
+            check_scores(self.loss, scores, examples, len(self.classes), prefix)
             if not scores.is_floating_point():
                 raise TaskError(
                     f"{title}: model {name} makes scores of type {scores.dtype}, by which nothing can be "
@@ -210,26 +210,28 @@ class Federation:
                     "nothing can be learnt. Look for detach(), torch.no_grad(), torch.inference_mode(), argmax "
                     "or rounding in its forward, as it is in training mode."
                 )
-            is_new = self.remarks is None and name not in remarks and not self.loss.is_own
+            is_new = self.remarks is None and name not in remarks and not self.loss.is_custom
             if (
                 is_new
                 and (not examples.is_regression or self.loss.is_binary(examples.y))
-                and (remark := self._describe_scores(name, client, scores))
+                and (remark := self._describe_scores(name, client_id, scores))
             ):
                 remarks[name] = remark
         return list(remarks.values())
 
-    def _describe_scores(self, name: str, client: int, scores: Tensor) -> str:
+    def _describe_scores(self, name: str, client_id: int, scores: Tensor) -> str:
         """What a user should know of the scores [1, outputs] that a model makes of a client's example."""
-        is_share = bool(((scores >= 0) & (scores <= 1)).all())
+        are_probabilities = bool(((scores >= 0) & (scores <= 1)).all())
         # a language model, whose vocabulary may be wider than the tokens that occur, does not come here
         is_binary = not self.classes
         outputs = scores.shape[class_axis(scores)]
-        has_many = not is_binary and outputs > len(self.classes)
-        if not is_share and not has_many:
+        has_extra_scores = not is_binary and outputs > len(self.classes)
+        if not are_probabilities and not has_extra_scores:
             return ""
-        layer, operation = self.architectures[name].last_layer(_take_first_input(self.clients[client].train))
-        at = f" in its {layer}" if layer else ""
+        layer, operation = self.architectures[name].last_layer(
+            _take_first_input(self.clients[client_id].train)
+        )
+        location = f" in its {layer}" if layer else ""
         # a softmax over the batch makes ones of a single example; another forward may reshape what a softmax made
         distance = abs(float(scores.sum()) - 1) if outputs > 1 and not is_binary else 1.0
         if operation == "softmax" and distance > 0.05:
@@ -237,20 +239,20 @@ class Federation:
         elif not operation and distance < 1e-5:
             operation = "softmax"
         faults = []
-        if is_share and operation:
-            name_of_loss, applied = (
+        if are_probabilities and operation:
+            loss_name, activation = (
                 ("binary cross-entropy", "sigmoid") if is_binary else ("cross-entropy", "softmax")
             )
             faults.append(
-                f"ends in a {operation}{at}, but the loss is the {name_of_loss}, which applies a {applied} itself, so "
+                f"ends in a {operation}{location}, but the loss is the {loss_name}, which applies a {activation} itself, so "
                 f"that gradients become small. Leave the {operation} out"
             )
-        if has_many:
+        if has_extra_scores:
             faults.append(
-                f"makes {outputs} scores{at}, but there are {len(self.classes)} classes over all clients. Name "
+                f"makes {outputs} scores{location}, but there are {len(self.classes)} classes over all clients. Name "
                 "the classes if there are more (classes=...), or give it as many outputs as classes"
             )
-        return f"{self.infos[client].title}: model {name} " + "; it ".join(faults) + "." if faults else ""
+        return f"{self.infos[client_id].title}: model {name} " + "; it ".join(faults) + "." if faults else ""
 
     @property
     def key(self) -> Key:
@@ -277,14 +279,17 @@ class Federation:
         if device == "cpu":
             return self
         tensors = {id(t): t for examples in self._all_examples() for t in _list_tensors(examples)}
-        moved = dict(zip(tensors, _move_together(list(tensors.values()), device), strict=True))
+        moved_tensors = dict(zip(tensors, _move_together(list(tensors.values()), device), strict=True))
 
         def move_examples(examples: Examples) -> Examples:
-            x, y = examples.x, moved[id(examples.y)]
+            x, y = examples.x, moved_tensors[id(examples.y)]
             if isinstance(x, dict):
-                return Examples({n: moved[id(t)] for n, t in x.items()}, y)
+                return Examples({n: moved_tensors[id(t)] for n, t in x.items()}, y)
             return Examples(
-                Pixels(moved[id(x.codes)], moved[id(x.table)]) if isinstance(x, Pixels) else moved[id(x)], y
+                Pixels(moved_tensors[id(x.codes)], moved_tensors[id(x.table)])
+                if isinstance(x, Pixels)
+                else moved_tensors[id(x)],
+                y,
             )
 
         architectures = {n: a.to(device) for n, a in self.architectures.items()}
@@ -318,9 +323,14 @@ class Federation:
 
     def _map_examples(self, change: Callable[[Examples], Examples]) -> list[ClientData]:
         """The clients with changed examples; examples that several clients share are changed once."""
-        new = {id(e): change(e) for e in {id(e): e for e in self._all_examples()}.values()}
+        changed_examples = {id(e): change(e) for e in {id(e): e for e in self._all_examples()}.values()}
         return [
-            replace(client, train=new[id(client.train)], val=new[id(client.val)], test=new[id(client.test)])
+            replace(
+                client,
+                train=changed_examples[id(client.train)],
+                val=changed_examples[id(client.val)],
+                test=changed_examples[id(client.test)],
+            )
             for client in self.clients
         ]
 
@@ -338,11 +348,13 @@ class Federation:
         rows = []
         for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
             sizes = {"train": len(data.train), "val": len(data.val), "test": len(data.test)}
-            named = {"name": info.name} if info.name else {}
-            row = {"id": info.id, **named, "architecture": info.architecture, **sizes}
+            name_field = {"name": info.name} if info.name else {}
+            row = {"id": info.id, **name_field, "architecture": info.architecture, **sizes}
             classes = {part: part_counts[i] for part, part_counts in counts.items()}
-            known = {"rank": info.rank, "cluster": info.cluster}
-            rows.append({**row, "classes": classes, **{n: v for n, v in known.items() if v is not None}})
+            optional_fields = {"rank": info.rank, "cluster": info.cluster}
+            rows.append(
+                {**row, "classes": classes, **{n: v for n, v in optional_fields.items() if v is not None}}
+            )
         return rows
 
     def client(self, client: int | str) -> ClientInfo:
@@ -355,8 +367,8 @@ class Federation:
             names = {info.name: info for info in self.infos if info.name}
             if client in names:
                 return names[client]
-            known = did_you_mean(client, names) if names else "They have no names."
-            raise ConfigError(f"there is no client {client!r}. {known}")
+            hint = did_you_mean(client, names) if names else "They have no names."
+            raise ConfigError(f"there is no client {client!r}. {hint}")
         if not 0 <= client < len(self.infos):
             raise ConfigError(
                 f"there is no client {client}; they are numbered from 0 to {len(self.infos) - 1}"
@@ -371,12 +383,12 @@ class Federation:
         # one count over all clients: client i's label c is the number i * classes + c
         sizes = torch.tensor([y.shape[0] for y in labels])
         offsets = torch.arange(len(labels)).mul_(len(self.classes)).repeat_interleave(sizes)
-        numbers = torch.cat([y.cpu() for y in labels])
+        flat_labels = torch.cat([y.cpu() for y in labels])
         if self.loss.kind != "auto":
-            counts = numbers != self.loss.ignore_index
-            numbers, offsets = numbers[counts], offsets[counts]
-        numbers = numbers.add(offsets)
-        counts = torch.bincount(numbers, minlength=len(labels) * len(self.classes))
+            counts = flat_labels != self.loss.ignore_index
+            flat_labels, offsets = flat_labels[counts], offsets[counts]
+        flat_labels = flat_labels.add(offsets)
+        counts = torch.bincount(flat_labels, minlength=len(labels) * len(self.classes))
         table: list[list[int]] = counts.reshape(len(labels), -1).tolist()
         return table
 
@@ -418,7 +430,7 @@ class Federation:
                 numbers stay whole, int64, where the model looks them up: it takes them, and has an
                 ``nn.Embedding`` or refuses float32. See :mod:`fedlowrank.data.input_types`. Labels are
                 whole numbers, truth values or text. Text is numbered in sorted order. Whole numbers stay if
-                each is a place among the model's scores; else they are numbered in sorted order, with a
+                each is an index of the model's scores; else they are numbered in sorted order, with a
                 warning. Real targets ``y [n, d]`` make a regression, with d = 1 for a single number.
             model: a module (its parameters are the initial ones), a factory of modules (initialized from the
                 seed), or several of them by name. A module is used as it is, but its parameters, buffers,
@@ -458,17 +470,17 @@ class Federation:
         user_clients, feature_names = match_columns(
             read_user_clients(clients, Columns(client, target, features, split), key)
         )
-        user_clients, classes_given = number_words(user_clients, classes)
+        user_clients, classes_given = number_text_labels(user_clients, classes)
         loss = as_loss(loss).with_function()
         titles = [user_client.title for user_client in user_clients]
         models = model if isinstance(model, Mapping) else {"model": model}
-        first = take_first_input(user_clients[0])
-        types = _choose_input_types(models, first, key / "init")
+        first_input = take_first_input(user_clients[0])
+        types = _choose_input_types(models, first_input, key / "init")
         data = [
             make_client(user_client, i, val, test, key, types, loss)
             for i, user_client in enumerate(user_clients)
         ]
-        choices = types.choices(first)
+        choices = types.choices(first_input)
         example = _take_first_input(data[0].train)
         try:
             architectures = {
@@ -486,19 +498,19 @@ class Federation:
         if classes_given is None:
             data, classes_given, note = number_labels(data, _count_outputs(architectures), loss)
             warnings.append(note or find_label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
-        names = name_classes(data, classes_given, titles, loss)
+        class_names = name_classes(data, classes_given, titles, loss)
         notes = tuple(note for note in warnings if note)
         for choice in choices:
             logger.info(choice)
         if not data[0].train.is_dense and data[0].train.y.ndim < 3:
-            choices += choose_heads(architectures, len(names) or data[0].train.y.shape[-1])
+            choices += choose_heads(architectures, len(class_names) or data[0].train.y.shape[-1])
         if architecture is None:
-            every = list(architectures)
-            architecture = [every[i % len(every)] for i in range(len(data))]
+            architecture_names = list(architectures)
+            architecture = [architecture_names[i % len(architecture_names)] for i in range(len(data))]
         ranks = [None] * len(data) if rank is None else list(rank)
-        for place, client_rank in enumerate(ranks):
+        for index, client_rank in enumerate(ranks):
             if client_rank is not None:
-                check_minimum(f"Federation.from_arrays.rank, value {place}", client_rank, 1)
+                check_minimum(f"Federation.from_arrays.rank, value {index}", client_rank, 1)
         clusters = [None] * len(data) if cluster is None else list(cluster)
         if {len(architecture), len(ranks), len(clusters)} != {len(data)}:
             raise DataError(
@@ -517,7 +529,7 @@ class Federation:
             data,
             infos,
             architectures,
-            names,
+            class_names,
             seed,
             name,
             notes,
@@ -590,19 +602,20 @@ class Federation:
 
 def _choose_input_types(
     models: Mapping[str, nn.Module | Callable[[], nn.Module]],
-    first: Tensor | dict[str, Tensor] | None,
+    first_input: Tensor | dict[str, Tensor] | None,
     key: Key,
 ) -> InputTypes:
     """The types in which the models get inputs, given one of them."""
-    if isinstance(first, dict):
+    if isinstance(first_input, dict):
         example = {
-            n: t if is_whole(t) and not is_image(t) else convert_named_input(t) for n, t in first.items()
+            n: t if is_integer(t) and not is_image(t) else convert_named_input(t)
+            for n, t in first_input.items()
         }
-        return InputTypes(named=choose_types(models, example, key))
+        return InputTypes(named_dtypes=choose_types(models, example, key))
     return InputTypes(
-        ids=first is not None
-        and is_whole(first)
-        and all(looks_up_ids(m, first.long(), key / n) for n, m in models.items())
+        looks_up_ids=first_input is not None
+        and is_integer(first_input)
+        and all(looks_up_ids(m, first_input.long(), key / n) for n, m in models.items())
     )
 
 
@@ -624,19 +637,19 @@ def _describe_input_shape(examples: Examples) -> str:
 
 
 def _hash_client(data: ClientData) -> str:
-    state = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for examples in (data.train, data.val, data.test):
         # the reference follows from the tokens and the base, up to rounding that differs between machines
-        parts = (
+        inputs = (
             [t for name, t in examples.x.items() if name != REFERENCE]
             if isinstance(examples.x, dict)
             else [examples.x]
         )
-        for t in (*parts, examples.y):
-            state.update(repr((t.dtype, tuple(t.shape))).encode())
+        for t in (*inputs, examples.y):
+            hasher.update(repr((t.dtype, tuple(t.shape))).encode())
             for start in range(0, len(t), _HASH_ROWS):
-                state.update(t[start : start + _HASH_ROWS].detach().cpu().contiguous().numpy())
-    return state.hexdigest()
+                hasher.update(t[start : start + _HASH_ROWS].detach().cpu().contiguous().numpy())
+    return hasher.hexdigest()
 
 
 def _list_tensors(examples: Examples) -> list[Tensor]:
@@ -651,10 +664,10 @@ def _move_together(tensors: Sequence[Tensor], device: str) -> list[Tensor]:
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault((t.dtype, t.shape[1:]), []).append(i)
-    moved: dict[int, Tensor] = {}
-    for (dtype, shape), members in groups.items():
-        sizes = [len(tensors[i]) for i in members]
-        whole = torch.empty(sum(sizes), *shape, dtype=dtype, device=device)
-        for i, part in zip(members, torch.split(whole, sizes), strict=True):
-            moved[i] = part.copy_(tensors[i])
-    return [moved[i] for i in range(len(tensors))]
+    moved_tensors: dict[int, Tensor] = {}
+    for (dtype, shape), indices in groups.items():
+        sizes = [len(tensors[i]) for i in indices]
+        buffer = torch.empty(sum(sizes), *shape, dtype=dtype, device=device)
+        for i, rows in zip(indices, torch.split(buffer, sizes), strict=True):
+            moved_tensors[i] = rows.copy_(tensors[i])
+    return [moved_tensors[i] for i in range(len(tensors))]

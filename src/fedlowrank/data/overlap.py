@@ -28,15 +28,15 @@ def sketch_files(paths: Iterable[Path]) -> list[str]:
     A line is what lies between two line feeds, without white space around it; that also divides most files that
     are not text. Files that are compressed as a whole are recognized only if they are equal.
     """
-    return _make_sketch(part.strip() for path in paths for part in _read_lines(path))
+    return _make_sketch(line.strip() for path in paths for line in _read_lines(path))
 
 
 def sketch_examples(examples: Examples) -> list[str]:
     """Sketch the inputs of examples as they are prepared, without their targets."""
     inputs = examples.inputs
-    named = inputs if isinstance(inputs, dict) else {"": inputs}
-    rows = [_iterate_rows(named[name]) for name in sorted(named)]
-    return _make_sketch(b"".join(parts) for parts in zip(*rows, strict=True))
+    named_inputs = inputs if isinstance(inputs, dict) else {"": inputs}
+    rows = [_iterate_rows(named_inputs[name]) for name in sorted(named_inputs)]
+    return _make_sketch(b"".join(row_bytes) for row_bytes in zip(*rows, strict=True))
 
 
 def measure_overlap(first: Sequence[str], second: Sequence[str]) -> float:
@@ -47,15 +47,15 @@ def measure_overlap(first: Sequence[str], second: Sequence[str]) -> float:
     first_digests, second_digests = (
         {digest for digest in sketch if digest <= bound} for sketch in (first, second)
     )
-    smaller = min(len(first_digests), len(second_digests))
-    return len(first_digests & second_digests) / smaller if smaller else 0.0
+    min_count = min(len(first_digests), len(second_digests))
+    return len(first_digests & second_digests) / min_count if min_count else 0.0
 
 
 def _read_lines(path: Path) -> Iterator[bytes]:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
-        with as_checkpoint_error(f"cannot read {file}"), file.open("rb") as opened:
-            yield from opened
+        with as_checkpoint_error(f"cannot read {file}"), file.open("rb") as stream:
+            yield from stream
 
 
 def _iterate_rows(tensor: Tensor) -> Iterator[bytes]:
@@ -66,15 +66,15 @@ def _iterate_rows(tensor: Tensor) -> Iterator[bytes]:
 def _make_sketch(parts: Iterable[bytes]) -> list[str]:
     # the largest on top, as a negative number
     heap: list[int] = []
-    known: set[int] = set()
+    numbers: set[int] = set()
     for part in parts:
         if not part:
             continue
         number = int.from_bytes(hashlib.blake2b(part, digest_size=8).digest())
-        if number in known or (len(heap) == MAX_SKETCH_DIGESTS and number > -heap[0]):
+        if number in numbers or (len(heap) == MAX_SKETCH_DIGESTS and number > -heap[0]):
             continue
-        known.add(number)
+        numbers.add(number)
         heapq.heappush(heap, -number)
         if len(heap) > MAX_SKETCH_DIGESTS:
-            known.remove(-heapq.heappop(heap))
-    return [f"{number:016x}" for number in sorted(known)]
+            numbers.remove(-heapq.heappop(heap))
+    return [f"{number:016x}" for number in sorted(numbers)]

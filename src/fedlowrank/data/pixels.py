@@ -100,15 +100,15 @@ def pack_images(parts: Sequence[Tensor]) -> list[Pixels]:
     """
     if not any(t.numel() for t in parts):
         raise DataError("there are no images to store as bytes.")
-    channels = {t.shape[1] if t.ndim > 1 else 0 for t in parts}
-    if 0 in channels or len(channels) > 1 or any(t.dtype != torch.float32 for t in parts):
-        described = ", ".join(sorted({describe_array(t[0]) for t in parts if len(t)}))
-        raise DataError(f"images stored as bytes must be float32 with the same channels, not {described}.")
+    channel_counts = {t.shape[1] if t.ndim > 1 else 0 for t in parts}
+    if 0 in channel_counts or len(channel_counts) > 1 or any(t.dtype != torch.float32 for t in parts):
+        types_text = ", ".join(sorted({describe_array(t[0]) for t in parts if len(t)}))
+        raise DataError(f"images stored as bytes must be float32 with the same channels, not {types_text}.")
     codes = [torch.empty(t.shape, dtype=torch.uint8) for t in parts]
     values = [_encode_values(parts, codes)]
     if values[0] is None:
         values = []
-        for c in range(channels.pop()):
+        for c in range(channel_counts.pop()):
             values.append(_encode_values([t[:, c] for t in parts], [t[:, c] for t in codes]))
             if values[c] is None:
                 raise DataError(
@@ -125,19 +125,19 @@ def _encode_values(parts: Sequence[Tensor], codes: Sequence[Tensor]) -> np.ndarr
     import pandas
 
     # The values so far as bit patterns: -0.0 differs from 0.0, and NaN equals itself.
-    known = pandas.Index([], dtype=np.uint32)
+    patterns = pandas.Index([], dtype=np.uint32)
     for x, out in zip(parts, codes, strict=True):
         for start, rows in split_rows(x, _CHUNK_VALUES) if x.numel() else ():
             bits = rows.detach().cpu().contiguous().view(torch.int32).numpy().view(np.uint32).reshape(-1)
-            codes_of_values = known.get_indexer(bits)
+            codes_of_values = patterns.get_indexer(bits)
             if (codes_of_values < 0).any():
-                known = known.append(pandas.Index(pandas.unique(bits[codes_of_values < 0])))
-                if len(known) > LEVELS:
+                patterns = patterns.append(pandas.Index(pandas.unique(bits[codes_of_values < 0])))
+                if len(patterns) > LEVELS:
                     return None
-                codes_of_values = known.get_indexer(bits)
+                codes_of_values = patterns.get_indexer(bits)
             out[start : start + len(rows)] = torch.from_numpy(codes_of_values.astype(np.uint8)).reshape(
                 rows.shape
             )
     table = np.zeros(LEVELS, dtype=np.uint32)
-    table[: len(known)] = known
+    table[: len(patterns)] = patterns
     return table.view(np.float32)

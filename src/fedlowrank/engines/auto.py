@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 def choose_engine(
-    method: AnyMethod, federation: Federation, clients: int, micro_batch: int | None
+    method: AnyMethod, federation: Federation, client_count: int, micro_batch: int | None
 ) -> tuple[type[Engine], str]:
     """Choose the engine for a federation.
 
     Args:
         method: one of the user's own may hold code that cannot be batched.
         federation: its models and its device decide.
-        clients: that train in a round.
+        client_count: that train in a round.
         micro_batch: examples of which a gradient is taken at once, or None for whole batches.
 
     Returns:
@@ -51,16 +51,16 @@ def choose_engine(
     device = federation.clients[0].train.y.device.type
     if not all(model.is_standard for model in models):
         return Sequential, "a model has layers of its own or hooks"
-    is_package_code = not federation.loss.is_own and type(method).__module__.startswith("fedlowrank.")
+    is_package_code = not federation.loss.is_custom and type(method).__module__.startswith("fedlowrank.")
     # clients are batched by architecture: with many architectures there are few clients in a batch
-    has_many_clients = clients >= MIN_CLIENTS_PER_MODEL * len(models)
+    has_many_clients = client_count >= MIN_CLIENTS_PER_MODEL * len(models)
     can_batch = is_package_code and has_many_clients and micro_batch is None
     if device != "cpu":
         if can_batch:
             return Vectorized, f"one {device} for all clients"
         return Sequential, f"one {device}"
-    can_use_cores = cores() > 1 and clients > 1 and can_fork()
-    is_worth_cores = can_use_cores and _count_flops(method, federation, clients) >= MIN_PARALLEL_FLOPS
+    can_use_cores = cores() > 1 and client_count > 1 and can_fork()
+    is_worth_cores = can_use_cores and _count_flops(method, federation, client_count) >= MIN_PARALLEL_FLOPS
     max_parameters = MAX_PARAMETERS_BESIDE_CORES if is_worth_cores else MAX_PARAMETERS_ON_ONE_CORE
     are_models_small = all(model.parameters <= max_parameters for model in models)
     are_layers_dense = all(p.ndim <= 2 for model in models for p in model.initial.values())
@@ -71,7 +71,7 @@ def choose_engine(
     return Sequential, "little work" if can_use_cores else "one core"
 
 
-def _count_flops(method: AnyMethod, federation: Federation, clients: int) -> float:
+def _count_flops(method: AnyMethod, federation: Federation, client_count: int) -> float:
     """Estimate the floating-point operations of training in a round: three forward passes for each example."""
     models = federation.architectures
     flops_of = {name: forward_flops(model) for name, model in models.items()}
@@ -79,9 +79,9 @@ def _count_flops(method: AnyMethod, federation: Federation, clients: int) -> flo
     total = 0.0
     for info in federation.infos:
         # a step may take the remaining examples of an epoch, but no more than there are
-        seen = sum(min(p.batch_size, info.examples) * p.steps_over(info.examples) for p in passes)
-        total += 3 * flops_of[info.architecture] * seen
-    return total * clients / len(federation.infos)
+        example_count = sum(min(p.batch_size, info.examples) * p.steps_over(info.examples) for p in passes)
+        total += 3 * flops_of[info.architecture] * example_count
+    return total * client_count / len(federation.infos)
 
 
 @dataclass
@@ -92,43 +92,50 @@ class Auto(Engine):
     even if another engine would be chosen on the machine at hand.
 
     Attributes:
-        chosen: the engine, once it is known.
+        chosen_engine: the engine, once it is known.
         reason: why it was chosen; empty once it has been logged.
     """
 
     name: ClassVar[str] = "auto"
-    chosen: Engine | None = field(default=None, init=False)
+    chosen_engine: Engine | None = field(default=None, init=False)
     reason: str = field(default="", init=False)
 
     @property
     def has_cohorts(self) -> bool:
         """See the base class."""
-        return self.chosen is not None and self.chosen.has_cohorts
+        return self.chosen_engine is not None and self.chosen_engine.has_cohorts
 
-    def choose_for_run(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
+    def choose_for_run(
+        self, method: AnyMethod, federation: Federation, client_count: int, stored_name: str
+    ) -> str:
         """See the base class."""
-        kind, reason = choose_engine(method, federation, clients, self.micro_batch)
-        if earlier and (earlier == Vectorized.name) != (kind is Vectorized):
-            kind, reason = Vectorized if earlier == Vectorized.name else Sequential, "as the run began"
-        self.chosen, self.reason = kind(self.ledger, self.micro_batch), reason
-        return kind.name
+        engine_class, reason = choose_engine(method, federation, client_count, self.micro_batch)
+        if stored_name and (stored_name == Vectorized.name) != (engine_class is Vectorized):
+            engine_class, reason = (
+                Vectorized if stored_name == Vectorized.name else Sequential,
+                "as the run began",
+            )
+        self.chosen_engine, self.reason = engine_class(self.ledger, self.micro_batch), reason
+        return engine_class.name
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
     ) -> Generator[ClientResult, None, None]:
         """See the base class."""
-        if self.chosen is None:
+        if self.chosen_engine is None:
             self.choose_for_run(method, federation, len(jobs), "")
-        assert self.chosen is not None
+        assert self.chosen_engine is not None
         if self.reason:
             # only where clients train: a run may also be opened to be read
-            logger.info("engine auto: %s (%s)", self.chosen.name, self.reason)
+            logger.info("engine auto: %s (%s)", self.chosen_engine.name, self.reason)
             self.reason = ""
-        yield from self.chosen.run(method, federation, task, round, jobs)
+        yield from self.chosen_engine.run(method, federation, task, round, jobs)
 
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """See the base class."""
-        return super().each(work, items) if self.chosen is None else self.chosen.each(work, items)
+        return (
+            super().each(work, items) if self.chosen_engine is None else self.chosen_engine.each(work, items)
+        )
 
     def map_clients(
         self,
@@ -140,11 +147,13 @@ class Auto(Engine):
         call_for_cohort: Callable[[Cohort], list[T]],
     ) -> list[T]:
         """See the base class."""
-        if self.chosen is None:
+        if self.chosen_engine is None:
             return super().map_clients(method, federation, round, clients, call_for_client, call_for_cohort)
-        return self.chosen.map_clients(method, federation, round, clients, call_for_client, call_for_cohort)
+        return self.chosen_engine.map_clients(
+            method, federation, round, clients, call_for_client, call_for_cohort
+        )
 
     def close(self) -> None:
         """See the base class."""
-        if self.chosen is not None:
-            self.chosen.close()
+        if self.chosen_engine is not None:
+            self.chosen_engine.close()

@@ -50,7 +50,7 @@ class ClientResult:
         has_diverged: whether the reply is lost because the client, on another machine, found a number that is not finite.
         is_refused: whether the reply is lost because the server refused it, so that the client counts as hostile.
         cohort: the uploads of all clients that were trained with this one; None if it was trained by itself.
-        place: of the client in the cohort.
+        position: of the client in the cohort.
     """
 
     state: Any
@@ -61,7 +61,7 @@ class ClientResult:
     has_diverged: bool = False
     is_refused: bool = False
     cohort: CohortUploads | None = None
-    place: int = 0
+    position: int = 0
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Engine(ABC):
             federation: the clients' data.
             round: counted from 0.
             clients: info of each, and the trees of this client that are arguments of the function.
-            call_for_client: calls the function for the client at a place, with its trainer.
+            call_for_client: calls the function for the client at an index, with its trainer.
             call_for_cohort: calls the function for all clients of a cohort at once.
 
         Returns:
@@ -127,26 +127,28 @@ class Engine(ABC):
         del call_for_cohort
         infos = [info for info, _ in clients]
         return [
-            call_for_client(place, self.trainer(method, federation, round, info))
-            for place, info in enumerate(infos)
+            call_for_client(index, self.trainer(method, federation, round, info))
+            for index, info in enumerate(infos)
         ]
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release processes and buffers; the engine can be used again."""
 
-    def choose_for_run(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
+    def choose_for_run(
+        self, method: AnyMethod, federation: Federation, client_count: int, stored_name: str
+    ) -> str:
         """Choose what decides the bits of a run, so that it ends with the same ones on another machine.
 
         Args:
             method: of the run.
             federation: of the run.
-            clients: expected in a round.
-            earlier: what this returned when the run began; empty for a new run.
+            client_count: expected in a round.
+            stored_name: what this returned when the run began; empty for a new run.
 
         Returns:
             The name of the engine that was chosen, which is stored with the run; empty if nothing was chosen.
         """
-        del method, federation, clients, earlier
+        del method, federation, client_count, stored_name
         return ""
 
     def training_examples(self, federation: Federation, client_id: int) -> Examples:
@@ -167,15 +169,17 @@ class Engine(ABC):
         trainer: Trainer,
     ) -> tuple[Any, Any]:
         """Train a client with its own buffers and optimizer states; returns its next state and its upload."""
-        stored, optimizers = split_optimizers(self.boundary(job.state))
-        state, own_task = install_buffers(task, stored)
-        keeping = KeepingTrainer(trainer, job.client, optimizers)
-        view = client_view(federation, own_task, job.client, round, keeping)
+        stored_state, optimizers = split_optimizers(self.boundary(job.state))
+        state, client_task = install_buffers(task, stored_state)
+        keeping_trainer = KeepingTrainer(trainer, job.client, optimizers)
+        view = client_view(federation, client_task, job.client, round, keeping_trainer)
         state, upload = check_pair(method, method.local_update(state, self.boundary(job.down), view))
-        if keeping.has_failed:
+        if keeping_trainer.has_failed:
             # the buffers of before the pass, because those of a pass that failed may hold a NaN
-            _, own_task = install_buffers(task, stored)
-        return self.boundary(keeping.collect(collect_buffers(own_task, state))), self.boundary(upload)
+            _, client_task = install_buffers(task, stored_state)
+        return self.boundary(keeping_trainer.collect(collect_buffers(client_task, state))), self.boundary(
+            upload
+        )
 
     def trainer(
         self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo

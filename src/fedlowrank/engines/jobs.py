@@ -14,27 +14,27 @@ class LazyJobs(Sequence[ClientJob]):
 
     Args:
         clients: who takes part.
-        make: gives a client's job.
+        make_job: gives a client's job.
 
     Attributes:
         clients: as above.
     """
 
-    def __init__(self, clients: Sequence[ClientInfo], make: Callable[[ClientInfo], ClientJob]) -> None:
-        self.clients, self._make = clients, make
+    def __init__(self, clients: Sequence[ClientInfo], make_job: Callable[[ClientInfo], ClientJob]) -> None:
+        self.clients, self._make = clients, make_job
 
     def __len__(self) -> int:
         """Number of clients that take part."""
         return len(self.clients)
 
     @overload
-    def __getitem__(self, place: int) -> ClientJob: ...
+    def __getitem__(self, index: int) -> ClientJob: ...
 
     @overload
-    def __getitem__(self, place: slice) -> Sequence[ClientJob]: ...
+    def __getitem__(self, index: slice) -> Sequence[ClientJob]: ...
 
-    def __getitem__(self, place: int | slice) -> ClientJob | Sequence[ClientJob]:
-        """The job at a place, or those of a slice."""
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        return self._make(self.clients[place])
+    def __getitem__(self, index: int | slice) -> ClientJob | Sequence[ClientJob]:
+        """The job at an index, or those of a slice."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._make(self.clients[index])

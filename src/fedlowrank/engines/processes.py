@@ -55,28 +55,28 @@ class DuplexPipe:
 
     Args:
         pipe: for the header.
-        out: shared memory of the payloads that are sent.
-        into: shared memory of the payloads that are received.
+        send_buffer: shared memory of the payloads that are sent.
+        receive_buffer: shared memory of the payloads that are received.
     """
 
-    def __init__(self, pipe: Connection, out: mmap.mmap, into: mmap.mmap) -> None:
-        self.pipe, self._out, self._into = pipe, out, into
+    def __init__(self, pipe: Connection, send_buffer: mmap.mmap, receive_buffer: mmap.mmap) -> None:
+        self.pipe, self._out, self._into = pipe, send_buffer, receive_buffer
 
     def send(self, header: WorkerHeader, payloads: Sequence[bytes]) -> None:
         """Send; the other end reads before it sends anything."""
         sizes = [len(b) for b in payloads]
-        shared = sum(sizes) <= len(self._out)
+        is_shared = sum(sizes) <= len(self._out)
         self._out.seek(0)
-        for payload in payloads if shared else ():
+        for payload in payloads if is_shared else ():
             self._out.write(payload)
-        self.pipe.send_bytes(json.dumps([header, sizes, shared]).encode())
-        for payload in () if shared else payloads:
+        self.pipe.send_bytes(json.dumps([header, sizes, is_shared]).encode())
+        for payload in () if is_shared else payloads:
             self.pipe.send_bytes(payload)
 
     def receive(self) -> tuple[WorkerHeader, list[bytes]]:
         """Wait for a message."""
-        header, sizes, shared = json.loads(self.pipe.recv_bytes())
-        if not shared:
+        header, sizes, is_shared = json.loads(self.pipe.recv_bytes())
+        if not is_shared:
             return header, [self.pipe.recv_bytes() for _ in sizes]
         self._into.seek(0)
         return header, [self._into.read(n) for n in sizes]
@@ -90,18 +90,20 @@ class ForkedWorker:
     """
 
     def __init__(self, serve: Serve) -> None:
-        mine, theirs = multiprocessing.Pipe()
-        there, back = mmap.mmap(-1, SHARED_BYTES), mmap.mmap(-1, SHARED_BYTES)
-        parent = os.getpid()
-        self.line = DuplexPipe(mine, there, back)
+        parent_end, child_end = multiprocessing.Pipe()
+        request_buffer, answer_buffer = mmap.mmap(-1, SHARED_BYTES), mmap.mmap(-1, SHARED_BYTES)
+        parent_pid = os.getpid()
+        self.line = DuplexPipe(parent_end, request_buffer, answer_buffer)
         with warnings.catch_warnings():
             # about threads in the parent; none of them holds a lock that the child needs, which only computes
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = multiprocessing.get_context("fork").Process(
-                target=_answer, args=(DuplexPipe(theirs, back, there), serve, parent), daemon=True
+                target=_answer,
+                args=(DuplexPipe(child_end, answer_buffer, request_buffer), serve, parent_pid),
+                daemon=True,
             )
             self.process.start()
-        theirs.close()
+        child_end.close()
 
     def ask(self, header: WorkerHeader, payloads: Sequence[bytes]) -> None:
         """Send a request."""
@@ -122,14 +124,14 @@ class ForkedWorker:
 
     def _died(self) -> WorkerError:
         self.process.join(1)
-        code = self.process.exitcode
-        why = (
+        exit_code = self.process.exitcode
+        reason = (
             "was killed, perhaps for lack of memory"
-            if code is not None and code < 0
-            else f"ended with code {code}"
+            if exit_code is not None and exit_code < 0
+            else f"ended with code {exit_code}"
         )
         return WorkerError(
-            f"a worker process {why}. Set run.engine to 'sequential', which takes one client at a time."
+            f"a worker process {reason}. Set run.engine to 'sequential', which takes one client at a time."
         )
 
     def close(self) -> None:
@@ -139,7 +141,7 @@ class ForkedWorker:
         self.process.join()
 
 
-def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
+def _answer(duplex_pipe: DuplexPipe, serve: Serve, parent_pid: int) -> None:
     """Answer requests until the parent closes the pipe or dies."""
     # this process must not collect the garbage of its parent, which may hold a lock of a thread that was not forked
     gc.freeze()
@@ -149,11 +151,11 @@ def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         # other workers hold copies of the parent's end, so that its death does not close the pipe
-        while not line.pipe.poll(PARENT_CHECK_SECONDS):
-            if os.getppid() != parent:
+        while not duplex_pipe.pipe.poll(PARENT_CHECK_SECONDS):
+            if os.getppid() != parent_pid:
                 return
         try:
-            header, payloads = line.receive()
+            header, payloads = duplex_pipe.receive()
         except EOFError:
             return
         try:
@@ -161,7 +163,7 @@ def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
         except Exception:  # noqa: BLE001 - the parent raises what the method raised
             answer = {"failed": traceback.format_exc()}, []
         with contextlib.suppress(BrokenPipeError):
-            line.send(*answer)
+            duplex_pipe.send(*answer)
 
 
 @dataclass
@@ -186,29 +188,31 @@ class Processes(Engine):
         self._prepare(method, federation, task)
         results: dict[int, ClientResult] = {}
         # the download that was sent last; the next client often gets the same one
-        sent: tuple[Any, bytes] = None, tree.encode(None)
+        last_download: tuple[Any, bytes] = None, tree.encode(None)
         clients = jobs.clients if isinstance(jobs, LazyJobs) else [job.client for job in jobs]
-        left = sorted(range(len(jobs)), key=lambda i: self._expected(clients[i]))
-        due, busy = 0, dict[Any, tuple[ForkedWorker, int]]()
-        free = list(self._pool)
+        waiting_indices = sorted(range(len(jobs)), key=lambda i: self._expected(clients[i]))
+        next_index, busy_workers = 0, dict[Any, tuple[ForkedWorker, int]]()
+        idle_workers = list(self._pool)
         try:
-            while left or busy or results:
-                while left and free:
-                    worker, place = free.pop(), left.pop()
-                    job = jobs[place]
-                    if job.down is not sent[0]:
-                        sent = job.down, tree.encode(job.down)
-                    worker.ask({"round": round, "client": job.client.id}, [sent[1], tree.encode(job.state)])
-                    busy[worker.line.pipe] = worker, place
-                while due in results:
-                    yield results.pop(due)
-                    due += 1
-                for pipe in wait(list(busy)) if busy else ():
-                    worker, place = busy.pop(pipe)
+            while waiting_indices or busy_workers or results:
+                while waiting_indices and idle_workers:
+                    worker, index = idle_workers.pop(), waiting_indices.pop()
+                    job = jobs[index]
+                    if job.down is not last_download[0]:
+                        last_download = job.down, tree.encode(job.down)
+                    worker.ask(
+                        {"round": round, "client": job.client.id}, [last_download[1], tree.encode(job.state)]
+                    )
+                    busy_workers[worker.line.pipe] = worker, index
+                while next_index in results:
+                    yield results.pop(next_index)
+                    next_index += 1
+                for pipe in wait(list(busy_workers)) if busy_workers else ():
+                    worker, index = busy_workers.pop(pipe)
                     header, payloads = worker.answer()
                     self.costs[header["client"]] = header["seconds"]
-                    results[place] = decode_result(header, payloads)
-                    free.append(worker)
+                    results[index] = decode_result(header, payloads)
+                    idle_workers.append(worker)
         except BaseException:
             # the answer of a busy worker would be taken for that of the next request
             self.close()
@@ -216,19 +220,19 @@ class Processes(Engine):
 
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """See the base class: in processes that are forked for it, which share all that ``work`` reads."""
-        count = min(self.workers or cores(), cores(), len(items))
-        if count < 2 or not can_fork():
+        worker_count = min(self.workers or cores(), cores(), len(items))
+        if worker_count < 2 or not can_fork():
             return super().each(work, items)
         pool = [
             ForkedWorker(lambda header, _: ({"results": [work(items[i]) for i in header["items"]]}, []))
-            for _ in range(count)
+            for _ in range(worker_count)
         ]
         results: dict[int, Any] = {}
         try:
             for k, worker in enumerate(pool):
-                worker.ask({"items": list(range(k, len(items), count))}, [])
+                worker.ask({"items": list(range(k, len(items), worker_count))}, [])
             for k, worker in enumerate(pool):
-                results |= zip(range(k, len(items), count), worker.answer()[0]["results"], strict=True)
+                results |= zip(range(k, len(items), worker_count), worker.answer()[0]["results"], strict=True)
         finally:
             for worker in pool:
                 worker.close()
@@ -248,19 +252,19 @@ class Processes(Engine):
         if not can_fork():
             raise ConfigError("run.engine 'processes' is for CPUs; on a GPU choose 'vectorized'")
         # referenced, so that no other object has the same identity
-        known = (method, federation, task)
-        is_same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
+        run_inputs = (method, federation, task)
+        is_same = len(self._known) == 3 and all(a is b for a, b in zip(run_inputs, self._known, strict=True))
         # workers are copies of this process: they do not see values that user code reads and that changed since
         is_user_code = not type(method).__module__.startswith("fedlowrank.")
         if is_same and not is_user_code and all(a.is_standard for a in task.architectures.values()):
             return
         self.close()
-        self._known = known
-        inner = Sequential(self.ledger, self.micro_batch)
+        self._known = run_inputs
+        engine = Sequential(self.ledger, self.micro_batch)
         for _ in range(min(self.workers or cores(), cores())):
             self._pool.append(
                 ForkedWorker(
-                    lambda header, payloads: train_client(inner, method, federation, task, header, payloads)
+                    lambda header, payloads: train_client(engine, method, federation, task, header, payloads)
                 )
             )
 

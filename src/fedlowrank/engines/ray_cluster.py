@@ -60,7 +60,7 @@ class _ClientBlock:
 
     Attributes:
         partition: of the data.
-        places: of the clients in the window.
+        indices: of the clients in the window.
         arguments: of :meth:`.ray_worker.RayWorker.train`.
         worker: trains the clients.
         task: references of the results.
@@ -68,7 +68,7 @@ class _ClientBlock:
     """
 
     partition: int
-    places: list[int]
+    indices: list[int]
     arguments: tuple[Any, ...]
     worker: RayActor | None = None
     task: Any = None
@@ -101,17 +101,17 @@ class Ray(Engine):
         try:
             pool = self._prepare(method, federation, task)
             device = federation.clients[0].train.y.device
-            size = MEAN_CLIENTS_PER_TASK * self._partitions
-            waiting: deque[list[_ClientBlock]] = deque()
-            for first in range(0, len(jobs), size):
+            window_size = MEAN_CLIENTS_PER_TASK * self._partitions
+            windows: deque[list[_ClientBlock]] = deque()
+            for start in range(0, len(jobs), window_size):
                 pool.admit_started()
-                waiting.append(self._divide_by_partition(round, jobs[first : first + size]))
-                for block in waiting[-1]:
+                windows.append(self._divide_by_partition(round, jobs[start : start + window_size]))
+                for block in windows[-1]:
                     _submit(pool, block)
-                if len(waiting) == MAX_WINDOWS:
-                    yield from _collect_results(pool, waiting, device)
-            while waiting:
-                yield from _collect_results(pool, waiting, device)
+                if len(windows) == MAX_WINDOWS:
+                    yield from _collect_results(pool, windows, device)
+            while windows:
+                yield from _collect_results(pool, windows, device)
         except BaseException:
             # nobody needs the results that workers still compute
             self.close()
@@ -129,46 +129,53 @@ class Ray(Engine):
     def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> RayPool:
         """The workers, started anew for another method, federation or task."""
         # referenced, so that no other object has the same identity
-        known = (method, federation, task)
-        is_same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
+        run_inputs = (method, federation, task)
+        is_same = len(self._known) == 3 and all(a is b for a, b in zip(run_inputs, self._known, strict=True))
         if self._pool is not None and is_same:
             return self._pool
         self.close()
         self._connected = connect()
         ray, has_gpus = import_ray(), federation.clients[0].train.y.device.type != "cpu"
-        kind = "GPU" if has_gpus else "CPU"
-        resources = int(ray.cluster_resources().get(kind, 0))
-        if not resources:
-            raise ConfigError(f"run.engine 'ray': the Ray cluster has no {kind}; see `ray status`")
-        clients = len(federation.clients)
-        self._partitions = min(self.workers or resources, resources, clients)
-        parts = [
-            encode_partition(federation, range(k, clients, self._partitions)) for k in range(self._partitions)
+        resource_name = "GPU" if has_gpus else "CPU"
+        resource_count = int(ray.cluster_resources().get(resource_name, 0))
+        if not resource_count:
+            raise ConfigError(f"run.engine 'ray': the Ray cluster has no {resource_name}; see `ray status`")
+        client_count = len(federation.clients)
+        self._partitions = min(self.workers or resource_count, resource_count, client_count)
+        partitions = [
+            encode_partition(federation, range(k, client_count, self._partitions))
+            for k in range(self._partitions)
         ]
-        self._pool = RayPool(ray, share(method, federation, task, self.micro_batch), parts, has_gpus)
-        self._known = known
+        self._pool = RayPool(ray, share(method, federation, task, self.micro_batch), partitions, has_gpus)
+        self._known = run_inputs
         return self._pool
 
     def _divide_by_partition(self, round: int, jobs: Sequence[ClientJob]) -> list[_ClientBlock]:
         """Divide the jobs of a window into one block for each partition."""
-        members: dict[int, list[int]] = {}
-        for place, job in enumerate(jobs):
-            members.setdefault(job.client.id % self._partitions, []).append(place)
-        downs = [self._reference(job.down) for job in jobs]
+        indices_by_partition: dict[int, list[int]] = {}
+        for index, job in enumerate(jobs):
+            indices_by_partition.setdefault(job.client.id % self._partitions, []).append(index)
+        downloads = [self._reference(job.down) for job in jobs]
         states = [tree.encode(job.state) for job in jobs]
         blocks = []
-        for partition, places in members.items():
-            distinct = list(dict.fromkeys(downs[p] for p in places))
-            down_places = [distinct.index(downs[p]) for p in places]
-            ids = [jobs[p].client.id for p in places]
-            arguments = round, ids, down_places, *[states[p] for p in places], *distinct
-            blocks.append(_ClientBlock(partition, places, arguments))
+        for partition, indices in indices_by_partition.items():
+            distinct_downloads = list(dict.fromkeys(downloads[p] for p in indices))
+            download_indices = [distinct_downloads.index(downloads[p]) for p in indices]
+            client_ids = [jobs[p].client.id for p in indices]
+            arguments = (
+                round,
+                client_ids,
+                download_indices,
+                *[states[p] for p in indices],
+                *distinct_downloads,
+            )
+            blocks.append(_ClientBlock(partition, indices, arguments))
         return blocks
 
     def _reference(self, down: Any) -> Any:
         """The argument of a task for a download: its bytes, or a reference to them in the object store."""
-        for known, _, reference in self._downs:
-            if known is down:
+        for stored_download, _, reference in self._downs:
+            if stored_download is down:
                 return reference
         data = tree.encode(down)
         digest = hashlib.blake2b(data).digest()
@@ -186,28 +193,28 @@ class Ray(Engine):
 def _submit(pool: RayPool, block: _ClientBlock) -> None:
     block.worker, block.attempts = pool.owners[block.partition], block.attempts + 1
     # each argument and result by itself, so that small ones are sent with the call and not through object stores
-    train = block.worker.actor.train.options(num_returns=1 + len(block.places))
+    train = block.worker.actor.train.options(num_returns=1 + len(block.indices))
     block.task = train.remote(*block.arguments)
 
 
 def _collect_results(
-    pool: RayPool, waiting: deque[list[_ClientBlock]], device: Any
+    pool: RayPool, windows: deque[list[_ClientBlock]], device: Any
 ) -> Generator[ClientResult, None, None]:
     """The results of the oldest window, in the order of its jobs."""
     results: dict[int, ClientResult] = {}
-    for i, block in enumerate(waiting[0]):
-        in_progress = [*waiting[0][i:], *(b for window in list(waiting)[1:] for b in window)]
-        for place, (header, payloads) in zip(
-            block.places, _await_answers(pool, block, in_progress), strict=True
+    for i, block in enumerate(windows[0]):
+        in_progress = [*windows[0][i:], *(b for window in list(windows)[1:] for b in window)]
+        for index, (header, payloads) in zip(
+            block.indices, _await_answers(pool, block, in_progress), strict=True
         ):
             result = decode_result(header, payloads)
             if device.type != "cpu":
                 state, upload = (tree.move(v, device) for v in (result.state, result.upload))
                 result = dataclasses.replace(result, state=state, upload=upload)
-            results[place] = result
-    waiting.popleft()
-    for place in sorted(results):
-        yield results.pop(place)
+            results[index] = result
+    windows.popleft()
+    for index in sorted(results):
+        yield results.pop(index)
 
 
 def _await_answers(pool: RayPool, block: _ClientBlock, in_progress: Sequence[_ClientBlock]) -> Any:
@@ -233,14 +240,14 @@ def _await_answers(pool: RayPool, block: _ClientBlock, in_progress: Sequence[_Cl
 def _run_again(
     pool: RayPool, block: _ClientBlock, in_progress: Sequence[_ClientBlock], error: Exception
 ) -> None:
-    dead = block.worker
-    if dead is None:
+    dead_worker = block.worker
+    if dead_worker is None:
         raise AssertionError("the block was not submitted")
-    lost_blocks = [b for b in in_progress if b.worker is dead]
+    lost_blocks = [b for b in in_progress if b.worker is dead_worker]
     reason = str(error).strip().splitlines()[0]
     logger.warning(
         "ray: worker %d (%s) died; %d of its clients are run again: %s",
-        dead.number, dead.place, sum(len(b.places) for b in lost_blocks), reason,
+        dead_worker.number, dead_worker.location, sum(len(b.indices) for b in lost_blocks), reason,
     )  # fmt: skip
     if block.attempts >= MAX_ATTEMPTS:
         raise WorkerError(
@@ -248,6 +255,6 @@ def _run_again(
             f"{block.arguments[1]}, perhaps for lack of memory. Start fewer workers a machine (ray start "
             f"--num-cpus=N), or set run.engine to 'sequential', which takes one client at a time. {error}"
         ) from error
-    pool.replace(dead)
+    pool.replace(dead_worker)
     for lost_block in lost_blocks:
         _submit(pool, lost_block)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from .processes import WorkerError
-from .ray_worker import RayWorker, Shared
+from .ray_worker import RayWorker, WorkerSetup
 
 START_SECONDS = 120.0
 """Seconds until at least one worker must have started."""
@@ -52,9 +52,9 @@ def connect() -> bool:
             warnings.simplefilter("ignore", FutureWarning)
             ray.init(include_dashboard=False, logging_level=logging.WARNING)
     except ConnectionError as error:
-        where = os.environ.get("RAY_ADDRESS", "the address of the last `ray start`")
+        address = os.environ.get("RAY_ADDRESS", "the address of the last `ray start`")
         raise ConfigError(
-            f"run.engine 'ray' finds no Ray cluster at {where}. Start one by `ray start --head`, or unset "
+            f"run.engine 'ray' finds no Ray cluster at {address}. Start one by `ray start --head`, or unset "
             "RAY_ADDRESS."
         ) from error
     return True
@@ -67,14 +67,14 @@ class RayActor:
     Attributes:
         number: of its first partition.
         actor: a handle of :class:`.ray_worker.RayWorker`.
-        started: reference of ``place``, which is ready once the worker has its data.
-        place: process and machine; empty until the worker has started.
+        started: reference of ``describe_location``, which is ready once the worker has its data.
+        location: process and machine; empty until the worker has started.
     """
 
     number: int
     actor: Any
     started: Any
-    place: str = ""
+    location: str = ""
 
 
 class RayPool:
@@ -82,7 +82,7 @@ class RayPool:
 
     Args:
         ray: the module, connected.
-        shared: code and models of all workers.
+        worker_setup: code and models of all workers.
         partitions: encoded data of each partition.
         has_gpus: whether each worker has a GPU.
 
@@ -94,12 +94,14 @@ class RayPool:
         WorkerError: if no worker starts.
     """
 
-    def __init__(self, ray: Any, shared: Shared, partitions: Sequence[bytes], has_gpus: bool) -> None:
+    def __init__(
+        self, ray: Any, worker_setup: WorkerSetup, partitions: Sequence[bytes], has_gpus: bool
+    ) -> None:
         self._ray = ray
         options = {"num_cpus": 1, "num_gpus": int(has_gpus), "scheduling_strategy": "SPREAD"}
         self._make = ray.remote(**options)(RayWorker)
         try:
-            self._shared = ray.put(shared)
+            self._shared = ray.put(worker_setup)
         except (TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 "run.engine 'ray' sends method and models to its workers, but they cannot be pickled: "
@@ -113,27 +115,27 @@ class RayPool:
 
     def _start(self, number: int) -> RayActor:
         actor = self._make.remote(self._shared, self._partitions[number])
-        return RayActor(number, actor, actor.place.remote())
+        return RayActor(number, actor, actor.describe_location.remote())
 
     def _await_workers(self) -> None:
         """Wait until there is a worker."""
-        why = self.admit_started()
+        failure = self.admit_started()
         while not self.owners:
-            waiting = [w.started for w in self._starting]
-            if not waiting and why:
+            start_references = [w.started for w in self._starting]
+            if not start_references and failure:
                 raise WorkerError(
                     "no worker of the Ray cluster could start. Python, fedlowrank and code of your own must "
-                    f"be the same on all its machines. {why}"
+                    f"be the same on all its machines. {failure}"
                 )
-            if not waiting or not self._ray.wait(waiting, timeout=START_SECONDS)[0]:
+            if not start_references or not self._ray.wait(start_references, timeout=START_SECONDS)[0]:
                 raise WorkerError(
                     f"no worker of the Ray cluster is left, and none starts within {START_SECONDS:.0f} s. `ray "
                     f"status` shows its machines; add one by `ray start --address=...`, or set run.engine to "
-                    f"'processes'. {why}",
+                    f"'processes'. {failure}",
                     python="Go on by simulate(..., resume=True).",
                     command="Go on by `fedlowrank resume`.",
                 )
-            why = self.admit_started() or why
+            failure = self.admit_started() or failure
 
     def admit_started(self) -> str:
         """Give workers that have started since the last call their partitions.
@@ -141,45 +143,47 @@ class RayPool:
         Returns:
             Why a worker could not start; empty if none failed.
         """
-        failure, new = "", list[RayActor]()
+        failure, new_workers = "", list[RayActor]()
         for worker in list(self._starting):
             if not self._ray.wait([worker.started], timeout=0)[0]:
                 continue
             self._starting.remove(worker)
             try:
-                worker.place = self._ray.get(worker.started)
-                new.append(worker)
+                worker.location = self._ray.get(worker.started)
+                new_workers.append(worker)
             except self._ray.exceptions.RayError as error:
                 failure = str(error)
                 logger.warning("ray: worker %d could not start: %s", worker.number, failure)
-        before = self.owners or [new[k % len(new)] for k in range(len(self._partitions)) if new]
-        self.owners = list(before)
-        for worker in new:
+        owners = self.owners or [
+            new_workers[k % len(new_workers)] for k in range(len(self._partitions)) if new_workers
+        ]
+        self.owners = list(owners)
+        for worker in new_workers:
             self.owners[worker.number] = worker
         for k, owner in enumerate(self.owners):
-            if owner in new and owner.number != k:
+            if owner in new_workers and owner.number != k:
                 owner.actor.adopt.remote(self._partitions[k])
         return failure
 
-    def replace(self, dead: RayActor) -> None:
+    def replace(self, dead_worker: RayActor) -> None:
         """Give the partitions of a worker that died to others, and start another in its place.
 
         Raises:
             WorkerError: if there is no other, and none starts.
         """
-        if dead not in self.owners:
+        if dead_worker not in self.owners:
             return
-        self._ray.kill(dead.actor)
+        self._ray.kill(dead_worker.actor)
         # it works once there is room for it: the core of a process that died, or a machine that was added
-        self._starting.append(self._start(dead.number))
-        alive = [w for w in dict.fromkeys(self.owners) if w is not dead]
-        if not alive:
+        self._starting.append(self._start(dead_worker.number))
+        live_workers = [w for w in dict.fromkeys(self.owners) if w is not dead_worker]
+        if not live_workers:
             self.owners = []
             self._await_workers()
             return
         for k, owner in enumerate(self.owners):
-            if owner is dead:
-                self.owners[k] = min(alive, key=self.owners.count)
+            if owner is dead_worker:
+                self.owners[k] = min(live_workers, key=self.owners.count)
                 self.owners[k].actor.adopt.remote(self._partitions[k])
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from .sequential import Sequential
 
 
 @dataclass(frozen=True)
-class Shared:
+class WorkerSetup:
     """Code and models that all workers get, without examples.
 
     Attributes:
@@ -42,41 +42,43 @@ class Shared:
     trees: tuple[type[Any], ...]
 
 
-def share(method: AnyMethod, federation: Federation, task: Task, micro_batch: int | None) -> Shared:
+def share(method: AnyMethod, federation: Federation, task: Task, micro_batch: int | None) -> WorkerSetup:
     """Collect what all workers of a run get."""
-    first = federation.clients[0].train
+    first_examples = federation.clients[0].train
     models = {}
     for name, model in federation.architectures.items():
-        models[name] = without_data(model if first.y.device.type == "cpu" else model.to("cpu"))
-    no_examples = _decode_examples(tree.map_leaves(lambda t: t[:0].cpu().clone(), _to_tree(first)))
-    clients = [ClientData(no_examples, no_examples, no_examples)] * len(federation.clients)
-    without_examples = replace(federation, clients=clients, architectures=models, here=frozenset())
-    return Shared(
+        models[name] = without_data(model if first_examples.y.device.type == "cpu" else model.to("cpu"))
+    empty_examples = _decode_examples(
+        tree.map_leaves(lambda t: t[:0].cpu().clone(), _to_tree(first_examples))
+    )
+    clients = [ClientData(empty_examples, empty_examples, empty_examples)] * len(federation.clients)
+    empty_federation = replace(federation, clients=clients, architectures=models, local_ids=frozenset())
+    return WorkerSetup(
         method,
-        without_examples,
+        empty_federation,
         replace(task, architectures=models),
         micro_batch,
-        first.y.device.type,
+        first_examples.y.device.type,
         tree.tree_classes("__main__"),
     )
 
 
-def encode_partition(federation: Federation, clients: Sequence[int]) -> bytes:
+def encode_partition(federation: Federation, client_ids: Sequence[int]) -> bytes:
     """Encode the training examples of some clients as bytes; examples that clients share are encoded once."""
-    parts: dict[int, tuple[int, Any]] = {}
+    example_sets: dict[int, tuple[int, Any]] = {}
     rows = []
-    for client in clients:
-        data = federation.clients[client]
-        place, _ = parts.setdefault(id(data.train), (len(parts), data.train))
-        rows.append([client, place, data.quarter_turns])
-    return tree.encode({"clients": rows, "examples": [_to_tree(train) for _, train in parts.values()]})
+    for client_id in client_ids:
+        data = federation.clients[client_id]
+        index, _ = example_sets.setdefault(id(data.train), (len(example_sets), data.train))
+        rows.append([client_id, index, data.quarter_turns])
+    return tree.encode({"clients": rows, "examples": [_to_tree(train) for _, train in example_sets.values()]})
 
 
 def decode_partition(data: bytes) -> dict[int, tuple[Examples, int]]:
     """Decode the training examples and quarter turns by client from what :func:`encode_partition` returns."""
     partition = tree.decode(data)
     examples = [_decode_examples(e) for e in partition["examples"]]
-    return {client: (examples[place], turns) for client, place, turns in partition["clients"]}
+    return {client_id: (examples[index], turns) for client_id, index, turns in partition["clients"]}
 
 
 def _to_tree(examples: Examples) -> Any:
@@ -85,13 +87,13 @@ def _to_tree(examples: Examples) -> Any:
     return {"x": (x.codes, x.table) if isinstance(x, Pixels) else x, "y": examples.y}
 
 
-def _decode_examples(parts: Any) -> Examples:
-    x: Stored = Pixels(*parts["x"]) if isinstance(parts["x"], tuple) else parts["x"]
-    return Examples(x, parts["y"])
+def _decode_examples(example_tree: Any) -> Examples:
+    x: Stored = Pixels(*example_tree["x"]) if isinstance(example_tree["x"], tuple) else example_tree["x"]
+    return Examples(x, example_tree["y"])
 
 
 @dataclass
-class _Placed(Sequential):
+class _IndexedEngine(Sequential):
     """Sequential, with states and downloads on the worker's device."""
 
     device: str = "cpu"
@@ -105,61 +107,63 @@ class RayWorker:
     """An actor that trains the clients of its partitions, one after another on one thread or one GPU.
 
     Args:
-        shared: code and models.
+        worker_setup: code and models.
         partition: of the first clients whose data it gets.
     """
 
-    def __init__(self, shared: Shared, partition: bytes) -> None:
+    def __init__(self, worker_setup: WorkerSetup, partition: bytes) -> None:
         torch.set_num_threads(1)
-        for cls in shared.trees:
+        for cls in worker_setup.trees:
             tree.register(cls)
-        self._shared, self._stored = shared, shared.federation
-        self._engine = _Placed(micro_batch=shared.micro_batch, device=shared.device)
+        self._shared, self._stored = worker_setup, worker_setup.federation
+        self._engine = _IndexedEngine(micro_batch=worker_setup.micro_batch, device=worker_setup.device)
         self.adopt(partition)
 
-    def place(self) -> str:
+    def describe_location(self) -> str:
         """The process and machine of this worker. A call returns once the worker has its data."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def adopt(self, partition: bytes) -> None:
         """Take the data of further clients."""
         clients = list(self._stored.clients)
-        further = decode_partition(partition)
-        for client, (train, turns) in further.items():
-            clients[client] = replace(clients[client], train=train, quarter_turns=turns)
-        here = (self._stored.here or frozenset()) | further.keys()
-        self._stored = replace(self._stored, clients=clients, here=here)
+        new_examples = decode_partition(partition)
+        for client_id, (train, turns) in new_examples.items():
+            clients[client_id] = replace(clients[client_id], train=train, quarter_turns=turns)
+        loaded_ids = (self._stored.local_ids or frozenset()) | new_examples.keys()
+        self._stored = replace(self._stored, clients=clients, local_ids=loaded_ids)
         self._federation = self._stored.to(self._shared.device)
         self._task = replace(self._shared.task, architectures=self._federation.architectures)
 
-    def train(self, round: int, clients: list[int], down_places: list[int], *payloads: bytes) -> list[Any]:
+    def train(
+        self, round: int, client_ids: list[int], download_indices: list[int], *payloads: bytes
+    ) -> list[Any]:
         """Train a block of clients.
 
         Args:
             round: of the run.
-            clients: their identifiers.
-            down_places: place of each client's download among the downloads.
+            client_ids: their identifiers.
+            download_indices: place of each client's download among the downloads.
             payloads: the encoded state of each client, and then the encoded downloads.
 
         Returns:
             The traceback of a failure or None, and the answer of :func:`.processes.train_client` for each client.
         """
-        states, downs = payloads[: len(clients)], payloads[len(clients) :]
+        states, downloads = payloads[: len(client_ids)], payloads[len(client_ids) :]
         try:
-            here = self._stored.here or frozenset()
-            if missing := set(clients) - here:
-                raise RuntimeError(f"the data of clients {sorted(missing)} did not arrive")
+            loaded_ids = self._stored.local_ids or frozenset()
+            if missing_ids := set(client_ids) - loaded_ids:
+                raise RuntimeError(f"the data of clients {sorted(missing_ids)} did not arrive")
             answers = [
                 train_client(
                     self._engine,
                     self._shared.method,
                     self._federation,
                     self._task,
-                    {"client": client, "round": round},
-                    [downs[place], state],
+                    {"client": client_id, "round": round},
+                    [downloads[index], state],
                 )
-                for client, place, state in zip(clients, down_places, states, strict=True)
+                for client_id, index, state in zip(client_ids, download_indices, states, strict=True)
             ]
             return [None, *answers]
         except Exception:  # noqa: BLE001 - the driver raises what the method raised
-            return [traceback.format_exc()] + [None] * len(clients)
+            return [traceback.format_exc()] + [None] * len(client_ids)

@@ -31,18 +31,18 @@ class CohortMember:
     """A client of a cohort.
 
     Attributes:
-        place: of the client among the jobs.
+        index: of the client among the jobs.
         job: of the client.
         local: trains this client by itself.
     """
 
-    place: int
+    index: int
     job: ClientJob
     local: LocalTrainer
 
     def restarted(self) -> CohortMember:
         """The client before it was trained, with an empty meter."""
-        return CohortMember(self.place, self.job, self.local.fresh())
+        return CohortMember(self.index, self.job, self.local.fresh())
 
 
 @dataclass(frozen=True)
@@ -75,30 +75,30 @@ class RoundTraining:
             trainer: of the cohort.
         """
         method, jobs = self.method, [m.job for m in members]
-        stored, down = stack_clients([j.state for j in jobs]), stack_clients([j.down for j in jobs])
-        state, optimizers = split_optimizers(tree.canonical(stored))
+        stacked_state, down = stack_clients([j.state for j in jobs]), stack_clients([j.down for j in jobs])
+        state, optimizers = split_optimizers(tree.canonical(stacked_state))
         infos = [j.client for j in jobs]
         info: Any = CohortInfo(infos)
         key: Any = CohortKey([m.local.data.key for m in members])
-        keeping = KeepingTrainer(trainer, info, optimizers)
-        view = ClientView(info, self.task, self.task.model(infos[0]), self.round, key, keeping)
+        keeping_trainer = KeepingTrainer(trainer, info, optimizers)
+        view = ClientView(info, self.task, self.task.model(infos[0]), self.round, key, keeping_trainer)
         state, upload = check_pair(method, method.local_update(state, tree.canonical(down), view))
         refuse_numbers((state, upload))
-        state, upload = tree.canonical(keeping.collect(state)), tree.canonical(upload)
+        state, upload = tree.canonical(keeping_trainer.collect(state)), tree.canonical(upload)
         states = split_clients(state, len(members))
         kind = repr(method), infos[0].architecture, tree.form(upload)
         uploads = CohortUploads(upload, len(members), kind, self.memory)
         # a member whose training met a NaN is called by itself, for a method may handle the error
         trainers = trainer.singles() if trainer.errors else []
-        failed = {k: self.train_one(members[k], trainers[k])[1] for k in sorted(trainer.errors)}
+        retried_results = {k: self.train_one(members[k], trainers[k])[1] for k in sorted(trainer.errors)}
         # a method that handled the error has an upload of another origin
-        cohort = uploads if all(result.error is not None for result in failed.values()) else None
+        cohort = uploads if all(result.error is not None for result in retried_results.values()) else None
         results = [
-            (m.place, ClientResult(states[k], uploads.row(k), m.local.meter, cohort=cohort, place=k))
+            (m.index, ClientResult(states[k], uploads.row(k), m.local.meter, cohort=cohort, position=k))
             for k, m in enumerate(members)
         ]
-        for k, result in failed.items():
-            results[k] = members[k].place, dataclasses.replace(result, cohort=cohort, place=k)
+        for k, result in retried_results.items():
+            results[k] = members[k].index, dataclasses.replace(result, cohort=cohort, position=k)
         return results
 
     def train_one(self, member: CohortMember, trainer: Trainer | None = None) -> PlacedResult:
@@ -113,8 +113,8 @@ class RoundTraining:
                 self.method, self.federation, self.task, self.round, member.job, trainer or member.local
             )
         except NonFiniteError as error:
-            return member.place, ClientResult(None, None, Meter(), error)
-        return member.place, ClientResult(state, upload, finite_losses(member.local.meter))
+            return member.index, ClientResult(None, None, Meter(), error)
+        return member.index, ClientResult(state, upload, finite_losses(member.local.meter))
 
     def train_each(self, members: Sequence[CohortMember]) -> list[PlacedResult]:
         """Train clients one after another."""

@@ -96,8 +96,8 @@ class Vectorized(Engine):
         """See the base class."""
         self._title = method.title
         training = RoundTraining(self, method, federation, task, round, self._memory, self._log)
-        for first in range(0, len(jobs), MAX_COHORT):
-            yield from self._run_jobs(training, jobs[first : first + MAX_COHORT])
+        for start in range(0, len(jobs), MAX_COHORT):
+            yield from self._run_jobs(training, jobs[start : start + MAX_COHORT])
 
     def map_clients(
         self,
@@ -111,16 +111,16 @@ class Vectorized(Engine):
         """See the base class: clients of one architecture whose trees have one form are a cohort."""
         self._title = method.title
         groups: dict[Hashable, list[tuple[int, LocalTrainer]]] = {}
-        for place, (info, value) in enumerate(clients):
-            local = self.trainer(method, federation, round, info)
-            groups.setdefault((info.architecture, tree.form(value)), []).append((place, local))
+        for index, (info, value) in enumerate(clients):
+            local_trainer = self.trainer(method, federation, round, info)
+            groups.setdefault((info.architecture, tree.form(value)), []).append((index, local_trainer))
 
         def call_for_members(members: Sequence[tuple[int, LocalTrainer]], trainer: CohortTrainer) -> list[T]:
-            places = [place for place, _ in members]
-            infos = [clients[k][0] for k in places]
-            value = tree.canonical(stack_clients([clients[k][1] for k in places]))
+            indices = [index for index, _ in members]
+            infos = [clients[k][0] for k in indices]
+            value = tree.canonical(stack_clients([clients[k][1] for k in indices]))
             key = CohortKey([client_key(federation, i.id, round) for i in infos])
-            return call_for_cohort(Cohort(places, value, CohortInfo(infos), key, trainer))
+            return call_for_cohort(Cohort(indices, value, CohortInfo(infos), key, trainer))
 
         def call_for_member(member: tuple[int, LocalTrainer], trainer: Trainer) -> T:
             return call_for_client(member[0], trainer)
@@ -131,7 +131,7 @@ class Vectorized(Engine):
             if len(members) < MIN_COHORT or not self._may_stack(members[0][1]):
                 results += [call_for_client(*member) for member in members]
                 continue
-            trainer = self.cohort_trainer([local for _, local in members], self._memory)
+            trainer = self.cohort_trainer([local_trainer for _, local_trainer in members], self._memory)
             results += divide(members, call_for_members, call_for_member, trainer, self._log)
         return results
 
@@ -152,24 +152,24 @@ class Vectorized(Engine):
     ) -> dict[str, list[MembersOfKind]]:
         """Cohorts of clients of one kind that have room in memory, by architecture."""
         method, groups = training.method, dict[Hashable, list[CohortMember]]()
-        settings, down, form_of_down = repr(method), None, tree.form(None)
-        for place, job in enumerate(jobs):
-            local = self.trainer(method, training.federation, training.round, job.client)
+        method_settings, down, form_of_down = repr(method), None, tree.form(None)
+        for index, job in enumerate(jobs):
+            local_trainer = self.trainer(method, training.federation, training.round, job.client)
             # one download for all as a rule
             if job.down is not down:
                 down, form_of_down = job.down, tree.form(job.down)
-            form = settings, job.client.architecture, tree.form(job.state), form_of_down
-            groups.setdefault(form, []).append(CohortMember(place, job, local))
+            form = method_settings, job.client.architecture, tree.form(job.state), form_of_down
+            groups.setdefault(form, []).append(CohortMember(index, job, local_trainer))
         by_architecture: dict[str, list[MembersOfKind]] = {}
         for kind, group in groups.items():
             # clients with the most steps first, in every pass
             members = sorted(group, key=lambda m: -len(m.local.data.examples))
-            first = members[0].job
-            size = 2 * (tree.nbytes(first.state) + tree.nbytes(first.down))
-            parts = -(-len(members) * size // MAX_COHORT_BYTES) or 1
-            bounds = [len(members) * k // parts for k in range(parts + 1)]
+            first_job = members[0].job
+            client_bytes = 2 * (tree.nbytes(first_job.state) + tree.nbytes(first_job.down))
+            cohort_count = -(-len(members) * client_bytes // MAX_COHORT_BYTES) or 1
+            bounds = [len(members) * k // cohort_count for k in range(cohort_count + 1)]
             cohorts = [(kind, members[a:b]) for a, b in itertools.pairwise(bounds)]
-            by_architecture.setdefault(first.client.architecture, []).extend(cohorts)
+            by_architecture.setdefault(first_job.client.architecture, []).extend(cohorts)
         return by_architecture
 
     def _run_unequal_ranks(
@@ -177,21 +177,23 @@ class Vectorized(Engine):
     ) -> list[PlacedResult]:
         """Train cohorts that differ in rank: the method is called for each, and their passes are trained as one."""
         results: dict[int, ClientResult] = {}
-        joined: list[MembersOfKind] = []
+        joint_cohorts: list[MembersOfKind] = []
         for kind, members in cohorts:
             if self._memory.is_equal.get(kind) is False or not self._may_stack(members[0].local):
                 results |= training.train_each(members)
             else:
-                joined.append((kind, members))
-        trained = [
+                joint_cohorts.append((kind, members))
+        cohort_trainers = [
             (members, self.cohort_trainer([m.local for m in members], self._memory, joins=True))
-            for _, members in joined
+            for _, members in joint_cohorts
         ]
-        new = [(kind, members) for kind, members in joined if kind not in self._memory.is_equal]
-        with full_precision() if new else contextlib.nullcontext():
-            results |= divide_jointly(trained, training.train_cohort, training.train_one, self._log)
-            for kind, members in new:
-                is_equal = training.has_equal_result(members[-1], results[members[-1].place])
+        untested_cohorts = [
+            (kind, members) for kind, members in joint_cohorts if kind not in self._memory.is_equal
+        ]
+        with full_precision() if untested_cohorts else contextlib.nullcontext():
+            results |= divide_jointly(cohort_trainers, training.train_cohort, training.train_one, self._log)
+            for kind, members in untested_cohorts:
+                is_equal = training.has_equal_result(members[-1], results[members[-1].index])
                 self._memory.is_equal[kind] = is_equal
                 if not is_equal:
                     results |= training.retrain_each(members)
@@ -201,21 +203,21 @@ class Vectorized(Engine):
         self, training: RoundTraining, kind: Hashable, members: list[CohortMember]
     ) -> list[PlacedResult]:
         """Train clients of one kind: as a cohort if that gives what each gives by itself."""
-        known = self._memory.is_equal.get(kind)
-        if len(members) < MIN_COHORT or known is False or not self._may_stack(members[0].local):
+        was_equal = self._memory.is_equal.get(kind)
+        if len(members) < MIN_COHORT or was_equal is False or not self._may_stack(members[0].local):
             return training.train_each(members)
         trainer = self.cohort_trainer([m.local for m in members], self._memory)
-        if known:
+        if was_equal:
             return divide(members, training.train_cohort, training.train_one, trainer, self._log)
         with full_precision():
             results = divide(members, training.train_cohort, training.train_one, trainer, self._log)
-            is_equal = training.has_equal_result(members[-1], dict(results)[members[-1].place])
+            is_equal = training.has_equal_result(members[-1], dict(results)[members[-1].index])
             self._memory.is_equal[kind] = is_equal
         return results if is_equal else training.retrain_each(members)
 
-    def _may_stack(self, local: LocalTrainer) -> bool:
+    def _may_stack(self, local_trainer: LocalTrainer) -> bool:
         """Whether steps of clients with these models may be batched over clients; if not, the reason is logged once."""
-        if reason := local.beyond_stacking:
+        if reason := local_trainer.beyond_stacking:
             self._log(f"runs one client after another: {reason}")
         return reason is None
 

@@ -34,10 +34,10 @@ def write_adapter(
     digest: str,
     *,
     head: Mapping[str, Tensor] | None = None,
-    whole: Mapping[str, Tensor] | None = None,
+    saved_tensors: Mapping[str, Tensor] | None = None,
     rows: Mapping[str, Tensor] | None = None,
     round: int | None = None,
-    client: int | None = None,
+    client_id: int | None = None,
 ) -> Path:
     """Write an adapter folder as PEFT does: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
@@ -57,21 +57,28 @@ def write_adapter(
         base_name: name of the base, as the user gave it.
         digest: digest of the base's files (:func:`fedlowrank.storage.base_files.combine_file_digests`).
         head: all tensors of a classification head, by their names in the base.
-        whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
+        saved_tensors: all tensors of layers that are stored whole and not as factors, by their names in the base.
         rows: rows of new tokens, by their names in the file (:func:`.lora.new_tokens.name_rows`).
         round: round of the adapter, counted from 0.
-        client: index of the client that owns the adapter; None for the server.
+        client_id: index of the client that owns the adapter; None for the server.
     """
     rank = max(1, *(pair.rank for pair in pairs.values()))
-    tensors: Params = {PEFT_PREFIX + n: t for n, t in [*(head or {}).items(), *(whole or {}).items()]}
+    tensors: Params = {PEFT_PREFIX + n: t for n, t in [*(head or {}).items(), *(saved_tensors or {}).items()]}
     tensors |= rows or {}
     for name, pair in pairs.items():
-        padded = zero_pad_pair(Pair(pair.b * scale, pair.a), rank)
-        for path, value in layers[name].shape_parameters(padded).items():
+        padded_pair = zero_pad_pair(Pair(pair.b * scale, pair.a), rank)
+        for path, value in layers[name].shape_parameters(padded_pair).items():
             tensors[name_in_file(path)] = value
     tensors = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
-    settings = _adapter_config(config, list(pairs), rank, base_name, head or {}, whole or {})
-    metadata = {"format": 1, "digest": digest, "round": round, "client": client, "rank": rank, "scale": scale}
+    settings = _adapter_config(config, list(pairs), rank, base_name, head or {}, saved_tensors or {})
+    metadata = {
+        "format": 1,
+        "digest": digest,
+        "round": round,
+        "client": client_id,
+        "rank": rank,
+        "scale": scale,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
@@ -101,22 +108,24 @@ def merge_update(
     Raises:
         TaskError: if a layer is quantized, or shares its weight with another.
     """
-    merged = copy.deepcopy(model).unload()
-    owners = names_of_parameters(merged)
+    merged_model = copy.deepcopy(model).unload()
+    owners = names_of_parameters(merged_model)
     for name, update in updates.items():
-        weight = merged.get_submodule(name).weight
+        weight = merged_model.get_submodule(name).weight
         if not weight.is_floating_point():
             raise TaskError(f"the weight of {name} is quantized; merge into the base loaded without quantize")
         if len(owners[id(weight)]) > 1:
-            shared = " and ".join(owners[id(weight)])
-            raise TaskError(f"{shared} are one tensor, so an update of {name} cannot be merged into it alone")
+            shared_names = " and ".join(owners[id(weight)])
+            raise TaskError(
+                f"{shared_names} are one tensor, so an update of {name} cannot be merged into it alone"
+            )
         delta = update.b.float() @ update.a.float() if isinstance(update, Pair) else update.float()
         with torch.no_grad():
             weight.copy_(weight.float() + layers[name].reshape_update(delta).to(weight.device))
-    state = merged.state_dict()
+    state = merged_model.state_dict()
     for name, value in (head or {}).items():
         state[name].copy_(value)
-    return merged
+    return merged_model
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
@@ -134,7 +143,7 @@ def _adapter_config(
     rank: int,
     base_name: str,
     head: Mapping[str, Tensor],
-    whole: Mapping[str, Tensor],
+    saved_tensors: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """Make the content of ``adapter_config.json`` for an adapter that :func:`write_adapter` writes."""
     file_config = copy.deepcopy(config)
@@ -148,10 +157,10 @@ def _adapter_config(
         True,
         base_name,
     )
-    if whole:
+    if saved_tensors:
         # names instead of a pattern, because layers that are stored whole must not match
         file_config.target_modules = set(names)
-    saved_modules = dict.fromkeys(name.rpartition(".")[0] for name in whole)
+    saved_modules = dict.fromkeys(name.rpartition(".")[0] for name in saved_tensors)
     if head:
         # PEFT itself adds every module whose name ends in one of HEAD_NAMES
         modules = dict.fromkeys(name.rpartition(".")[0] for name in head)

@@ -36,18 +36,18 @@ class ModelParts:
         factors: LoRA factors by layer, without their scale.
         weight_updates: updates of the base's weights ``[d, k]``, by layer; empty for a plain adapter.
         head: parameters of the head by their names in the base.
-        saved: parameters of further modules that are trained whole, by their names in the base.
+        saved_params: parameters of further modules that are trained whole, by their names in the base.
         round: number of completed rounds.
-        client: index of the client that owns the model; None for the server.
+        client_id: index of the client that owns the model; None for the server.
         token_rows: rows of new tokens by layer; see :mod:`.lora.new_tokens`.
     """
 
     factors: Factors
     weight_updates: dict[str, Tensor]
     head: Params
-    saved: Params
+    saved_params: Params
     round: int
-    client: int | None
+    client_id: int | None
     token_rows: Params = field(default_factory=dict)
 
     def compute_update(self, name: str, scale: float) -> Pair | Tensor:
@@ -86,16 +86,18 @@ class AdapterFolders:
         self._common_updates: dict[str, Tensor] = {}
         self._common_digest = ""
 
-    def split_model(self, params: Params, round: int, client: int | None) -> ModelParts:
+    def split_model(self, params: Params, round: int, client_id: int | None) -> ModelParts:
         """Split a model into its parts; parameters missing in ``params`` are taken from the wrapped model."""
-        own_parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        tied = {
+        model_parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        tied_parameters = {
             alias: params[n]
             for n, aliases in tied_names(self._model).items()
             if n in params
             for alias in aliases
         }
-        all_parameters = {name: p.detach() for name, p in (own_parameters | tied | params).items()}
+        all_parameters = {
+            name: p.detach() for name, p in (model_parameters | tied_parameters | params).items()
+        }
         factors, weight_updates = {}, {}
         for name, layer in self._lora.layers.items():
             factors[name] = layer.read_pair(all_parameters)
@@ -109,16 +111,16 @@ class AdapterFolders:
             prefixes = tuple(f"{PEFT_PREFIX}{module}." for module in modules)
             return {
                 n.removeprefix(PEFT_PREFIX): all_parameters[n]
-                for n in own_parameters
+                for n in model_parameters
                 if n.startswith(prefixes)
             }
 
-        head, saved = select(self._loaded.head), select(self._loaded.saved)
+        head, saved_tensors = select(self._loaded.head), select(self._loaded.saved_modules)
         rows = {
             layer: all_parameters[f"{name}.{ADAPTER}"]
             for layer, name in name_rows(self._token_layers).items()
         }
-        return ModelParts(factors, weight_updates, head, saved, round, client, rows)
+        return ModelParts(factors, weight_updates, head, saved_tensors, round, client_id, rows)
 
     @property
     def _token_layers(self) -> Mapping[str, list[int]]:
@@ -140,22 +142,24 @@ class AdapterFolders:
             return None
         return {n: truncate_update(model.compute_update(n, self._lora.scale), rank) for n in model.factors}
 
-    def write_adapter(self, folder: Path, model: ModelParts, parts: Mapping[str, Truncation] | None) -> Path:
+    def write_adapter(
+        self, folder: Path, model: ModelParts, truncations: Mapping[str, Truncation] | None
+    ) -> Path:
         """Write a model as a plain adapter of the base; ``fedlowrank.json`` states the truncation error.
 
         Args:
             folder: made if it does not exist. It is returned.
             model: the model.
-            parts: truncated updates from :meth:`truncate`; None for a model that is an adapter already.
+            truncations: truncated updates from :meth:`truncate`; None for a model that is an adapter already.
         """
-        if parts is None:
+        if truncations is None:
             self._write_adapter_files(folder, model.factors, self._lora.scale, model)
         else:
-            self._write_adapter_files(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
+            self._write_adapter_files(folder, {n: t.pair for n, t in truncations.items()}, 1.0, model)
         errors = {
             "rank": json.loads((folder / METADATA_FILE).read_text())["rank"],
-            "error": 0.0 if parts is None else relative_error(parts.values()),
-            "layers": {n: 0.0 if parts is None else parts[n].error for n in model.factors},
+            "error": 0.0 if truncations is None else relative_error(truncations.values()),
+            "layers": {n: 0.0 if truncations is None else truncations[n].error for n in model.factors},
         }
         _add_metadata(folder, {"truncation": errors})
         return folder
@@ -180,29 +184,31 @@ class AdapterFolders:
             }
             whole_tensors[f"{name}.weight"] = (weight.float() + layer.reshape_update(update)).to(weight.dtype)
         factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
-        return self._write_adapter_files(folder, factors, self._lora.scale, model, whole=whole_tensors)
+        return self._write_adapter_files(
+            folder, factors, self._lora.scale, model, saved_tensors=whole_tensors
+        )
 
     def write_whole(
-        self, folder: Path, model: ModelParts, parts: Mapping[str, Truncation] | None = None
+        self, folder: Path, model: ModelParts, truncations: Mapping[str, Truncation] | None = None
     ) -> Path:
-        """Write a whole model: the base plus the model's updates, or plus their approximations ``parts``."""
+        """Write a whole model: the base plus the model's updates, or plus their approximations ``truncations``."""
         updates: dict[str, Pair | Tensor]
-        if parts is None:
+        if truncations is None:
             updates = {n: model.compute_update(n, self._lora.scale) for n in model.factors}
         else:
-            updates = {n: t.pair for n, t in parts.items()}
-        merged = self._merge_updates(updates, model.head | model.saved, model.token_rows)
-        return save_model(folder, merged, self._loaded.tokenizer)
+            updates = {n: t.pair for n, t in truncations.items()}
+        merged_model = self._merge_updates(updates, model.head | model.saved_params, model.token_rows)
+        return save_model(folder, merged_model, self._loaded.tokenizer)
 
     def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
         """Write a model whose base weights all changed: the new base once for all clients, and an adapter for it.
 
         A model whose base differs from the first one written is written whole.
         """
-        written = []
+        paths = []
         if not self._common_updates:
-            merged = self._merge_updates(model.weight_updates)
-            written.append(save_model(folder / COMMON_BASE_FOLDER, merged, self._loaded.tokenizer))
+            merged_model = self._merge_updates(model.weight_updates)
+            paths.append(save_model(folder / COMMON_BASE_FOLDER, merged_model, self._loaded.tokenizer))
             self._common_updates = model.weight_updates
             self._common_digest = combine_file_digests(digest_base_files(folder / COMMON_BASE_FOLDER))
         elif any(not torch.equal(w, self._common_updates[n]) for n, w in model.weight_updates.items()):
@@ -211,31 +217,31 @@ class AdapterFolders:
         adapter_folder = self._write_adapter_files(
             folder / name, model.factors, self._lora.scale, model, base=(base, self._common_digest)
         )
-        return [*written, adapter_folder]
+        return [*paths, adapter_folder]
 
     def _merge_updates(
         self,
         updates: Mapping[str, Pair | Tensor],
-        whole: Params | None = None,
+        saved_tensors: Params | None = None,
         token_rows: Params | None = None,
     ) -> Any:
         """Copy the base as it is in the files, add updates to its weights, and replace some modules and rows of tokens."""
         memory_updates = {n: self._convert_to_memory(n, update) for n, update in updates.items()}
-        merged = merge_update(self._model, self._lora.layers, memory_updates, whole)
+        merged_model = merge_update(self._model, self._lora.layers, memory_updates, saved_tensors)
         with torch.no_grad():
             for layer, rows in (token_rows or {}).items():
-                weight = merged.get_submodule(layer).weight
+                weight = merged_model.get_submodule(layer).weight
                 weight[self._token_layers[layer]] = rows.to(weight)
-        return merged
+        return merged_model
 
     def _convert_to_memory(self, name: str, update: Pair | Tensor) -> Pair | Tensor:
         """Convert an update of the weight in the files to an update of the weight in memory."""
         if name not in self._initial_factors:
             return update
-        initial, scale = self._initial_factors[name], self._lora.scale
+        initial_pair, scale = self._initial_factors[name], self._lora.scale
         if isinstance(update, Pair):
-            return _add_pairs(update, initial, scale)
-        return update + initial.dense().float() * scale
+            return _add_pairs(update, initial_pair, scale)
+        return update + initial_pair.dense().float() * scale
 
     def _write_adapter_files(
         self,
@@ -245,7 +251,7 @@ class AdapterFolders:
         model: ModelParts,
         *,
         base: tuple[str, str] | None = None,
-        whole: Params | None = None,
+        saved_tensors: Params | None = None,
     ) -> Path:
         adapter_files.write_adapter(
             folder,
@@ -255,10 +261,10 @@ class AdapterFolders:
             self._lora.layers,
             *(base or (self.base_name, self._loaded.digest)),
             head=model.head,
-            whole=(whole or {}) | model.saved,
+            saved_tensors=(saved_tensors or {}) | model.saved_params,
             rows={name_rows(self._token_layers)[layer]: rows for layer, rows in model.token_rows.items()},
             round=model.round,
-            client=model.client,
+            client_id=model.client_id,
         )
         _add_metadata(folder, self._metadata)
         if self._loaded.token_ids:
@@ -274,5 +280,5 @@ def _add_pairs(pair: Pair, other: Pair, factor: float) -> Pair:
 
 def _add_metadata(folder: Path, entries: Mapping[str, Any]) -> None:
     """Add entries to the file ``fedlowrank.json`` of a folder."""
-    stored = json.loads((folder / METADATA_FILE).read_text())
-    (folder / METADATA_FILE).write_text(json.dumps({**stored, **entries}, indent=2, sort_keys=True))
+    metadata = json.loads((folder / METADATA_FILE).read_text())
+    (folder / METADATA_FILE).write_text(json.dumps({**metadata, **entries}, indent=2, sort_keys=True))

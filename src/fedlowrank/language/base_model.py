@@ -88,7 +88,7 @@ class LoadedBase:
         head: names of the modules that are trained whole: the classification head, and modules of the body whose
             weights are missing in the files. Empty for a causal model.
         notes: warnings about changes that the settings do not ask for, each a sentence.
-        saved: names of further modules that are trained whole, from ``lora.modules_to_save``.
+        saved_modules: names of further modules that are trained whole, from ``lora.modules_to_save``.
         token_ids: ids of ``language.new_tokens``.
     """
 
@@ -98,7 +98,7 @@ class LoadedBase:
     folder: Path
     head: tuple[str, ...]
     notes: tuple[str, ...]
-    saved: tuple[str, ...] = ()
+    saved_modules: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
 
     @cached_property
@@ -163,12 +163,12 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     loading_info: dict[str, Any] = {}
 
     def load_model() -> nn.Module:
-        loaded: nn.Module
-        loaded, info = auto_class.from_pretrained(
+        module: nn.Module
+        module, info = auto_class.from_pretrained(
             source, output_loading_info=True, **model_settings, **settings
         )
         loading_info.update(info)
-        return loaded
+        return module
 
     try:
         with silence_library(library):
@@ -315,12 +315,12 @@ def _make_quantization(library: Any, base: LanguageBase) -> Any:
         )
     if base.quantize == "8bit":
         return library.BitsAndBytesConfig(load_in_8bit=True)
-    compute = torch.bfloat16 if base.dtype == "auto" else getattr(torch, base.dtype)
+    compute_dtype = torch.bfloat16 if base.dtype == "auto" else getattr(torch, base.dtype)
     return library.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_compute_dtype=compute_dtype,
     )
 
 
@@ -331,30 +331,32 @@ def _find_new_parts(
     # the head of a classification model is every module with weights outside of the body
     children = [name for name, child in model.named_children() if list(child.parameters())]
     head = [n for n in children if n != model.base_model_prefix] if base.has_head else []
-    in_head = [n for n in new_weights if n.split(".")[0] in head]
-    in_body = [n for n in new_weights if n not in in_head]
+    head_weights = [n for n in new_weights if n.split(".")[0] in head]
+    body_weights = [n for n in new_weights if n not in head_weights]
     if base.task == "embedding":
         # last hidden states do not depend on a pooler
-        in_body = [n for n in in_body if n.split(".")[0] != "pooler"]
+        body_weights = [n for n in body_weights if n.split(".")[0] != "pooler"]
     notes = []
-    count = len(model.state_dict())
-    if len(in_body) > (count // 2 if base.has_head else 0):
+    weight_count = len(model.state_dict())
+    if len(body_weights) > (weight_count // 2 if base.has_head else 0):
         raise DataError(
-            f"{base.path!r} lacks {len(in_body)} of the {count} weights of a {type(model).__name__}, "
-            f"such as {in_body[0]!r}; it is the folder of another kind of model."
+            f"{base.path!r} lacks {len(body_weights)} of the {weight_count} weights of a {type(model).__name__}, "
+            f"such as {body_weights[0]!r}; it is the folder of another kind of model."
         )
-    if in_head:
-        notes.append(f"The head ({', '.join(head)}) is new: {', '.join(in_head)} drawn from the run's key.")
+    if head_weights:
+        notes.append(
+            f"The head ({', '.join(head)}) is new: {', '.join(head_weights)} drawn from the run's key."
+        )
     elif head:
         notes.append(
             f"The head ({', '.join(head)}) is the one of the files; check that its classes are in your order."
         )
-    if in_body:
+    if body_weights:
         notes.append(
-            f"The files lack {', '.join(in_body)}: drawn from the run's key, and trained and kept with the "
+            f"The files lack {', '.join(body_weights)}: drawn from the run's key, and trained and kept with the "
             "head."
         )
-    modules = dict.fromkeys(n.rpartition(".")[0] for n in in_body)
+    modules = dict.fromkeys(n.rpartition(".")[0] for n in body_weights)
     return (*head, *modules), notes
 
 
@@ -374,14 +376,16 @@ def _compare_end_tokens(model: Any, tokenizer: Any, base: LanguageBase) -> list[
     Returns:
         A note if the model does not stop at the tokenizer's end token.
     """
-    model_ends = find_end_tokens(model.config) | find_end_tokens(getattr(model, "generation_config", None))
-    tokenizer_end = tokenizer.eos_token_id
-    if tokenizer_end is None or not model_ends or tokenizer_end in model_ends:
+    model_end_tokens = find_end_tokens(model.config) | find_end_tokens(
+        getattr(model, "generation_config", None)
+    )
+    tokenizer_end_token = tokenizer.eos_token_id
+    if tokenizer_end_token is None or not model_end_tokens or tokenizer_end_token in model_end_tokens:
         return []
-    stops = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(model_ends))
+    stop_list = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(model_end_tokens))
     return [
-        f"The tokenizer of {base.path!r} ends a text by {tokenizer.eos_token!r} ({tokenizer_end}), but the model "
-        f"stops at {stops}: trained texts end in a token that is not the model's. Set eos_token in tokenizer_config.json."
+        f"The tokenizer of {base.path!r} ends a text by {tokenizer.eos_token!r} ({tokenizer_end_token}), but the model "
+        f"stops at {stop_list}: trained texts end in a token that is not the model's. Set eos_token in tokenizer_config.json."
     ]
 
 

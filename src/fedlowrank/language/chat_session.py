@@ -25,7 +25,7 @@ class ChatSession:
         by_template: whether the chat template writes the prompts, if the tokenizer has one.
 
     Attributes:
-        dropped: number of turns that were dropped.
+        dropped_count: number of turns that were dropped.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class ChatSession:
         decoding: Decoding,
         by_template: bool = True,
     ) -> None:
-        self.dropped = 0
+        self.dropped_count = 0
         self._model = model
         self._tokenizer = tokenizer
         self._write_prompt = write_prompt
         self._by_template = by_template
-        special = decoding.special_tokens and not self.has_template
-        self._decoding = replace(decoding, special_tokens=special)
+        adds_special = decoding.special_tokens and not self.has_template
+        self._decoding = replace(decoding, special_tokens=adds_special)
         self._replies = 0
         self._turns: list[dict[str, str]] = []
 
@@ -65,7 +65,7 @@ class ChatSession:
         while (excess := self._compute_excess(prompt := self._apply_template())) > 0 and len(self._turns) > 1:
             # drop a question with its reply
             del self._turns[:2]
-            self.dropped += 2
+            self.dropped_count += 2
         if excess > 0:
             self._turns.pop()
         self._check_length(prompt)

@@ -23,10 +23,10 @@ def add_embedding_noise(model: Any, alpha: float) -> None:
         the width of the batch, padding included, as in the authors' code.
     """
 
-    def noisy(module: torch.nn.Module, _: Any, embeddings: Tensor) -> Tensor:
+    def add_noise(module: torch.nn.Module, _: Any, embeddings: Tensor) -> Tensor:
         if not module.training:
             return embeddings
         bound = alpha / math.sqrt(embeddings.shape[1] * embeddings.shape[2])
         return embeddings + torch.empty_like(embeddings).uniform_(-bound, bound)
 
-    model.get_input_embeddings().register_forward_hook(noisy)
+    model.get_input_embeddings().register_forward_hook(add_noise)

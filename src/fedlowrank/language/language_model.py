@@ -234,7 +234,7 @@ class Language:
         if settings.rank is not None and settings.form == "adapters":
             shapes = folders.lora.shapes
             warn_lowered_ranks("adapters", dict.fromkeys(shapes, rank), shapes)
-        written: list[Path] = []
+        written_paths: list[Path] = []
 
         def write(name: str, model: ModelParts, merged: bool = False) -> None:
             if settings.form == "adapters":
@@ -246,7 +246,7 @@ class Language:
             if settings.card:
                 for path in paths:
                     self._write_card(path, folders.base_name, model, facts)
-            written.extend(paths)
+            written_paths.extend(paths)
 
         facts = gather_facts(run, ranks, records)
         server = find_server_model(run)
@@ -256,7 +256,7 @@ class Language:
             raise TaskError(f"merged: {run.method.title} has no model of the server to write as a whole")
         for info in run.federation.infos:
             write(f"client_{info.id:04d}", folders.split_model(run.personal(info), run.round, info.id))
-        return written
+        return written_paths
 
     def _folders(self, settings: ExportSettings) -> AdapterFolders:
         metadata: dict[str, Any] = {"classes": self.classes} if self.classes else {}
@@ -285,35 +285,37 @@ class Language:
 
     def _write_exact(self, folders: AdapterFolders, folder: Path, name: str, model: ModelParts) -> list[Path]:
         """Write one model without truncation; also write its base if the base changed."""
-        if model.client is not None and len(model.weight_updates) == len(model.factors):
+        if model.client_id is not None and len(model.weight_updates) == len(model.factors):
             return folders.write_on_common(folder, name, model)
         return [folders.write_exact(folder / name, model)]
 
     def _write_card(self, path: Path, base: str, model: ModelParts, facts: RunFacts) -> None:
         """Write the model card of a folder."""
-        is_adapter, whole = (path / METADATA_FILE).is_file(), tuple[str, ...]()
-        stored = json.loads((path / METADATA_FILE).read_text()) if is_adapter else {}
+        is_adapter, whole_layers = (path / METADATA_FILE).is_file(), tuple[str, ...]()
+        metadata = json.loads((path / METADATA_FILE).read_text()) if is_adapter else {}
         if is_adapter:
             # a base that changed is stored beside its adapters
             config = json.loads((path / "adapter_config.json").read_text())
             base = config["base_model_name_or_path"]
-            saved = config["modules_to_save"] or ()
-            whole = tuple(name for name in (*model.weight_updates, *self.loaded.saved) if name in saved)
-        client = None if path.name == COMMON_BASE_FOLDER else model.client
-        truncation = stored.get("truncation")
+            saved_modules = config["modules_to_save"] or ()
+            whole_layers = tuple(
+                name for name in (*model.weight_updates, *self.loaded.saved_modules) if name in saved_modules
+            )
+        client_id = None if path.name == COMMON_BASE_FOLDER else model.client_id
+        truncation = metadata.get("truncation")
         task, prompt = self.settings.task, self.prompt_template if self.settings.task == "causal" else None
-        rank, pad = stored.get("rank"), self.loaded.model.config.pad_token_id
+        rank, pad_token = metadata.get("rank"), self.loaded.model.config.pad_token_id
         card = CardModel(
             base,
-            client,
+            client_id,
             is_adapter,
             task,
             prompt,
             rank,
             truncation,
-            whole,
+            whole_layers,
             self.classes,
-            pad,
+            pad_token,
             bool(model.token_rows),
         )
         (path / "README.md").write_text(format_card(card, facts))
@@ -332,10 +334,10 @@ class Language:
     @contextlib.contextmanager
     def use_parameters(self, params: Params) -> Iterator[Any]:
         """Put parameters into the model within a block, to generate text; the base is unchanged."""
-        slots, tied = [], tied_names(self.model)
+        slots, tied_aliases = [], tied_names(self.model)
         for name, value in params.items():
             parameter = nn.Parameter(value.detach(), requires_grad=False)
-            for alias in (name, *tied.get(name, ())):
+            for alias in (name, *tied_aliases.get(name, ())):
                 path, _, parameter_name = alias.rpartition(".")
                 parameter_table: dict[str, Any] = self.model.get_submodule(path)._parameters
                 slots.append((parameter_table, parameter_name, parameter))
@@ -375,8 +377,8 @@ def _check_tokens(dataset: Dataset, loaded: LoadedBase) -> None:
     embedding_count = loaded.model.get_input_embeddings().weight.shape[0]
     if len(loaded.tokenizer) <= embedding_count:
         return
-    for part in (dataset.train, dataset.test):
-        inputs: Any = None if part is None else part.inputs
+    for examples in (dataset.train, dataset.test):
+        inputs: Any = None if examples is None else examples.inputs
         for name, tokens in inputs.items() if isinstance(inputs, dict) else ():
             if (
                 name.endswith("input_ids")
@@ -425,10 +427,12 @@ def load_language_model(
         fields = merge_start_fields(folder, fields)
     config = make_lora_config(fields)
     loaded = replace(
-        loaded, saved=find_saved_modules(loaded.model, config.modules_to_save or (), loaded.head)
+        loaded, saved_modules=find_saved_modules(loaded.model, config.modules_to_save or (), loaded.head)
     )
-    keep_in_float32(loaded.model, loaded.saved)
-    model = attach_adapter(loaded.model, config, key / "adapter", loaded.head, loaded.saved, loaded.token_ids)
+    keep_in_float32(loaded.model, loaded.saved_modules)
+    model = attach_adapter(
+        loaded.model, config, key / "adapter", loaded.head, loaded.saved_modules, loaded.token_ids
+    )
     if settings.neftune and settings.new_tokens:
         # PEFT calls the layer around the embedding, and not the embedding
         add_embedding_noise(loaded.model, settings.neftune)

@@ -37,12 +37,12 @@ def silence_library(library: Any) -> Iterator[None]:
     :class:`fedlowrank.language.base_model.LoadedBase` name them instead.
     """
     log = library.utils.logging
-    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    verbosity, is_bar_enabled = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
         yield
     finally:
-        log.set_verbosity(before)
-        if bars:
+        log.set_verbosity(verbosity)
+        if is_bar_enabled:
             log.enable_progress_bar()

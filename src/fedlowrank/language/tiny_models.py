@@ -54,9 +54,9 @@ def build_tiny_model(
             "pad_token_id": tokenizer.pad_token_id,
         }
         if task == "causal":
-            ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+            special_ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
             llama: nn.Module = library.LlamaForCausalLM(
-                library.LlamaConfig(**size, **ends, num_key_value_heads=2, tie_word_embeddings=False)
+                library.LlamaConfig(**size, **special_ids, num_key_value_heads=2, tie_word_embeddings=False)
             )
             return llama
         no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -92,6 +92,6 @@ def _train_tokenizer(library: Any, task: str, texts: list[str]) -> Any:
     )
     bpe.train_from_iterator(texts, trainer)
     template = "<s> $A" if task == "causal" else "[CLS] $A [SEP]"
-    ends = [(token, bpe.token_to_id(token)) for token in template.split() if token != "$A"]
-    bpe.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
+    special_tokens = [(token, bpe.token_to_id(token)) for token in template.split() if token != "$A"]
+    bpe.post_processor = processors.TemplateProcessing(single=template, special_tokens=special_tokens)
     return library.PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=256, **names)

@@ -161,22 +161,30 @@ def initial_deltas(
         raise ConfigError(
             f"r_max, the largest rank of a client, must be a whole number of at least 1; it is {r_max!r}"
         )
-    out = {}
+    deltas = {}
     for name, (d, k) in shapes.items():
         if min(d, k) < 1:
             raise TaskError(
                 f"the layer {name!r} has a weight of shape ({d}, {k}), to which nothing can be added"
             )
-        empty = torch.empty(0, dtype=form.torch_dtype, device=device)
-        matrix = empty.new_zeros(d, k) if form.kind == "dense" else None
-        s = empty.new_zeros(0, dtype=REAL)
+        empty_tensor = torch.empty(0, dtype=form.torch_dtype, device=device)
+        matrix = empty_tensor.new_zeros(d, k) if form.kind == "dense" else None
+        s = empty_tensor.new_zeros(0, dtype=REAL)
         max_client_rank = min(r_max, d, k)
-        out[name] = Delta(
-            empty.reshape(d, 0), s, empty.reshape(k, 0), matrix, 0.0, 0.0, 0.0, max_client_rank, form
+        deltas[name] = Delta(
+            empty_tensor.reshape(d, 0),
+            s,
+            empty_tensor.reshape(k, 0),
+            matrix,
+            0.0,
+            0.0,
+            0.0,
+            max_client_rank,
+            form,
         )
         if form.kind == "capped" and form.cap is None:
-            out[name] = replace(out[name], form=replace(form, cap=4 * r_max))
-    return out
+            deltas[name] = replace(deltas[name], form=replace(form, cap=4 * r_max))
+    return deltas
 
 
 def update_deltas(
@@ -184,7 +192,7 @@ def update_deltas(
     terms: LowRankTerms,
     *,
     sent_ranks: SentRanks | None = None,
-    previous: float = 1.0,
+    previous_weight: float = 1.0,
 ) -> dict[str, Delta]:
     """Compute one step of the server: W' = previous·W - Σ_i p_i W^{r_i} + Σ_b w_b B_b A_b for every layer.
 
@@ -198,7 +206,7 @@ def update_deltas(
             (:mod:`fedlowrank.adapters.wire_format`), to the last bit. Pairs of any floating-point type, on
             any device; they are computed in the dtype and on the device of W.
         sent_ranks: (p_i, r_i) of the clients that were sent :func:`truncate_delta` without loss.
-        previous: 1 to add to the previous delta, 0 to replace it.
+        previous_weight: 1 to add to the previous delta, 0 to replace it.
 
     Returns:
         W' by layer name, in the order of ``deltas``.
@@ -212,21 +220,21 @@ def update_deltas(
     for name in (*terms, *sent_ranks):
         if name not in deltas:
             raise TaskError(f"the server has no layer {name!r}. {did_you_mean(name, deltas)}")
-    updated: dict[str, Delta] = {}
+    new_deltas: dict[str, Delta] = {}
     factored_steps: dict[tuple[object, ...], list[_LayerStep]] = {}
     for name, delta in deltas.items():
-        step = _LayerStep(name, delta, terms.get(name, ()), sent_ranks.get(name, ()), previous)
+        step = _LayerStep(name, delta, terms.get(name, ()), sent_ranks.get(name, ()), previous_weight)
         (d, k), is_auto = delta.shape, delta.form.kind == "auto"
         if delta.matrix is not None or (is_auto and step.width * (d + k) > d * k):
-            updated[name] = _update_matrix(step, previous)
+            new_deltas[name] = _update_matrix(step, previous_weight)
         else:
             key = (delta.shape, step.kept_rank, step.width, delta.u.dtype, delta.u.device, delta.form.cap)
             factored_steps.setdefault(key, []).append(step)
     for steps in factored_steps.values():
-        count = max(1, BATCH_ENTRIES // max(1, max(steps[0].delta.shape) * steps[0].width))
-        for i in range(0, len(steps), count):
-            updated.update(_update_factors(steps[i : i + count]))
-    return {name: updated[name] for name in deltas}
+        batch_size = max(1, BATCH_ENTRIES // max(1, max(steps[0].delta.shape) * steps[0].width))
+        for i in range(0, len(steps), batch_size):
+            new_deltas.update(_update_factors(steps[i : i + batch_size]))
+    return {name: new_deltas[name] for name in deltas}
 
 
 class _LayerStep:
@@ -256,10 +264,10 @@ class _LayerStep:
         delta: Delta,
         terms: Sequence[tuple[float, Pair]],
         sent_ranks: Sequence[tuple[float, int]],
-        previous: float,
+        previous_weight: float,
     ) -> None:
         self.name, self.delta = name, delta
-        weights = [previous, *(w for w, _ in terms), *(p for p, _ in sent_ranks)]
+        weights = [previous_weight, *(w for w, _ in terms), *(p for p, _ in sent_ranks)]
         if not all(math.isfinite(w) for w in weights):
             raise ConfigError(f"layer {name!r}: all weights must be finite; they are {weights}")
         _check_shapes(name, delta, terms)
@@ -268,8 +276,8 @@ class _LayerStep:
             _check_rank(delta, rank)
             for j in range(min(rank, delta.rank)):
                 self.subtracted_shares[j] += p
-        shares = [previous - subtracted for subtracted in self.subtracted_shares]
-        sum_of_weights = abs(previous) + sum(abs(p) for p, _ in sent_ranks)
+        shares = [previous_weight - subtracted_share for subtracted_share in self.subtracted_shares]
+        sum_of_weights = abs(previous_weight) + sum(abs(p) for p, _ in sent_ranks)
         self.kept_triplets = [
             j for j, share in enumerate(shares) if abs(share) > MIN_KEPT_SHARE * sum_of_weights
         ]
@@ -306,9 +314,9 @@ def _check_shapes(name: str, delta: Delta, terms: Sequence[tuple[float, Pair]]) 
 
 def _update_factors(steps: list[_LayerStep]) -> dict[str, Delta]:
     """Compute the steps of layers of one shape and one width that are stored as factors."""
-    first = steps[0]
-    like, (d, k), m = first.delta.u, first.delta.shape, first.width - first.kept_rank
-    left, right = empty_rows(like, len(steps), m, d), empty_rows(like, len(steps), m, k)
+    first_step = steps[0]
+    reference, (d, k), m = first_step.delta.u, first_step.delta.shape, first_step.width - first_step.kept_rank
+    left, right = empty_rows(reference, len(steps), m, d), empty_rows(reference, len(steps), m, k)
     for i, step in enumerate(steps):
         step.write_terms(left[i], right[i])
         # no singular value can exceed this product, so nothing below overflows
@@ -320,20 +328,20 @@ def _update_factors(steps: list[_LayerStep]) -> dict[str, Delta]:
     s = torch.stack(
         [step.delta.s[step.kept_triplets] * step.delta.s.new_tensor(step.kept_shares) for step in steps]
     )
-    updated = {}
-    decompositions = add_low_rank(u, s, v, left.mT, right.mT, first.delta.form.cap)
-    for step, (u1, s1, v1, cut) in zip(steps, decompositions, strict=True):
-        discarded = float(cut.square().sum())
-        updated[step.name] = replace(
+    new_deltas = {}
+    decompositions = add_low_rank(u, s, v, left.mT, right.mT, first_step.delta.form.cap)
+    for step, (u1, s1, v1, discarded_values) in zip(steps, decompositions, strict=True):
+        discarded_energy = float(discarded_values.square().sum())
+        new_deltas[step.name] = replace(
             step.delta,
             u=u1,
             s=s1,
             v=v1,
             energy=float(s1.square().sum()),
-            discarded_energy=discarded,
-            total_discarded_energy=step.delta.total_discarded_energy + discarded,
+            discarded_energy=discarded_energy,
+            total_discarded_energy=step.delta.total_discarded_energy + discarded_energy,
         )
-    return updated
+    return new_deltas
 
 
 def _select_columns(u: Tensor, columns: list[int]) -> Tensor:
@@ -347,16 +355,16 @@ def _stack(matrices: list[Tensor]) -> Tensor:
     return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
 
 
-def _update_matrix(step: _LayerStep, previous: float) -> Delta:
+def _update_matrix(step: _LayerStep, previous_weight: float) -> Delta:
     """Compute the step of a layer that is stored as a matrix, or is from now on."""
     delta, m = step.delta, step.width - step.kept_rank
-    (d, k), like = delta.shape, delta.u
-    left, right = like.new_empty(delta.rank + m, d), like.new_empty(delta.rank + m, k)
+    (d, k), reference = delta.shape, delta.u
+    left, right = reference.new_empty(delta.rank + m, d), reference.new_empty(delta.rank + m, k)
     subtracted_values = delta.s * delta.s.new_tensor(step.subtracted_shares)
-    left[: delta.rank] = (delta.u * subtracted_values.to(like.dtype)).mT.neg()
+    left[: delta.rank] = (delta.u * subtracted_values.to(reference.dtype)).mT.neg()
     right[: delta.rank] = delta.v.mT
     step.write_terms(left[delta.rank :], right[delta.rank :])
-    matrix = torch.addmm(delta.dense(), left.mT, right, beta=previous)
+    matrix = torch.addmm(delta.dense(), left.mT, right, beta=previous_weight)
     energy = float(torch.linalg.vector_norm(matrix, dtype=REAL).square())
     if not math.isfinite(energy):
         raise step.overflow_error()
@@ -404,26 +412,26 @@ def measure_tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
     return [unknown_energy + tails[min(rank, delta.rank)] for rank in ranks]
 
 
-def split_svd(f: Factored, rank: int, how: FactorSplit = "sqrt") -> Pair:
+def split_svd(f: Factored, rank: int, split: FactorSplit = "sqrt") -> Pair:
     """Split U diag(s) Vᵀ into factors for a client to begin at.
 
     Args:
         f: triplets, descending; of more than ``rank`` the leading ones are taken.
         rank: number of columns of B. Missing triplets become zero columns of B and zero rows of A, where the
             gradient of both is zero: fill these rows of A with random numbers before training.
-        how: where the singular values go: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ
+        split: where the singular values go: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ
             (FlexLoRA); A, B = U and A = S Vᵀ.
 
     Raises:
-        ConfigError: if ``how`` is no choice or the rank is negative.
+        ConfigError: if ``split`` is no choice or the rank is negative.
     """
     choices: tuple[FactorSplit, ...] = ("sqrt", "B", "A")
-    if how not in choices:
-        raise ConfigError(f"split: {how!r} is no choice. {did_you_mean(str(how), choices)}")
+    if split not in choices:
+        raise ConfigError(f"split: {split!r} is no choice. {did_you_mean(str(split), choices)}")
     if type(rank) is not int or rank < 0:
         raise ConfigError(f"a rank must be a whole number of at least 0; it is {rank!r}")
     r = min(rank, f.rank)
-    power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
+    power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[split]
     b, a = f.u.new_zeros(f.u.shape[0], rank), f.v.new_zeros(rank, f.v.shape[0])
     b[:, :r] = f.u[:, :r] * f.s[:r] ** power
     a[:r] = f.s[:r, None] ** (1 - power) * f.v[:, :r].mT

@@ -34,23 +34,23 @@ class Factored:
 
     def dense(self) -> Tensor:
         """The matrix ``[m, n]``; in half precision computed in float32 and rounded once."""
-        wide = widen(self)
-        return ((wide.u * wide.s) @ wide.v.mT).to(self.u.dtype)
+        wide_factors = widen(self)
+        return ((wide_factors.u * wide_factors.s) @ wide_factors.v.mT).to(self.u.dtype)
 
 
-def check_real_matrix(w: Tensor, where: str) -> None:
+def check_real_matrix(w: Tensor, caller: str) -> None:
     """Refuse a tensor that is no real matrix.
 
     Args:
         w: any tensor.
-        where: the function that it was given to, for the message.
+        caller: the function that it was given to, for the message.
 
     Raises:
         TaskError: if it has other than two dimensions, or is complex or of integers.
     """
     if w.ndim != 2 or not w.is_floating_point():
         raise TaskError(
-            f"{where} takes matrices [m, n] of real floating-point numbers; it was given a tensor of shape "
+            f"{caller} takes matrices [m, n] of real floating-point numbers; it was given a tensor of shape "
             f"{[*w.shape]} and type {w.dtype}. Reshape it to two dimensions, convert integers with .float(), and "
             "pass real and imaginary parts separately"
         )
@@ -146,16 +146,16 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
             matrix = w.reshape(w.shape[0], -1)
             if not bool(matrix.isfinite().all()):
                 raise not_finite_error(w.shape)
-            full = compute_svd(matrix)
-            rank = rank_of_energy(full.s, energy)
+            svd = compute_svd(matrix)
+            rank = rank_of_energy(svd.s, energy)
             if rank * (sum(matrix.shape) + 1) < matrix.numel():
-                out[name] = map_leaves(lambda t, dtype=w.dtype: t.to(dtype), truncate_svd(full, rank))
+                out[name] = map_leaves(lambda t, dtype=w.dtype: t.to(dtype), truncate_svd(svd, rank))
     return out
 
 
-def decompress_update(compressed: CompressedUpdate, like: Params) -> Params:
-    """Tensors of the shapes of ``like`` from :func:`compress_update`."""
+def decompress_update(compressed: CompressedUpdate, params: Params) -> Params:
+    """Tensors of the shapes of ``params`` from :func:`compress_update`."""
     return {
-        n: (c.dense() if isinstance(c, Factored) else c).reshape(like[n].shape).contiguous()
+        n: (c.dense() if isinstance(c, Factored) else c).reshape(params[n].shape).contiguous()
         for n, c in compressed.items()
     }

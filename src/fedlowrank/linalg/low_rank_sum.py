@@ -45,120 +45,120 @@ class ExtendedBasis:
     """The orthonormal columns [old Q]. Q is not stored; it is defined by new = old·inner + Q·triangle.
 
     Attributes:
-        old: ``[L, n, R]`` with orthonormal columns.
-        new: ``[L, M, n]``, one row for each column; with the old columns they span the same space as the added
+        basis: ``[L, n, R]`` with orthonormal columns.
+        new_rows: ``[L, M, n]``, one row for each column; with the old columns they span the same space as the added
             columns.
-        inner: ``[L, R, M]`` in float64.
+        overlap: ``[L, R, M]`` in float64.
         triangle: ``[L, M, M]``, upper triangular, in float64.
         coordinates: C ``[L, R + M, M]`` in float64 with added = [old Q] C.
     """
 
-    old: Tensor
-    new: Tensor
-    inner: Tensor
+    basis: Tensor
+    new_rows: Tensor
+    overlap: Tensor
     triangle: Tensor
     coordinates: Tensor
 
     def multiply(self, i: int, x: Tensor) -> Tensor:
         """Multiply [old Q] X for the i-th matrix, for X ``[R + M, r]`` in float64."""
-        old, r = self.old[i], self.old.shape[-1]
-        low = torch.linalg.solve_triangular(self.triangle[i], x[r:], upper=True)
-        high = x[:r] - self.inner[i] @ low
-        out: Tensor = self.new[i].mT @ low.to(old.dtype)
-        return out.addmm_(old, high.to(old.dtype))
+        basis, r = self.basis[i], self.basis.shape[-1]
+        new_coordinates = torch.linalg.solve_triangular(self.triangle[i], x[r:], upper=True)
+        old_coordinates = x[:r] - self.overlap[i] @ new_coordinates
+        out: Tensor = self.new_rows[i].mT @ new_coordinates.to(basis.dtype)
+        return out.addmm_(basis, old_coordinates.to(basis.dtype))
 
 
-def empty_rows(like: Tensor, *shape: int) -> Tensor:
+def empty_rows(reference: Tensor, *shape: int) -> Tensor:
     """Allocate a tensor with a gap after each row.
 
     Without it the rows of most weights are a power of two apart. Then few rows fit a cache at once, and some
     products take twice the time.
     """
-    *above, n = shape
-    return like.new_empty(*above, n + ROW_GAP)[..., :n]
+    *batch_shape, n = shape
+    return reference.new_empty(*batch_shape, n + ROW_GAP)[..., :n]
 
 
-def extend_basis(old: Tensor, added: Tensor) -> ExtendedBasis:
+def extend_basis(basis: Tensor, new_rows: Tensor) -> ExtendedBasis:
     """Extend orthonormal columns by the span of others.
 
     Args:
-        old: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
-        added: ``[L, M, n]``, one row for each new column, R + M ≤ n.
+        basis: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
+        new_rows: ``[L, M, n]``, one row for each new column, R + M ≤ n.
     """
-    for run_first_pass in (_first_pass_float32, _first_pass) if added.shape[1] else ():
-        first = run_first_pass(old, added)
-        extended = first and _second_pass(old, *first)
-        if extended is not None:
-            return extended
-    q, c = orthogonalize(old, added.mT)
+    for run_first_pass in (_first_pass_float32, _first_pass) if new_rows.shape[1] else ():
+        first_pass = run_first_pass(basis, new_rows)
+        extended_basis = first_pass and _second_pass(basis, *first_pass)
+        if extended_basis is not None:
+            return extended_basis
+    q, c = orthogonalize(basis, new_rows.mT)
     # in this case the triangle is the identity
     eye = torch.eye(q.shape[-1], dtype=REAL, device=q.device).expand(len(q), -1, -1)
-    inner = eye.new_zeros(len(q), old.shape[-1], q.shape[-1])
-    return ExtendedBasis(old, q.mT, inner, eye, c.to(REAL))
+    inner = eye.new_zeros(len(q), basis.shape[-1], q.shape[-1])
+    return ExtendedBasis(basis, q.mT, inner, eye, c.to(REAL))
 
 
 _FirstPass = tuple[Tensor, Tensor, Tensor | None]
 """Rows N, C ``[L, t, M]`` and an upper triangle T (None: identity) with added = old[:, :t] C + Nᵀ T."""
 
 
-def _first_pass_float32(old: Tensor, added: Tensor) -> _FirstPass | None:
+def _first_pass_float32(basis: Tensor, new_rows: Tensor) -> _FirstPass | None:
     """Do the first pass from products in float32; None if these are too coarse for it.
 
     Only the leading old columns are subtracted, as many as the new ones have large components in: clients are sent
     the leading triplets. The second pass subtracts the others; their components must be no larger than what
     remains.
     """
-    o, n = old.float(), added.float()
+    o, n = basis.float(), new_rows.float()
     c, gram = (o.mT @ n.mT).to(REAL), (n @ n.mT).to(REAL)
     s = gram - c.mT @ c
-    outside = _diagonal(s) / _diagonal(gram)
-    if not bool((outside > MIN_OUTSIDE_SHARE).all()):
+    outside_shares = _diagonal(s) / _diagonal(gram)
+    if not bool((outside_shares > MIN_OUTSIDE_SHARE).all()):
         return None
     t, inverse_norm = _cholesky(s)
     if not inverse_norm <= MAX_INVERSE_NORM_FLOAT32:
         return None
     # squared norms of what would remain in the old columns from the j-th one on, relative to the rest
     components = torch.linalg.solve_triangular(t, c, upper=True, left=False).square()
-    remaining = components.flip(-2).cumsum(-2).flip(-2).amax((0, -1))
-    c = c[:, : int((remaining > 1).sum())]
+    remaining_norms = components.flip(-2).cumsum(-2).flip(-2).amax((0, -1))
+    c = c[:, : int((remaining_norms > 1).sum())]
     if c.shape[1] == 0 and inverse_norm <= MAX_INVERSE_NORM:
-        return added, c, None
-    return _solve(t, _subtract_projection(added, old, c)), c, t
+        return new_rows, c, None
+    return _solve(t, _subtract_projection(new_rows, basis, c)), c, t
 
 
-def _first_pass(old: Tensor, added: Tensor) -> _FirstPass | None:
+def _first_pass(basis: Tensor, new_rows: Tensor) -> _FirstPass | None:
     """Do the first pass in the dtype of the factors; None if the columns are numerically dependent."""
-    c = (old.mT @ added.mT).to(REAL)
-    rest = _subtract_projection(added, old, c)
-    t, inverse_norm = _cholesky((rest @ rest.mT).to(REAL))
-    if not inverse_norm * torch.finfo(old.dtype).eps <= MIN_OUTSIDE_SHARE:
+    c = (basis.mT @ new_rows.mT).to(REAL)
+    residual = _subtract_projection(new_rows, basis, c)
+    t, inverse_norm = _cholesky((residual @ residual.mT).to(REAL))
+    if not inverse_norm * torch.finfo(basis.dtype).eps <= MIN_OUTSIDE_SHARE:
         return None
     # by an inverse, the error would grow with the condition
-    rest = torch.linalg.solve_triangular(t.to(rest.dtype), rest.mT, upper=True, left=False).mT
-    return rest, c, t
+    residual = torch.linalg.solve_triangular(t.to(residual.dtype), residual.mT, upper=True, left=False).mT
+    return residual, c, t
 
 
-def _second_pass(old: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> ExtendedBasis | None:
-    inner, gram = (old.mT @ rows.mT).to(REAL), (rows @ rows.mT).to(REAL)
+def _second_pass(basis: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> ExtendedBasis | None:
+    inner, gram = (basis.mT @ rows.mT).to(REAL), (rows @ rows.mT).to(REAL)
     s = gram - inner.mT @ inner
     triangle, inverse_norm = _cholesky(s)
     if not (
         inverse_norm <= MAX_INVERSE_NORM and bool((_diagonal(s) * MAX_INVERSE_NORM > _diagonal(gram)).all())
     ):
         return None
-    low, high = (triangle, inner) if t is None else (triangle @ t, inner @ t)
+    new_coordinates, old_coordinates = (triangle, inner) if t is None else (triangle @ t, inner @ t)
     if c.shape[1]:
-        high = high.clone()
-        high[:, : c.shape[1]] += c
-    return ExtendedBasis(old, rows, inner, triangle, torch.cat([high, low], -2))
+        old_coordinates = old_coordinates.clone()
+        old_coordinates[:, : c.shape[1]] += c
+    return ExtendedBasis(basis, rows, inner, triangle, torch.cat([old_coordinates, new_coordinates], -2))
 
 
-def _subtract_projection(rows: Tensor, old: Tensor, c: Tensor) -> Tensor:
+def _subtract_projection(rows: Tensor, basis: Tensor, c: Tensor) -> Tensor:
     """Subtract from rows their projection, given by C, on the leading old columns; the result is a new tensor."""
     out = empty_rows(rows, *rows.shape)
     if c.shape[1] == 0:
         return out.copy_(rows)
-    return torch.baddbmm(rows, c.mT.to(rows.dtype), old[..., : c.shape[1]].mT, alpha=-1, out=out)
+    return torch.baddbmm(rows, c.mT.to(rows.dtype), basis[..., : c.shape[1]].mT, alpha=-1, out=out)
 
 
 def _diagonal(s: Tensor) -> Tensor:
@@ -171,44 +171,44 @@ def _cholesky(s: Tensor) -> tuple[Tensor, float]:
     That norm is no less than the spectral one; it is NaN or infinite where there is no factor.
     """
     size = _diagonal(s).sqrt()
-    low, info = torch.linalg.cholesky_ex(s / (size[..., :, None] * size[..., None, :]))
+    lower, info = torch.linalg.cholesky_ex(s / (size[..., :, None] * size[..., None, :]))
     if bool(info.any()):
         return s, float("inf")
-    inverse_norm = torch.cholesky_inverse(low).abs().sum(-1).max() if s.numel() else s.new_zeros(())
-    return (low * size[..., :, None]).mT, float(inverse_norm)
+    inverse_norm = torch.cholesky_inverse(lower).abs().sum(-1).max() if s.numel() else s.new_zeros(())
+    return (lower * size[..., :, None]).mT, float(inverse_norm)
 
 
 def _solve(t: Tensor, rows: Tensor) -> Tensor:
     """Solve Nᵀ T = ``rows``ᵀ for N, in place; T must not be ill-conditioned."""
-    low = t.mT.to(rows.dtype)
+    lower = t.mT.to(rows.dtype)
     for i in range(0, rows.shape[1], TRIANGLE_ROWS):
-        solved, at = slice(i), slice(i, i + TRIANGLE_ROWS)
+        solved_rows, block_rows = slice(i), slice(i, i + TRIANGLE_ROWS)
         if i:
-            rows[:, at].baddbmm_(low[:, at, solved], rows[:, solved], alpha=-1)
-        block = low[:, at, at]
+            rows[:, block_rows].baddbmm_(lower[:, block_rows, solved_rows], rows[:, solved_rows], alpha=-1)
+        block = lower[:, block_rows, block_rows]
         eye = torch.eye(block.shape[-1], dtype=rows.dtype, device=rows.device)
-        rows[:, at] = torch.linalg.solve_triangular(block, eye, upper=False) @ rows[:, at]
+        rows[:, block_rows] = torch.linalg.solve_triangular(block, eye, upper=False) @ rows[:, block_rows]
     return rows
 
 
-def orthogonalize(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def orthogonalize(basis: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Extend orthonormal columns by new ones.
 
     Args:
         basis: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
-        new: ``[L, n, M]``, R + M ≤ n.
+        columns: ``[L, n, M]``, R + M ≤ n.
 
     Returns:
         Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with new = [basis Q]
         C.
     """
     if basis.shape[-1] == 0:
-        return _qr(new)
-    inside = basis.mT @ new
-    q, t = _qr(new - basis @ inside)
-    again = basis.mT @ q
-    q, t2 = _qr(q - basis @ again)
-    return q, torch.cat([inside + again @ t, t2 @ t], -2)
+        return _qr(columns)
+    coordinates = basis.mT @ columns
+    q, t = _qr(columns - basis @ coordinates)
+    correction = basis.mT @ q
+    q, t2 = _qr(q - basis @ correction)
+    return q, torch.cat([coordinates + correction @ t, t2 @ t], -2)
 
 
 def _qr(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,13 +254,15 @@ def add_low_rank(
         core.diagonal(dim1=-2, dim2=-1)[:, :r] += s
     # A difference of large addends is no more accurate than they are, so they set the scale and not the
     # result.
-    columns = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(
+    column_norms = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(
         right, dim=1, dtype=REAL
     )
-    scale = torch.cat([s.abs(), columns, s.new_zeros(len(s), 1)], -1).amax(-1)
+    scale = torch.cat([s.abs(), column_norms, s.new_zeros(len(s), 1)], -1).amax(-1)
     x, values, yt = thin_svd(core)
-    least = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * rounding_floor((d, k), u.dtype)
-    ranks = (values > least[:, None]).sum(-1).tolist()
+    threshold = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * rounding_floor(
+        (d, k), u.dtype
+    )
+    ranks = (values > threshold[:, None]).sum(-1).tolist()
     decompositions = []
     for i, rank in enumerate(ranks):
         new_rank = rank if cap is None else min(rank, cap)
@@ -283,7 +285,7 @@ def _canonical_signs(u: Tensor) -> Tensor:
     """1 or -1 for each column that makes its largest entry by magnitude, the first of equals, positive."""
     if u.shape[1] == 0:
         return u.new_ones(0)
-    high, low = u.amax(0), -u.amin(0)
-    if bool((high == low).any()):
-        high, low = u.gather(0, u.abs().argmax(0, keepdim=True))[0], u.new_zeros(())
-    return torch.where(high < low, -1.0, 1.0).to(u.dtype)
+    positive_peak, negative_peak = u.amax(0), -u.amin(0)
+    if bool((positive_peak == negative_peak).any()):
+        positive_peak, negative_peak = u.gather(0, u.abs().argmax(0, keepdim=True))[0], u.new_zeros(())
+    return torch.where(positive_peak < negative_peak, -1.0, 1.0).to(u.dtype)

@@ -106,33 +106,33 @@ def pack_sparse(w: Tensor) -> Tensor | Sparse:
     return sparse if nbytes(sparse) < nbytes(w) else w
 
 
-def unpack_weights(weights: Weights, like: Params) -> Params:
-    """Tensors of the shapes of ``like`` from what :func:`pack_low_rank` and :func:`pack_sparse` made."""
+def unpack_weights(weights: Weights, params: Params) -> Params:
+    """Tensors of the shapes of ``params`` from what :func:`pack_low_rank` and :func:`pack_sparse` made."""
     out: Params = {}
     for n, w in weights.items():
         if isinstance(w, LowRank):
-            out[n] = unmatricize(w.dense(), like[n].shape)
+            out[n] = unmatricize(w.dense(), params[n].shape)
         else:
             out[n] = (w.dense() if isinstance(w, Sparse) else w).contiguous()
     return out
 
 
-def dense_weights(value: Any, like: Params) -> Any:
+def dense_weights(value: Any, params: Params) -> Any:
     """A tree with weights that are factors or sparse as whole tensors; dicts hold them by parameter.
 
     Args:
         value: any tree.
-        like: parameters of the model, which tell the shapes.
+        params: parameters of the model, which tell the shapes.
     """
     if not isinstance(value, dict):
         return value
     return {
-        n: unpack_weights({n: w}, like)[n] if isinstance(w, (LowRank, Sparse)) else dense_weights(w, like)
+        n: unpack_weights({n: w}, params)[n] if isinstance(w, (LowRank, Sparse)) else dense_weights(w, params)
         for n, w in value.items()
     }
 
 
-def count_parameters(parts: Sequence[Weights], like: Params) -> int:
+def count_parameters(parts: Sequence[Weights], params: Params) -> int:
     """Parameter count of a model that is the sum of ``parts``.
 
     Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero
@@ -141,23 +141,23 @@ def count_parameters(parts: Sequence[Weights], like: Params) -> int:
     but for that bound, without which its Table 5 has models above their dense size.
     """
     return sum(
-        min(sum(_count_stored(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items()
+        min(sum(_count_stored(part[n]) for part in parts if n in part), w.numel()) for n, w in params.items()
     )
 
 
-def sum_parts(parts: Sequence[Weights], like: Params) -> Params:
-    """The sum of the parts of a model, in the shapes of ``like``; a weight that no part has is zero.
+def sum_parts(parts: Sequence[Weights], params: Params) -> Params:
+    """The sum of the parts of a model, in the shapes of ``params``; a weight that no part has is zero.
 
-    What is not in ``like``, such as a buffer, is that of the last part that has it.
+    What is not in ``params``, such as a buffer, is that of the last part that has it.
     """
-    whole, others = {n: torch.zeros_like(w) for n, w in widen(like).items()}, {}
+    sums, other_weights = {n: torch.zeros_like(w) for n, w in widen(params).items()}, {}
     for part in parts:
-        for n, w in unpack_weights(part, like).items():
-            if n in whole:
-                whole[n] = whole[n] + w
+        for n, w in unpack_weights(part, params).items():
+            if n in sums:
+                sums[n] = sums[n] + w
             else:
-                others[n] = w
-    return {**cast_like(whole, like), **others}
+                other_weights[n] = w
+    return {**cast_like(sums, params), **other_weights}
 
 
 def _count_stored(w: Tensor | LowRank | Sparse) -> int:

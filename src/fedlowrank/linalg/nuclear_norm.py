@@ -40,9 +40,9 @@ class PenalizedModel:
     weights: Weights
     ranks: dict[str, int]
 
-    def dense(self, like: Params) -> Params:
-        """The parameters in the shapes of ``like``."""
-        return unpack_weights(self.weights, like)
+    def dense(self, params: Params) -> Params:
+        """The parameters in the shapes of ``params``."""
+        return unpack_weights(self.weights, params)
 
 
 def penalized_names(params: Params, exclude: tuple[str, ...]) -> list[str]:
@@ -52,8 +52,8 @@ def penalized_names(params: Params, exclude: tuple[str, ...]) -> list[str]:
 
 def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
     """Raise TaskError if a name to exclude is no parameter's: else a mistyped one would be penalized."""
-    if unknown := sorted(set(exclude) - set(params)):
-        raise TaskError(f"exclude: the model has no parameter {unknown}; it has {sorted(params)}")
+    if unknown_names := sorted(set(exclude) - set(params)):
+        raise TaskError(f"exclude: the model has no parameter {unknown_names}; it has {sorted(params)}")
 
 
 def refuse_complex(title: str, names: Collection[str], norm: Norm, exclude: tuple[str, ...] = ()) -> None:
@@ -61,10 +61,10 @@ def refuse_complex(title: str, names: Collection[str], norm: Norm, exclude: tupl
 
     They are stored by their real and imaginary parts, whose singular values are not those of the complex matrix.
     """
-    if norm == "low_rank" and (left := sorted(set(names) - set(exclude))):
+    if norm == "low_rank" and (complex_names := sorted(set(names) - set(exclude))):
         raise TaskError(
-            f"{title}: the parameter {left[0]!r} is complex, and the nuclear norm is that of real matrices. Name "
-            f"it in exclude = {left}, or choose the norm 'sparse', which acts on real and imaginary parts."
+            f"{title}: the parameter {complex_names[0]!r} is complex, and the nuclear norm is that of real matrices. Name "
+            f"it in exclude = {complex_names}, or choose the norm 'sparse', which acts on real and imaginary parts."
         )
 
 
@@ -77,7 +77,7 @@ def unpenalized_model(params: Params, exclude: tuple[str, ...]) -> PenalizedMode
 
 
 def apply_prox(
-    params: Params, c: float, norm: Norm, exclude: tuple[str, ...], like: Params | None = None
+    params: Params, c: float, norm: Norm, exclude: tuple[str, ...], reference: Params | None = None
 ) -> PenalizedModel:
     """The prox of c times the sum of the norms of all penalized weights. With c = 0 nothing changes.
 
@@ -86,33 +86,33 @@ def apply_prox(
         c: at least 0.
         norm: which one.
         exclude: exact names of parameters that are not penalized.
-        like: tensors by name to whose types the result is rounded; None keeps those of ``params``.
+        reference: tensors by name to whose types the result is rounded; None keeps those of ``params``.
 
     Raises:
         TaskError: if a parameter holds a NaN or an infinity, or as :func:`check_exclude`.
     """
-    like = params if like is None else like
-    start = unpenalized_model(cast_like(params, like), exclude)
+    reference = params if reference is None else reference
+    start = unpenalized_model(cast_like(params, reference), exclude)
     if c == 0:
         return start
-    if (bad := not_finite(params)) is not None:
+    if (path := not_finite(params)) is not None:
         raise TaskError(
-            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the "
+            f"parameter {path.lstrip('/')!r} of the global model holds a NaN or an infinity after the "
             "average. Lower the learning rate."
         )
     if norm == "sparse":
-        shrunk = cast_like(apply_prox_dense(params, c, norm, exclude), like)
+        shrunk_params = cast_like(apply_prox_dense(params, c, norm, exclude), reference)
         return PenalizedModel(
-            {n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks
+            {n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk_params.items()}, start.ranks
         )
     factors = dict(
         zip(start.ranks, threshold_all([matricize(params[n]) for n in start.ranks], c), strict=True)
     )
-    packed = {
-        n: map_leaves(lambda t, dtype=like[n].dtype: t.to(dtype), pack_low_rank(f, params[n].shape))
+    packed_weights = {
+        n: map_leaves(lambda t, dtype=reference[n].dtype: t.to(dtype), pack_low_rank(f, params[n].shape))
         for n, f in factors.items()
     }
-    return PenalizedModel({**start.weights, **packed}, {n: f.rank for n, f in factors.items()})
+    return PenalizedModel({**start.weights, **packed_weights}, {n: f.rank for n, f in factors.items()})
 
 
 def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:

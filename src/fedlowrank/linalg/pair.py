@@ -36,12 +36,12 @@ Factors = dict[str, Pair]
 
 def zero_pad_pair(pair: Pair, rank: int) -> Pair:
     """The same product with zero columns of B and zero rows of A up to a rank."""
-    missing = rank - pair.rank
-    if missing <= 0:
+    padding = rank - pair.rank
+    if padding <= 0:
         return pair
     return Pair(
-        torch.cat([pair.b, pair.b.new_zeros(pair.b.shape[0], missing)], 1),
-        torch.cat([pair.a, pair.a.new_zeros(missing, pair.a.shape[1])]),
+        torch.cat([pair.b, pair.b.new_zeros(pair.b.shape[0], padding)], 1),
+        torch.cat([pair.a, pair.a.new_zeros(padding, pair.a.shape[1])]),
     )
 
 

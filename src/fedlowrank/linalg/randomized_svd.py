@@ -45,13 +45,13 @@ GROWTH = 1.2
 """Factor by which the basis grows between two decompositions of the projected matrix."""
 
 
-def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
+def leading_triplets(w: Tensor, rank: int, warm_start: Tensor | None = None) -> Triplets:
     """The ``rank`` leading triplets of a matrix ``[d, k]``; fewer where the others are rounding.
 
     Args:
         w: the matrix, finite; of half precision, the triplets are those of the same numbers in float32.
         rank: how many, at least 1.
-        warm: ``[k, any]``, columns to begin with, such as V of a matrix nearby; random ones are added.
+        warm_start: ``[k, any]``, columns to begin with, such as V of a matrix nearby; random ones are added.
 
     Returns:
         U, s and V. The largest entry of each column of U, by magnitude, is positive.
@@ -59,7 +59,7 @@ def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triple
     w, rank = widen(w), min(rank, *w.shape)
     triplets = None
     if 2 * rank + OVERSAMPLE <= MAX_WIDTH_SHARE * min(w.shape):
-        triplets = iterate_lanczos(w, rank, warm) or decompose_gram(w, rank)
+        triplets = iterate_lanczos(w, rank, warm_start) or decompose_gram(w, rank)
         if triplets is None:
             logging.getLogger("fedlowrank").info(
                 "the %d leading singular triplets of a %d × %d matrix could be proven neither by iteration "
@@ -78,37 +78,37 @@ def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triple
     return u.contiguous(), s[:new_rank].clone(), v.contiguous()
 
 
-def iterate_lanczos(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets | None:
+def iterate_lanczos(w: Tensor, rank: int, warm_start: Tensor | None = None) -> Triplets | None:
     """:func:`leading_triplets` by iteration alone; None if they are not proven.
 
     Values may be rounding, and signs are not canonical.
     """
     (d, k), tolerance = w.shape, _tolerance(w)
     width = min(2 * rank + OVERSAMPLE, d, k)
-    most = min(MAX_BLOCKS * width, d, k)
+    max_size = min(MAX_BLOCKS * width, d, k)
     # W P = Q R and WᵀQ = P Rᵀ + rest·T; a block is contiguous where the columns of P and Q are rows
-    p, q, r = w.new_empty(most, k), w.new_empty(most, d), w.new_zeros(most, most, dtype=REAL)
-    rest = torch.linalg.qr(_initial_block(width, k, warm).to(w)).Q
-    m = looked = 0
-    while m + width <= most:
-        at, m = slice(m, m + width), m + width
-        p[at] = rest.mT
-        (image,), (c,) = orthogonalize(q[: at.start].mT[None], (w @ rest)[None])
-        q[at], r[:m, at] = image.mT, c.to(REAL)
-        (rest,), (c,) = orthogonalize(p[:m].mT[None], (w.mT @ image)[None])
-        if m < GROWTH * looked and m + width <= most:
+    p, q, r = w.new_empty(max_size, k), w.new_empty(max_size, d), w.new_zeros(max_size, max_size, dtype=REAL)
+    next_block = torch.linalg.qr(_initial_block(width, k, warm_start).to(w)).Q
+    m = checked_size = 0
+    while m + width <= max_size:
+        block, m = slice(m, m + width), m + width
+        p[block] = next_block.mT
+        (image,), (c,) = orthogonalize(q[: block.start].mT[None], (w @ next_block)[None])
+        q[block], r[:m, block] = image.mT, c.to(REAL)
+        (next_block,), (c,) = orthogonalize(p[:m].mT[None], (w.mT @ image)[None])
+        if m < GROWTH * checked_size and m + width <= max_size:
             continue
-        looked, t = m, c[-width:].to(REAL)
+        checked_size, t = m, c[-width:].to(REAL)
         x, s, yt = torch.linalg.svd(r[:m, :m])
-        missed = float(torch.linalg.vector_norm(t @ x[at, :rank], dim=0).amax())
-        if 2 * m >= most and missed > tolerance**HALFWAY_POWER * float(s[0]):
+        residual = float(torch.linalg.vector_norm(t @ x[block, :rank], dim=0).amax())
+        if 2 * m >= max_size and residual > tolerance**HALFWAY_POWER * float(s[0]):
             return None
-        if missed > tolerance * float(s[0]):
+        if residual > tolerance * float(s[0]):
             continue
         u, v = q[:m].mT @ x[:, :rank].to(w.dtype), p[:m].mT @ yt[:rank].mT.to(w.dtype)
         if _residual(w, u, s[:rank], v) <= tolerance * float(s[0]):
-            covered = float(r[:m, :m].square().sum() + t.square().sum())
-            return (u, s[:rank], v) if _is_complete(w, q[:m].mT, s, rank, covered) else None
+            covered_energy = float(r[:m, :m].square().sum() + t.square().sum())
+            return (u, s[:rank], v) if _is_complete(w, q[:m].mT, s, rank, covered_energy) else None
     return None
 
 
@@ -144,26 +144,26 @@ def _residual(w: Tensor, u: Tensor, s: Tensor, v: Tensor) -> float:
 
 def _gram(w: Tensor) -> Tensor:
     """The smaller of WᵀW and WWᵀ in float64; on the CPU only its lower triangle is computed."""
-    a, wide = w.to(REAL), w.shape[0] < w.shape[1]
+    a, is_wide = w.to(REAL), w.shape[0] < w.shape[1]
     if a.device.type != "cpu":
-        return a @ a.mT if wide else a.mT @ a
+        return a @ a.mT if is_wide else a.mT @ a
     # BLAS takes matrices column by column; what is row by row in memory is the transpose of one
     # scipy.linalg takes half a second to import, so only those who need it wait
     from scipy.linalg.blas import dsyrk
 
-    return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T, trans=wide).T)
+    return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T, trans=is_wide).T)
 
 
-def _initial_block(width: int, k: int, warm: Tensor | None) -> Tensor:
+def _initial_block(width: int, k: int, warm_start: Tensor | None) -> Tensor:
     sample = torch.randn(k, width, generator=Key(("sketch", width, k)).generator(), dtype=REAL)
-    if warm is None:
+    if warm_start is None:
         return sample
     # at least the oversampling stays random, or a direction that is new would never enter
-    warm_columns = warm[:, : width - OVERSAMPLE].to(sample)
+    warm_columns = warm_start[:, : width - OVERSAMPLE].to(sample)
     return torch.cat([warm_columns, sample[:, : width - warm_columns.shape[1]]], 1)
 
 
-def _is_complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> bool:
+def _is_complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered_energy: float) -> bool:
     """Whether no triplet beyond the first ``rank`` is larger than the last of these, to the share τ.
 
     Args:
@@ -171,17 +171,17 @@ def _is_complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> 
         q: basis of the iteration.
         s: all of its Ritz values.
         rank: how many are asked for.
-        covered: ‖QᵀW‖_F² as the iteration knows it, by which the first of the two bounds is not tried where
+        covered_energy: ‖QᵀW‖_F² as the iteration knows it, by which the first of the two bounds is not tried where
             it cannot hold.
     """
     tau = _tau(w.dtype)
-    beyond = float(s[rank]) ** 2 if rank < len(s) else 0.0
-    first, last = float(s[0]) ** 2, float(s[rank - 1]) ** 2
-    limit = max(last * (1 + tau) ** 2, first * _tolerance(w) ** 2)
-    total = float(torch.linalg.vector_norm(w, dtype=REAL)) ** 2
-    if beyond + (total - covered) / 2 <= limit:
-        outside = float(torch.linalg.vector_norm(w - q @ (q.mT @ w), dtype=REAL)) ** 2
-        if beyond + outside <= limit:
+    next_energy = float(s[rank]) ** 2 if rank < len(s) else 0.0
+    first_energy, last_energy = float(s[0]) ** 2, float(s[rank - 1]) ** 2
+    limit = max(last_energy * (1 + tau) ** 2, first_energy * _tolerance(w) ** 2)
+    total_energy = float(torch.linalg.vector_norm(w, dtype=REAL)) ** 2
+    if next_energy + (total_energy - covered_energy) / 2 <= limit:
+        outside_energy = float(torch.linalg.vector_norm(w - q @ (q.mT @ w), dtype=REAL)) ** 2
+        if next_energy + outside_energy <= limit:
             return True
     return _is_count_accurate(s, rank, w.dtype) and _is_count_right(_gram(w), s, rank, w.dtype)
 

@@ -47,13 +47,13 @@ def soft_threshold(w: Tensor, c: float) -> Tensor:
     return (w.sgn() if w.is_complex() else w.sign()) * (w.abs() - c).clamp(min=0)
 
 
-def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> LowRank:
+def threshold_singular_values(w: Tensor, c: float, algorithm: Algorithm = "auto") -> LowRank:
     """The prox of c‖·‖_* of a matrix ``[m, n]``, as factors; see the module's docstring.
 
     Args:
         w: the matrix, of any real floating-point type, on any device.
         c: threshold ≥ 0.
-        how: auto; or ``svd``, always the full decomposition; or ``gram``, to raise where that way is not
+        algorithm: auto; or ``svd``, always the full decomposition; or ``gram``, to raise where that way is not
             safe.
 
     Returns:
@@ -61,14 +61,14 @@ def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> L
         each column of the left factor, by magnitude, is positive.
 
     Raises:
-        ArithmeticError: if ``how`` is ``gram`` and it is not safe.
+        ArithmeticError: if ``algorithm`` is ``gram`` and it is not safe.
         ConfigError: if the threshold is negative or NaN.
         TaskError: if the matrix holds a NaN or an infinity, is no matrix, or is complex or of integers.
     """
-    return threshold_all([w], c, how)[0]
+    return threshold_all([w], c, algorithm)[0]
 
 
-def threshold_all(ws: Sequence[Tensor], c: float, how: Algorithm = "auto") -> list[LowRank]:
+def threshold_all(ws: Sequence[Tensor], c: float, algorithm: Algorithm = "auto") -> list[LowRank]:
     """:func:`threshold_singular_values` of many matrices; an accelerator batches those of one shape."""
     _check_threshold(c)
     for w in ws:
@@ -85,11 +85,11 @@ def threshold_all(ws: Sequence[Tensor], c: float, how: Algorithm = "auto") -> li
         for w, root in zip(stack, roots, strict=True):
             # twice, for the square of the root may be no number of float64
             w.div_(root).div_(root)
-        flip, cs = stack.shape[1] < stack.shape[2], [c / root / root for root in roots]
-        decompositions = _decompose_tall(stack.mT if flip else stack, cs, eps, how)
-        for i, scaled, root, (u, s, v) in zip(members, cs, roots, decompositions, strict=True):
+        flip, thresholds = stack.shape[1] < stack.shape[2], [c / root / root for root in roots]
+        decompositions = _decompose_tall(stack.mT if flip else stack, thresholds, eps, algorithm)
+        for i, threshold, root, (u, s, v) in zip(members, thresholds, roots, decompositions, strict=True):
             out[i] = _balanced_factors(
-                v if flip else u, (s - scaled).sqrt() * root, u if flip else v, ws[i].dtype
+                v if flip else u, (s - threshold).sqrt() * root, u if flip else v, ws[i].dtype
             )
     return [out[i] for i in range(len(ws))]
 
@@ -101,10 +101,10 @@ def _check_threshold(c: float) -> None:
 
 def _root_of_scale(w: Tensor) -> float:
     """A power of 2 whose square is near max|A|, or 1 for a matrix of zeros."""
-    top = float(w.abs().amax()) if w.numel() else 0.0
-    if not math.isfinite(top):
+    max_magnitude = float(w.abs().amax()) if w.numel() else 0.0
+    if not math.isfinite(max_magnitude):
         raise not_finite_error(w.shape)
-    return math.ldexp(1.0, math.frexp(top)[1] // 2)
+    return math.ldexp(1.0, math.frexp(max_magnitude)[1] // 2)
 
 
 def threshold_dense(w: Tensor, c: float) -> Tensor:
@@ -128,21 +128,25 @@ Triplets = tuple[Tensor, Tensor, Tensor]
 """U ``[m, r]``, singular values descending ``[r]``, V ``[n, r]``."""
 
 
-def _decompose_tall(a: Tensor, thresholds: Sequence[float], eps: float, how: Algorithm) -> list[Triplets]:
+def _decompose_tall(
+    a: Tensor, thresholds: Sequence[float], eps: float, algorithm: Algorithm
+) -> list[Triplets]:
     """Singular triplets above a threshold each of matrices ``[b, m, n]`` with m ≥ n."""
-    whole: Sequence[Eigenpairs | None] = _eigh_all(a) if how != "svd" and a.is_cuda else [None] * len(a)
+    eigenpairs: Sequence[Eigenpairs | None] = (
+        _eigh_all(a) if algorithm != "svd" and a.is_cuda else [None] * len(a)
+    )
     out = []
-    for matrix, c, pair in zip(a, thresholds, whole, strict=True):
+    for matrix, c, pair in zip(a, thresholds, eigenpairs, strict=True):
         # no singular value exceeds the Frobenius norm
         if float(torch.linalg.vector_norm(matrix)) <= c:
             out.append((matrix[:, :0], matrix.new_empty(0), matrix.new_empty(matrix.shape[1], 0)))
             continue
-        triplets = None if how == "svd" else _by_gram(matrix, c, eps, pair)
-        if triplets is None and how == "gram":
+        triplets = None if algorithm == "svd" else _decompose_by_gram(matrix, c, eps, pair)
+        if triplets is None and algorithm == "gram":
             raise ArithmeticError(
                 f"the threshold {c:g} is too small, or too close to a singular value, for a Gram matrix"
             )
-        out.append(_by_svd(matrix, c) if triplets is None else triplets)
+        out.append(_decompose_by_svd(matrix, c) if triplets is None else triplets)
     return out
 
 
@@ -159,27 +163,27 @@ def _eigh_all(a: Tensor) -> list[Eigenpairs]:
     return list(zip(values, vectors, strict=True))
 
 
-def _by_svd(a: Tensor, c: float) -> Triplets:
+def _decompose_by_svd(a: Tensor, c: float) -> Triplets:
     u, s, vt = thin_svd(a)
     r = int((s > c + max(a.shape) * EPS * s[0]).sum())
     return u[:, :r], s[:r], vt[:r].mT
 
 
-def _by_gram(a: Tensor, c: float, eps: float, pair: Eigenpairs | None) -> Triplets | None:
+def _decompose_by_gram(a: Tensor, c: float, eps: float, pair: Eigenpairs | None) -> Triplets | None:
     """From the Gram matrix; None if that is not safe."""
     if c <= 0:
         return None
     # low enough to see the values just below c, too: n ε64 σ₁² / c < n ε c for all that passes the next line
     values, vectors = pair or _eigenpairs_above(_gram(a), c * c * max(0.0, 1 - 2 * a.shape[1] * eps))
-    top = float(values[-1]) if len(values) else 0.0
-    if eps * c * c < EPS * top:
+    largest_eigenvalue = float(values[-1]) if len(values) else 0.0
+    if eps * c * c < EPS * largest_eigenvalue:
         return None
     s = values.clamp(min=0).sqrt()
-    if bool(((s - c).abs() <= a.shape[1] * EPS * top / c).any()):
+    if bool(((s - c).abs() <= a.shape[1] * EPS * largest_eigenvalue / c).any()):
         return None
-    at = (s > c).nonzero().flatten().flip(0)
-    v = vectors[:, at]
-    return a @ v / s[at], s[at], v
+    indices = (s > c).nonzero().flatten().flip(0)
+    v = vectors[:, indices]
+    return a @ v / s[indices], s[indices], v
 
 
 def _gram(a: Tensor) -> Tensor:
@@ -218,12 +222,12 @@ def count_above(h: Tensor, x: float) -> int:
 
     By Sylvester's law of inertia: H - xI = LDLᵀ and D have equally many positive eigenvalues.
     """
-    shifted = h.clone()
-    shifted.diagonal().sub_(x)
-    ld, pivots, *_ = torch.linalg.ldl_factor(shifted)
+    shifted_matrix = h.clone()
+    shifted_matrix.diagonal().sub_(x)
+    ld, pivots, *_ = torch.linalg.ldl_factor(shifted_matrix)
     # a pair of negative pivots marks a 2×2 block of D; such a block has one eigenvalue of either sign
-    single = pivots > 0
-    return int((single & (ld.diagonal() > 0)).sum()) + int((~single).sum()) // 2
+    is_single = pivots > 0
+    return int((is_single & (ld.diagonal() > 0)).sum()) + int((~is_single).sum()) // 2
 
 
 def _balanced_factors(u: Tensor, root: Tensor, v: Tensor, dtype: torch.dtype) -> LowRank:

@@ -24,12 +24,12 @@ class Truncation:
 
     Attributes:
         pair: its factors, W_r = B A, in float32.
-        lost: ‖W - W_r‖_F².
+        lost_energy: ‖W - W_r‖_F².
         energy: ‖W‖_F².
     """
 
     pair: Pair
-    lost: float
+    lost_energy: float
     energy: float
 
     @property
@@ -57,21 +57,21 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
             raise not_finite_error(w.shape)
     if isinstance(update, Pair):
         u, s, v = _decompose_product(update)
-        lost, energy = (float(t.square().sum()) for t in (s[rank:], s))
+        lost_energy, energy = (float(t.square().sum()) for t in (s[rank:], s))
         u, s, v = u[:, :rank], s[:rank], v[:, :rank]
     else:
         w = update.detach().to(REAL)
         u, s, v = leading_triplets(w, rank)
-        lost, energy = float((w - (u * s) @ v.mT).square().sum()), float(w.square().sum())
+        lost_energy, energy = float((w - (u * s) @ v.mT).square().sum()), float(w.square().sum())
     pair = split_svd(Factored(u, s, v), min(rank, u.shape[0], v.shape[0]))
-    return Truncation(Pair(pair.b.float(), pair.a.float()), lost, energy)
+    return Truncation(Pair(pair.b.float(), pair.a.float()), lost_energy, energy)
 
 
-def relative_error(parts: Iterable[Truncation]) -> float:
+def relative_error(layers: Iterable[Truncation]) -> float:
     """‖W - W_r‖_F / ‖W‖_F of all layers together, 0 where there is no update."""
-    truncations = list(parts)
+    truncations = list(layers)
     energy = sum(p.energy for p in truncations)
-    return math.sqrt(sum(p.lost for p in truncations) / energy) if energy > 0 else 0.0
+    return math.sqrt(sum(p.lost_energy for p in truncations) / energy) if energy > 0 else 0.0
 
 
 def _decompose_product(pair: Pair) -> tuple[Tensor, Tensor, Tensor]:

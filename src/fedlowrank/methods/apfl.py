@@ -102,8 +102,8 @@ class APFL(Method[Params, ClientState, Params, Params]):
 
         def loss(models: Joint, batch: Batch) -> Tensor:
             w = map_leaves(Tensor.detach, models.w)
-            mixed = mixture(models.a if adaptive else models.a.detach(), models.v, w)
-            mixed_scores, global_scores = model.apply(mixed, batch.x), model.apply(models.w, batch.x)
+            mixed_model = mixture(models.a if adaptive else models.a.detach(), models.v, w)
+            mixed_scores, global_scores = model.apply(mixed_model, batch.x), model.apply(models.w, batch.x)
             return task_loss(mixed_scores, batch) + task_loss(global_scores, batch)
 
         def clip_share(models: Joint, _: float) -> Joint:
@@ -111,8 +111,8 @@ class APFL(Method[Params, ClientState, Params, Params]):
 
         a_group = {"a": replace(groups.get("a", Group()), weight_decay=0.0)}
         optimizer = replace(self.optimizer, groups={**groups, **a_group})
-        end = view.train(loss, Joint(down, state.v, state.a), "local", optimizer, prox=clip_share)
-        return ClientState(end.v, end.a), end.w
+        joint = view.train(loss, Joint(down, state.v, state.a), "local", optimizer, prox=clip_share)
+        return ClientState(joint.v, joint.a), joint.w
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""

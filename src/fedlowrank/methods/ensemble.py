@@ -114,11 +114,11 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         """Line 2."""
         theta = zero_router_logits(down) if state is None else state
         apply = self._apply(view.model)
-        end, theta = train_mixture(self.router, {"models": down}, theta, apply, self.optimizer, view)
+        parts, theta = train_mixture(self.router, {"models": down}, theta, apply, self.optimizer, view)
         if self.router.routing == "optimal":
-            return None, Upload(end["models"], None)
+            return None, Upload(parts["models"], None)
         return theta if self.router.keep and self.router.descends else None, Upload(
-            end["models"], self.router.shares(theta)
+            parts["models"], self.router.shares(theta)
         )
 
     def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> dict[str, Any]:

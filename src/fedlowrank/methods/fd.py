@@ -62,7 +62,7 @@ class Targets:
     """Soft target of each label ``mean [classes, outputs]``, where ``known [classes]``."""
 
     mean: Tensor
-    known: Tensor
+    is_known: Tensor
 
 
 @tree_dataclass
@@ -115,8 +115,8 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
             count = count.index_add(
                 0, latest_outputs.labels, torch.ones_like(latest_outputs.mean[:, 0]), alpha=-1
             )
-        known = count > 0
-        return Targets(torch.where(known[:, None], total / count.clamp(min=1)[:, None], 0.0), known)
+        is_known = count > 0
+        return Targets(torch.where(is_known[:, None], total / count.clamp(min=1)[:, None], 0.0), is_known)
 
     def local_update(self, state: Params, down: Targets, view: ClientView) -> tuple[Params, Outputs]:
         """SGD with distillation, then the mean output of each own label."""
@@ -124,7 +124,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
 
         def loss(theta: Params, batch: Batch, targets: Targets) -> Tensor:
             scores = model.apply(theta, batch.x)
-            distillation = soft_cross_entropy(scores, targets.mean[batch.y]) * targets.known[batch.y]
+            distillation = soft_cross_entropy(scores, targets.mean[batch.y]) * targets.is_known[batch.y]
             return task_loss(scores, batch) + gamma * batch.mean(distillation)
 
         def sum_by_label(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,12 +145,12 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
 
     def server_update(self, server: ServerState, total: dict[int, Outputs], view: ServerView) -> ServerState:
         """Replace the share of every client that replied."""
-        latest = server.latest | {str(client): outputs for client, outputs in total.items()}
-        summed, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
+        latest = server.latest | {str(client_id): outputs for client_id, outputs in total.items()}
+        sums, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
         for client_outputs in latest.values():
-            summed.index_add_(0, client_outputs.labels, client_outputs.mean)
+            sums.index_add_(0, client_outputs.labels, client_outputs.mean)
             count.index_add_(0, client_outputs.labels, torch.ones_like(client_outputs.mean[:, 0]))
-        return ServerState(summed, count, latest)
+        return ServerState(sums, count, latest)
 
     def describe_update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
         """The mean outputs themselves, relative to nothing; a row for every label that the client owns."""

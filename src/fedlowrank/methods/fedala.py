@@ -45,12 +45,12 @@ class ClientState:
     rounds: int
 
 
-def mixed(weights: Params, received_upper: Params, own_upper: Params) -> Params:
+def mix_upper_layers(weights: Params, received_upper: Params, personal_upper: Params) -> Params:
     """W u + (1 - W) u_k, exact at both ends."""
-    return map_leaves(lambda w, u, v: w * u + (1 - w) * v, weights, received_upper, own_upper)
+    return map_leaves(lambda w, u, v: w * u + (1 - w) * v, weights, received_upper, personal_upper)
 
 
-def clipped(weights: Params, _: float, *constants: Params) -> Params:
+def clip_weights(weights: Params, _: float, *constants: Params) -> Params:
     """Weights in [0, 1]."""
     return map_leaves(lambda w: w.clamp(0, 1), weights)
 
@@ -88,39 +88,41 @@ class FedALA(Method[Params, ClientState, Params, Params]):
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights; a model without a head is refused if ``layers`` is None."""
         model = task.common_model(self.title)
-        self._upper(model, model.initial)
+        self._select_upper(model, model.initial)
         return model.initial
 
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """W = 1."""
-        upper = self._upper(task.model(client), task.model(client).initial)
+        upper = self._select_upper(task.model(client), task.model(client).initial)
         return ClientState(upper, map_leaves(torch.ones_like, upper), 0)
 
-    def _upper(self, model: Model, params: Params) -> Params:
+    def _select_upper(self, model: Model, params: Params) -> Params:
         if self.layers is None:
             return model.head_of(params)
-        last = list(dict.fromkeys(n.rpartition(".")[0] for n in model.initial))[-self.layers :]
-        return {n: p for n, p in params.items() if n.rpartition(".")[0] in last}
+        module_names = list(dict.fromkeys(n.rpartition(".")[0] for n in model.initial))[-self.layers :]
+        return {n: p for n, p in params.items() if n.rpartition(".")[0] in module_names}
 
     def local_update(self, state: ClientState, down: Params, view: ClientView) -> tuple[ClientState, Params]:
         """SGD on W, then on F_k from the mixture."""
         model, weights = view.model, state.weights
 
         def loss_of_weights(
-            w: Params, batch: Batch, down: Params, received_upper: Params, own_upper: Params
+            w: Params, batch: Batch, down: Params, received_upper: Params, personal_upper: Params
         ) -> Tensor:
-            return task_loss(model.apply(down | mixed(w, received_upper, own_upper), batch.x), batch)
-
-        received_upper, own_upper = self._upper(model, down), state.upper
-        if state.rounds > 0:
-            name = "first_weights" if state.rounds == 1 else "weights"
-            constants = (down, received_upper, own_upper)
-            weights = view.train(
-                loss_of_weights, weights, name, SGD(lr=self.eta), constants=constants, prox=clipped
+            return task_loss(
+                model.apply(down | mix_upper_layers(w, received_upper, personal_upper), batch.x), batch
             )
-        start = down | mixed(weights, received_upper, own_upper)
+
+        received_upper, personal_upper = self._select_upper(model, down), state.upper
+        if state.rounds > 0:
+            pass_name = "first_weights" if state.rounds == 1 else "weights"
+            constants = (down, received_upper, personal_upper)
+            weights = view.train(
+                loss_of_weights, weights, pass_name, SGD(lr=self.eta), constants=constants, prox=clip_weights
+            )
+        start = down | mix_upper_layers(weights, received_upper, personal_upper)
         theta = view.train(supervised_loss(model), start, "local", self.optimizer)
-        return ClientState(self._upper(model, theta), weights, state.rounds + 1), theta
+        return ClientState(self._select_upper(model, theta), weights, state.rounds + 1), theta
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
@@ -128,5 +130,5 @@ class FedALA(Method[Params, ClientState, Params, Params]):
 
     def client_model(self, state: ClientState, down: Params, view: ClientView) -> ClientModel:
         """The mixture with the upper layers received, and the global model as a second series."""
-        upper = mixed(state.weights, self._upper(view.model, down), state.upper)
+        upper = mix_upper_layers(state.weights, self._select_upper(view.model, down), state.upper)
         return ClientModel(down | upper, {"personal": down | upper, "global": down})

@@ -73,7 +73,9 @@ class FedBABU(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on the body below the frozen head."""
-        return None, self._trained(down, view.model.head_of(view.model.initial), "body", self.optimizer, view)
+        return None, self._train_part(
+            down, view.model.head_of(view.model.initial), "body", self.optimizer, view
+        )
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the bodies, weighted by n_k."""
@@ -82,20 +84,29 @@ class FedBABU(Method[Params, None, Params, Params]):
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """The common model fine-tuned on the client's training data, and the common model."""
         model = view.model
-        common = down | model.head_of(model.initial)
-        trained = {"whole": common, "head": model.head_of(common), "body": down}[self.fine_tuned_part]
-        frozen = {n: p for n, p in common.items() if n not in trained}
+        global_params = down | model.head_of(model.initial)
+        trained_params = {"whole": global_params, "head": model.head_of(global_params), "body": down}[
+            self.fine_tuned_part
+        ]
+        frozen_params = {n: p for n, p in global_params.items() if n not in trained_params}
         optimizer = self.fine_tuning_optimizer or self.optimizer
-        tuned = frozen | self._trained(trained, frozen, "fine_tuning", optimizer, view)
-        return ClientModel(tuned, {"fine_tuned": tuned, "global": common})
+        tuned_params = frozen_params | self._train_part(
+            trained_params, frozen_params, "fine_tuning", optimizer, view
+        )
+        return ClientModel(tuned_params, {"fine_tuned": tuned_params, "global": global_params})
 
-    def _trained(
-        self, part: Params, frozen: Params, name: str, optimizer: Optimizer, view: ClientView
+    def _train_part(
+        self,
+        trained_params: Params,
+        frozen_params: Params,
+        pass_name: str,
+        optimizer: Optimizer,
+        view: ClientView,
     ) -> Params:
         """A part of the model after a pass in which the other part is frozen."""
         model = view.model
 
-        def loss(part: Params, batch: Batch, frozen: Params) -> Tensor:
-            return task_loss(model.apply(part | frozen, batch.x), batch)
+        def loss(trained_params: Params, batch: Batch, frozen_params: Params) -> Tensor:
+            return task_loss(model.apply(trained_params | frozen_params, batch.x), batch)
 
-        return view.train(loss, part, name, optimizer, constants=(frozen,))
+        return view.train(loss, trained_params, pass_name, optimizer, constants=(frozen_params,))

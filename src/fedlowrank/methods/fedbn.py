@@ -49,8 +49,10 @@ class FedBN(Method[Params, Params, Params, Params]):
         model = task.common_model(self.title)
         if self._names(model):
             return []
-        other = normalization_parameters(model.module, "all") & model.initial.keys()
-        advice = " methods.fedbn.layers = 'all' keeps those of its other normalizations." if other else ""
+        other_names = normalization_parameters(model.module, "all") & model.initial.keys()
+        advice = (
+            " methods.fedbn.layers = 'all' keeps those of its other normalizations." if other_names else ""
+        )
         return [
             f"no scale or shift of a {'batch ' * (self.layers == 'batch')}normalization is trained in model "
             f"{model.name}, so nothing stays at the clients and the run is FedAvg's.{advice}"
@@ -59,19 +61,19 @@ class FedBN(Method[Params, Params, Params, Params]):
     def server_init(self, task: Task) -> Params:
         """θ^0, of the common initial weights."""
         model = task.common_model(self.title)
-        local = self._names(model)
-        return {n: p for n, p in model.initial.items() if n not in local}
+        local_names = self._names(model)
+        return {n: p for n, p in model.initial.items() if n not in local_names}
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
         """b_k of the common initial weights."""
         model = task.model(client)
-        local = self._names(model)
-        return {n: p for n, p in model.initial.items() if n in local}
+        local_names = self._names(model)
+        return {n: p for n, p in model.initial.items() if n in local_names}
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Joint SGD on θ and b_k."""
-        end = view.train(supervised_loss(view.model), down | state, "local", self.optimizer)
-        return {n: end[n] for n in state}, {n: end[n] for n in down}
+        params = view.train(supervised_loss(view.model), down | state, "local", self.optimizer)
+        return {n: params[n] for n in state}, {n: params[n] for n in down}
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""

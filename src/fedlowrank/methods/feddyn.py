@@ -89,8 +89,8 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Params]:
         """SGD on F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖²."""
         loss = supervised_loss(view.model)
-        proximal = ProximalTerm(self.alpha, center=down.model, linear=state)
-        theta = view.train(loss, down.model, "local", self.optimizer, proximal_term=proximal)
+        proximal_term = ProximalTerm(self.alpha, center=down.model, linear=state)
+        theta = view.train(loss, down.model, "local", self.optimizer, proximal_term=proximal_term)
         return self.follow_upload(state, state, down, theta, view), theta
 
     def follow_upload(

@@ -44,10 +44,10 @@ def update_mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
     """π ``[C]`` after one EM step with fixed models."""
     model = view.model
 
-    def counted(models: Params, batch: Batch, pi: Tensor) -> Tensor:
+    def sum_shares(models: Params, batch: Batch, pi: Tensor) -> Tensor:
         return batch.total(shares_of_examples(model, models, pi, batch))
 
-    return view.total(counted, models, constants=(pi,)) / view.info.examples
+    return view.total(sum_shares, models, constants=(pi,)) / view.info.examples
 
 
 def _is_regression(task: Task, outputs: Tensor) -> bool:
@@ -100,9 +100,9 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         """The E-step, then the M-step of π and of the components."""
         pi, model = _even_shares(down) if state is None else state, view.model
 
-        def loss(models: Params, batch: Batch, received: Params, pi: Tensor) -> Tensor:
+        def loss(models: Params, batch: Batch, received_models: Params, pi: Tensor) -> Tensor:
             with in_inference_mode(model):
-                q = shares_of_examples(model, received, pi, batch)
+                q = shares_of_examples(model, received_models, pi, batch)
             return mean_loss((q * compute_model_losses(model, models, batch)).sum(-1), batch)
 
         return update_mixture(down, pi, view), view.train(

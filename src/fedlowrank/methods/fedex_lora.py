@@ -21,7 +21,7 @@ from ..adapters.wire_format import PackedFactors, unpack_factors
 from ..core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, Method, ServerView, Task, Update
 from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.pair import Factors, Pair
-from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
+from .families.base_updates import Base, UpdateForm, UpdateHistory, weigh_factors
 from .families.factor_training import train_leaves
 from .families.lora_clients import (
     build_client_model,
@@ -82,7 +82,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
         training: rank, scale, head and form on the wire.
     """
 
-    keep: Keep = "merged"
+    keep: UpdateForm = "merged"
     training: LoRATraining = LoRATraining()
 
     title = "FedEx-LoRA"
@@ -103,7 +103,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """Factors, and the residuals that are missing."""
         return Download(
-            self.training.pack_message(server.factors, server.rest), server.history.missing(client)
+            self.training.pack_message(server.factors, server.rest), server.history.missing_updates(client)
         )
 
     def local_update(
@@ -112,7 +112,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
         """Add the residuals, then train both factors."""
         base, start = self._catch_up(state, down, lora_of(view.model))
         frozen_factors, moved_weights = base.split_updates(self.keep, lora_of(view.model))
-        end = train_leaves(
+        leaves = train_leaves(
             view,
             start,
             self.training.compute_scale(view),
@@ -120,7 +120,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
             frozen_factors=frozen_factors,
             moved_weights=moved_weights,
         )
-        personal_rest, upload = split_trained_leaves(self, end)
+        personal_rest, upload = split_trained_leaves(self, leaves)
         return ClientState(base, personal_rest), upload
 
     def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> dict[str, Any]:

@@ -126,9 +126,9 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         """Ranks that are lowered, and whom the weights favor."""
         remarks, sizes = describe_ranks(self, task), [c.examples for c in task.clients]
         if self.weighing.by == "truncation" and not self.weighing.by_examples and max(sizes) > 2 * min(sizes):
-            n = f"{min(sizes):,} to {max(sizes):,}"
+            size_range = f"{min(sizes):,} to {max(sizes):,}"
             remarks.append(
-                f"replies weigh by the truncation error of the client's rank (eq. 15), not by its {n} examples. "
+                f"replies weigh by the truncation error of the client's rank (eq. 15), not by its {size_range} examples. "
                 "weighing.by = 'examples' weighs by n_i, weighing.by_examples = true by both"
             )
         return remarks
@@ -137,15 +137,15 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         """W_0 = 0, or the update of the model's trained factors."""
         ranks, model = self.training.resolve_ranks(task, self.title), task.common_model(self.title)
         delta = build_starting_deltas(model, self.form, max(ranks))
-        initial = draw_initial_factors(task, max(ranks))
+        initial_factors = draw_initial_factors(task, max(ranks))
         scaling = self.training.build_scaling(lora_of(model))
-        return ServerState(delta, initial, self.training.read_initial_shared_rest(model), scaling, {})
+        return ServerState(delta, initial_factors, self.training.read_initial_shared_rest(model), scaling, {})
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """Line 4: the first r_i components."""
         rank = self.training.find_rank_within(client, server.initial_factors)
         factors = build_client_factors(
-            server.delta, server.initial_factors, rank, self.split, server.scaling.at(rank)
+            server.delta, server.initial_factors, rank, self.split, server.scaling.scale_at(rank)
         )
         residual = factorize_residual(server.delta, rank, server.initial_factors) if self.residual else {}
         return Download(self.training.pack_message(factors, server.rest), residual)
@@ -153,26 +153,27 @@ class FedHL(Method[ServerState, Params, Download, Message]):
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
         """Lines 9 and 10."""
         start = read_leaves(down.message, state)
-        end = train_leaves(
+        leaves = train_leaves(
             view, start, self.training.compute_scale(view), self.optimizer, frozen_factors=down.residual
         )
-        return split_trained_leaves(self, end)
+        return split_trained_leaves(self, leaves)
 
     def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
         """Line 17."""
         ranks = [self.training.find_rank_within(c, server.initial_factors) for c in view.replied]
         max_ranks = {name: pair.rank for name, pair in server.initial_factors.items()}
-        examples = [float(c.examples) for c in view.replied]
-        client_weights = self.weighing.weigh(server.delta, ranks, examples, max_ranks)
+        example_counts = [float(c.examples) for c in view.replied]
+        client_weights = self.weighing.weigh(server.delta, ranks, example_counts, max_ranks)
         replies = [
-            FactorReply(r, server.scaling.at(r), total["factors"][client.id])
+            FactorReply(r, server.scaling.scale_at(r), total["factors"][client.id])
             for r, client in zip(ranks, view.replied, strict=True)
         ]
         if self.training.wire != "float32" or has_half_precision(server.initial_factors):
             # rounded on its way: subtract W_t^{r_i} as it was sent
             sent_factors = [unpack_factors(self.download(server, c).message.factors) for c in view.replied]
             replies = [
-                reply._replace(received=factors) for reply, factors in zip(replies, sent_factors, strict=True)
+                reply._replace(received_factors=factors)
+                for reply, factors in zip(replies, sent_factors, strict=True)
             ]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - W^{r_i})]. The j-th singular value of W is multiplied by the
         # share 1 - Σ_{i: r_i > j} p_i, see fedlowrank.linalg.delta.

@@ -55,7 +55,7 @@ class ServerState:
 
     mentee: Params
     updates: list[CompressedUpdate]
-    at: dict[str, int]
+    update_counts: dict[str, int]
 
 
 @tree_dataclass
@@ -78,8 +78,8 @@ class ClientState:
 def factor_form(w: Tensor) -> Lengths:
     """The form of a weight's factors, as :func:`compress_update` makes them."""
     m, n = w.flatten(1).shape
-    most = min(m, n, (m * n - 1) // (m + n + 1))
-    return Lengths(Factored(w.new_zeros(m, 0), w.new_zeros(0), w.new_zeros(n, 0)), most)
+    max_rank = min(m, n, (m * n - 1) // (m + n + 1))
+    return Lengths(Factored(w.new_zeros(m, 0), w.new_zeros(0), w.new_zeros(n, 0)), max_rank)
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """The updates since the client's copy, or the mentee where that is smaller."""
-        missing = server.updates[server.at.get(str(client.id), 0) :]
-        whole = nbytes(missing) > nbytes(server.mentee)
-        return Download([], server.mentee) if whole else Download(missing, None)
+        missing_updates = server.updates[server.update_counts.get(str(client.id), 0) :]
+        sends_mentee = nbytes(missing_updates) > nbytes(server.mentee)
+        return Download([], server.mentee) if sends_mentee else Download(missing_updates, None)
 
     def local_update(
         self, state: ClientState, down: Download, view: ClientView
@@ -146,9 +146,11 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
             return ce_t + ce_s + (to_mentor + to_mentee) / (ce_t + ce_s).detach()
 
         start = self._mentee(state, down)
-        end = view.train(loss, ClientState(state.mentor, start, state.projection), "local", self.optimizer)
-        new_state = ClientState(end.mentor, start, end.projection)
-        return new_state, compress_update(sub(end.mentee, start), self._energy(view))
+        trained_models = view.train(
+            loss, ClientState(state.mentor, start, state.projection), "local", self.optimizer
+        )
+        new_state = ClientState(trained_models.mentor, start, trained_models.projection)
+        return new_state, compress_update(sub(trained_models.mentee, start), self._energy(view))
 
     def _mentee(self, state: ClientState, down: Download) -> Params:
         mentee = state.mentee if down.mentee is None else down.mentee
@@ -169,9 +171,11 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
     def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
         """s^{t+1}, which clients rebuild from the compressed mean update; those that replied hold s^t."""
         update = compress_update(total, self._energy(view))
-        at = server.at | {str(client.id): len(server.updates) for client in view.replied}
+        update_counts = server.update_counts | {
+            str(client.id): len(server.updates) for client in view.replied
+        }
         mentee = add(server.mentee, decompress_update(update, server.mentee))
-        return ServerState(mentee, [*server.updates, update], at)
+        return ServerState(mentee, [*server.updates, update], update_counts)
 
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""

@@ -45,8 +45,8 @@ def weight_of_gradients(steps: int, momentum: float = 0.0, shrinkage: float = 0.
         momentum: ρ in [0, 1).
         shrinkage: η μ ≥ 0; not beside momentum.
     """
-    left = range(1, steps + 1)
-    return sum((1 - momentum**s) / (1 - momentum) * abs(1 - shrinkage) ** (s - 1) for s in left)
+    remaining_steps = range(1, steps + 1)
+    return sum((1 - momentum**s) / (1 - momentum) * abs(1 - shrinkage) ** (s - 1) for s in remaining_steps)
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class FedNova(Method[Params, None, Params, Params]):
     def __post_init__(self) -> None:
         super().__post_init__()
         set_options = [n for n in ("nesterov", "momentum", "groups") if getattr(self.optimizer, n, None)]
-        bad = [n for n in set_options if n == "nesterov" or self.mu]
-        bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
-        bad += ["local_schedule"] * (not self.optimizer.local_schedule.is_constant)
-        if bad:
+        conflicts = [n for n in set_options if n == "nesterov" or self.mu]
+        conflicts += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
+        conflicts += ["local_schedule"] * (not self.optimizer.local_schedule.is_constant)
+        if conflicts:
             raise ConfigError(
                 f"{self.title} divides an update by the weights of its gradients, which the paper gives for SGD "
                 f"with momentum and mu = 0, and for plain SGD with mu > 0; but mu = {self.mu} and optimizer "
-                f"has {', '.join(bad)}. Use one of the two; clip, weight decay and a schedule over rounds are fine"
+                f"has {', '.join(conflicts)}. Use one of the two; clip, weight decay and a schedule over rounds are fine"
             )
 
     @property
@@ -93,11 +93,13 @@ class FedNova(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on F_k(x) + μ/2 ‖x - x^t‖², and the update divided by ‖a_k‖₁."""
-        proximal = ProximalTerm(self.mu, center=down)
-        end = view.train(supervised_loss(view.model), down, "local", self.optimizer, proximal_term=proximal)
+        proximal_term = ProximalTerm(self.mu, center=down)
+        params = view.train(
+            supervised_loss(view.model), down, "local", self.optimizer, proximal_term=proximal_term
+        )
         shrinkage = self.mu * self.optimizer.learning_rate(view.round)
         weight = weight_of_gradients(view.steps("local"), self._momentum, shrinkage)
-        return None, cast_like(map_leaves(lambda t: t / weight, sub(widen(end), down)), down)
+        return None, cast_like(map_leaves(lambda t: t / weight, sub(widen(params), down)), down)
 
     def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Mean[Params]:
         """d_k, weighted by n_k."""
@@ -109,10 +111,10 @@ class FedNova(Method[Params, None, Params, Params]):
         steps = [self.local_passes()["local"].steps_over(n) for n in sizes]
         weights = [weight_of_gradients(s, self._momentum) for s in steps]
         # equal τ need no numbers of examples, and the network compares the bits
-        effective = weights[0]
+        effective_steps = weights[0]
         if len(set(weights)) > 1:
-            effective = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
-        return cast_like(add(server, total, effective), server)
+            effective_steps = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
+        return cast_like(add(server, total, effective_steps), server)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """d_k itself, relative to zeros."""

@@ -49,8 +49,10 @@ class ServerState:
 def initial_server(method: FedAdagrad | FedAdam | FedYogi, task: Task) -> ServerState:
     """The common initial weights, m = 0 and v = τ²."""
     model = task.common_model(method.title).initial
-    wide = widen(model)
-    return ServerState(model, zeros_like(wide), map_leaves(lambda p: torch.full_like(p, method.tau**2), wide))
+    wide_params = widen(model)
+    return ServerState(
+        model, zeros_like(wide_params), map_leaves(lambda p: torch.full_like(p, method.tau**2), wide_params)
+    )
 
 
 def send_model(method: FedAdagrad | FedAdam | FedYogi, server: ServerState, client: ClientInfo) -> Params:

@@ -39,8 +39,8 @@ class FedPer(Method[Params, Params, Params, Params]):
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Joint SGD on φ and h_k."""
         model = view.model
-        end = view.train(supervised_loss(model), down | state, "local", self.optimizer)
-        return model.head_of(end), model.body_of(end)
+        params = view.train(supervised_loss(model), down | state, "local", self.optimizer)
+        return model.head_of(params), model.body_of(params)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the bases, weighted by n_k."""

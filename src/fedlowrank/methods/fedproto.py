@@ -52,7 +52,7 @@ class Prototypes:
     """Global prototypes ``mean [classes, d]``, where ``known [classes]``; in float32 for half precision, too."""
 
     mean: Tensor
-    known: Tensor
+    is_known: Tensor
 
 
 @tree_dataclass
@@ -69,7 +69,7 @@ class ClientState:
     """A model, and which classes its owner has ``[classes]``."""
 
     model: Params
-    own: Tensor
+    is_owned: Tensor
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
         def loss(theta: Params, batch: Batch, protos: Prototypes) -> Tensor:
             r = model.represent(theta, batch.x)
-            distances = (r - protos.mean[batch.y]).square().mean(-1) * protos.known[batch.y]
+            distances = (r - protos.mean[batch.y]).square().mean(-1) * protos.is_known[batch.y]
             return task_loss(model.head(theta, r), batch) + lam * batch.mean(distances)
 
         def sum_by_class(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,25 +144,25 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
     def server_update(self, server: Prototypes, total: dict[str, Tensor], view: ServerView) -> Prototypes:
         """Mean over the owners of each class; a class without owners keeps its prototype."""
-        seen = total["weight"] > 0
-        mean = total["sum"] / torch.where(seen, total["weight"], 1.0)[:, None]
-        return Prototypes(torch.where(seen[:, None], mean, server.mean), server.known | seen)
+        has_owner = total["weight"] > 0
+        mean = total["sum"] / torch.where(has_owner, total["weight"], 1.0)[:, None]
+        return Prototypes(torch.where(has_owner[:, None], mean, server.mean), server.is_known | has_owner)
 
     def describe_update(self, down: Prototypes, client: ClientInfo, task: Task) -> Update:
         """The prototypes themselves, relative to nothing; a row for every class that the client owns."""
-        whole = torch.zeros(0, dtype=torch.int64)
-        form = Lengths(Upload(whole, down.mean[:0], whole), task.classes)
+        no_integers = torch.zeros(0, dtype=torch.int64)
+        form = Lengths(Upload(no_integers, down.mean[:0], no_integers), task.classes)
         return Update({"labels": NO_UPDATE, "mean": ZERO_REFERENCE, "count": NO_UPDATE}, form=form)
 
     def client_model(self, state: ClientState, down: Prototypes, view: ClientView) -> ClientModel:
         """θ_k with its classifier, or with minus the distance to each usable prototype as scores."""
         model = view.model
-        usable = down.known & state.own if self.infer == "nearest_own" else down.known
-        if self.infer == "classifier" or not bool(usable.any()):
+        is_usable = down.is_known & state.is_owned if self.infer == "nearest_own" else down.is_known
+        if self.infer == "classifier" or not bool(is_usable.any()):
             return ClientModel(state.model)
 
-        def nearest(x: Any) -> Tensor:
+        def score_by_distance(x: Any) -> Tensor:
             distances = torch.cdist(widen(model.represent(state.model, x)), down.mean)
-            return torch.where(usable, -distances, -torch.inf)
+            return torch.where(is_usable, -distances, -torch.inf)
 
-        return ClientModel(state.model, {"personal": nearest})
+        return ClientModel(state.model, {"personal": score_by_distance})

@@ -56,8 +56,8 @@ class FedRep(Method[Params, Params, Params, Params]):
         """The head on the frozen representation, then the representation below the frozen head."""
         model = view.model
 
-        def loss(part: Params, batch: Batch, frozen: Params) -> Tensor:
-            return task_loss(model.apply(part | frozen, batch.x), batch)
+        def loss(trained_params: Params, batch: Batch, frozen_params: Params) -> Tensor:
+            return task_loss(model.apply(trained_params | frozen_params, batch.x), batch)
 
         head = view.train(loss, state, "head", self.optimizer, constants=(down,))
         return head, view.train(loss, down, "base", self.optimizer, constants=(head,))

@@ -40,7 +40,7 @@ class Joint:
     """What is trained at once: the generic model θ and the personal head h_k."""
 
     model: Params
-    own: Params
+    personal_head: Params
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,16 @@ class FedRoD(Method[Params, Params, Params, Params]):
         def loss(heads: Joint, batch: Batch, offset: Tensor) -> Tensor:
             z = model.represent(heads.model, batch.x)
             frozen_head = map_leaves(Tensor.detach, model.head_of(heads.model))
-            generic = task_loss(model.head(heads.model, z) + offset, batch)
-            return generic + task_loss(model.head(add(frozen_head, heads.own), z.detach()), batch)
+            generic_loss = task_loss(model.head(heads.model, z) + offset, batch)
+            return generic_loss + task_loss(
+                model.head(add(frozen_head, heads.personal_head), z.detach()), batch
+            )
 
-        counts, like = view.total(count_classes, down), next(iter(down.values()))
+        counts, parameter = view.total(count_classes, down), next(iter(down.values()))
         # the power before the logarithm: 0^0 = 1, whereas 0 log 0 is NaN
-        offset = counts.to(wide_type(like.dtype)).pow(self.gamma).log().to(like)
-        end = view.train(loss, Joint(down, state), "local", self.optimizer, constants=(offset,))
-        return end.own, end.model
+        offset = counts.to(wide_type(parameter.dtype)).pow(self.gamma).log().to(parameter)
+        joint = view.train(loss, Joint(down, state), "local", self.optimizer, constants=(offset,))
+        return joint.personal_head, joint.model
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the generic models, weighted by n_k."""

@@ -89,11 +89,11 @@ class FedSALoRA(Method[MeanFactors, ClientState, Message, Message]):
         self, state: ClientState, down: Message, view: ClientView
     ) -> tuple[ClientState, Message]:
         """Train both factors, send A."""
-        end = train_leaves(
+        leaves = train_leaves(
             view, self._join_leaves(state, down), self.training.compute_scale(view), self.optimizer
         )
-        new_state = ClientState(end["b"], self.training.select_personal_rest(end))
-        return new_state, self.training.pack_message(_drop_b(end["a"]), end["rest"])
+        new_state = ClientState(leaves["b"], self.training.select_personal_rest(leaves))
+        return new_state, self.training.pack_message(_drop_b(leaves["a"]), leaves["rest"])
 
     def client_model(self, state: ClientState, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean A and the client's own B."""

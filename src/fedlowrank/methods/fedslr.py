@@ -22,7 +22,7 @@ Differences from the paper: p_i starts at zero, where the authors' code starts i
 there, too, p_i of a normalization layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs
 no γ_i on the server (Algorithm 3); with ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end.
 Appendix A.3's other designs: ``global_norm`` is the norm that λ weighs, ``personal_norm`` the one that μ weighs (the
-nuclear one leaves vectors of p_i as they are); of a sparse w its entries travel, and a bit for each place. Those of
+nuclear one leaves vectors of p_i as they are); a sparse w is sent as its nonzero values and a bitmask. Those of
 A.2 are LPGD and GPGD, files of their own.
 """
 
@@ -178,8 +178,8 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
                 return map_leaves(lambda t: soft_threshold(t, threshold), p)
             return apply_prox_dense(p, threshold, self.personal_norm, ())
 
-        term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
-        w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
+        proximal_term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
+        w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=proximal_term)
         p = view.train(loss_of_mixed_model, state.p, "phase2", self.optimizer, constants=(w,), prox=shrink)
         return self.follow_upload(state, ClientState(state.gamma, p), down, w_i, view), w_i
 
@@ -197,8 +197,8 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
-        like = view.task.common_model(self.title).initial
-        w, mean_w = widen(server.w.dense(like)), total["w"]
+        initial = view.task.common_model(self.title).initial
+        w, mean_w = widen(server.w.dense(initial)), total["w"]
         gamma_by_client, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
         if not self.memory_efficient:
             gamma_by_client = {
@@ -208,7 +208,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
                 gamma_by_client[str(i)] = add(gamma_by_client[str(i)], sub(w, w_i), 1 / self.eta_g)
             gamma = mean(gamma_by_client.values(), [1.0] * len(gamma_by_client))
         new_w = apply_prox(
-            add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.global_norm, self.exclude, like
+            add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.global_norm, self.exclude, initial
         )
         warn_if_all_zero(self.title, server.w, new_w, view.round)
         return ServerState(new_w, gamma, gamma_by_client)
@@ -216,8 +216,8 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
     def client_model(self, state: ClientState, down: Weights, view: ClientView) -> ClientModel:
         """The mixed model w + p_i, and w alone."""
         w = unpack_weights(down, view.model.initial)
-        mixed, parts = add(w, state.p), (down, as_model_part(state.p, self.personal_norm))
-        return ClientModel(mixed, {"mixed": mixed, "gkr": w}, {"mixed": parts, "gkr": (down,)})
+        mixed_params, parts = add(w, state.p), (down, as_model_part(state.p, self.personal_norm))
+        return ClientModel(mixed_params, {"mixed": mixed_params, "gkr": w}, {"mixed": parts, "gkr": (down,)})
 
     def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """Rank of w."""

@@ -93,29 +93,37 @@ def layer_counts(params: Params, density: float) -> dict[str, int]:
     # those that are full at the smallest ε first; what they cannot take is shared by the others
     for name in sorted(weights, key=lambda n: weights[n].numel() / sum(weights[n].shape)):
         share = sum(weights[name].shape) / sum(sum(p.shape) for n, p in weights.items() if n not in counts)
-        exact = min(budget * share, weights[name].numel())
-        counts[name], budget = max(1, round(exact)), budget - exact
+        exact_count = min(budget * share, weights[name].numel())
+        counts[name], budget = max(1, round(exact_count)), budget - exact_count
     return counts
 
 
 def next_mask(mask: Tensor, weight: Tensor, gradient: Tensor, rate: float) -> Tensor:
     """The mask without its smallest weights, with as many entries of the largest gradients instead."""
-    flat, sizes, slopes = mask.flatten(), weight.abs().flatten(), gradient.abs().flatten()
-    active, cut = flat.nonzero()[:, 0], math.ceil(rate * int(mask.sum()))
-    pruned = active[sizes[active].argsort(stable=True)[:cut]]
+    flat_mask, weight_magnitudes, gradient_magnitudes = (
+        mask.flatten(),
+        weight.abs().flatten(),
+        gradient.abs().flatten(),
+    )
+    active_indices, exchange_count = flat_mask.nonzero()[:, 0], math.ceil(rate * int(mask.sum()))
+    pruned_indices = active_indices[weight_magnitudes[active_indices].argsort(stable=True)[:exchange_count]]
     # in a stable order, those that just left come first and win ties
-    absent = torch.cat([pruned, (~flat).nonzero()[:, 0]])
-    grown = absent[slopes[absent].argsort(descending=True, stable=True)[:cut]]
-    return flat.index_fill(0, pruned, False).index_fill(0, grown, True).reshape(mask.shape)
+    inactive_indices = torch.cat([pruned_indices, (~flat_mask).nonzero()[:, 0]])
+    grown_indices = inactive_indices[
+        gradient_magnitudes[inactive_indices].argsort(descending=True, stable=True)[:exchange_count]
+    ]
+    return (
+        flat_mask.index_fill(0, pruned_indices, False).index_fill(0, grown_indices, True).reshape(mask.shape)
+    )
 
 
-def on_mask(params: Params, masks: Masks) -> Params:
+def gather_values(params: Params, masks: Masks) -> Params:
     """The values on the mask ``[n]``, vectors whole."""
     return {n: p[masks[n]] if n in masks else p for n, p in params.items()}
 
 
-def spread(values: Params, masks: Masks) -> Params:
-    """Inverse of :func:`on_mask`, zero outside the mask."""
+def scatter_values(values: Params, masks: Masks) -> Params:
+    """Inverse of :func:`gather_values`, zero outside the mask."""
     return {n: Sparse(v, masks[n]).dense() if n in masks else v for n, v in values.items()}
 
 
@@ -165,11 +173,11 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
 
     def download(self, server: ServerState, client: ClientInfo) -> Params:
         """The values of m_k ⊙ w^t."""
-        return on_mask(server.model, server.masks[str(client.id)])
+        return gather_values(server.model, server.masks[str(client.id)])
 
     def local_update(self, state: Masks, down: Params, view: ClientView) -> tuple[Masks, Upload]:
         """Masked SGD, then the exchange of small weights for entries with large gradients."""
-        model, start = view.model, spread(down, state)
+        model, start = view.model, scatter_values(down, state)
 
         def mask_gradients(grads: Params, _: Params, masks: Masks) -> Params:
             return {n: torch.where(masks[n], g, 0.0) if n in masks else g for n, g in grads.items()}
@@ -178,26 +186,26 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
             return task_loss(model.apply(add(theta, change), batch.x), batch)
 
         loss = supervised_loss(model)
-        end = view.train(
+        params = view.train(
             loss, start, "local", self.optimizer, constants=(state,), precondition=mask_gradients
         )
-        update = on_mask(sub(start, end), state)
+        update = gather_values(sub(start, params), state)
         if self.prune == 0:
             return state, Upload(update, {})
         sgd = SGD(self.optimizer.learning_rate(view.round))
-        step = view.train(loss_after_change, zeros_like(end), "grow", sgd, constants=(end,))
+        step = view.train(loss_after_change, zeros_like(params), "grow", sgd, constants=(params,))
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
-        grown = {n: next_mask(m, end[n], step[n], rate) for n, m in state.items()}
-        return grown, Upload(update, grown)
+        next_masks = {n: next_mask(m, params[n], step[n], rate) for n, m in state.items()}
+        return next_masks, Upload(update, next_masks)
 
     def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> dict[str, Any]:
         """The update, zero outside the client's mask, all with the same weight; and its next mask."""
-        update = Mean(widen(spread(upload.update, server.masks[str(client.id)])))
+        update = Mean(widen(scatter_values(upload.update, server.masks[str(client.id)])))
         return {"update": update, "masks": Each(upload.masks)} if self.prune > 0 else {"update": update}
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """One step along the mean update."""
-        masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
+        masks = {str(client_id): masks for client_id, masks in total.get("masks", {}).items()}
         model = cast_like(sub(server.model, total["update"]), server.model)
         return ServerState(model, server.masks | masks)
 
@@ -207,5 +215,5 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
 
     def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:
         """m_k ⊙ w, of which the values on the mask are stored."""
-        sparse = {n: Sparse(v, state[n]) if n in state else v for n, v in down.items()}
-        return ClientModel(spread(down, state), parts={"personal": (sparse,)})
+        sparse_params = {n: Sparse(v, state[n]) if n in state else v for n, v in down.items()}
+        return ClientModel(scatter_values(down, state), parts={"personal": (sparse_params,)})

@@ -65,10 +65,10 @@ class FFALoRA(Method[MeanFactors, Params, Message, Message]):
             self.title,
             "sends B alone, and A, which every machine finds by itself, may have other signs",
         )
-        embeddings = [n for n, layer in lora_of(model).layers.items() if layer.embedding]
-        if embeddings:
+        embedding_names = [n for n, layer in lora_of(model).layers.items() if layer.embedding]
+        if embedding_names:
             raise TaskError(
-                f"{self.title} freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
+                f"{self.title} freezes A, which for an embedding begins at zero, so {embedding_names[0]} would not "
                 "learn. Leave embeddings out of target_modules, or choose fedit or fedsa_lora."
             )
         factors = _drop_a(build_factors_of_rank(self, task, rank))
@@ -85,15 +85,15 @@ class FFALoRA(Method[MeanFactors, Params, Message, Message]):
         """Train B."""
         frozen_a, start = self._split_leaves(state, down, view)
         scale = self.training.compute_scale(view)
-        end = train_leaves(view, start, scale, self.optimizer, fixed_leaves=frozen_a)
-        factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
-        upload = self.training.pack_message(factors, end["rest"])
-        return self.training.select_personal_rest(end), upload
+        leaves = train_leaves(view, start, scale, self.optimizer, fixed_leaves=frozen_a)
+        factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in leaves["b"].items()}
+        upload = self.training.pack_message(factors, leaves["rest"])
+        return self.training.select_personal_rest(leaves), upload
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""
-        frozen_a, trained = self._split_leaves(state, down, view)
-        return build_client_model(view, frozen_a | trained, self.training.compute_scale(view))
+        frozen_a, trained_leaves = self._split_leaves(state, down, view)
+        return build_client_model(view, frozen_a | trained_leaves, self.training.compute_scale(view))
 
     def _split_leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """Split the leaves into A_0, which is not trained, and B with the rest, which are."""

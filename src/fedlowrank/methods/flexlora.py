@@ -71,18 +71,20 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
     def server_init(self, task: Task) -> ServerState:
         """W = 0, or the update of the model's trained factors."""
         ranks, model = self.training.resolve_ranks(task, self.title), task.common_model(self.title)
-        initial = draw_initial_factors(task, max(ranks))
+        initial_factors = draw_initial_factors(task, max(ranks))
         rest, scaling = (
             self.training.read_initial_shared_rest(model),
             self.training.build_scaling(lora_of(model)),
         )
-        return ServerState(build_starting_deltas(model, self.form, max(ranks)), initial, rest, scaling)
+        return ServerState(
+            build_starting_deltas(model, self.form, max(ranks)), initial_factors, rest, scaling
+        )
 
     def download(self, server: ServerState, client: ClientInfo) -> Message:
         """The first r_i components."""
         rank = self.training.find_rank_within(client, server.initial_factors)
         factors = build_client_factors(
-            server.delta, server.initial_factors, rank, self.split, server.scaling.at(rank)
+            server.delta, server.initial_factors, rank, self.split, server.scaling.scale_at(rank)
         )
         return self.training.pack_message(factors, server.rest)
 
@@ -97,10 +99,12 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
         """W = Σ p_i s_i B_i A_i."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.examples) for c in view.replied]
-        scales = [server.scaling.at(measure_rank(f)) for f in factors]
+        scales = [server.scaling.scale_at(measure_rank(f)) for f in factors]
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
         terms = build_update_terms(shares, scales, factors)
-        return replace(server, delta=update_deltas(server.delta, terms, previous=0.0), rest=total["rest"])
+        return replace(
+            server, delta=update_deltas(server.delta, terms, previous_weight=0.0), rest=total["rest"]
+        )
 
     def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """Rank of W."""

@@ -30,7 +30,7 @@ from ..core.contract import (
 )
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
-from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
+from .families.base_updates import Base, UpdateForm, UpdateHistory, weigh_factors
 from .families.factor_training import train_leaves
 from .families.lora_clients import CollectedFactors, collect_factors, describe_ranks, split_trained_leaves
 from .families.lora_family import (
@@ -78,7 +78,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         training: rank, scale, head and form on the wire.
     """
 
-    keep: Keep = "merged"
+    keep: UpdateForm = "merged"
     training: LoRATraining = LoRATraining()
 
     title = "FLoRA"
@@ -104,7 +104,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """The stacks that are missing."""
-        return Download(server.history.missing(client), server.rest)
+        return Download(server.history.missing_updates(client), server.rest)
 
     def local_update(
         self, state: ClientState, down: Download, view: ClientView
@@ -114,12 +114,12 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         rank = self.training.find_rank(view.info, lora)
         base = self._update_base(state, down, lora)
         start = join_leaves(lora.draw_factors(rank, view.key / "lora"), state.rest | down.rest)
-        scale = self.training.build_scaling(lora).at(rank)
+        scale = self.training.build_scaling(lora).scale_at(rank)
         frozen_factors, moved_weights = base.split_updates(self.keep, lora)
-        end = train_leaves(
+        leaves = train_leaves(
             view, start, scale, self.optimizer, frozen_factors=frozen_factors, moved_weights=moved_weights
         )
-        personal_rest, upload = split_trained_leaves(self, end)
+        personal_rest, upload = split_trained_leaves(self, leaves)
         return ClientState(base, personal_rest), upload
 
     def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:

@@ -158,10 +158,10 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     def server_init(self, task: Task) -> ServerState:
         """u^0, and adaptors that are zero."""
         model, key = task.common_model(self.title), task.key / "adaptors"
-        adapted, u = find_adapted(self, model), model.initial
-        warn_adapted_ranks(self.title, adapted)
+        adapted_parameters, u = find_adapted(self, model), model.initial
+        warn_adapted_ranks(self.title, adapted_parameters)
         a = initial_adaptors(
-            adapted, self.clusters, key, self.construction, u, self.random, self.initial_scale
+            adapted_parameters, self.clusters, key, self.construction, u, self.random, self.initial_scale
         )
         return ServerState({"base": u, "adaptors": a}, initial_optimizer_state())
 
@@ -197,13 +197,13 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
-        old = widen(server.model)
-        new: AdaptorModel = {
+        old_model = widen(server.model)
+        mean_model: AdaptorModel = {
             "base": total["base"],
-            "adaptors": average_clusters(old["adaptors"], total["adaptors"]),
+            "adaptors": average_clusters(old_model["adaptors"], total["adaptors"]),
         }
         model, optimizer_state = server_step(
-            self.server_optimizer, old, new, server.optimizer_state, view.round
+            self.server_optimizer, old_model, mean_model, server.optimizer_state, view.round
         )
         if self.center:
             weights = total["adaptors"]["weights"]

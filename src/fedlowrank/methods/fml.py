@@ -76,8 +76,8 @@ class FML(Method[Params, Params, Params, Params]):
             meme_loss = beta * task_loss(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
             return private_loss + meme_loss
 
-        end = view.train(loss, MutualModels(state, down), "local", self.optimizer)
-        return end.private, end.meme
+        trained_models = view.train(loss, MutualModels(state, down), "local", self.optimizer)
+        return trained_models.private, trained_models.meme
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the memes, weighted by n_k."""

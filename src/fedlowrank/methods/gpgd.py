@@ -84,10 +84,10 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
 
     def server_update(self, server: PenalizedModel, total: Params, view: ServerView) -> PenalizedModel:
         """Prox at the mean of the replies."""
-        like = view.task.common_model(self.title).initial
-        new = apply_prox(total, self.lam * self.eta_g, self.norm, self.exclude, like)
-        warn_if_all_zero(self.title, server, new, view.round)
-        return new
+        initial = view.task.common_model(self.title).initial
+        new_model = apply_prox(total, self.lam * self.eta_g, self.norm, self.exclude, initial)
+        warn_if_all_zero(self.title, server, new_model, view.round)
+        return new_model
 
     def client_model(self, state: None, down: Weights, view: ClientView) -> ClientModel:
         """The global model, as factors."""

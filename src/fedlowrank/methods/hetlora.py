@@ -131,7 +131,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
     def download(self, server: ServerState, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
         rank = self._sent_rank(server, client)
-        factors = scale_product(truncate_factors(server.factors, rank), 1 / server.scaling.at(rank))
+        factors = scale_product(truncate_factors(server.factors, rank), 1 / server.scaling.scale_at(rank))
         return self.training.pack_message(factors, server.rest)
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
@@ -140,32 +140,38 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         rank = measure_rank(read_factors(start))
         kept_rank = max(1, int(self.prune * rank)) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept_rank) if kept_rank < rank and self.penalty > 0 else None
-        end = train_leaves(
+        leaves = train_leaves(
             view, start, self.training.compute_scale(view, rank), self.optimizer, penalty=penalty
         )
-        factors = read_factors(end)
-        if kept_rank < rank and float(_tail(end, kept_rank)) < float(_tail(start, kept_rank)):
+        factors = read_factors(leaves)
+        if kept_rank < rank and float(_tail(leaves, kept_rank)) < float(_tail(start, kept_rank)):
             factors = truncate_factors(factors, kept_rank)
-        return self.training.select_personal_rest(end), self.training.pack_message(factors, end["rest"])
+        return self.training.select_personal_rest(leaves), self.training.pack_message(factors, leaves["rest"])
 
     def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = unpack_factors(upload.factors), float(client.examples)
-        rank, top = measure_rank(factors), measure_rank(server.factors)
+        rank, max_rank = measure_rank(factors), measure_rank(server.factors)
         # a pruned upload has the scale of the rank that was sent, not that of its own rank
-        unit = scale_product(widen(factors), server.scaling.at(self._sent_rank(server, client)))
+        unit_factors = scale_product(widen(factors), server.scaling.scale_at(self._sent_rank(server, client)))
         weight = (
-            n if self.weighting == "examples" else math.hypot(*measure_product_norms(list(unit.values())))
+            n
+            if self.weighting == "examples"
+            else math.hypot(*measure_product_norms(list(unit_factors.values())))
         )
-        reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
-        padded = {name: zero_pad_pair(p, server.factors[name].rank) for name, p in unit.items()}
+        component_weights = torch.full((max_rank,), weight, dtype=torch.float64) * (
+            torch.arange(max_rank) < rank
+        )
+        padded_factors = {
+            name: zero_pad_pair(p, server.factors[name].rank) for name, p in unit_factors.items()
+        }
         contributions: dict[str, Any] = {
-            "factors": Mean(padded, weight),
-            "reached": Sum(reached, counts=True),
+            "factors": Mean(padded_factors, weight),
+            "reached": Sum(component_weights, counts=True),
             "rest": Mean(upload.rest, n),
         }
-        pruned = Each(None if rank == self.training.find_rank_within(client, server.factors) else rank)
-        return {**contributions, "pruned": pruned} if self.prune < 1 else contributions
+        pruned_rank = Each(None if rank == self.training.find_rank_within(client, server.factors) else rank)
+        return {**contributions, "pruned": pruned_rank} if self.prune < 1 else contributions
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """Means of padded factors."""
@@ -174,18 +180,18 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         if self.per_index and total["factors"] is not None:
             factors = average_present_components(factors, server.factors, total["reached"])
         factors = cast_like(factors, server.factors)
-        pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
-        return replace(server, factors=factors, rest=total["rest"], ranks=server.ranks | pruned)
+        pruned_ranks = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
+        return replace(server, factors=factors, rest=total["rest"], ranks=server.ranks | pruned_ranks)
 
     def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """Relative to what was sent, in the scale of its rank; of that rank, or of what pruning leaves of it."""
         rank = measure_rank(down.factors)
         kept_rank = max(1, int(self.prune * rank))
-        pruned = self.training.pack_message(
+        pruned_message = self.training.pack_message(
             truncate_factors(unpack_factors(down.factors), kept_rank), down.rest
         )
-        scale = self.training.build_scaling(lora_of(task.model(client))).at(rank)
-        return Update(down, scale, OneOf(down, pruned))
+        scale = self.training.build_scaling(lora_of(task.model(client))).scale_at(rank)
+        return Update(down, scale, OneOf(down, pruned_message))
 
     def _sent_rank(self, server: ServerState, client: ClientInfo) -> int:
         """The rank that a client is sent: its own, or what pruning left of it."""

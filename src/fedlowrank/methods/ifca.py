@@ -57,14 +57,14 @@ class Upload:
     choice: Tensor
 
 
-def nearest(down: Params, view: ClientView) -> int:
+def find_nearest_model(down: Params, view: ClientView) -> int:
     """The model with the lowest loss on the client's training data; the first of equals."""
     model = view.model
 
-    def lost(models: Params, batch: Batch) -> Tensor:
+    def sum_model_losses(models: Params, batch: Batch) -> Tensor:
         return sum_losses(compute_model_losses(model, models, batch), batch)[0]
 
-    return int(view.total(lost, down).argmin())
+    return int(view.total(sum_model_losses, down).argmin())
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Upload]:
         """Choose, and train what was chosen."""
-        model, chosen = view.model, nearest(down, view)
+        model, cluster = view.model, find_nearest_model(down, view)
 
         def loss(p: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply({n: t.squeeze(0) for n, t in p.items()}, batch.x), batch)
 
-        trained = view.train(loss, select_cluster(down, chosen), "local", self.optimizer)
-        return None, Upload(trained, self._one_hot(chosen, down))
+        trained_model = view.train(loss, select_cluster(down, cluster), "local", self.optimizer)
+        return None, Upload(trained_model, self._one_hot(cluster, down))
 
     def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> dict[str, Any]:
         """The trained model, in the mean of the cluster that the client chose."""
@@ -116,8 +116,8 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """The model that fits the client's training data best."""
-        chosen = nearest(down, view)
-        return ClientModel(map_leaves(lambda t: t[chosen], down), routes=self._one_hot(chosen, down))
+        cluster = find_nearest_model(down, view)
+        return ClientModel(map_leaves(lambda t: t[cluster], down), routes=self._one_hot(cluster, down))
 
-    def _one_hot(self, chosen: int, like: Params) -> Tensor:
-        return torch.eye(self.clusters)[chosen].to(next(iter(like.values())))
+    def _one_hot(self, cluster: int, params: Params) -> Tensor:
+        return torch.eye(self.clusters)[cluster].to(next(iter(params.values())))

@@ -36,16 +36,16 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
 
     def server_init(self, task: Task) -> Params:
         """h^0, the head of the first client's architecture; all heads must have its shapes and types."""
-        first = task.model(task.clients[0])
-        head = first.head_of(first.initial)
+        first_model = task.model(task.clients[0])
+        head = first_model.head_of(first_model.initial)
         for client in task.clients:
             model = task.model(client)
-            other = model.head_of(model.initial)
-            if _forms(other) != _forms(head):
+            other_head = model.head_of(model.initial)
+            if _forms(other_head) != _forms(head):
                 raise TaskError(
                     f"{self.title} shares the head, but the heads of client {task.clients[0].id} "
-                    f"({first.name}) and client {client.id} ({model.name}) differ: {_forms(head)} and "
-                    f"{_forms(other)}"
+                    f"({first_model.name}) and client {client.id} ({model.name}) differ: {_forms(head)} and "
+                    f"{_forms(other_head)}"
                 )
         return head
 
@@ -57,8 +57,8 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Joint SGD on φ_k and h."""
         model = view.model
-        end = view.train(supervised_loss(model), state | down, "local", self.optimizer)
-        return model.body_of(end), model.head_of(end)
+        params = view.train(supervised_loss(model), state | down, "local", self.optimizer)
+        return model.body_of(params), model.head_of(params)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the heads, weighted by n_k."""

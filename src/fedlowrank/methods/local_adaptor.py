@@ -72,8 +72,8 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def client_init(self, client: ClientInfo, task: Task) -> Adaptors:
         """A zero adaptor; its random factors are the same at all clients, as FLoRAL's first cluster."""
         model = task.model(client)
-        adapted, key = find_adapted(self, model), task.key / "adaptors"
-        return initial_adaptors(adapted, 1, key, self.construction, model.initial)
+        adapted_parameters, key = find_adapted(self, model), task.key / "adaptors"
+        return initial_adaptors(adapted_parameters, 1, key, self.construction, model.initial)
 
     def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
         """Line 2: one SGD on both."""
@@ -84,10 +84,10 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
         start: dict[str, Any] = {"base": down, "adaptors": state}
         precondition = build_preconditioner(self)
-        end = view.train(
-            loss, start, "local", self.optimizer, constants=(_one(down),), precondition=precondition
+        trained_parts = view.train(
+            loss, start, "local", self.optimizer, constants=(_unit_share(down),), precondition=precondition
         )
-        return end["adaptors"], end["base"]
+        return trained_parts["adaptors"], trained_parts["base"]
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Line 3."""
@@ -95,8 +95,8 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
     def client_model(self, state: Adaptors, down: Params, view: ClientView) -> ClientModel:
         """U + a_k."""
-        return ClientModel(mix_weights(down, state, _one(down), self.alpha, self.construction))
+        return ClientModel(mix_weights(down, state, _unit_share(down), self.alpha, self.construction))
 
 
-def _one(weights: Params) -> Tensor:
+def _unit_share(weights: Params) -> Tensor:
     return next(iter(weights.values())).new_ones(1)

@@ -82,15 +82,15 @@ class MOON(Method[Params, Params, Params, Params]):
         """SGD on F_k with the contrastive loss."""
         model, mu, tau = view.model, self.mu, self.temperature
 
-        def loss(theta: Params, batch: Batch, present: Params, previous: Params) -> Tensor:
+        def loss(theta: Params, batch: Batch, global_params: Params, previous_params: Params) -> Tensor:
             z = model.represent(theta, batch.x)
             with in_inference_mode(model):
-                targets = model.represent(present, batch.x), model.represent(previous, batch.x)
-            compared, z_glob, z_prev = (without_padding(r, batch).flatten(1) for r in (z, *targets))
-            near = functional.cosine_similarity(compared, z_glob)
-            far = functional.cosine_similarity(compared, z_prev)
+                targets = model.represent(global_params, batch.x), model.represent(previous_params, batch.x)
+            z_local, z_glob, z_prev = (without_padding(r, batch).flatten(1) for r in (z, *targets))
+            global_similarity = functional.cosine_similarity(z_local, z_glob)
+            previous_similarity = functional.cosine_similarity(z_local, z_prev)
             # -log(e^a / (e^a + e^b)) = softplus(b - a)
-            contrast = functional.softplus((far - near) / tau)
+            contrast = functional.softplus((previous_similarity - global_similarity) / tau)
             return task_loss(model.head(theta, z), batch) + mu * batch.mean(contrast)
 
         theta = view.train(loss, down, "local", self.optimizer, constants=(down, state))

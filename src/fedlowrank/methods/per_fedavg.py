@@ -36,22 +36,22 @@ from ..core.tree import Params, add, dot, map_leaves, sub
 from .families.averaging import Weighting, reply_weight
 
 
-def half(batch: Batch, which: Literal[0, 1]) -> Batch:
+def split_batch(batch: Batch, offset: Literal[0, 1]) -> Batch:
     """Every other example of a batch, from the first or the second on; of a single example, that one.
 
     Padding stands behind the examples, so the halves are the same whether a batch is padded or not.
     """
-    clients, device = batch.clients or 1, batch.y.device
-    size = len(batch) // clients
-    rows = torch.arange(which, max(size, 2), 2, device=device)
-    count = torch.full((clients, 1), size, device=device)
+    client_count, device = batch.clients or 1, batch.y.device
+    size = len(batch) // client_count
+    rows = torch.arange(offset, max(size, 2), 2, device=device)
+    count = torch.full((client_count, 1), size, device=device)
     if batch.mask is not None:
-        count = batch.mask.reshape(clients, size).sum(1, keepdim=True)
-    first = size * torch.arange(clients, device=device)[:, None]
-    at = (first + torch.minimum(rows, count - 1)).flatten()
+        count = batch.mask.reshape(client_count, size).sum(1, keepdim=True)
+    first_rows = size * torch.arange(client_count, device=device)[:, None]
+    indices = (first_rows + torch.minimum(rows, count - 1)).flatten()
     mask = None if batch.mask is None else (rows < count.clamp(min=2)).flatten()
-    x = {n: t[at] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[at]
-    return Batch(x, batch.y[at], mask, clients=batch.clients, loss=batch.loss)
+    x = {n: t[indices] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[indices]
+    return Batch(x, batch.y[indices], mask, clients=batch.clients, loss=batch.loss)
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,22 @@ class PerFedAvg(Method[Params, None, Params, Params]):
             return task_loss(model.apply(theta, batch.x), batch)
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            first_half, second_half, detached = (
-                half(batch, 0),
-                half(batch, 1),
+            first_half, second_half, detached_theta = (
+                split_batch(batch, 0),
+                split_batch(batch, 1),
                 map_leaves(torch.detach, theta),
             )
-            inner = gradient(risk, detached, first_half)
-            value = risk(add(theta, inner, -alpha), second_half)
+            inner_gradient = gradient(risk, detached_theta, first_half)
+            value = risk(add(theta, inner_gradient, -alpha), second_half)
             if is_hessian_free:
-                outer = gradient(risk, add(detached, inner, -alpha), second_half)
-                ahead, behind = (gradient(risk, add(detached, outer, d), first_half) for d in (delta, -delta))
-                change = sub(ahead, behind)
+                outer_gradient = gradient(risk, add(detached_theta, inner_gradient, -alpha), second_half)
+                forward_gradient, backward_gradient = (
+                    gradient(risk, add(detached_theta, outer_gradient, d), first_half)
+                    for d in (delta, -delta)
+                )
+                gradient_change = sub(forward_gradient, backward_gradient)
                 # adds to the gradient and nothing to the value
-                value = value - alpha / (2 * delta) * dot(change, sub(theta, detached))
+                value = value - alpha / (2 * delta) * dot(gradient_change, sub(theta, detached_theta))
             return value
 
         return None, view.train(loss, down, "local", self.optimizer)
@@ -130,5 +133,5 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """θ after one step of size α on a batch of the client's training data, and the common θ."""
-        adapted = view.train(supervised_loss(view.model), down, "adapt", SGD(lr=self.alpha))
-        return ClientModel(adapted, {"adapted": adapted, "global": down})
+        adapted_params = view.train(supervised_loss(view.model), down, "adapt", SGD(lr=self.alpha))
+        return ClientModel(adapted_params, {"adapted": adapted_params, "global": down})

@@ -71,15 +71,17 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
 
     def server_init(self, task: Task) -> PFedLoRAAdapter:
         """θ^0."""
-        inputs, first_model = task.common_width(self.title), task.model(task.clients[0])
+        input_width, first_model = task.common_width(self.title), task.model(task.clients[0])
         key = task.key / "pfedlora"
-        adapter = initial_adapter(inputs, self.width, task.classes, key)
+        adapter = initial_adapter(input_width, self.width, task.classes, key)
         if self.start == "svd":
             adapter = initial_adapter_from_head(first_model, self.width, adapter)
         # the widest type of all architectures, whatever the order of the clients
-        types = (next(iter(m.initial.values())).dtype for m in task.architectures.values())
-        like = next(iter(first_model.initial.values())).to(functools.reduce(torch.promote_types, types))
-        return PFedLoRAAdapter(*(t.to(like) for t in (adapter.a, adapter.a_bias, adapter.b, adapter.b_bias)))
+        dtypes = (next(iter(m.initial.values())).dtype for m in task.architectures.values())
+        reference = next(iter(first_model.initial.values())).to(functools.reduce(torch.promote_types, dtypes))
+        return PFedLoRAAdapter(
+            *(t.to(reference) for t in (adapter.a, adapter.a_bias, adapter.b, adapter.b_bias))
+        )
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
         """ω_k at its architecture's initial weights."""
@@ -93,8 +95,8 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
 
         def loss_of_model(omega: Params, batch: Batch, theta: PFedLoRAAdapter) -> Tensor:
             r = model.represent(omega, batch.x)
-            by_adapter, by_head = theta.apply(r, relu), model.head(omega, r)
-            return (1 - mu) * task_loss(by_adapter, batch) + mu * task_loss(by_head, batch)
+            adapter_scores, head_scores = theta.apply(r, relu), model.head(omega, r)
+            return (1 - mu) * task_loss(adapter_scores, batch) + mu * task_loss(head_scores, batch)
 
         def loss_of_adapter(theta: PFedLoRAAdapter, batch: Batch, omega: Params) -> Tensor:
             with torch.no_grad():

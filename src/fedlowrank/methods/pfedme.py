@@ -71,11 +71,11 @@ class PFedMe(Method[Params, Params, Params, Params]):
 
     def passes(self) -> dict[str, Pass]:
         """Local rounds, and the mini-batch of the personal model."""
-        local = self.main_pass
+        local_pass = self.main_pass
         if self.local_rounds is not None:
             # an epoch has at least one mini-batch, so there are R of them at a client of any size
-            local = Pass(self.local_rounds, self.batch_size, steps=self.local_rounds)
-        return {"local": local, "personal": Pass(1, self.batch_size, steps=1)}
+            local_pass = Pass(self.local_rounds, self.batch_size, steps=self.local_rounds)
+        return {"local": local_pass, "personal": Pass(1, self.batch_size, steps=1)}
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""
@@ -101,8 +101,8 @@ class PFedMe(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """A step to the mean of the replies."""
-        moved = map_leaves(lambda w, mean: (1 - self.beta) * w + self.beta * mean, widen(server), total)
-        return cast_like(moved, server)
+        new_model = map_leaves(lambda w, mean: (1 - self.beta) * w + self.beta * mean, widen(server), total)
+        return cast_like(new_model, server)
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """θ, and w as a second series."""

@@ -71,12 +71,12 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bad = [n for n in ("momentum", "groups", "clip") if getattr(self.optimizer, n, None)]
-        bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
-        if bad:
+        conflicts = [n for n in ("momentum", "groups", "clip") if getattr(self.optimizer, n, None)]
+        conflicts += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
+        if conflicts:
             raise ConfigError(
                 f"{self.title} reads a client's mean gradient off the way it went, (x - y) / (sum of lr), which "
-                f"is right only if every step is lr times a gradient; but optimizer has {', '.join(bad)}. "
+                f"is right only if every step is lr times a gradient; but optimizer has {', '.join(conflicts)}. "
                 "Use plain SGD; weight decay and schedules are fine"
             )
 

@@ -114,12 +114,14 @@ class Architecture:
         )
         self.couples = not self.frozen.issuperset(batch_normalizations(module).values())
         _refuse_parameter_hooks(name, module)
-        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        if not trained and any(True for _ in module.parameters()):
+        trainable_parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        if not trainable_parameters and any(True for _ in module.parameters()):
             raise TaskError(
                 f"model {name}: all its parameters are frozen (requires_grad=False), so nothing can be learnt"
             )
-        self.initial: Params = {n: as_real(p.detach()).clone().contiguous() for n, p in trained.items()}
+        self.initial: Params = {
+            n: as_real(p.detach()).clone().contiguous() for n, p in trainable_parameters.items()
+        }
         self.complex = complex_names(module)
         self.parameters = sum(as_real(p.detach()).numel() for p in module.parameters())
         self.autocast: torch.dtype | None = None
@@ -129,8 +131,8 @@ class Architecture:
         self._library_hooks: int | None = None
         is_named = head is not None or hasattr(module, "head_name")
         if head is None:
-            declared = getattr(module, "head_name", None)
-            head = declared if declared is not None else "head" if "head" in modules else None
+            declared_head = getattr(module, "head_name", None)
+            head = declared_head if declared_head is not None else "head" if "head" in modules else None
         if head is not None and (head not in modules or head == ""):
             raise TaskError(
                 f"model {name}: there is no submodule {head!r} to be its head; it has {sorted(modules)[1:]}"
@@ -154,14 +156,14 @@ class Architecture:
         modules = dict(self.module.named_modules())
         self.head_name = head
         self._head = modules[head]
-        within = {id(p) for p in self._head.parameters()}
-        outside = {
+        head_ids = {id(p) for p in self._head.parameters()}
+        body_ids = {
             id(p)
             for n, m in modules.items()
             if n.split(".")[: head.count(".") + 1] != head.split(".")
             for p in m.parameters(recurse=False)
         }
-        if within & outside:
+        if head_ids & body_ids:
             raise TaskError(
                 f"model {self.name}: its head {head!r} shares a parameter with the rest, so it cannot be "
                 "split there"
@@ -169,14 +171,14 @@ class Architecture:
         self._split()
         self._check_split()
 
-    def choose_head(self, outputs: int) -> bool:
+    def choose_head(self, output_count: int) -> bool:
         """Take the ``nn.Linear`` that the forward ends in for the head, if the user names none.
 
-        It must make ``outputs`` values, be trained and have trained parameters before it. A module whose
+        It must make ``output_count`` values, be trained and have trained parameters before it. A module whose
         attribute ``head_name`` is None keeps having no head.
 
         Args:
-            outputs: the number of classes, or of target values.
+            output_count: the number of classes, or of target values.
 
         Returns:
             Whether a head was chosen.
@@ -184,10 +186,10 @@ class Architecture:
         if self.head_name is not None or hasattr(self.module, "head_name"):
             return False
         name, layer, _ = self._last_operation(self.example)
-        if not name or type(layer) is not nn.Linear or layer.out_features != outputs:
+        if not name or type(layer) is not nn.Linear or layer.out_features != output_count:
             return False
-        own = {n for n in self.initial if n.startswith(f"{name}.")}
-        if not own or own == self.initial.keys():
+        head_names = {n for n in self.initial if n.startswith(f"{name}.")}
+        if not head_names or head_names == self.initial.keys():
             return False
         try:
             with unchanged(self.module):
@@ -198,25 +200,27 @@ class Architecture:
             return False
         return True
 
-    def _function(self, without: str | None = None, of: nn.Module | None = None) -> FunctionalModule:
+    def _function(
+        self, skipped_name: str | None = None, submodule: nn.Module | None = None
+    ) -> FunctionalModule:
         """The module, or a part of it, as a function."""
-        module = self.module if of is None else of
-        return FunctionalModule(module, without, self.frozen, self._backward_slots, self.running)
+        module = self.module if submodule is None else submodule
+        return FunctionalModule(module, skipped_name, self.frozen, self._backward_slots, self.running)
 
     def _split(self) -> None:
         """Make functions of the part before the head and of the head."""
         if self.head_name is not None:
             self._head = self.module.get_submodule(self.head_name)
             self._body = self._function(self.head_name)
-            self._head_code = self._function(of=self._head)
+            self._head_code = self._function(submodule=self._head)
 
     def _initial_buffers(self) -> Params:
         # standard layers change no buffer but the statistics of batch normalizations
         if self.is_standard:
             return {}
         counters = {n.removesuffix("running_mean") + "num_batches_tracked" for n in self.statistics}
-        own = counters.union(self.statistics)
-        return {n: b.detach().clone() for n, b in self.module.named_buffers() if n not in own}
+        statistic_names = counters.union(self.statistics)
+        return {n: b.detach().clone() for n, b in self.module.named_buffers() if n not in statistic_names}
 
     def digest_frozen(self) -> str:
         """Digest of the frozen parameters and initial buffers, which belong to the code."""
@@ -245,14 +249,14 @@ class Architecture:
 
         They can for standard models, and for models of transformers without random numbers and hooks.
         """
-        other = self.beyond_standard
+        reason = self.beyond_standard
         if self.pass_trainer is not None:
             return "another library's trainer takes the steps"
-        if other is None or self.running or self._library_hooks is None:
-            return other
+        if reason is None or self.running or self._library_hooks is None:
+            return reason
         if any(getattr(layer, "gradient_checkpointing", False) for layer in self.module.modules()):
             return "gradients are checkpointed, so memory matters more than time"
-        return find_other_layer(self.module, libraries=True)
+        return find_other_layer(self.module, allow_libraries=True)
 
     @property
     def hidden_size(self) -> int | None:
@@ -286,12 +290,12 @@ class Architecture:
         """Whether user code runs in a hook of a layer."""
         return has_hooks(self.module)
 
-    def with_buffers(self, changed: Params) -> Architecture:
+    def with_buffers(self, client_buffers: Params) -> Architecture:
         """A copy for a client whose buffers differ from the initial ones; the copy alone keeps changes."""
         if not self.buffers:
             return self
         model = copy.copy(self)
-        model._current_buffers = {n: changed.get(n, b).clone() for n, b in self.buffers.items()}
+        model._current_buffers = {n: client_buffers.get(n, b).clone() for n, b in self.buffers.items()}
         return model
 
     @property
@@ -315,8 +319,10 @@ class Architecture:
     def running_statistics(self) -> Params:
         """Running statistics as they are now, with their counters, where they run; else none."""
         layers = batch_normalizations(self.module) if self.running else {}
-        own = {id(b) for m in layers.values() if m not in self.frozen for b in m.buffers(recurse=False)}
-        names = [n for n, b in self.module.named_buffers() if id(b) in own]
+        buffer_ids = {
+            id(b) for m in layers.values() if m not in self.frozen for b in m.buffers(recurse=False)
+        }
+        names = [n for n, b in self.module.named_buffers() if id(b) in buffer_ids]
         return {n: (self._current_buffers or self.buffers)[n] for n in names}
 
     def set_buffers(self, values: Params) -> None:
@@ -324,43 +330,50 @@ class Architecture:
         if self._current_buffers is None:
             return
         for n, value in values.items():
-            kind = self.buffers[n].dtype
-            self._current_buffers[n] = (value if kind.is_floating_point else value.round()).to(
-                kind, copy=True
+            dtype = self.buffers[n].dtype
+            self._current_buffers[n] = (value if dtype.is_floating_point else value.round()).to(
+                dtype, copy=True
             )
 
-    def whole(self, params: Params) -> Params:
+    def inference_params(self, params: Params) -> Params:
         """The parameters as saved for inference: as the module holds them, with own statistics and buffers."""
-        changed = self.changed_buffers
-        known = self.module.state_dict().keys() if changed else ()
-        saved = {**self.add_statistics(params), **{n: b for n, b in changed.items() if n in known}}
-        return with_complex(saved, self.complex)
+        changed_buffers = self.changed_buffers
+        state_names = self.module.state_dict().keys() if changed_buffers else ()
+        state = {
+            **self.add_statistics(params),
+            **{n: b for n, b in changed_buffers.items() if n in state_names},
+        }
+        return with_complex(state, self.complex)
 
     def _check_split(self) -> None:
-        wrong = TaskError(
+        split_error = TaskError(
             f"model {self.name}: its forward does not end in {self.head_name!r}, so it cannot be split into "
             "a representation and that head"
         )
         with torch.inference_mode():
             params = self.initial | self._code.neutral()
-            whole, example = self.example_scores, self.example
+            expected_scores, example = self.example_scores, self.example
             try:
                 # the same draws as in the probe, where the module draws in evaluation mode, too
                 with _PROBE.global_generators(self.device):
                     r = self.represent(params, example)
                 other_head = {n: p + 1 for n, p in self.head_of(params).items() if p.is_floating_point()}
                 with _PROBE.global_generators(self.device):
-                    same = self._run(self._body, params | other_head, example)
-                parts = self.head(params, r)
+                    other_representation = self._run(self._body, params | other_head, example)
+                split_scores = self.head(params, r)
             except (RuntimeError, TypeError) as error:
-                raise wrong from error
-        if r.shape == same.shape and not torch.equal(r, same):
+                raise split_error from error
+        if r.shape == other_representation.shape and not torch.equal(r, other_representation):
             raise TaskError(
                 f"model {self.name}: its forward computes with the values of parameters of its head "
                 f"{self.head_name!r} before the head, so it cannot be split into a representation and that head"
             )
-        if r.ndim < 2 or parts.shape != whole.shape or not torch.allclose(parts, whole, rtol=1e-4, atol=1e-5):
-            raise wrong
+        if (
+            r.ndim < 2
+            or split_scores.shape != expected_scores.shape
+            or not torch.allclose(split_scores, expected_scores, rtol=1e-4, atol=1e-5)
+        ):
+            raise split_error
         self._width = int(r.shape[-1])
 
     def probe(self, x: Any) -> Tensor:
@@ -394,7 +407,7 @@ class Architecture:
         def record(name: str) -> Callable[..., None]:
             return lambda layer, _, out: outputs.append((name, layer, out))
 
-        trained = {
+        leaves = {
             n: p.detach().requires_grad_(p.is_floating_point() or p.is_complex())
             for n, p in self.initial.items()
         }
@@ -404,11 +417,15 @@ class Architecture:
                 layer.__dict__.update({hooks: OrderedDict() for hooks in HOOK_TABLES})
                 if name:
                     layer.register_forward_hook(record(name))
-            scores = self.apply(trained | self._code.neutral(), x)
+            scores = self.apply(leaves | self._code.neutral(), x)
         name, layer = next(((n, m) for n, m, out in outputs if out is scores), ("", None))
-        made_by = "" if scores.grad_fn is None else scores.grad_fn.name()
-        kinds = (kind for kind in ("softmax", "sigmoid") if made_by == f"{kind.title()}Backward0")
-        return name, layer, next(kinds, "")
+        grad_fn_name = "" if scores.grad_fn is None else scores.grad_fn.name()
+        operations = (
+            operation
+            for operation in ("softmax", "sigmoid")
+            if grad_fn_name == f"{operation.title()}Backward0"
+        )
+        return name, layer, next(operations, "")
 
     def probe_gradient(self, x: Any) -> tuple[Tensor, bool]:
         """Scores of a few inputs as by :meth:`probe`, and whether a gradient of them may reach a parameter.
@@ -424,15 +441,15 @@ class Architecture:
         with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators(self.device):
             self.set_training(True)
             try:
-                with_graph = self.apply(leaves, x)
-                is_trainable = with_graph.requires_grad
+                graph_scores = self.apply(leaves, x)
+                is_trainable = graph_scores.requires_grad
             except (RuntimeError, ValueError, TaskError):
                 # in inference it runs, as the probe has shown, and reads the same parameters
                 self.set_training(False)
-                with_graph, is_trainable = self.apply(leaves, x), True
+                graph_scores, is_trainable = self.apply(leaves, x), True
             finally:
                 self.set_training(False)
-        self._refuse_other_references(with_graph)
+        self._refuse_other_references(graph_scores)
         return scores, is_trainable
 
     def _refuse_other_references(self, scores: Tensor) -> None:
@@ -445,19 +462,19 @@ class Architecture:
             TaskError: with the names of such parameters.
         """
         names = {id(p): n for n, p in self.module.named_parameters()}
-        pending, seen, missed = [scores.grad_fn], set[Any](), set[str]()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
+        stack, visited, missed_names = [scores.grad_fn], set[Any](), set[str]()
+        while stack:
+            node = stack.pop()
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             name = names.get(id(getattr(node, "variable", None)))
             if name is not None:
-                missed.add(name)
-            pending += [previous for previous, _ in node.next_functions]
-        if missed:
+                missed_names.add(name)
+            stack += [parent for parent, _ in node.next_functions]
+        if missed_names:
             raise TaskError(
-                f"model {self.name}: its forward reads {', '.join(sorted(missed))} by another reference than the attribute "
+                f"model {self.name}: its forward reads {', '.join(sorted(missed_names))} by another reference than the attribute "
                 "of its module, such as a list, a closure or functools.partial, so that training would not change what "
                 "it computes. Read the attribute in forward (self.weight), or keep such parameters in an nn.ParameterList"
             )
@@ -501,9 +518,9 @@ class Architecture:
         if self.head_name is None:
             if self._no_head:
                 raise TaskError(self._no_head)
-            linear = [n for n, m in self.module.named_modules() if n and isinstance(m, torch.nn.Linear)]
-            name = linear[-1] if linear else "name.of.the.last.submodule"
-            hint = f" ({name!r} is its last nn.Linear)" if linear else ""
+            linear_names = [n for n, m in self.module.named_modules() if n and isinstance(m, torch.nn.Linear)]
+            name = linear_names[-1] if linear_names else "name.of.the.last.submodule"
+            hint = f" ({name!r} is its last nn.Linear)" if linear_names else ""
             raise TaskError(
                 f"model {self.name} names no head, so it has no representation. Give its module an attribute "
                 f"head_name = {name!r}, or pass head={name!r} with the model{hint}."
@@ -524,22 +541,22 @@ class Architecture:
         if self._changes_arguments:
             # what a module does in place must not reach the data, another model of the method, or the server
             x = map_leaves(torch.clone, x)
-            own = self.module.training
-            params = {n: p if own and p.requires_grad else p.clone() for n, p in params.items()}
+            is_training = self.module.training
+            params = {n: p if is_training and p.requires_grad else p.clone() for n, p in params.items()}
         # without buffers of a client, a call begins with the initial ones and its changes are dropped
-        current = self._current_buffers
-        if current is None and self.buffers:
-            current = {n: b.clone() for n, b in self.buffers.items()}
+        current_buffers = self._current_buffers
+        if current_buffers is None and self.buffers:
+            current_buffers = {n: b.clone() for n, b in self.buffers.items()}
         buffers = (
             None
-            if current is None
-            else {n[len(prefix) :]: b for n, b in current.items() if n.startswith(prefix)}
+            if current_buffers is None
+            else {n[len(prefix) :]: b for n, b in current_buffers.items() if n.startswith(prefix)}
         )
         if self.autocast is None:
             scores = code(params, x, buffers)
         else:
-            first = next(iter(x.values())) if isinstance(x, dict) else x
-            with torch.autocast(first.device.type, self.autocast):
+            first_input = next(iter(x.values())) if isinstance(x, dict) else x
+            with torch.autocast(first_input.device.type, self.autocast):
                 scores = code(params, x, buffers).float()
         if buffers and self._current_buffers is not None:
             self._current_buffers.update({f"{prefix}{n}": b for n, b in buffers.items()})
@@ -555,17 +572,17 @@ class Architecture:
         self._keep_mode()
         return local.complete(self._code, params, self._current_buffers or {})
 
-    def with_local_statistics(self, chunks: Chunks, whose: str = "") -> Architecture:
+    def with_local_statistics(self, chunks: Chunks, owner: str = "") -> Architecture:
         """The same at a client that infers: batch normalizations use the statistics of its training data.
 
         Args:
             chunks: inputs of the data.
-            whose: the client, for errors.
+            owner: the client, for errors.
         """
         if not self.statistics:
             return self
         model = copy.copy(self)
-        model._local = LocalStatistics(chunks, whose)
+        model._local = LocalStatistics(chunks, owner)
         return model
 
     def represent(self, params: Params, x: Any) -> Tensor:
@@ -576,8 +593,8 @@ class Architecture:
     def head(self, params: Params, r: Tensor) -> Tensor:
         """Scores ``[b, classes]`` of representations ``[b, width]``; uses the head's parameters only."""
         prefix = f"{self.head_name}."
-        own = self.head_of(self.add_statistics(params))
-        return self._run(self._head_code, {n[len(prefix) :]: p for n, p in own.items()}, r, prefix)
+        head_params = self.head_of(self.add_statistics(params))
+        return self._run(self._head_code, {n[len(prefix) :]: p for n, p in head_params.items()}, r, prefix)
 
     def head_of(self, params: Params) -> Params:
         """The parameters of the head."""
@@ -597,7 +614,7 @@ class Architecture:
     def to(self, device: str) -> Architecture:
         """A copy of the architecture on a device."""
         example = self.example
-        moved = (
+        moved_example = (
             {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         )
         model = copy.copy(self)
@@ -606,7 +623,7 @@ class Architecture:
         model._code = model._function()
         model.initial = {n: p.to(device) for n, p in self.initial.items()}
         model.buffers = {n: b.to(device) for n, b in self.buffers.items()}
-        model.example = moved
+        model.example = moved_example
         model.__dict__.pop("example_scores", None)
         model._split()
         return model
@@ -630,10 +647,10 @@ class Architecture:
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
     """Raise TaskError if a parameter has a hook: clients train copies, on which it would not run."""
-    for parameter, p in module.named_parameters():
+    for parameter_name, p in module.named_parameters():
         if p.requires_grad and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
             raise TaskError(
-                f"model {name}: the parameter {parameter} has a hook (Tensor.register_hook). Clients train "
+                f"model {name}: the parameter {parameter_name} has a hook (Tensor.register_hook). Clients train "
                 "copies of the parameters, so the hook would never run. Apply what it does in the module's "
                 "forward, or give the method a precondition function."
             )
@@ -673,20 +690,20 @@ def build_architecture(
         if architecture.head_name is None:
             # where there is a head, the check of the split has made this pass
             _ = architecture.example_scores
-        if wrong := [n for n, p in architecture.initial.items() if not bool(torch.isfinite(p).all())]:
+        if invalid_names := [n for n, p in architecture.initial.items() if not bool(torch.isfinite(p).all())]:
             raise TaskError(
-                f"model {name}: there is a NaN or an infinity among its initial parameters, in {wrong[0]}"
+                f"model {name}: there is a NaN or an infinity among its initial parameters, in {invalid_names[0]}"
             )
     except FedlowrankError:
         raise
     except Exception as error:
-        looked_up = "'indices'" in str(error) or "used as indices" in str(error)
-        other_type = "same dtype" in str(error) or "should be the same" in str(error)
+        is_lookup = "'indices'" in str(error) or "used as indices" in str(error)
+        is_dtype_mismatch = "same dtype" in str(error) or "should be the same" in str(error)
         hint = (
             " A model that looks up whole numbers converts them in its forward: x.long()."
-            if looked_up
+            if is_lookup
             else " Models get their inputs as float32: call .float() on the module, or convert the inputs in its forward."
-            if other_type
+            if is_dtype_mismatch
             else ""
         )
         raise TaskError(
@@ -696,7 +713,7 @@ def build_architecture(
     return architecture
 
 
-def choose_heads(architectures: Mapping[str, Architecture], outputs: int) -> list[str]:
+def choose_heads(architectures: Mapping[str, Architecture], output_count: int) -> list[str]:
     """Choose the heads that users left out, see :meth:`Architecture.choose_head`, and log each.
 
     Returns:
@@ -705,7 +722,7 @@ def choose_heads(architectures: Mapping[str, Architecture], outputs: int) -> lis
     sentences = [
         f"Model {name}: its head is {architecture.head_name!r}, the nn.Linear that its forward ends in."
         for name, architecture in architectures.items()
-        if architecture.choose_head(outputs)
+        if architecture.choose_head(output_count)
     ]
     for sentence in sentences:
         logger.info(sentence)
@@ -757,28 +774,32 @@ def choose_types(
         example: one of each input ``[1, ...]``; real numbers in the type that the models get.
         key: of the initial values of a factory; ``key / name`` is that of a model.
     """
-    others = {name: t for name, t in example.items() if not t.is_floating_point()}
-    if not others:
+    non_float_inputs = {name: t for name, t in example.items() if not t.is_floating_point()}
+    if not non_float_inputs:
         return {}
     modules = [_module_to_try(model, key / name) for name, model in models.items()]
-    known = [module for module in modules if module is not None]
+    usable_modules = [module for module in modules if module is not None]
     whole_types = [torch.int64, torch.float32]
-    if not all(map(_has_embedding, known)):
+    if not all(map(_has_embedding, usable_modules)):
         whole_types.reverse()
-    choices_of = {
+    type_choices = {
         torch.bool: [torch.bool, torch.float32],
         torch.uint8: [torch.uint8, torch.int64, torch.float32],
     }
-    options = [choices_of.get(t.dtype, whole_types) for t in others.values()]
+    options = [type_choices.get(t.dtype, whole_types) for t in non_float_inputs.values()]
     # those with the fewest second choices first
-    places = sorted(itertools.product(*(range(len(types)) for types in options)), key=sum)[:_MAX_TRIED_TYPES]
-    for chosen in places:
-        chosen_types = {n: types[i] for n, types, i in zip(others, options, chosen, strict=True)}
-        cast = {**example, **{name: t.to(chosen_types[name]) for name, t in others.items()}}
-        if all(_takes(module, cast) for module in known):
+    combinations = sorted(itertools.product(*(range(len(types)) for types in options)), key=sum)[
+        :_MAX_TRIED_TYPES
+    ]
+    for type_indices in combinations:
+        chosen_types = {
+            n: types[i] for n, types, i in zip(non_float_inputs, options, type_indices, strict=True)
+        }
+        cast_example = {**example, **{name: t.to(chosen_types[name]) for name, t in non_float_inputs.items()}}
+        if all(_takes(module, cast_example) for module in usable_modules):
             return chosen_types
     # build_architecture reports what fails
-    return {n: types[0] for n, types in zip(others, options, strict=True)}
+    return {n: types[0] for n, types in zip(non_float_inputs, options, strict=True)}
 
 
 def _has_embedding(module: nn.Module) -> bool:
@@ -803,8 +824,8 @@ def _takes(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> bool:
     with unchanged(module), torch.no_grad(), _PROBE.global_generators():
         try:
             module.eval()
-            copied = map_leaves(torch.clone, example)
-            _ = module(**copied) if isinstance(copied, Mapping) else module(copied)
+            example_copy = map_leaves(torch.clone, example)
+            _ = module(**example_copy) if isinstance(example_copy, Mapping) else module(example_copy)
         except IndexError:
             # an id that the table lacks: the type is right
             return not all(t.is_floating_point() for t in inputs)
@@ -821,12 +842,12 @@ def _initialize_lazy_layers(name: str, module: nn.Module, example: Any) -> None:
     """
     if not _lazy_parameters(module):
         return
-    copied = map_leaves(torch.clone, example)
+    example_copy = map_leaves(torch.clone, example)
     with unchanged(module), torch.no_grad():
-        _ = module.eval()(**copied) if isinstance(copied, dict) else module.eval()(copied)
-    if remaining := _lazy_parameters(module):
+        _ = module.eval()(**example_copy) if isinstance(example_copy, dict) else module.eval()(example_copy)
+    if lazy_names := _lazy_parameters(module):
         raise TaskError(
-            f"model {name}: the parameter {remaining[0]} of a lazy layer has no shape, because forward does not use "
+            f"model {name}: the parameter {lazy_names[0]} of a lazy layer has no shape, because forward does not use "
             "that layer. Use it, remove it, or give its size: nn.Linear(8, 3), not nn.LazyLinear(3)."
         )
 

@@ -19,7 +19,7 @@ _PROBE_TRIALS = 3
 """Draws of random numbers: a module may mix each example with one that it draws."""
 
 
-def why_not_in_parts(model: Architecture) -> str | None:
+def find_coupling(model: Architecture) -> str | None:
     """Why gradients of parts of a batch do not add up to that of the batch; None if nothing is found.
 
     Batch normalization is known. For a module that is not of standard layers, two batches that differ in half
@@ -37,15 +37,15 @@ def why_not_in_parts(model: Architecture) -> str | None:
     if model.is_standard:
         return None
     example = _shorten(model.example)
-    same, other = _four_times(example), _with_other_half(example)
+    repeated_batch, mixed_batch = _repeat_example(example), _mix_batch(example)
     for trial in range(_PROBE_TRIALS):
         key = _PROBE_KEY / trial
-        (first, second), changed = _scores(model, [same, same], key)
-        if any(t.is_floating_point() for t in changed.values()) or not _is_close(first, second):
-            return (
-                f"forward passes change the buffers {sorted(changed)}, and a part of a batch takes one each"
-            )
-        if not _is_close(first[:2], _scores(model, [other], key)[0][0][:2]):
+        (first_scores, second_scores), changed_buffers = _scores(model, [repeated_batch, repeated_batch], key)
+        if any(t.is_floating_point() for t in changed_buffers.values()) or not _is_close(
+            first_scores, second_scores
+        ):
+            return f"forward passes change the buffers {sorted(changed_buffers)}, and a part of a batch takes one each"
+        if not _is_close(first_scores[:2], _scores(model, [mixed_batch], key)[0][0][:2]):
             return "its scores of an example depend on the other examples of the batch"
     return None
 
@@ -65,15 +65,17 @@ def mixes_examples(model: EngineModel) -> bool:
         if not is_mixing and not model.is_standard:
             with torch.inference_mode():
                 example = _shorten(model.example)
-                same, other = (model.probe(make(example)) for make in (_four_times, _with_other_half))
-            is_mixing = not _is_close(same[:2], other[:2])
+                repeated_scores, mixed_scores = (
+                    model.probe(make(example)) for make in (_repeat_example, _mix_batch)
+                )
+            is_mixing = not _is_close(repeated_scores[:2], mixed_scores[:2])
         model.cache["mixes examples"] = is_mixing
     return bool(model.cache["mixes examples"])
 
 
 def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Tensor], Params]:
     """Scores in training mode of batches, one after another, each with the same draws; changed buffers."""
-    copy = model.with_buffers({})
+    model_copy = model.with_buffers({})
     params = {n: p.clone().requires_grad_() for n, p in model.initial.items()}
     scores = []
     model.set_training(True)
@@ -81,10 +83,10 @@ def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Ten
         for x in batches:
             # with gradients, as in a step: a module may ask whether there are any
             with torch.enable_grad(), key.global_generators(next(iter(params.values())).device):
-                scores.append(copy.apply(params, x).detach())
+                scores.append(model_copy.apply(params, x).detach())
     finally:
         model.set_training(False)
-    return scores, copy.changed_buffers
+    return scores, model_copy.changed_buffers
 
 
 def _shorten(x: Any) -> Any:
@@ -95,18 +97,18 @@ def _shorten(x: Any) -> Any:
     return {n: t[..., :_PROBE_TOKENS] if t.shape == shape else t for n, t in x.items()}
 
 
-def _four_times(x: Any) -> Any:
+def _repeat_example(x: Any) -> Any:
     if isinstance(x, dict):
-        return {n: _four_times(t) for n, t in x.items()}
+        return {n: _repeat_example(t) for n, t in x.items()}
     return torch.cat([x[:1]] * 4)
 
 
-def _with_other_half(x: Any) -> Any:
+def _mix_batch(x: Any) -> Any:
     """An example twice, and twice with other numbers: real ones plus 1, all others in reverse order."""
     if isinstance(x, dict):
-        return {n: _with_other_half(t) for n, t in x.items()}
-    other = x[:1] + 1 if x.is_floating_point() else x[:1].flip([*range(1, x.ndim)])
-    return torch.cat([x[:1], x[:1], other, other])
+        return {n: _mix_batch(t) for n, t in x.items()}
+    changed_example = x[:1] + 1 if x.is_floating_point() else x[:1].flip([*range(1, x.ndim)])
+    return torch.cat([x[:1], x[:1], changed_example, changed_example])
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

@@ -46,7 +46,7 @@ def describe_layers(module: nn.Module) -> dict[str, str]:
     Returns:
         The lines by dotted name of the layer; the module itself has the name ``""``.
     """
-    named: dict[int, str] = {}
+    tensor_names: dict[int, str] = {}
     layers: dict[int, str] = {}
     lines = {}
     for path, layer in module.named_modules(remove_duplicate=False):
@@ -54,31 +54,34 @@ def describe_layers(module: nn.Module) -> dict[str, str]:
             lines[path] = f"the same layer as {layers[id(layer)]!r}"
             continue
         layers[id(layer)] = path
-        lines[path] = "; ".join([_describe_class(layer), *_describe_tensors(path, layer, named)])
+        lines[path] = "; ".join([_describe_class(layer), *_describe_tensors(path, layer, tensor_names)])
     return lines
 
 
-def compare_layers(stored: Mapping[str, str], now: Mapping[str, str], limit: int = 3) -> list[str]:
+def compare_layers(old_layers: Mapping[str, str], new_layers: Mapping[str, str], limit: int = 3) -> list[str]:
     """Say in which layers two descriptions differ, the first ``limit`` of them.
 
     Args:
-        stored: of :func:`describe_layers`, of the model before.
-        now: of the model at present.
+        old_layers: of :func:`describe_layers`, of the model before.
+        new_layers: of the model at present.
         limit: layers that are named.
     """
     differences = []
-    for path in dict.fromkeys([*stored, *now]):
+    for path in dict.fromkeys([*old_layers, *new_layers]):
         name = f"layer {path!r}" if path else "the model itself"
-        if path not in now or path not in stored:
-            where = "stored" if path in stored else "new"
+        if path not in new_layers or path not in old_layers:
+            version = "stored" if path in old_layers else "new"
             differences.append(
-                f"{name} is only in the {where} model: {(stored if path in stored else now)[path]}"
+                f"{name} is only in the {version} model: {(old_layers if path in old_layers else new_layers)[path]}"
             )
-        elif stored[path] != now[path]:
-            before, after = _parts_that_differ(stored[path], now[path])
+        elif old_layers[path] != new_layers[path]:
+            before, after = _parts_that_differ(old_layers[path], new_layers[path])
             differences.append(f"{name} was {before} and is {after}")
-    further = len(differences) - limit
-    return [*differences[:limit], *([f"and {further} more layers differ"] if further > 0 else [])]
+    remaining_count = len(differences) - limit
+    return [
+        *differences[:limit],
+        *([f"and {remaining_count} more layers differ"] if remaining_count > 0 else []),
+    ]
 
 
 def describe_callable(function: Any) -> str:
@@ -94,13 +97,17 @@ def describe_callable(function: Any) -> str:
     return f"{type(function).__name__} {_digest([_describe(vars(function), ()), *code])}"
 
 
-def describe_named(things: Mapping[str, Any]) -> dict[str, str]:
+def describe_named(functions: Mapping[str, Any]) -> dict[str, str]:
     """Describe functions and classes by name; those of an installed package are left out."""
     descriptions = {}
-    for name, thing in things.items():
-        where = getattr(thing, "__module__", None) or ""
-        if _own_classes(thing) if isinstance(thing, type) else callable(thing) and not _is_installed(where):
-            descriptions[name] = describe_callable(thing)
+    for name, function in functions.items():
+        module_name = getattr(function, "__module__", None) or ""
+        if (
+            _own_classes(function)
+            if isinstance(function, type)
+            else callable(function) and not _is_installed(module_name)
+        ):
+            descriptions[name] = describe_callable(function)
     return descriptions
 
 
@@ -116,12 +123,12 @@ def digest_frozen(module: nn.Module, buffers: Mapping[str, Tensor]) -> str:
         module: its frozen parameters count.
         buffers: initial values of buffers that belong to the model.
     """
-    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-    state = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted({**frozen, **buffers}.items()):
-        state.update(f"{name} {_form(tensor)}".encode())
-        state.update(_bytes_of(tensor))
-    return state.hexdigest()
+    frozen_parameters = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+    hasher = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted({**frozen_parameters, **buffers}.items()):
+        hasher.update(f"{name} {_form(tensor)}".encode())
+        hasher.update(_bytes_of(tensor))
+    return hasher.hexdigest()
 
 
 def _parts_that_differ(before: str, after: str) -> tuple[str, str]:
@@ -147,17 +154,17 @@ def _describe_class(layer: nn.Module) -> str:
     return f"{text}; code {_digest(_describe_code(own_classes))}" if own_classes else text
 
 
-def _describe_tensors(path: str, layer: nn.Module, named: dict[int, str]) -> Iterator[str]:
-    for kind, tensors in (("", layer._parameters), ("buffer ", layer._buffers)):
+def _describe_tensors(path: str, layer: nn.Module, tensor_names: dict[int, str]) -> Iterator[str]:
+    for prefix, tensors in (("", layer._parameters), ("buffer ", layer._buffers)):
         for name, tensor in tensors.items():
             if tensor is None:
-                yield f"no {kind}{name}"
-            elif id(tensor) in named:
-                yield f"{kind}{name} tied to {named[id(tensor)]}"
+                yield f"no {prefix}{name}"
+            elif id(tensor) in tensor_names:
+                yield f"{prefix}{name} tied to {tensor_names[id(tensor)]}"
             else:
-                named[id(tensor)] = f"{path}.{name}" if path else name
-                is_frozen = not kind and not tensor.requires_grad
-                yield f"{kind}{name} {_form(tensor)}{' frozen' if is_frozen else ''}"
+                tensor_names[id(tensor)] = f"{path}.{name}" if path else name
+                is_frozen = not prefix and not tensor.requires_grad
+                yield f"{prefix}{name} {_form(tensor)}{' frozen' if is_frozen else ''}"
 
 
 def _form(tensor: Tensor) -> str:
@@ -180,58 +187,58 @@ def _is_installed(module: str) -> bool:
     return file is not None and any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
 
 
-def _describe(value: Any, within: tuple[Any, ...]) -> str:
+def _describe(value: Any, containers: tuple[Any, ...]) -> str:
     """A value as text that is equal in another process; objects without a plain value by their class."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, _PLAIN):
         return repr(value)
-    if any(value is outer for outer in within):
+    if any(value is container for container in containers):
         return "itself"
-    within = (*within, value)
+    containers = (*containers, value)
     if isinstance(value, Tensor):
         return f"{_form(value)} {hashlib.blake2b(_bytes_of(value), digest_size=6).hexdigest()}"
     if isinstance(value, Mapping):
-        pairs = (f"{_describe(k, within)}: {_describe(v, within)}" for k, v in value.items())
+        pairs = (f"{_describe(k, containers)}: {_describe(v, containers)}" for k, v in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(_describe(v, within) for v in value)) + "}"
+        return "{" + ", ".join(sorted(_describe(v, containers) for v in value)) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_describe(v, within) for v in value) + "]"
+        return "[" + ", ".join(_describe(v, containers) for v in value) + "]"
     if isinstance(value, functools.partial):
-        return f"partial({_describe([value.func, *value.args, value.keywords], within)})"
+        return f"partial({_describe([value.func, *value.args, value.keywords], containers)})"
     if isinstance(value, MethodType):
-        return f"{_describe(value.__func__, within)} of {_describe(value.__self__, within)}"
+        return f"{_describe(value.__func__, containers)} of {_describe(value.__self__, containers)}"
     if isinstance(value, FunctionType):
-        return _describe_function(value, within)
+        return _describe_function(value, containers)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return f"{type(value).__name__}{_describe(fields, within)}"
+        return f"{type(value).__name__}{_describe(fields, containers)}"
     # functions of torch that are written in C, classes, and objects
     return str(getattr(value, "__name__", type(value).__name__))
 
 
-def _describe_function(function: FunctionType, within: tuple[Any, ...] = ()) -> str:
+def _describe_function(function: FunctionType, containers: tuple[Any, ...] = ()) -> str:
     """Name of a function of a package, or name and digest of one's own with what it captured."""
     if _is_installed(function.__module__ or ""):
         return function.__qualname__
-    within = (*within, function)
-    captured: dict[str, Any] = {}
+    containers = (*containers, function)
+    captured_variables: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            captured[name] = cell.cell_contents
+            captured_variables[name] = cell.cell_contents
         except ValueError:
-            captured[name] = "not bound"
+            captured_variables[name] = "not bound"
     for name in sorted(_global_names(function.__code__)):
         value = function.__globals__.get(name)
         # a layer or a class that is named here is described where it is used
         if not isinstance(value, (ModuleType, type, nn.Module)):
-            captured[name] = value
+            captured_variables[name] = value
     # the class that `super()` refers to
-    captured.pop("__class__", None)
-    parts = [_source(function), function.__defaults__, function.__kwdefaults__, captured]
+    captured_variables.pop("__class__", None)
+    parts = [_source(function), function.__defaults__, function.__kwdefaults__, captured_variables]
     name = function.__qualname__.rpartition("<locals>.")[2]
-    return f"{name} {_digest(_describe(part, within) for part in parts)}"
+    return f"{name} {_digest(_describe(part, containers) for part in parts)}"
 
 
 def _describe_code(classes: Iterable[type]) -> Iterator[str]:
@@ -249,16 +256,16 @@ def _describe_code(classes: Iterable[type]) -> Iterator[str]:
 
 def _global_names(code: CodeType) -> set[str]:
     """Global variables that a function reads and does not set, those of its inner functions included."""
-    read, set_ = set(), set()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            read.add(str(step.argval))
-        elif step.opname == "STORE_GLOBAL":
-            set_.add(str(step.argval))
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            read |= _global_names(inner)
-    return read - set_
+    read_names, set_names = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read_names.add(str(instruction.argval))
+        elif instruction.opname == "STORE_GLOBAL":
+            set_names.add(str(instruction.argval))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            read_names |= _global_names(constant)
+    return read_names - set_names
 
 
 def _source(function: FunctionType) -> str:
@@ -276,17 +283,17 @@ def _source(function: FunctionType) -> str:
 def _lambda_source(code: CodeType) -> str:
     """Arguments and body of a lambda, which is a part of a line and may have others beside it."""
     # what has no width is the beginning of the function
-    places = [
+    positions = [
         (a, b, c, d) for a, b, c, d in code.co_positions() if a and b and c is not None and d and c != d
     ]
     lines = linecache.getlines(code.co_filename)
-    if not places or not lines:
+    if not positions or not lines:
         raise OSError("no source")
     # as bytes, in which columns are counted
-    first, last = min((a, c) for a, _, c, _ in places), max((b, d) for _, b, _, d in places)
-    rows = [line.encode() for line in lines[first[0] - 1 : last[0]]]
-    rows[-1] = rows[-1][: last[1]]
-    rows[0] = rows[0][first[1] :]
+    start, end = min((a, c) for a, _, c, _ in positions), max((b, d) for _, b, _, d in positions)
+    rows = [line.encode() for line in lines[start[0] - 1 : end[0]]]
+    rows[-1] = rows[-1][: end[1]]
+    rows[0] = rows[0][start[1] :]
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return f"lambda {arguments}: {' '.join(b''.join(rows).decode().split())}"
 
@@ -298,13 +305,13 @@ def _bytecode(code: CodeType) -> str:
 
 def _words(text: str) -> Iterator[str]:
     """Tokens of source without comments, layout, and strings that stand alone, such as docstrings."""
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
-    layout = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in skipped]
-    for place, token in enumerate(tokens):
-        begins = place == 0 or tokens[place - 1].type in layout
-        ends = place + 1 == len(tokens) or tokens[place + 1].type == tokenize.NEWLINE
-        if token.type == tokenize.STRING and begins and ends:
+    skipped_types = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
+    layout_types = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in skipped_types]
+    for index, token in enumerate(tokens):
+        is_start = index == 0 or tokens[index - 1].type in layout_types
+        is_end = index + 1 == len(tokens) or tokens[index + 1].type == tokenize.NEWLINE
+        if token.type == tokenize.STRING and is_start and is_end:
             continue
         yield {tokenize.NEWLINE: "\n", tokenize.INDENT: "{", tokenize.DEDENT: "}"}.get(
             token.type, token.string
@@ -312,7 +319,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def _digest(parts: Iterable[str]) -> str:
-    state = hashlib.blake2b(digest_size=6)
+    hasher = hashlib.blake2b(digest_size=6)
     for part in parts:
-        state.update(part.encode() + b"\0")
-    return state.hexdigest()
+        hasher.update(part.encode() + b"\0")
+    return hasher.hexdigest()

@@ -80,15 +80,15 @@ def is_standard(module: nn.Module) -> bool:
     return find_other_layer(module) is None
 
 
-def find_other_layer(module: nn.Module, libraries: bool = False) -> str | None:
+def find_other_layer(module: nn.Module, allow_libraries: bool = False) -> str | None:
     """What keeps a module from being standard, for a message: its first layer that is not, or a hook; None if it is.
 
     Args:
         module: the model.
-        libraries: whether layers of :data:`LIBRARY_MODULES` without random numbers count as standard.
+        allow_libraries: whether layers of :data:`LIBRARY_MODULES` without random numbers count as standard.
     """
     for name, layer in module.named_modules():
-        if not _is_standard_layer(layer) and not (libraries and _is_fixed_layer(layer)):
+        if not _is_standard_layer(layer) and not (allow_libraries and _is_fixed_layer(layer)):
             return f"{f'layer {name!r}' if name else 'the model'} ({type(layer).__name__}) is not standard"
     return "a hook is registered on a layer" if has_hooks(module) else None
 
@@ -100,13 +100,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 def count_hooks(module: nn.Module) -> int:
     """How many forward and backward hooks are registered on layers, and on all modules."""
-    everywhere = sum(len(getattr(torch_module, f"_global{name}")) for name in HOOK_TABLES)
-    return everywhere + sum(len(getattr(layer, name)) for layer in module.modules() for name in HOOK_TABLES)
+    global_count = sum(len(getattr(torch_module, f"_global{name}")) for name in HOOK_TABLES)
+    return global_count + sum(len(getattr(layer, name)) for layer in module.modules() for name in HOOK_TABLES)
 
 
 def _is_standard_layer(layer: nn.Module) -> bool:
-    kind = type(layer)
-    if kind not in LAYERS and not kind.__module__.startswith(OWN_MODULES):
+    layer_type = type(layer)
+    if layer_type not in LAYERS and not layer_type.__module__.startswith(OWN_MODULES):
         return False
     if "forward" in layer.__dict__:
         return False

@@ -43,18 +43,18 @@ class Stateless:
         Raises:
             KeyError: if it has no parameter or buffer of a name.
         """
-        saved: SavedSlots = []
+        saved_slots: SavedSlots = []
         try:
-            self.install(params, saved)
+            self.install(params, saved_slots)
             return self.module(*args, **kwargs)
         finally:
-            restore_slots(saved)
+            restore_slots(saved_slots)
 
-    def install(self, params: Params, saved: SavedSlots) -> None:
-        """Put tensors in place of parameters and buffers, and append the former values to ``saved``."""
+    def install(self, params: Params, saved_slots: SavedSlots) -> None:
+        """Put tensors in place of parameters and buffers, and append the former values to ``saved_slots``."""
         for name, tensor in params.items():
             table, local_name = self._slots[name]
-            saved.append((table, local_name, table[local_name]))
+            saved_slots.append((table, local_name, table[local_name]))
             table[local_name] = tensor
 
     def current(self, name: str) -> Tensor:
@@ -83,14 +83,16 @@ def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
     The weight below a LoRA layer of PEFT counts as that layer's own: a method that moves it, such as FLoRA, does not move the
     weight of the other layer.
     """
-    tied = [names for names in names_of_parameters(module).values() if len(names) > 1]
-    return {first: tuple(further) for first, *further in tied if ".base_layer." not in first}
+    name_groups = [names for names in names_of_parameters(module).values() if len(names) > 1]
+    return {
+        first_name: tuple(aliases) for first_name, *aliases in name_groups if ".base_layer." not in first_name
+    }
 
 
-def restore_slots(saved: SavedSlots) -> None:
+def restore_slots(saved_slots: SavedSlots) -> None:
     """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
-    while saved:
-        table, local_name, value = saved.pop()
+    while saved_slots:
+        table, local_name, value = saved_slots.pop()
         if value is ABSENT:
             del table[local_name]
         else:
@@ -106,16 +108,19 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     """
     modules = list(module.modules())
     modes = [(m, m.training) for m in modules]
-    settled = [m for m in modules if not _is_lazy(m)]
-    tables: list[dict[str, Any]] = [*(m._buffers for m in settled), *(m.__dict__ for m in settled)]
-    former = [dict(table) for table in tables]
-    copies = {id(b): b.clone() for m in settled for b in m._buffers.values() if b is not None}
-    for m in settled:
+    initialized_modules = [m for m in modules if not _is_lazy(m)]
+    tables: list[dict[str, Any]] = [
+        *(m._buffers for m in initialized_modules),
+        *(m.__dict__ for m in initialized_modules),
+    ]
+    saved_tables = [dict(table) for table in tables]
+    copies = {id(b): b.clone() for m in initialized_modules for b in m._buffers.values() if b is not None}
+    for m in initialized_modules:
         m._buffers.update({n: copies[id(b)] for n, b in m._buffers.items() if b is not None})
     try:
         yield
     finally:
-        for table, former_values in zip(tables, former, strict=True):
+        for table, former_values in zip(tables, saved_tables, strict=True):
             table.clear()
             table.update(former_values)
         for m, mode in modes:
@@ -130,14 +135,14 @@ def _is_lazy(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def exchange_slots(slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Exchange the values of slots within a block, and restore the former ones."""
-    saved: SavedSlots = []
+    saved_slots: SavedSlots = []
     try:
         for table, local_name, value in slots:
-            saved.append((table, local_name, table[local_name]))
+            saved_slots.append((table, local_name, table[local_name]))
             table[local_name] = value
         yield
     finally:
-        restore_slots(saved)
+        restore_slots(saved_slots)
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]

@@ -92,28 +92,28 @@ class ModelSettings(CheckedFields):
         """Those of the names that stand for Python code of the user's own."""
         return tuple(name for name in self.names if ":" in name)
 
-    def factories(self, shape: Shape, classes: int) -> dict[str, Callable[[], nn.Module]]:
+    def factories(self, shape: Shape, class_count: int) -> dict[str, Callable[[], nn.Module]]:
         """A factory of each named model.
 
         Args:
             shape: of one example, without the leading batch dimension.
-            classes: number of classes, or width of a regression's target.
+            class_count: number of classes, or width of a regression's target.
 
         Raises:
             ConfigError: if a name is unknown.
         """
-        return {name: self._factory(name, shape, classes) for name in self.names}
+        return {name: self._factory(name, shape, class_count) for name in self.names}
 
-    def _factory(self, name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
+    def _factory(self, name: str, shape: Shape, class_count: int) -> Callable[[], nn.Module]:
         if ":" in name:
-            return _user_factory(name, shape, classes)
+            return _user_factory(name, shape, class_count)
         inputs = math.prod(shape)
         if name == "mlp":
-            return lambda: MLP(inputs, self.hidden, classes, self.bias)
+            return lambda: MLP(inputs, self.hidden, class_count, self.bias)
         if name == "linear":
-            return lambda: LinearModel(inputs, classes, self.bias)
+            return lambda: LinearModel(inputs, class_count, self.bias)
         if name == "char_lstm":
-            return lambda: CharLSTM(classes)
+            return lambda: CharLSTM(class_count)
         if name not in MODELS:
             raise ConfigError(f"model.names: there is no model {name!r}. {did_you_mean(name, MODELS)}")
         if len(shape) != 3:
@@ -122,26 +122,26 @@ class ModelSettings(CheckedFields):
             )
         channels, height, width = shape
         if name in RESNETS:
-            form = RESNETS[name]
-            return lambda: ResNet18((channels, height, width), classes, form.width, form.large)
+            size = RESNETS[name]
+            return lambda: ResNet18((channels, height, width), class_count, size.width, size.large)
         if name == "cnn_floral":
-            return lambda: FloralCNN((channels, height, width), classes)
+            return lambda: FloralCNN((channels, height, width), class_count)
         if name in ("vgg8", "vgg8_bn"):
-            return lambda: VGG8((channels, height, width), classes, norm=name == "vgg8_bn")
+            return lambda: VGG8((channels, height, width), class_count, batch_norm=name == "vgg8_bn")
         filters, hidden = FAMILY[name]
-        return lambda: CNN((channels, height, width), classes, filters, hidden, self.split)
+        return lambda: CNN((channels, height, width), class_count, filters, hidden, self.split)
 
 
-def _user_factory(name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
+def _user_factory(name: str, shape: Shape, class_count: int) -> Callable[[], nn.Module]:
     factory: Callable[[Shape, int], nn.Module] = import_named(name, "model.names")
-    wanted = f"model.names: {name!r} must be a function that can be called as {SIGNATURE}"
+    expectation = f"model.names: {name!r} must be a function that can be called as {SIGNATURE}"
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise ConfigError(f"{wanted}, not a {type(factory).__name__}")
+        raise ConfigError(f"{expectation}, not a {type(factory).__name__}")
     try:
-        inspect.signature(factory).bind(shape, classes)
+        inspect.signature(factory).bind(shape, class_count)
     except TypeError as error:
-        raise ConfigError(f"{wanted}: {error}") from error
+        raise ConfigError(f"{expectation}: {error}") from error
     except ValueError:
         # code without a signature that Python can show; calling it shows
         pass
-    return lambda: factory(shape, classes)
+    return lambda: factory(shape, class_count)

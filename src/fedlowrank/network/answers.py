@@ -30,39 +30,43 @@ def read_answer(text: str, client: ClientInfo, run: str, round: int) -> Answer:
         answer = Answer.from_json(text)
     except MessageError as error:
         raise RefusedReplyError(client.id, str(error)) from error
-    found, wanted = (answer.client, answer.run, answer.round), (client.id, run, round)
-    if found != wanted:
-        raise RefusedReplyError(client.id, f"it answers {found} and not {wanted}")
+    actual_ids, expected_ids = (answer.client, answer.run, answer.round), (client.id, run, round)
+    if actual_ids != expected_ids:
+        raise RefusedReplyError(client.id, f"it answers {actual_ids} and not {expected_ids}")
     return answer
 
 
-def steps_of(passes: Mapping[str, Pass], examples: int) -> dict[str, int]:
+def steps_of(passes: Mapping[str, Pass], example_count: int) -> dict[str, int]:
     """The optimizer steps of each pass over so many examples."""
-    return {name: sweep.steps_over(examples) for name, sweep in passes.items()}
+    return {name: sweep.steps_over(example_count) for name, sweep in passes.items()}
 
 
 def check_counts(
-    answer: Answer, passes: Mapping[str, Pass], trained: Sequence[str], model: EngineModel, examples: int
+    answer: Answer,
+    passes: Mapping[str, Pass],
+    pass_names: Sequence[str],
+    model: EngineModel,
+    example_count: int,
 ) -> None:
     """Compare what a client counted with what its examples imply; raises RefusedReplyError.
 
     Args:
         answer: of the client.
         passes: of the method; empty if the client was not asked to train.
-        trained: names of the passes that the method trains, in order.
+        pass_names: names of the passes that the method trains, in order.
         model: of the client.
-        examples: that the client registered for training.
+        example_count: that the client registered for training.
     """
-    steps = {name: n * max(1, trained.count(name)) for name, n in steps_of(passes, examples).items()}
+    steps = {name: n * max(1, pass_names.count(name)) for name, n in steps_of(passes, example_count).items()}
     max_steps = sum(steps.values())
     if not 0 <= answer.steps <= max_steps:
-        counted = f"it counts {_digits(answer.steps)} optimizer steps"
-        raise RefusedReplyError(answer.client, f"{counted}; {examples} examples make {max_steps} at most")
-    rows = examples + sum(steps[name] * p.batch_size for name, p in passes.items())
+        claim = f"it counts {_digits(answer.steps)} optimizer steps"
+        raise RefusedReplyError(answer.client, f"{claim}; {example_count} examples make {max_steps} at most")
+    rows = example_count + sum(steps[name] * p.batch_size for name, p in passes.items())
     max_flops = SLACK * rows * 6 * weights_of(model) * inputs_of(model) if passes else 0
     if not 0 <= answer.flops <= max_flops:
-        counted = f"it counts {_digits(answer.flops)} floating-point operations"
-        raise RefusedReplyError(answer.client, f"{counted}; {_digits(max_flops)} are taken at most")
+        claim = f"it counts {_digits(answer.flops)} floating-point operations"
+        raise RefusedReplyError(answer.client, f"{claim}; {_digits(max_flops)} are taken at most")
     is_finite = all(map(math.isfinite, answer.losses.values()))
     if not is_finite or not answer.losses.keys() <= passes.keys():
         raise RefusedReplyError(answer.client, "it reports losses that cannot be", not_finite=not is_finite)
@@ -96,17 +100,21 @@ def check_evaluation(
     bounds |= {name: (m.bounds[0] - ROUNDING, m.bounds[1] + ROUNDING) for name, m in metrics.items()}
     bounds[PARAMETERS] = (0.0, float(SLACK * weights_of(model)))
     series = evaluation.series()
-    places = {
+    keys_by_subject = {
         "scores": [(name, split) for name in series for split in SPLITS],
         "model": [(name, "") for name in series],
         "clusters": [(str(cluster), "") for cluster in range(len(evaluation.series(ROUTE)))],
         "data": [],
     }
-    expected = {(name, *place) for name, number in numbers.items() for place in places[number.about]}
-    expected |= {(name, *place) for name in metrics for place in places["scores"]}
+    expected = {
+        (name, *column_key)
+        for name, number in numbers.items()
+        for column_key in keys_by_subject[number.about]
+    }
+    expected |= {(name, *column_key) for name in metrics for column_key in keys_by_subject["scores"]}
     columns = [(column.name, column.series, column.split) for column in evaluation.columns]
     is_valid = (
-        evaluation.clients == [client.id]
+        evaluation.client_ids == [client.id]
         and len(series) > 0
         and len(columns) == len(expected)
         and set(columns) == expected
@@ -127,8 +135,8 @@ def check_evaluation(
 
 def _measured_numbers(evaluation: ClientTable) -> list[str]:
     """Names of the numbers that an evaluation has or should have, besides metrics of the run."""
-    named = {column.name for column in evaluation.columns}
-    return [name for name, number in CLIENT_NUMBERS.items() if number.is_required or name in named]
+    column_names = {column.name for column in evaluation.columns}
+    return [name for name, number in CLIENT_NUMBERS.items() if number.is_required or name in column_names]
 
 
 def _digits(number: int) -> str:

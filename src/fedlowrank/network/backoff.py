@@ -26,20 +26,20 @@ class Backoff:
     counts: dict[int, int] = field(default_factory=dict)
     until: dict[int, int] = field(default_factory=dict)
 
-    def record_timeout(self, client: int, round: int) -> int:
+    def record_timeout(self, client_id: int, round: int) -> int:
         """Count a missed order after so many completed rounds; returns the rounds of the client's pause."""
-        count = self.counts[client] = self.counts.get(client, 0) + 1
+        count = self.counts[client_id] = self.counts.get(client_id, 0) + 1
         if not self.after or count < self.after:
             return 0
         pause: int = 2 ** min(count - self.after, MAX_PAUSE_EXPONENT)
-        self.until[client] = round + 1 + pause
+        self.until[client_id] = round + 1 + pause
         return pause
 
-    def record_reply(self, client: int) -> None:
+    def record_reply(self, client_id: int) -> None:
         """End a client's pause and reset its count."""
-        self.counts.pop(client, None)
-        self.until.pop(client, None)
+        self.counts.pop(client_id, None)
+        self.until.pop(client_id, None)
 
     def list_paused(self, round: int) -> set[int]:
         """The clients that get no order after so many completed rounds."""
-        return {client for client, until in self.until.items() if round < until}
+        return {client_id for client_id, until in self.until.items() if round < until}

@@ -44,7 +44,7 @@ from ..results.evaluation.model_evaluation import evaluate_client
 from ..results.measurements import ClientTable
 from ..rounds.participation.participants import Participants
 from ..rounds.setup.averaged_statistics import average_statistics
-from ..rounds.setup.preparation import check_parts, place_data
+from ..rounds.setup.preparation import check_parts, move_to_device
 from ..storage.digest import check_seal, digest_of, seal
 from ..storage.run_files import LEDGER
 from ..storage.run_folder import versions
@@ -87,21 +87,21 @@ BASE_DOWNLOAD_BYTES = 64 << 20
 def prepare(
     folder: Path,
     experiment: ExperimentConfig,
-    client: int,
+    client_id: int,
     shares: Shares,
     site: SiteSettings | None = None,
     *,
-    parts: Sequence[str] | None = None,
+    sketch: Sequence[str] | None = None,
 ) -> None:
     """Make a client's folder. The states in an existing folder stay.
 
     Args:
         folder: of the client.
         experiment: that it takes part in.
-        client: its number.
+        client_id: its number.
         shares: the clients' examples; those of this client are stored.
         site: what the client allows the server; None for the defaults.
-        parts: a sketch of its data (:mod:`fedlowrank.data.overlap`), by which the site's ledger of privacy
+        sketch: a sketch of its data (:mod:`fedlowrank.data.overlap`), by which the site's ledger of privacy
             recognizes the data; None makes it of the examples for training, and an empty one keeps no account
             at the site, for a simulation.
 
@@ -109,9 +109,9 @@ def prepare(
         ConfigError: if the folder is of another client or experiment, or other users can read it.
         CheckpointError: if it cannot be written.
     """
-    data, tables = tree.encode(_pack_data(shares.data[client])), experiment.to_dict()
+    data, tables = tree.encode(_pack_data(shares.data[client_id])), experiment.to_dict()
     contents = {
-        "client": client,
+        "client": client_id,
         "tables": tables,
         "classes": list(shares.classes),
         "columns": list(shares.columns),
@@ -121,14 +121,16 @@ def prepare(
         "parts": [],
     }
     if experiment.run.privacy.kind != "none":
-        contents["parts"] = sketch_examples(shares.data[client].train) if parts is None else list(parts)
+        contents["parts"] = sketch_examples(shares.data[client_id].train) if sketch is None else list(sketch)
     make_private_folder(folder)
     path = folder / CLIENT_FILE
     if path.exists():
-        stored = _read_client_file(path)
-        if stored["client"] != client or digest_sections(stored["tables"]) != digest_sections(tables):
+        stored_contents = _read_client_file(path)
+        if stored_contents["client"] != client_id or digest_sections(
+            stored_contents["tables"]
+        ) != digest_sections(tables):
             raise ConfigError(
-                f"{folder} is the folder of client {stored['client']} of another experiment or of one that "
+                f"{folder} is the folder of client {stored_contents['client']} of another experiment or of one that "
                 "was changed, such as in run.rounds. Choose another folder, or remove it with the client's "
                 "states. What was spent of its privacy is counted by its data, whatever the folder."
             )
@@ -137,11 +139,15 @@ def prepare(
 
 
 def read_own_share(
-    experiment: ExperimentConfig, client: int, clients: int, data: Path, test: Path | None = None
+    experiment: ExperimentConfig,
+    client_id: int,
+    client_count: int,
+    data_path: Path,
+    test_path: Path | None = None,
 ) -> Shares:
     """Read the shares of an experiment in which one client has all examples of a file or folder.
 
-    The experiment's section ``split`` divides them into training, validation and test examples; ``test`` is
+    The experiment's section ``split`` divides them into training, validation and test examples; ``test_path`` is
     the path of the test examples, if the experiment's source takes one.
 
     Raises:
@@ -150,32 +156,32 @@ def read_own_share(
         DataError: if the files cannot be read or divided so.
     """
     tables = experiment.to_dict()
-    kind = tables["split"]["kind"]
-    if test is not None and experiment.split.official_test == "unused":
+    split_kind = tables["split"]["kind"]
+    if test_path is not None and experiment.split.official_test == "unused":
         raise ConfigError(
-            f"--test {test}: split.kind {kind!r} does not use test data of its own, so they would be ignored. "
+            f"--test {test_path}: split.kind {split_kind!r} does not use test data of its own, so they would be ignored. "
             "Leave --test out, or set split.kind to 'whole_test' in the experiment of the server and all clients."
         )
-    data_table = {**tables["data"], "path": str(data.resolve())}
+    data_table = {**tables["data"], "path": str(data_path.resolve())}
     data_table.pop("test", None)
-    if test is not None:
-        data_table["test"] = str(test.resolve())
+    if test_path is not None:
+        data_table["test"] = str(test_path.resolve())
     own_tables = {**tables, "data": data_table, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
     _check_own_scale(experiment, {**own_tables, "data": {**data_table, "normalize": "none"}})
     try:
         shares = ExperimentConfig.parse(own_tables).shares()
     except DataError as error:
-        if kind != "own_test":
+        if split_kind != "own_test":
             raise
         raise DataError(
             f"{error} With --data and --test, set split.kind to 'whole_test' in the experiment of the server and all "
             "clients: each client is then tested on its own test data."
         ) from error
-    return place_share_of_client(shares, client, clients)
+    return place_share_of_client(shares, client_id, client_count)
 
 
-def _check_own_scale(experiment: ExperimentConfig, unscaled: dict[str, Any]) -> None:
-    """Refuse a ``data.normalize`` that every client would fit to its own file; ``unscaled`` is without it."""
+def _check_own_scale(experiment: ExperimentConfig, unscaled_tables: dict[str, Any]) -> None:
+    """Refuse a ``data.normalize`` that every client would fit to its own file; ``unscaled_tables`` is without it."""
     normalization, source = experiment.data.preparation.normalize, experiment.data.source
     if isinstance(source, Csv) and source.missing == "mean":
         logger.warning(
@@ -183,7 +189,7 @@ def _check_own_scale(experiment: ExperimentConfig, unscaled: dict[str, Any]) -> 
         )
     if experiment.language is not None or normalization not in ("scale", "standard"):
         return
-    x = ExperimentConfig.parse(unscaled).data.load(experiment.run.seed).train.inputs
+    x = ExperimentConfig.parse(unscaled_tables).data.load(experiment.run.seed).train.inputs
     if (
         normalization == "scale"
         and isinstance(x, torch.Tensor)
@@ -208,11 +214,13 @@ def _check_own_scale(experiment: ExperimentConfig, unscaled: dict[str, Any]) -> 
     )
 
 
-def place_share_of_client(shares: Shares, client: int, clients: int) -> Shares:
+def place_share_of_client(shares: Shares, client_id: int, client_count: int) -> Shares:
     """Shares in which one client has the first share's examples and all others have none."""
     own_data = shares.data[0]
-    absent = ClientData(_empty_like(own_data.train), _empty_like(own_data.val), _empty_like(own_data.test))
-    data = tuple(own_data if i == client else absent for i in range(clients))
+    empty_data = ClientData(
+        _empty_like(own_data.train), _empty_like(own_data.val), _empty_like(own_data.test)
+    )
+    data = tuple(own_data if i == client_id else empty_data for i in range(client_count))
     return dataclasses.replace(shares, data=data, notes=())
 
 
@@ -230,13 +238,13 @@ class ClientRuntime:
     def __init__(self, folder: Path) -> None:
         refuse_readable(folder)
         self.folder = folder
-        stored = _read_client_file(folder / CLIENT_FILE)
-        self.client: int = stored["client"]
-        self.clients: int = stored["clients"]
-        self.experiment, self.engine = _load_shared(json.dumps(stored["tables"], sort_keys=True))
-        self.classes = tuple(stored["classes"])
+        contents = _read_client_file(folder / CLIENT_FILE)
+        self.client: int = contents["client"]
+        self.clients: int = contents["clients"]
+        self.experiment, self.engine = _load_shared(json.dumps(contents["tables"], sort_keys=True))
+        self.classes = tuple(contents["classes"])
         # a folder of an earlier release has none
-        self.columns = tuple(stored.get("columns", ()))
+        self.columns = tuple(contents.get("columns", ()))
         self.is_private = self.experiment.run.privacy.kind != "none"
         self.is_secure = self.experiment.run.secure.on
         self.is_confidential = self.is_private or self.is_secure
@@ -244,13 +252,13 @@ class ClientRuntime:
         self.signer: MemberSigner | None = None
         """Signs the client's part of secure sums; the node sets it."""
         # a folder of an earlier release has no such entry
-        self.site = SiteSettings(**stored.get("site", {}))
+        self.site = SiteSettings(**contents.get("site", {}))
         self.audit = SiteAudit(folder / AUDIT_FILE)
         # a folder of an earlier release has none
-        self._parts: list[str] | None = stored.get("parts")
+        self._parts: list[str] | None = contents.get("parts")
         try:
             data = (folder / "data.tree").read_bytes()
-            if digest_of(data) != stored["data"]:
+            if digest_of(data) != contents["data"]:
                 raise CheckpointError(
                     f"{folder / 'data.tree'} is damaged: its digest is not the one in client.json. Run "
                     "`fedlowrank join` again with the same --data and --folder to write it again."
@@ -282,26 +290,26 @@ class ClientRuntime:
     def _site_ledger(self, run: str) -> SiteLedger | None:
         """The site's ledger of privacy in a run; None where nothing is private, or the run is a simulation."""
         privacy = self.experiment.run.privacy
-        parts = sketch_examples(self.data.train) if self._parts is None else self._parts
-        if privacy.kind == "none" or not parts:
+        sketch = sketch_examples(self.data.train) if self._parts is None else self._parts
+        if privacy.kind == "none" or not sketch:
             return None
-        described = SiteRun(
+        site_run = SiteRun(
             privacy.kind,
-            tuple(parts),
+            tuple(sketch),
             float(privacy.delta or 0),
             privacy.accountant,
             self.experiment.default_method,
             str(self.folder.absolute()),
         )
         # several clients of one machine may take part in a run
-        return SiteLedger(f"{run}-{digest_of(*map(str.encode, parts))[:8]}", described)
+        return SiteLedger(f"{run}-{digest_of(*map(str.encode, sketch))[:8]}", site_run)
 
-    def _spend(self, order: Order, newest: int) -> str:
+    def _spend(self, order: Order, last_round: int) -> str:
         """Charge what an order costs of the client's privacy, before anything is sent.
 
         Args:
             order: any.
-            newest: round whose state was kept last, from 1; 0 for none.
+            last_round: round whose state was kept last, from 1; 0 for none.
 
         Returns:
             Why the client does not train: its budget is spent; else "".
@@ -315,7 +323,7 @@ class ClientRuntime:
         if not budget.is_local:
             reason = "" if site is None else self._charge_server_noise(site, budget, order, clip)
         else:
-            reason = self._charge_own_noise(site, budget, order, clip, newest) if order.train else ""
+            reason = self._charge_own_noise(site, budget, order, clip, last_round) if order.train else ""
         if not reason:
             return ""
         # the server must not learn what other runs have spent
@@ -323,16 +331,16 @@ class ClientRuntime:
         return f"its privacy budget, privacy.epsilon = {budget.privacy.epsilon}, is spent"
 
     def _charge_own_noise(
-        self, site: SiteLedger | None, budget: Budget, order: Order, clip: float, newest: int
+        self, site: SiteLedger | None, budget: Budget, order: Order, clip: float, last_round: int
     ) -> str:
         """Charge an update with the client's own noise; returns why that exceeds the budget, or ""."""
-        if site is not None and (earlier := budget.count_site(site)):
-            logger.info(earlier)
+        if site is not None and (message := budget.count_site(site)):
+            logger.info(message)
         with budget.exclusive():
             if not budget.allowed([self.client], order.round):
                 return budget.reason()
-            if newest:
-                budget.require(newest - 1)
+            if last_round:
+                budget.require(last_round - 1)
             budget.charge(order.round, clip, [self.client])
         return ""
 
@@ -342,12 +350,12 @@ class ClientRuntime:
             return ""
         # the last order only tells how many rounds there were
         limit, rounds = budget.privacy.epsilon if order.train else None, order.round + order.train
-        spent = site.follow(
+        epsilon = site.follow(
             rounds, budget.noise, clip, budget.sampling, self.client, limit, trains=order.train
         )
-        if limit is None or spent <= limit:
+        if limit is None or epsilon <= limit:
             return ""
-        return f"with earlier runs of this site on the same data, the round costs ε = {spent:.4g}"
+        return f"with earlier runs of this site on the same data, the round costs ε = {epsilon:.4g}"
 
     @cached_property
     def method(self) -> AnyMethod:
@@ -359,7 +367,7 @@ class ClientRuntime:
         )
         check_parts(method, self.federation, self.experiment.run_here.micro_batch)
         method = average_statistics(method, task, run)
-        return protect(method, task, run.trust, self.budget, expected=draws.expected, deployed=True)
+        return protect(method, task, run.trust, self.budget, expected_count=draws.expected, is_deployed=True)
 
     @cached_property
     def max_download(self) -> int:
@@ -371,9 +379,9 @@ class ClientRuntime:
             return self.site.max_download
         task, info = self.federation.task(self.experiment.run.rounds), self.federation.infos[self.client]
         module = task.model(info).module
-        model = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-        first = self.method.download(self.method.server_init(task), info)
-        return BASE_DOWNLOAD_BYTES + 4 * (model + tree.encoded_size(first))
+        model_bytes = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+        first_download = self.method.download(self.method.server_init(task), info)
+        return BASE_DOWNLOAD_BYTES + 4 * (model_bytes + tree.encoded_size(first_download))
 
     def make_registration(self) -> tuple[Registration, bytes]:
         """Header and payload of its registration.
@@ -420,7 +428,7 @@ class ClientRuntime:
             RefusedOrderError: if the message is not the server's, or of another run.
             FedlowrankError: if it cannot be read, or the folder is damaged.
         """
-        header_sent: Registration | Answer
+        sent_header: Registration | Answer
         try:
             if self.site.order_key:
                 check_signature(self.site.order_key, kind, self.client, header, payload, signature)
@@ -433,13 +441,13 @@ class ClientRuntime:
                     reason = to_one_line(request.rejection, 1000)
                     write_atomically(self.folder / REJECTION_FILE, reason.encode())
                     raise RefusedOrderError(f"the server does not let this client take part: {reason}")
-                header_sent, upload = self.make_registration()
+                sent_header, upload = self.make_registration()
             else:
-                header_sent, upload = self.answer(Order.from_json(header), payload)
+                sent_header, upload = self.answer(Order.from_json(header), payload)
         except RefusedOrderError as error:
             self.audit.log_refusal(kind, str(error))
             raise
-        text = header_sent.to_json()
+        text = sent_header.to_json()
         self.audit.log_reply(kind, text, upload)
         return text, upload
 
@@ -490,23 +498,23 @@ class ClientRuntime:
                 else "an order to mask an update came, and the experiment has no secure sums"
             )
         memory = ClientMemory(self.folder / run, self.experiment.run.keep_checkpoints)
-        before = memory.find_answer(digest)
-        if before is not None:
-            return Answer.from_json(before[0]), before[1]
+        stored_answer = memory.find_answer(digest)
+        if stored_answer is not None:
+            return Answer.from_json(stored_answer[0]), stored_answer[1]
         if order.step:
             self._participation.require(order)
-        newest, branch = max(memory.stamps, default=0), memory.branch
+        last_round, branch = max(memory.stamps, default=0), memory.branch
         # a state that is missing is reported below
-        is_old = order.round + 1 < newest and order.stamp in (0, *memory.stamps)
+        is_old = order.round + 1 < last_round and order.stamp in (0, *memory.stamps)
         if order.branch < branch or (order.branch == branch and is_old):
             raise RefusedOrderError(
-                f"an order of round {order.round + 1} came when one of round {newest} had been answered"
+                f"an order of round {order.round + 1} came when one of round {last_round} had been answered"
             )
-        asked = allowance.of(run)
+        run_requests = allowance.of(run)
         adds_training = order.train or order.last
-        if adds_training and self.site.runs and asked.trainings >= max_trainings(rounds):
+        if adds_training and self.site.runs and run_requests.trainings >= max_trainings(rounds):
             raise RefusedOrderError(
-                f"this client has trained {asked.trainings} times for a run of {rounds} rounds; it trains no more"
+                f"this client has trained {run_requests.trainings} times for a run of {rounds} rounds; it trains no more"
             )
         if len(payload) > self.max_download:
             raise RefusedOrderError(
@@ -524,20 +532,20 @@ class ClientRuntime:
         if state is None:
             state = self.engine.boundary(method.client_init(info, task))
         # on the disk before anything is computed: whether it fails tells of the examples, too
-        asked = dataclasses.replace(asked, trainings=asked.trainings + adds_training)
-        if may_evaluate := self._may_evaluate(order, asked, digest):
-            asked = dataclasses.replace(asked, round=order.round, order=digest)
-        allowance.count(run, asked)
+        run_requests = dataclasses.replace(run_requests, trainings=run_requests.trainings + adds_training)
+        if may_evaluate := self._may_evaluate(order, run_requests, digest):
+            run_requests = dataclasses.replace(run_requests, round=order.round, order=digest)
+        allowance.count(run, run_requests)
         if may_evaluate or order.last:
-            before_last = max(order.round - 1, 0)
+            previous_round = max(order.round - 1, 0)
             try:
-                here = make_local_model(
-                    method, federation, task, self.engine, state, info, before_last, down=down
+                local_model = make_local_model(
+                    method, federation, task, self.engine, state, info, previous_round, download=down
                 )
                 if may_evaluate:
-                    reply = dataclasses.replace(reply, evaluation=self._evaluate(here))
+                    reply = dataclasses.replace(reply, evaluation=self._evaluate(local_model))
                 if order.last:
-                    self._write_model(memory.folder / "model", here, order.round)
+                    self._write_model(memory.folder / "model", local_model, order.round)
             except Exception as error:
                 # an error of the disk says nothing of the examples
                 if not self.is_private or isinstance(error, CheckpointError):
@@ -553,31 +561,31 @@ class ClientRuntime:
                 )
         if not order.train:
             if order.last:
-                self._spend(order, newest)
+                self._spend(order, last_round)
             return reply, b""
-        if problem := self._spend(order, newest):
+        if problem := self._spend(order, last_round):
             return dataclasses.replace(reply, problem=problem, kind="other"), b""
-        outcome = next(
+        result = next(
             iter(self.engine.run(method, federation, task, order.round, [ClientJob(state, down, info)]))
         )
-        if outcome.error is not None:
-            why = f"its training failed: {self.explain(outcome.error)}"
-            return dataclasses.replace(reply, problem=why, kind="training"), b""
+        if result.error is not None:
+            reason = f"its training failed: {self.explain(result.error)}"
+            return dataclasses.replace(reply, problem=reason, kind="training"), b""
         if not self.is_confidential:
             # steps, operations and losses depend on the client's data
-            meter = outcome.meter
+            meter = result.meter
             losses = dict(meter.losses) if self.site.evaluation != "none" else {}
             if self.site.evaluation == "rounded":
                 losses = coarsen_losses(losses, len(self.data.train))
             reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=losses)
         # a client replies even if its method sends nothing
         upload = (
-            self._mask_upload(order, outcome.upload, down, payload_digest(payload))
+            self._mask_upload(order, result.upload, down, payload_digest(payload))
             if self.is_secure
-            else tree.encode(outcome.upload)
+            else tree.encode(result.upload)
         )
         memory.propose(
-            order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch
+            order.stamp, order.round + 1, result.state, upload, digest, reply.to_json(), order.branch
         )
         return reply, upload
 
@@ -590,7 +598,7 @@ class ClientRuntime:
             raise RefusedOrderError(
                 "secure sums need the keys of all clients, and this client has none: start it with --keys"
             )
-        keys = MemberKeys.read({int(client): key for client, key in self.site.roster.items()})
+        keys = MemberKeys.read({int(client_id): key for client_id, key in self.site.roster.items()})
         return Participation(self.client, self.clients, self.folder, keys, self.signer)
 
     @cached_property
@@ -616,23 +624,25 @@ class ClientRuntime:
             order, lambda: encode_contribution(contribution, self._grid, self._own_noise), digest
         )
 
-    def _may_evaluate(self, order: Order, asked: RunRequests, digest: str) -> bool:
+    def _may_evaluate(self, order: Order, run_requests: RunRequests, digest: str) -> bool:
         """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""
         if not order.evaluate or self.is_confidential or self.site.evaluation == "none":
             return False
-        if not self.site.runs or order.round > asked.round or digest == asked.order:
+        if not self.site.runs or order.round > run_requests.round or digest == run_requests.order:
             return True
-        reason = f"models of round {order.round} were to be evaluated when those of {asked.round} had been"
+        reason = (
+            f"models of round {order.round} were to be evaluated when those of {run_requests.round} had been"
+        )
         self.audit.log_refusal("evaluation", reason)
         return False
 
-    def _evaluate(self, here: LocalModel) -> ClientTable:
+    def _evaluate(self, local_model: LocalModel) -> ClientTable:
         """Evaluate the client's models and round the results as the site's settings say."""
         run, task = self.experiment.run, self.federation.task(self.experiment.run.rounds)
         metrics = choose_metrics(run.metrics, self.data.train, task.classes, task.loss)
         # on the device of the models
         info, data = self.federation.infos[self.client], self.federation.clients[self.client]
-        evaluation = evaluate_client(here, info, data, metrics, task.loss)
+        evaluation = evaluate_client(local_model, info, data, metrics, task.loss)
         return coarsen(evaluation, self.data) if self.site.evaluation == "rounded" else evaluation
 
     @cached_property
@@ -641,14 +651,14 @@ class ClientRuntime:
         shares = place_share_of_client(
             Shares((self.data,), self.classes, (), self.language), self.client, self.clients
         )
-        return place_data(
-            assemble(self.experiment, shares, here=frozenset({self.client})), self.experiment.run_here
+        return move_to_device(
+            assemble(self.experiment, shares, local_ids=frozenset({self.client})), self.experiment.run_here
         )
 
-    def _write_model(self, folder: Path, here: LocalModel, round: int) -> None:
-        params = {n: t.detach().cpu().contiguous() for n, t in here.personal().items()}
+    def _write_model(self, folder: Path, local_model: LocalModel, round: int) -> None:
+        params = {n: t.detach().cpu().contiguous() for n, t in local_model.personal().items()}
         x = self.federation.clients[self.client].train.x
-        if not here.is_one_model({n: t[:4] for n, t in x.items()} if isinstance(x, dict) else x[:4]):
+        if not local_model.is_one_model({n: t[:4] for n, t in x.items()} if isinstance(x, dict) else x[:4]):
             logger.warning(
                 "client %d infers by several models: %s holds the one with the largest share alone",
                 self.client,
@@ -658,7 +668,7 @@ class ClientRuntime:
             folder.mkdir(exist_ok=True)
         write_atomically(folder / "model.safetensors", safetensors.torch.save(params))
         if self.language is not None:
-            self.language.write_one(folder / "adapter", here.personal(), round, self.client)
+            self.language.write_one(folder / "adapter", local_model.personal(), round, self.client)
 
 
 def _encode_site(site: SiteSettings, experiment: ExperimentConfig) -> dict[str, Any]:
@@ -692,26 +702,26 @@ def _load_shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
 
 def _read_client_file(path: Path) -> dict[str, Any]:
     try:
-        stored: dict[str, Any] = json.loads(path.read_text())
-        check_seal(stored, path)
+        contents: dict[str, Any] = json.loads(path.read_text())
+        check_seal(contents, path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a client's folder: it holds no client.json") from error
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
-    return stored
+    return contents
 
 
 def _pack_data(data: ClientData) -> dict[str, Any]:
-    parts = {
+    splits = {
         s: {"x": e.inputs, "y": e.y}
         for s, e in (("train", data.train), ("val", data.val), ("test", data.test))
     }
-    return {**parts, "notes": list(data.notes), "quarter_turns": data.quarter_turns}
+    return {**splits, "notes": list(data.notes), "quarter_turns": data.quarter_turns}
 
 
-def _unpack_data(stored: dict[str, Any]) -> ClientData:
-    train, val, test = (Examples(stored[s]["x"], stored[s]["y"]) for s in ("train", "val", "test"))
-    return ClientData(train, val, test, tuple(stored["notes"]), stored["quarter_turns"])
+def _unpack_data(table: dict[str, Any]) -> ClientData:
+    train, val, test = (Examples(table[s]["x"], table[s]["y"]) for s in ("train", "val", "test"))
+    return ClientData(train, val, test, tuple(table["notes"]), table["quarter_turns"])
 
 
 def _empty_like(examples: Examples) -> Examples:

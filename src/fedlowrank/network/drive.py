@@ -55,24 +55,24 @@ def count_clients(experiment: ExperimentConfig) -> int:
     return int(count)
 
 
-def check_client_count(experiment: ExperimentConfig, clients: int, shares: int) -> None:
+def check_client_count(experiment: ExperimentConfig, client_count: int, share_count: int) -> None:
     """Refuse fewer clients than the experiment's own data are divided among; the others' data would have no client.
 
     Raises:
         ConfigError: if there are fewer.
     """
-    if clients < shares:
+    if client_count < share_count:
         field = "network.clients" if experiment.network.clients else "partition.clients"
         raise ConfigError(
-            f"{field} is {clients}, but the experiment's data have {shares} clients, so that the data of "
-            f"{shares - clients} would be left out. Set it to {shares} on the server and on all clients."
+            f"{field} is {client_count}, but the experiment's data have {share_count} clients, so that the data of "
+            f"{share_count - client_count} would be left out. Set it to {share_count} on the server and on all clients."
         )
 
 
 def drive(
     transport: Transport,
     experiment: ExperimentConfig,
-    out: Path,
+    run_path: Path,
     *,
     resume: bool = False,
     keys: Mapping[int, int] | None = None,
@@ -90,7 +90,7 @@ def drive(
     Args:
         transport: carries the messages.
         experiment: the experiment.
-        out: run folder.
+        run_path: run folder.
         resume: go on from the folder's last checkpoint.
         keys: the client of each node's key; None if keys are not checked.
         progress: show a progress bar.
@@ -109,7 +109,7 @@ def drive(
         FedlowrankError: if the experiment, the folder and the clients do not fit each other.
     """
     name, settings = experiment.default_method, experiment.network
-    method, count, limits = (
+    method, client_count, limits = (
         experiment.build_method(name),
         count_clients(experiment),
         experiment.network.limits,
@@ -122,21 +122,23 @@ def drive(
             "own at the end of the run. Leave run.adapters out"
         )
     callbacks = settings_callbacks(protocol)
-    check_loggers(protocol.log, out)
+    check_loggers(protocol.log, run_path)
     promised = promised or settings.examples
-    if promised and len(promised) != count:
+    if promised and len(promised) != client_count:
         raise ConfigError(
-            f"network.examples promises the examples of {len(promised)} clients, but there are {count}"
+            f"network.examples promises the examples of {len(promised)} clients, but there are {client_count}"
         )
-    account = Account.read(out) if resume else Account()
-    plan = Plan.read(out) if resume else None
-    earlier_rounds = rounds_of(out) if resume else None
-    if earlier_rounds not in (None, protocol.rounds):
+    account = Account.read(run_path) if resume else Account()
+    plan = Plan.read(run_path) if resume else None
+    stored_rounds = rounds_of(run_path) if resume else None
+    if stored_rounds not in (None, protocol.rounds):
         raise CheckpointError(
-            f"{out}: run.rounds was {earlier_rounds} and is {protocol.rounds}, but over a network server and clients "
+            f"{run_path}: run.rounds was {stored_rounds} and is {protocol.rounds}, but over a network server and clients "
             "agree on the rounds before the first. Set it back, or start a new run in other folders."
         )
-    registry = ClientRegistry(experiment, count, limits.max_examples, keys, limits.examples_ratio, promised)
+    registry = ClientRegistry(
+        experiment, client_count, limits.max_examples, keys, limits.examples_ratio, promised
+    )
     registry.restore(account.clients)
     account.paused = ""
     engine = NetworkEngine(
@@ -148,17 +150,17 @@ def drive(
         signer=signer,
         member_keys=member_keys,
     )
-    _wait_for_start(engine, settings.enough(count - len(account.excluded)))
+    _wait_for_start(engine, settings.min_registered(client_count - len(account.excluded)))
     with threads(experiment.run.threads), contextlib.ExitStack() as stack:
         run = NetworkRun(method, registry.build_federation(), protocol, engine, plan)
         if run.budget is not None and not run.budget.is_local and at_site:
-            earlier = run.budget.count_site(
-                _make_site_ledger(experiment, account.run, count, out, federation)
+            message = run.budget.count_site(
+                _make_site_ledger(experiment, account.run, client_count, run_path, federation)
             )
-            if earlier:
-                logger.info(earlier)
+            if message:
+                logger.info(message)
         description = run_description(run, experiment.describe_run(name) if config is None else config)
-        folder = stack.enter_context(RunFolder(out, description, run.clients()))
+        folder = stack.enter_context(RunFolder(run_path, description, run.clients()))
         records: list[RoundRecord] = []
         if resume:
             records = restore_run(run, folder)
@@ -169,18 +171,18 @@ def drive(
             account.clients = registry.count_examples()
             # not in run.json, for other network settings do not make another run
             account.settings = dataclasses.asdict(settings)
-            account.write(out)
+            account.write(run_path)
 
         def after_round(record: RoundRecord) -> None:
             write_account()
-            for client, why in record.lost.items():
-                logger.info("round %d: client %s was left out: %s", record.round, client, why)
+            for client_id, reason in record.lost.items():
+                logger.info("round %d: client %s was left out: %s", record.round, client_id, reason)
             if not progress and record.round:
                 replies, seconds = len(record.participants) - len(record.lost), record.seconds["train"]
                 logger.info(
                     "round %d of %d: %d replies, %.1f s", record.round, protocol.rounds, replies, seconds
                 )
-            if fall_report := _find_fall(engine, records, out):
+            if fall_report := _find_fall(engine, records, run_path):
                 # a person who resumes the run as it is accepts the fall
                 account.paused, account.watched_from = fall_report.removeprefix("paused: "), record.round - 1
                 write_account()
@@ -189,28 +191,28 @@ def drive(
 
         write_account()
         result = Result(run, run_rounds(run, folder, records, progress, callbacks, after_round))
-        if fall_report := _find_fall(engine, records, out):
+        if fall_report := _find_fall(engine, records, run_path):
             logger.warning("the run is over, and %s", fall_report.removeprefix("paused: "))
-        _write_model(run, out)
+        _write_model(run, run_path)
     return result
 
 
 def _make_site_ledger(
-    experiment: ExperimentConfig, run: str, clients: int, out: Path, federation: str
+    experiment: ExperimentConfig, run: str, client_count: int, run_path: Path, federation: str
 ) -> SiteLedger:
     """Make the ledger in which all runs of this server with the same clients are counted."""
     if not federation:
         tables = experiment.to_dict()
         federation = json.dumps([tables.get(name) for name in ("data", "partition", "split", "concept")])
-    digests = tuple(digest_of(federation.encode(), str(i).encode()) for i in range(clients))
-    privacy, folder = experiment.run.privacy, str(out.absolute())
+    digests = tuple(digest_of(federation.encode(), str(i).encode()) for i in range(client_count))
+    privacy, folder = experiment.run.privacy, str(run_path.absolute())
     site_run = SiteRun(
         "server", digests, float(privacy.delta or 0), privacy.accountant, experiment.default_method, folder
     )
     return SiteLedger(f"{run}-server", site_run)
 
 
-def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], out: Path) -> str:
+def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], run_path: Path) -> str:
     """Describe a fall of the clients' validation beyond the limit; return "" if there is none."""
     account, settings = engine.account, engine.settings
     if not engine.describes:
@@ -219,35 +221,37 @@ def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], out: Path)
     if fall is None:
         return ""
     rounds = range(fall.best + 1, fall.round + 1)
-    suspected = find_suspects(account.shapes, rounds, settings.limits.update_ratio)
-    worst = find_worst_shapes(account.shapes, rounds)
-    return describe_fall(fall, suspected, worst, out, rounds_kept(out / "checkpoint"))
+    suspects = find_suspects(account.shapes, rounds, settings.limits.update_ratio)
+    worst_shapes = find_worst_shapes(account.shapes, rounds)
+    return describe_fall(fall, suspects, worst_shapes, run_path, rounds_kept(run_path / "checkpoint"))
 
 
-def _wait_for_start(engine: NetworkEngine, needed: int) -> None:
+def _wait_for_start(engine: NetworkEngine, min_clients: int) -> None:
     """Wait for enough clients that agree on the form of examples; raises NetworkError if they do not come."""
-    registry, nodes, excluded = engine.registry, engine.transport.nodes, engine.account.excluded
-    logger.info("waiting for %d of %d clients", needed, registry.clients)
+    registry, nodes, excluded_ids = engine.registry, engine.transport.nodes, engine.account.excluded
+    logger.info("waiting for %d of %d clients", min_clients, registry.clients)
 
-    def ready(present: set[int]) -> list[int]:
-        return [i for i in registry.find_majority(present) if i not in excluded]
+    def ready(node_ids: set[int]) -> list[int]:
+        return [i for i in registry.find_majority(node_ids) if i not in excluded_ids]
 
-    engine.wait_for_clients(engine.settings.wait, lambda: len(ready(nodes())) >= needed)
-    clients = ready(present := nodes())
-    for client, why in registry.fix_form(present).items():
-        engine.audit.log_rejection(client, why)
-        logger.info("client %d was rejected: %s", client, why)
+    engine.wait_for_clients(engine.settings.wait, lambda: len(ready(nodes())) >= min_clients)
+    client_ids = ready(node_ids := nodes())
+    for client_id, reason in registry.fix_form(node_ids).items():
+        engine.audit.log_rejection(client_id, reason)
+        logger.info("client %d was rejected: %s", client_id, reason)
     engine.send_notices()
-    if len(clients) < needed:
-        missing = ", ".join(str(i) for i in range(registry.clients) if i not in {*clients, *excluded})
-        rejected = "".join(f"\nrejected: {why}" for why in registry.rejections.values())
+    if len(client_ids) < min_clients:
+        missing_ids = ", ".join(
+            str(i) for i in range(registry.clients) if i not in {*client_ids, *excluded_ids}
+        )
+        rejection_text = "".join(f"\nrejected: {reason}" for reason in registry.rejections.values())
         raise NetworkError(
-            f"only {len(clients)} of {needed} clients came within {engine.settings.wait:g} s; missing: "
-            f"{missing}. Start them, or lower network.min_clients.{rejected}"
+            f"only {len(client_ids)} of {min_clients} clients came within {engine.settings.wait:g} s; missing: "
+            f"{missing_ids}. Start them, or lower network.min_clients.{rejection_text}"
         )
 
 
-def _write_model(run: NetworkRun, out: Path) -> None:
+def _write_model(run: NetworkRun, run_path: Path) -> None:
     """Write the server's model to an adapter folder, if it is a language model."""
     companion = run.federation.companion
     if companion is None:
@@ -260,7 +264,7 @@ def _write_model(run: NetworkRun, out: Path) -> None:
     if params is None:
         down = run.method.download(run.state.server, info)
         params = check_client_model(run.method, run.method.client_model(state, down, view)).whole()
-    folder = out / "adapters" / f"round-{run.round:04d}"
+    folder = run_path / "adapters" / f"round-{run.round:04d}"
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     companion.write_one(folder / "server", params, run.round, None)

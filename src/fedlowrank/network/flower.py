@@ -128,7 +128,7 @@ class GridTransport:
             self._replies = Replies(grid, grid._runtime_client)
             # a reply is fetched piece by piece; one that is too large is not read to its end
             self._bounded_client = BoundedClient(
-                grid._runtime_client, lambda asked: self._open[asked].max_bytes
+                grid._runtime_client, lambda message_id: self._open[message_id].max_bytes
             )
             grid._client = self._bounded_client  # type: ignore[assignment]  # another class, on purpose
 
@@ -141,7 +141,7 @@ class GridTransport:
 
     def send(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> None:
         """Send messages that expire after so many seconds."""
-        packed = [
+        flower_messages = [
             FlowerMessage(
                 to_records(m.header, m.payload, m.signature),
                 m.node,
@@ -153,7 +153,7 @@ class GridTransport:
         ]
         if self._replies is not None:
             self._replies.limit({m.node: m.max_bytes for m in messages})
-        ids = list(self._grid.push_messages(packed)) if packed else []
+        ids = list(self._grid.push_messages(flower_messages)) if flower_messages else []
         # a registration may be pending while orders are sent, and one that was sent again be answered first
         # the identifier is empty where the node has left in between
         self._open |= {str(i): m for i, m in zip(ids, messages, strict=True) if i}
@@ -165,9 +165,9 @@ class GridTransport:
             Response(m.node, m.kind, problem="its node went away", disconnected=True) for m in self._unsent
         ]
         self._unsent = []
-        for message_id, why in self._replies.take_refused().items() if self._replies is not None else ():
+        for message_id, reason in self._replies.take_refused().items() if self._replies is not None else ():
             if (message := self._open.pop(message_id, None)) is not None:
-                responses.append(Response(message.node, message.kind, too_large=why))
+                responses.append(Response(message.node, message.kind, too_large=reason))
         if self._open:
             responses += self._responses(self._grid.pull_messages(list(self._open)))
         return responses
@@ -188,25 +188,25 @@ class GridTransport:
             self._open = {
                 i: m for i, m in self._open.items() if (m.node, m.kind) != (message.node, message.kind)
             }
-            make = functools.partial(Response, message.node, message.kind)
+            make_response = functools.partial(Response, message.node, message.kind)
             if (
                 self._bounded_client is not None
                 and self._replies is not None
                 and message_id in self._bounded_client.refused
             ):
-                name, why = self._bounded_client.take_refused(message_id)
+                name, excess = self._bounded_client.take_refused(message_id)
                 self._replies.remove(name)
-                yield make(too_large=why)
+                yield make_response(too_large=excess)
             elif reply.has_error():
                 code, reason = reply.error.code, (reply.error.reason or "").strip()
                 meaning = ERROR_MEANINGS.get(code, "an error that this release does not know")
                 problem = f"{meaning} (Flower's error {code}{f': {reason}' if reason else ''})"
-                yield make(problem=problem[:500], disconnected=code in DISCONNECTION_CODES)
+                yield make_response(problem=problem[:500], disconnected=code in DISCONNECTION_CODES)
             else:
                 try:
-                    yield make(*from_records(reply.content))
+                    yield make_response(*from_records(reply.content))
                 except FedlowrankError as error:
-                    yield make(problem=str(error))
+                    yield make_response(problem=str(error))
 
 
 def make_client_app(folder_of: Callable[[Context], Path]) -> ClientApp:
@@ -299,16 +299,16 @@ def _find_client_folder(context: Context) -> Path:
             "this node does not know which client it is. Start it by `fedlowrank join`, or give it "
             "--node-config 'folder=\"...\"' or 'partition-id=0'"
         )
-    experiment, client = _read_run_config(context), int(config["partition-id"])
+    experiment, client_id = _read_run_config(context), int(config["partition-id"])
     state = Path(str(config.get("state", Path.home() / ".fedlowrank")))
     # one node may serve runs of several experiments with the same name
     digest = hashlib.blake2b(
         json.dumps(digest_sections(experiment.to_dict())).encode(), digest_size=6
     ).hexdigest()
-    folder = state / f"{experiment.name}-{digest}" / f"client-{client}"
+    folder = state / f"{experiment.name}-{digest}" / f"client-{client_id}"
     if not (folder / CLIENT_FILE).exists():
         # its node runs what the server sends, in any number of runs
-        prepare(folder, experiment, client, experiment.shares(), SiteSettings(runs=0))
+        prepare(folder, experiment, client_id, experiment.shares(), SiteSettings(runs=0))
     return folder
 
 
@@ -323,37 +323,37 @@ def _serve(grid: Grid, context: Context) -> None:
     env = os.environ
     tables = json.loads(Path(env[EXPERIMENT]).read_text()) if EXPERIMENT in env else None
     experiment = _read_run_config(context) if tables is None else ExperimentConfig.parse(tables)
-    default = f"runs/{experiment.name}/{experiment.default_method}-s{experiment.run.seed}"
-    out = Path(env.get(OUT) or str(context.run_config.get("folder") or default))
+    default_folder = f"runs/{experiment.name}/{experiment.default_method}-s{experiment.run.seed}"
+    run_path = Path(env.get(OUT) or str(context.run_config.get("folder") or default_folder))
     keys = None
     if NODES in env:
         keys = {int(n): int(c) for n, c in json.loads(Path(env[NODES]).read_text()).items()}
     signer = OrderSigner.read(Path(env[ORDER_KEY])) if ORDER_KEY in env else None
-    members = None
+    member_keys = None
     if ORDER_KEY in env and experiment.run.secure.on:
         folder = Path(env[ORDER_KEY]).parent
-        members = MemberKeys.of(KeyRoster.read(folder / ROSTER_FILE, folder / "ca.crt"))
+        member_keys = MemberKeys.of(KeyRoster.read(folder / ROSTER_FILE, folder / "ca.crt"))
     with _log_to(Path(env[LOG]) if LOG in env else None):
         try:
-            if RunFolder.is_failed_start(out):
-                RunFolder.move_aside(out)
-            log = out.with_name(f"{out.name}.audit.jsonl")
+            if RunFolder.is_failed_start(run_path):
+                RunFolder.move_aside(run_path)
+            audit_path = run_path.with_name(f"{run_path.name}.audit.jsonl")
             # an app of Flower's own server is not started by a command of this package
             with private_umask():
-                with as_checkpoint_error(f"cannot make {out.parent}"):
-                    out.parent.mkdir(parents=True, exist_ok=True)
-                resume, federation = RunFolder.has_begun(out), env.get(FEDERATION, "")
+                with as_checkpoint_error(f"cannot make {run_path.parent}"):
+                    run_path.parent.mkdir(parents=True, exist_ok=True)
+                resume, federation = RunFolder.has_begun(run_path), env.get(FEDERATION, "")
                 transport = GridTransport(grid)
                 drive(
                     transport,
                     experiment,
-                    out,
+                    run_path,
                     resume=resume,
                     keys=keys,
-                    audit=log,
+                    audit=audit_path,
                     federation=federation,
                     signer=signer,
-                    member_keys=members,
+                    member_keys=member_keys,
                 )
         except FedlowrankError as error:
             logger.error("error: %s", error)
@@ -370,24 +370,24 @@ class _OneLine(logging.Formatter):
 
 
 @contextlib.contextmanager
-def _log_to(file: Path | None) -> Iterator[None]:
+def _log_to(log_path: Path | None) -> Iterator[None]:
     """Log to the standard output, and to a file that ``fedlowrank serve`` follows."""
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     handlers[0].setFormatter(logging.Formatter("fedlowrank: %(message)s"))
-    if file is not None:
-        handlers.append(logging.FileHandler(file))
+    if log_path is not None:
+        handlers.append(logging.FileHandler(log_path))
         handlers[1].setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M:%S"))
-    package = logging.getLogger(__package__)
-    level = package.level
-    package.setLevel(logging.INFO)
+    package_logger = logging.getLogger(__package__)
+    level = package_logger.level
+    package_logger.setLevel(logging.INFO)
     for handler in handlers:
-        package.addHandler(handler)
+        package_logger.addHandler(handler)
     try:
         yield
     finally:
-        package.setLevel(level)
+        package_logger.setLevel(level)
         for handler in handlers:
-            package.removeHandler(handler)
+            package_logger.removeHandler(handler)
             handler.close()
 
 
@@ -405,13 +405,13 @@ def _remove_default_bounds(experiment: ExperimentConfig) -> ExperimentConfig:
 
 def run_flower_simulation(
     experiment: ExperimentConfig,
-    out: Path,
-    clients: Path,
+    run_path: Path,
+    clients_folder: Path,
     *,
     resume: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run an experiment in Flower's simulation, see :func:`.drive.drive`; ``clients`` holds their folders.
+    """Run an experiment in Flower's simulation, see :func:`.drive.drive`; ``clients_folder`` holds their folders.
 
     Its clients are this machine's own. So no update is shortened and the run does not pause, unless the experiment
     names ``network.limits.update_ratio`` or ``network.max_fall`` with other values than the defaults.
@@ -424,15 +424,15 @@ def run_flower_simulation(
     from flwr.simulation import run_simulation
 
     experiment = _remove_default_bounds(experiment)
-    shares, count = experiment.shares(), count_clients(experiment)
-    check_client_count(experiment, count, len(shares.data))
-    if count > len(shares.data):
+    shares, client_count = experiment.shares(), count_clients(experiment)
+    check_client_count(experiment, client_count, len(shares.data))
+    if client_count > len(shares.data):
         raise ConfigError(
-            f"network.clients is {count}, but the experiment's data have {len(shares.data)} clients. Set it to "
+            f"network.clients is {client_count}, but the experiment's data have {len(shares.data)} clients. Set it to "
             f"{len(shares.data)}"
         )
-    for i in range(count):
-        prepare(clients / str(i), experiment, i, shares, SiteSettings.simulated(), parts=())
+    for i in range(client_count):
+        prepare(clients_folder / str(i), experiment, i, shares, SiteSettings.simulated(), sketch=())
     sizes = [len(data.train) for data in shares.data]
     errors: list[FedlowrankError] = []
 
@@ -441,13 +441,13 @@ def run_flower_simulation(
         try:
             transport = GridTransport(grid)
             settings: dict[str, Any] = {"resume": resume, "config": config, "promised": sizes}
-            drive(transport, experiment, out, progress=True, at_site=False, **settings)
+            drive(transport, experiment, run_path, progress=True, at_site=False, **settings)
         except FedlowrankError as error:
             # Flower would wrap it in one of its own
             errors.append(error)
 
-    app = make_client_app(lambda context: clients / str(context.node_config["partition-id"]))
+    app = make_client_app(lambda context: clients_folder / str(context.node_config["partition-id"]))
     resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    run_simulation(make_server_app(run), app, count, backend_config=resources)
+    run_simulation(make_server_app(run), app, client_count, backend_config=resources)
     if errors:
         raise errors[0]

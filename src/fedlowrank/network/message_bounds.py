@@ -50,10 +50,10 @@ class FetchBound:
         """The number of pieces that the message may have."""
         return self.max_bytes // CHUNK_BYTES + EXTRA_PIECES
 
-    def expect(self, pieces: int) -> None:
+    def expect(self, piece_count: int) -> None:
         """Compare the number of pieces that the message names."""
-        if pieces > self.pieces:
-            self._exceed(f"{pieces} pieces")
+        if piece_count > self.pieces:
+            self._exceed(f"{piece_count} pieces")
 
     def add(self, content: bytes) -> None:
         """Count a piece that was fetched."""
@@ -111,12 +111,12 @@ class BoundedClient:
         for message, tree in zip(reply.messages_list, reply.message_object_trees, strict=True):
             message_id = message.metadata.reply_to_message_id
             self._names[message_id] = message.metadata.message_id
-            pieces = [piece.object_id for piece in iterate_object_tree(tree)]
-            for piece in pieces:
+            piece_ids = [piece.object_id for piece in iterate_object_tree(tree)]
+            for piece in piece_ids:
                 # replies may have pieces in common, such as the form of the data at registration
                 self._owners.setdefault(piece, set()).add(message_id)
             bound = self._bounds[message_id] = FetchBound(self._limit(message_id))
-            bound.expect(len(pieces))
+            bound.expect(len(piece_ids))
             self._record_refusal(message_id)
         return reply
 

@@ -49,10 +49,10 @@ class Header:
         try:
             header: H = _ADAPTERS[cls].validate_json(text, strict=True)
         except pydantic.ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the whole"
+            first_error = error.errors(include_url=False)[0]
+            field_path = ".".join(map(str, first_error["loc"])) or "the whole"
             raise MessageError(
-                to_one_line(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")
+                to_one_line(f"the message is not a {cls.__name__}: {field_path[:200]}: {first_error['msg']}")
             ) from error
         return header
 

@@ -122,19 +122,19 @@ class NetworkRun(Run):
         info, server = self.federation.infos[0], self.state.server
         down = self.method.download(server, info)
         template = self.engine.templates.of(info, down)
-        like = make_zero_contribution(self.method, server, template.form, info)
+        zero_contribution = make_zero_contribution(self.method, server, template.form, info)
         # raises TaskError where clients, who do not know the state, could not make it
         compute_contribution(self.method, server, down, template.form, info)
         infos, key = self.federation.infos, self.federation.key / "trial"
-        check_reads_no_examples(self.method, like, server, ServerView(self.task, 0, key, infos))
+        check_reads_no_examples(self.method, zero_contribution, server, ServerView(self.task, 0, key, infos))
         check_one_download(self.method, server, infos)
-        clients, grid = len(infos), make_grid(settings.secure, len(infos))
+        client_count, grid = len(infos), make_grid(settings.secure, len(infos))
         if self.budget is not None and not self.budget.is_local:
-            DistributedNoise(float(settings.clipping.norm or 0.0), self.budget.noise, clients, grid).check(
-                count_numbers(like)
-            )
-            logger.info(describe_collusion(self.budget, clients))
-        return SecureRounds(clients, keys, grid, like)
+            DistributedNoise(
+                float(settings.clipping.norm or 0.0), self.budget.noise, client_count, grid
+            ).check(count_numbers(zero_contribution))
+            logger.info(describe_collusion(self.budget, client_count))
+        return SecureRounds(client_count, keys, grid, zero_contribution)
 
     def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
         """See the base class; under secure sums the engine has the total."""
@@ -150,16 +150,18 @@ class NetworkRun(Run):
         """Run one round."""
         self._prepare()
         record = super().step(lost_replies)
-        for client in self.engine.reset_clients:
-            logger.info("client %d has lost its state, and starts again", client)
+        for client_id in self.engine.reset_clients:
+            logger.info("client %d has lost its state, and starts again", client_id)
             # unless it trained again in this round, it counts as a client that never took part
-            if self.state.clients.get(client) != {"stamp": self.round}:
-                clients = self.state.clients | {client: {"stamp": 0}}
-                self.state = dataclasses.replace(self.state, clients=clients)
-                self.unsaved.add(client)
+            if self.state.clients.get(client_id) != {"stamp": self.round}:
+                client_states = self.state.clients | {client_id: {"stamp": 0}}
+                self.state = dataclasses.replace(self.state, clients=client_states)
+                self.unsaved.add(client_id)
         self.engine.reset_clients.clear()
-        if shortened := self.engine.shortened:
-            lengths = {str(client): float(f"{share:.4g}") for client, share in sorted(shortened.items())}
+        if kept_shares := self.engine.kept_shares:
+            lengths = {
+                str(client_id): float(f"{share:.4g}") for client_id, share in sorted(kept_shares.items())
+            }
             record = dataclasses.replace(
                 record, server_metrics={**record.server_metrics, "shortened": lengths}
             )
@@ -177,29 +179,29 @@ class NetworkRun(Run):
 
     def server_update(self, total: Any, view: ServerView, results: RoundResults) -> Any:
         """See the base class; replies on which the update fails are refused, and the others are used."""
-        before = self.state.server
+        old_server = self.state.server
         try:
-            server = update_server(self.method, before, total, view)
+            server = update_server(self.method, old_server, total, view)
         except FAULT_TYPES:
             if self.inspection is not None or self.engine.secure is not None:
                 # what the rule made of each reply is gone
                 raise
 
             def contribution(client: ClientInfo) -> Any:
-                return self.method.contribution(before, self.engine.spool.get(client.id), client)
+                return self.method.contribution(old_server, self.engine.spool.get(client.id), client)
 
-            server, faulty = update_without_faulty(
+            server, fault_reasons = update_without_faulty(
                 self.method,
-                before,
+                old_server,
                 contribution,
                 view,
                 lambda clients: aggregator_of(self.settings, clients, self.federation, view.round),
             )
-            if not faulty:
+            if not fault_reasons:
                 raise
-            for client, reason in faulty.items():
-                self.engine.refuse(RefusedReplyError(client, reason), view.round)
-                results.discard_reply(client, reason)
+            for client_id, reason in fault_reasons.items():
+                self.engine.refuse(RefusedReplyError(client_id, reason), view.round)
+                results.discard_reply(client_id, reason)
         return self.engine.boundary(server)
 
     def evaluation(self) -> ClientTable | None:
@@ -213,15 +215,21 @@ class NetworkRun(Run):
             return None
         # only evaluations of the same series can be compared; the majority decides
         for property_of in (_name_series, _count_clusters):
-            measured = {client: property_of(evaluations[client]) for client in sorted(evaluations)}
+            property_values = {
+                client_id: property_of(evaluations[client_id]) for client_id in sorted(evaluations)
+            }
             # a client with few examples sends no shares of clusters
-            known = Counter(value for value in measured.values() if value is not None)
-            usual = [value for value, _ in known.most_common(1)]
-            for client in [client for client, value in measured.items() if value not in (None, *usual)]:
+            value_counts = Counter(value for value in property_values.values() if value is not None)
+            majority_values = [value for value, _ in value_counts.most_common(1)]
+            for client_id in [
+                client_id
+                for client_id, value in property_values.items()
+                if value not in (None, *majority_values)
+            ]:
                 logger.info(
-                    "client %d measures other things than most clients; its evaluation is left out", client
+                    "client %d measures other things than most clients; its evaluation is left out", client_id
                 )
-                del evaluations[client]
+                del evaluations[client_id]
         return ClientTable.join([*evaluations.values()])
 
     def finish(self) -> None:
@@ -238,18 +246,18 @@ class NetworkRun(Run):
         self.engine.sizes = tuple(i.examples for i in federation.infos)
         # under differential privacy and secure sums, clients send no evaluations
         self.engine.evaluate = is_due = self.is_due() and self.budget is None and self.engine.secure is None
-        training = set() if self.is_over else {i.id for i in self.participants(self.round)}
-        evaluating = [i for i in self.evaluated if is_due and i.id not in training]
-        self.engine.evaluation_jobs = [self._make_job(i) for i in evaluating]
+        training_ids = set() if self.is_over else {i.id for i in self.participants(self.round)}
+        evaluated_infos = [i for i in self.evaluated if is_due and i.id not in training_ids]
+        self.engine.evaluation_jobs = [self._make_job(i) for i in evaluated_infos]
 
     def _make_job(self, info: ClientInfo) -> ClientJob:
         return ClientJob(self.state_of(info), self.method.download(self.state.server, info), info)
 
     def clients(self) -> list[dict[str, Any]]:
         """One row for each client, without its class counts, which the server does not know."""
-        known = self.engine.registry.count_examples()
-        empty = {"train": 0, "val": 0, "test": 0}
-        return [{**row, **known.get(row["id"], empty), "classes": {}} for row in super().clients()]
+        split_sizes = self.engine.registry.count_examples()
+        zero_sizes = {"train": 0, "val": 0, "test": 0}
+        return [{**row, **split_sizes.get(row["id"], zero_sizes), "classes": {}} for row in super().clients()]
 
 
 def _name_series(evaluation: ClientTable) -> tuple[str, ...] | None:

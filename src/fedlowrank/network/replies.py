@@ -34,15 +34,15 @@ class Replies:
 
     def take_refused(self) -> dict[str, str]:
         """Return why replies were refused, by the message, and remove them; each is returned once."""
-        refused: dict[str, tuple[str, str]] = self._ask().get("refused", {})
-        for name, _ in refused.values():
+        refusals: dict[str, tuple[str, str]] = self._ask().get("refused", {})
+        for name, _ in refusals.values():
             self.remove(name)
-        return {message_id: why for message_id, (_, why) in refused.items()}
+        return {message_id: reason for message_id, (_, reason) in refusals.items()}
 
     def close(self, message_ids: Collection[str]) -> None:
         """Refuse further replies to these messages, and remove the replies that have arrived."""
         if message_ids:
-            for name in self._ask(close=message_ids).get("dropped", ()):
+            for name in self._ask(message_ids=message_ids).get("dropped", ()):
                 self.remove(name)
 
     def remove(self, name: str) -> None:
@@ -54,7 +54,9 @@ class Replies:
                 )
             )
 
-    def _ask(self, limits: Mapping[int, int] | None = None, close: Collection[str] = ()) -> dict[str, Any]:
+    def _ask(
+        self, limits: Mapping[int, int] | None = None, message_ids: Collection[str] = ()
+    ) -> dict[str, Any]:
         if not self._is_guarded:
             return {}
 
@@ -65,7 +67,7 @@ class Replies:
 
         request = {
             "limits": {str(node): max_bytes for node, max_bytes in (limits or {}).items()},
-            "close": list(close),
+            "close": list(message_ids),
         }
         reply: dict[str, Any] = self._client._retry_invoker.invoke(post).json()
         return reply

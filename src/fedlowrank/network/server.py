@@ -61,8 +61,8 @@ class NetworkError(FedlowrankError):
     """The clients of a run cannot be reached, or too few of them reply."""
 
 
-def _make_lost_result(why: str, diverged: bool = False, refused: bool = False) -> ClientResult:
-    return ClientResult(None, None, Meter(), lost=why, has_diverged=diverged, is_refused=refused)
+def _make_lost_result(reason: str, has_diverged: bool = False, is_refused: bool = False) -> ClientResult:
+    return ClientResult(None, None, Meter(), lost=reason, has_diverged=has_diverged, is_refused=is_refused)
 
 
 def _keep_upload(upload: Any, client: ClientInfo) -> Any:
@@ -97,7 +97,7 @@ class NetworkEngine(Engine):
         shortens: whether long updates are shortened; not where a rule of run.robust bounds them; set by the run.
         describes: whether length and direction of updates are kept for a person to see; set by the run.
         decode: undoes what a method compressed in the upload of a client; set by the run.
-        shortened: the share of its length that is left of each update of the round that was shortened.
+        kept_shares: the share of its length that is left of each update of the round that was shortened.
     """
 
     name = "network"
@@ -120,7 +120,7 @@ class NetworkEngine(Engine):
     shortens: bool = True
     describes: bool = False
     decode: Callable[[Any, ClientInfo], Any] = _keep_upload
-    shortened: dict[int, float] = dataclasses.field(default_factory=dict)
+    kept_shares: dict[int, float] = dataclasses.field(default_factory=dict)
     member_keys: MemberKeys | None = None
     secure: SecureRounds | None = None
     _parcels: Mapping[int, dict[str, str]] = dataclasses.field(default_factory=dict)
@@ -153,83 +153,87 @@ class NetworkEngine(Engine):
         results: dict[int, ClientResult] = {}
         self.evaluations, self._norms = {}, {}
         self.spool.clear()
-        self.shortened = {}
+        self.kept_shares = {}
         if self.secure is not None:
-            self._wait_for_members({j.client.id for j in jobs}, self.secure.least)
+            self._wait_for_members({j.client.id for j in jobs}, self.secure.min_clients)
             yield from self.secure.run(self, jobs, self.account.run, self.account.branch, round)
             return
-        pending, needed, good = list(jobs), min(self.settings.min_replies, len(jobs)), 0
+        pending_jobs, min_replies, reply_count = list(jobs), min(self.settings.min_replies, len(jobs)), 0
         for attempt in range(self.settings.attempts):
             if attempt:
-                pending = self._prepare_attempt(pending)
-            evaluating = [] if attempt else self.evaluation_jobs
-            results |= dict(self._round_trip(pending, evaluating, round, needed - good))
+                pending_jobs = self._prepare_attempt(pending_jobs)
+            evaluation_jobs = [] if attempt else self.evaluation_jobs
+            results |= dict(self._round_trip(pending_jobs, evaluation_jobs, round, min_replies - reply_count))
             if self.compares:
                 self._check_norms(results, round)
-            pending = [j for j in jobs if results[j.client.id].lost is not None]
-            good = len(jobs) - len(pending)
-            if good >= needed:
+            pending_jobs = [j for j in jobs if results[j.client.id].lost is not None]
+            reply_count = len(jobs) - len(pending_jobs)
+            if reply_count >= min_replies:
                 break
             reasons = "; ".join(sorted({r.lost for r in results.values() if r.lost}))
-            logger.info("round %d: %d good replies, %d are needed: %s", round + 1, good, needed, reasons)
+            logger.info(
+                "round %d: %d good replies, %d are needed: %s", round + 1, reply_count, min_replies, reasons
+            )
         else:
             raise NetworkError(
                 f"round {round + 1} was asked for {self.settings.attempts} times and never brought "
-                f"{needed} good replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or "
+                f"{min_replies} good replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or "
                 "lower network.min_replies."
             )
-        used = {j.client.id: j for j in jobs if results[j.client.id].lost is None}
-        shortenings = self._find_shortenings(used, round)
+        used_jobs = {j.client.id: j for j in jobs if results[j.client.id].lost is None}
+        shortenings = self._find_shortenings(used_jobs, round)
         for job in jobs:
-            client, result = job.client.id, results[job.client.id]
-            if client in used:
+            client_id, result = job.client.id, results[job.client.id]
+            if client_id in used_jobs:
                 # one upload in memory at a time
-                upload = self.spool.get(client)
-                if client in shortenings:
+                upload = self.spool.get(client_id)
+                if client_id in shortenings:
                     upload = shorten_upload(
-                        self.decode(upload, job.client), self._find_reference(job), shortenings[client].bounds
+                        self.decode(upload, job.client),
+                        self._find_reference(job),
+                        shortenings[client_id].bounds,
                     )
                 result = dataclasses.replace(result, upload=upload)
             yield result
         if self.describes:
-            self._describe_updates(used, round)
+            self._describe_updates(used_jobs, round)
         self.bound.learn(self._norms, round)
 
     def take_step(
         self, step: Step, parcels: Mapping[int, dict[str, str]], round: int
     ) -> Iterator[tuple[int, Answer | str]]:
         """Send a step of a secure sum to clients; the answer of each, or why there is none."""
-        present, clients = self.transport.nodes(), dict[int, int]()
+        node_ids, clients_by_node = self.transport.nodes(), dict[int, int]()
         messages = []
-        for client, parcel in sorted(parcels.items()):
-            if (why := self._reason_to_skip(client, present, set())) is not None:
-                yield client, why
+        for client_id, parcel in sorted(parcels.items()):
+            if (reason := self._reason_to_skip(client_id, node_ids, set())) is not None:
+                yield client_id, reason
                 continue
             order = Order(self.account.run, round, 0, False, False, False, self.account.branch, step, parcel)
-            messages.append(self._order_message(client, order, b"", payload_digest(b""), MAX_HEADER))
-            clients[messages[-1].node] = client
+            messages.append(self._order_message(client_id, order, b"", payload_digest(b""), MAX_HEADER))
+            clients_by_node[messages[-1].node] = client_id
         deadline = self.settings.deadline
         for response in self._exchange.run_round_trip(messages, f"{step}-{round + 1}", deadline):
             if response.kind == "registration":
                 self._register(response)
                 continue
-            client = clients.pop(response.node)
+            client_id = clients_by_node.pop(response.node)
             self.bytes_sent["header"] += len(response.header)
             try:
-                yield client, self._read_step(response, client, round)
+                yield client_id, self._read_step(response, client_id, round)
             except RefusedReplyError as error:
-                yield client, self.refuse(error, round)
-        for client in clients.values():
-            yield client, f"it did not reply within {deadline:g} s"
+                yield client_id, self.refuse(error, round)
+        for client_id in clients_by_node.values():
+            yield client_id, f"it did not reply within {deadline:g} s"
 
-    def _read_step(self, response: Response, client: int, round: int) -> Answer | str:
+    def _read_step(self, response: Response, client_id: int, round: int) -> Answer | str:
         if response.problem:
             if response.disconnected:
-                self.registry.registered[client].node = None
+                self.registry.registered[client_id].node = None
             return to_one_line(response.problem)
         if response.too_large:
-            raise RefusedReplyError(client, response.too_large)
-        info = self.templates.task.clients[client]
+            raise RefusedReplyError(client_id, response.too_large)
+        info = self.templates.task.clients[client_id]
         return read_answer(response.header, info, self.account.run, round)
 
     def train_masked(
@@ -243,44 +247,46 @@ class NetworkEngine(Engine):
             self._parcels = {}
 
     def _order_message(
-        self, client: int, order: Order, payload: bytes, digest: str, max_bytes: int
+        self, client_id: int, order: Order, payload: bytes, digest: str, max_bytes: int
     ) -> NodeMessage:
         """An order to a client that is connected, signed if keys are checked; its bytes are counted."""
-        node, header = self.registry.registered[client].node, order.to_json()
-        assert node is not None, "a client that is not connected is skipped"
+        node_id, header = self.registry.registered[client_id].node, order.to_json()
+        assert node_id is not None, "a client that is not connected is skipped"
         self.bytes_sent["header"] += len(header)
         self.bytes_sent["down"] += len(payload)
-        signature = "" if self.signer is None else self.signer.sign("order", client, header, digest)
-        return NodeMessage(node, "order", header, payload, max_bytes, signature)
+        signature = "" if self.signer is None else self.signer.sign("order", client_id, header, digest)
+        return NodeMessage(node_id, "order", header, payload, max_bytes, signature)
 
     def _find_reference(self, job: ClientJob) -> Any:
         """Return the reference that the upload of a client is compared with."""
         return self.templates.method.describe_update(job.down, job.client, self.templates.task).reference
 
-    def _find_shortenings(self, used: Mapping[int, ClientJob], round: int) -> dict[int, Shortening]:
+    def _find_shortenings(self, used_jobs: Mapping[int, ClientJob], round: int) -> dict[int, Shortening]:
         """The updates that are to be shortened, by client; those that are too long are counted and logged."""
         ratio = self.settings.limits.update_ratio
         if not (self.compares and self.shortens and ratio):
             return {}
         ratios = {c: 1.0 if self.strikes.is_reached(c) else ratio for c in self._norms}
         shortenings = self.bound.plan_shortenings(self._norms, ratios, self._find_reach(), ratio, round)
-        shortenings = {client: shortenings[client] for client in used if client in shortenings}
-        for client in used:
-            if self.strikes.add(client, client in shortenings and shortenings[client].is_strike):
+        shortenings = {
+            client_id: shortenings[client_id] for client_id in used_jobs if client_id in shortenings
+        }
+        for client_id in used_jobs:
+            if self.strikes.add(client_id, client_id in shortenings and shortenings[client_id].is_strike):
                 logger.info(
                     "client %d is held to the usual norm: %d of its last updates were above %g times that "
-                    "(network.limits.strikes)", client, self.strikes.after, ratio
+                    "(network.limits.strikes)", client_id, self.strikes.after, ratio
                 )  # fmt: skip
-        for client, shortening in shortenings.items():
-            self.shortened[client] = shortening.kept
-            self.audit.log_shortening(client, round, shortening.length, shortening.kept)
-            if client not in self._logged_long:
-                self._logged_long.add(client)
+        for client_id, shortening in shortenings.items():
+            self.kept_shares[client_id] = shortening.kept_share
+            self.audit.log_shortening(client_id, round, shortening.length, shortening.kept_share)
+            if client_id not in self._logged_long:
+                self._logged_long.add(client_id)
                 logger.info(
                     "round %d: the update of client %d is %.3g times as long as usual; %.3g of its length is used "
                     "(network.limits.update_ratio; with the counts in network.examples, a client with more examples "
                     "may have a longer one). Later rounds of this client are in the audit log alone.",
-                    round + 1, client, shortening.length, shortening.kept
+                    round + 1, client_id, shortening.length, shortening.kept_share
                 )  # fmt: skip
         return shortenings
 
@@ -288,104 +294,109 @@ class NetworkEngine(Engine):
         """Return the factor on the norm bound of each client that replied; see :mod:`.validation.norms`."""
         if self.registry.promised:
             return relative_steps(self._count_steps(), self._norms)
-        usual = median_low([n for n in self.sizes if n] or [1])
-        return {c: min(1.0, usual / max(1, self.sizes[c])) for c in self._norms}
+        median_size = median_low([n for n in self.sizes if n] or [1])
+        return {c: min(1.0, median_size / max(1, self.sizes[c])) for c in self._norms}
 
     def _count_steps(self) -> dict[int, int]:
         """Steps of each client that replied, by the examples by which it is weighted: more are only a claim."""
         passes = self.templates.method.local_passes()
         return {c: sum(steps_of(passes, max(1, self.sizes[c])).values()) for c in self._norms}
 
-    def _describe_updates(self, used: Mapping[int, ClientJob], round: int) -> None:
+    def _describe_updates(self, used_jobs: Mapping[int, ClientJob], round: int) -> None:
         """Store length and direction of the updates of a round, before any was shortened."""
-        by_change: dict[int, dict[str, bool]] = {c: {} for c in used}
+        by_change: dict[int, dict[str, bool]] = {c: {} for c in used_jobs}
         lengths: dict[int, float] = {}
         for part in sorted({p for norms in self._norms.values() for p in norms}):
-            norms = {c: measured[part] for c, measured in self._norms.items() if part in measured}
-            for client, length in self.bound.measure_lengths(part, norms, round).items():
-                if client in used:
-                    by_change[client][part.removesuffix(PRODUCTS_SUFFIX)] = length.by_change
-                    if length.usual > 0:
-                        lengths[client] = max(lengths.get(client, 0.0), length.size / length.usual)
+            norms = {c: client_norms[part] for c, client_norms in self._norms.items() if part in client_norms}
+            for client_id, length in self.bound.measure_lengths(part, norms, round).items():
+                if client_id in used_jobs:
+                    by_change[client_id][part.removesuffix(PRODUCTS_SUFFIX)] = length.by_change
+                    if length.usual_norm > 0:
+                        lengths[client_id] = max(lengths.get(client_id, 0.0), length.size / length.usual_norm)
 
-        def update(client: int) -> Any:
-            job = used[client]
-            upload = self.decode(self.spool.get(client), job.client)
-            return collect_update(upload, self._find_reference(job), by_change[client])
+        def update(client_id: int) -> Any:
+            job = used_jobs[client_id]
+            upload = self.decode(self.spool.get(client_id), job.client)
+            return collect_update(upload, self._find_reference(job), by_change[client_id])
 
         shapes = {
             c: UpdateShape(
                 round_digits(lengths[c]) if c in lengths else None, None if x is None else round_digits(x)
             )
-            for c, x in compute_cosines(update, sorted(used)).items()
+            for c, x in compute_cosines(update, sorted(used_jobs)).items()
         }
         earlier_shapes = {t: length for t, length in self.account.shapes.items() if t <= round}
         earlier_shapes[round + 1] = shapes
         self.account.shapes = dict(sorted(earlier_shapes.items())[-MAX_DESCRIBED_ROUNDS:])
 
-    def _wait_for_members(self, clients: set[int], least: int) -> None:
+    def _wait_for_members(self, client_ids: set[int], min_clients: int) -> None:
         """Register clients that came back, if too few for a secure sum are connected: rounds would be lost till then."""
-        wanted = {
+        expected_ids = {
             c
-            for c in clients - self.account.excluded.keys()
+            for c in client_ids - self.account.excluded.keys()
             if self.sizes[c] and not self.blocklist.is_blocked(c)
         }
         nodes, registry = self.transport.nodes, self.registry
-        if len(wanted) >= least:
+        if len(expected_ids) >= min_clients:
             self.wait_for_clients(
-                self.settings.wait, lambda: len(wanted & registry.find_reachable(nodes())) >= least
+                self.settings.wait,
+                lambda: len(expected_ids & registry.find_reachable(nodes())) >= min_clients,
             )
 
-    def _prepare_attempt(self, pending: list[ClientJob]) -> list[ClientJob]:
+    def _prepare_attempt(self, pending_jobs: list[ClientJob]) -> list[ClientJob]:
         """Wait for clients that left; those that lost their state start again."""
-        known = {j.client.id for j in pending if self.sizes[j.client.id]}
-        wanted = {i for i in known - self.account.excluded.keys() if not self.blocklist.is_blocked(i)}
+        weighted_ids = {j.client.id for j in pending_jobs if self.sizes[j.client.id]}
+        expected_ids = {
+            i for i in weighted_ids - self.account.excluded.keys() if not self.blocklist.is_blocked(i)
+        }
         nodes = self.transport.nodes
-        self.wait_for_clients(self.settings.wait, lambda: wanted <= self.registry.find_reachable(nodes()))
+        self.wait_for_clients(
+            self.settings.wait, lambda: expected_ids <= self.registry.find_reachable(nodes())
+        )
         return [
             dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.reset_clients else j
-            for j in pending
+            for j in pending_jobs
         ]
 
     def _check_norms(self, results: dict[int, ClientResult], round: int) -> None:
         """Refuse replies with outlying update norms; they do not count towards the blocklist."""
-        for client, why in self.bound.find_outliers(self._norms, self._count_steps(), round).items():
-            if results[client].lost is None:
-                error = RefusedReplyError(client, why, counts=False)
-                results[client] = _make_lost_result(self.refuse(error, round), refused=True)
+        for client_id, reason in self.bound.find_outliers(self._norms, self._count_steps(), round).items():
+            if results[client_id].lost is None:
+                error = RefusedReplyError(client_id, reason, counts=False)
+                results[client_id] = _make_lost_result(self.refuse(error, round), is_refused=True)
 
     def refuse(self, error: RefusedReplyError, round: int) -> str:
         """Log a refused reply, drop its evaluation and count it; returns the reason for the record."""
-        client, why = error.client, to_one_line(str(error), 1000)
-        self.evaluations.pop(client, None)
-        self.audit.log_refusal(client, round, why)
-        self.account.refusals.append({"round": round + 1, "client": client, "reason": why})
-        if error.counts and self.blocklist.add_refusal(client):
-            logger.info(self.blocklist.reason(client))
-        return why
+        client_id, reason = error.client, to_one_line(str(error), 1000)
+        self.evaluations.pop(client_id, None)
+        self.audit.log_refusal(client_id, round, reason)
+        self.account.refusals.append({"round": round + 1, "client": client_id, "reason": reason})
+        if error.counts and self.blocklist.add_refusal(client_id):
+            logger.info(self.blocklist.reason(client_id))
+        return reason
 
     def finish(self, jobs: list[ClientJob], round: int) -> None:
         """Tell all clients that the run is over, and collect their last evaluations."""
         self.evaluations = {}
         self._clients_that_answered = set()
-        asked: dict[int, int] = {}
+        asked_nodes: dict[int, int] = {}
         for _ in range(MAX_LAST_ORDERS):
-            for _ in self._round_trip([], jobs, round, len(jobs), last=True):
+            for _ in self._round_trip([], jobs, round, len(jobs), is_last=True):
                 pass
-            asked |= self._asked_nodes
+            asked_nodes |= self._asked_nodes
             # clients that came, or came back, while the others were waited for
             requests = self._make_registration_requests(self.transport.nodes())
             for response in (
                 self._exchange.run_round_trip(requests, "registration", NOTICE_SECONDS) if requests else ()
             ):
                 self._register(response)
-            present, registered = self.transport.nodes(), self.registry.registered
+            node_ids, registered_clients = self.transport.nodes(), self.registry.registered
             jobs = [
                 job
                 for job in jobs
-                if (client := job.client.id) not in self._clients_that_answered
-                and self._reason_to_skip(client, present, set()) is None
-                and asked.get(client) != registered[client].node
+                if (client_id := job.client.id) not in self._clients_that_answered
+                and self._reason_to_skip(client_id, node_ids, set()) is None
+                and asked_nodes.get(client_id) != registered_clients[client_id].node
             ]
             if not jobs:
                 break
@@ -393,11 +404,11 @@ class NetworkEngine(Engine):
 
     def _tell_late_clients(self) -> None:
         """Tell the clients that registered after the last round that they took no part."""
-        for client, registered in self.registry.registered.items():
-            if registered.node is not None and not self.sizes[client]:
-                why = f"the run was over before client {client} took part, so it gets no model"
-                logger.info(why)
-                self.registry.notices[registered.node] = why
+        for client_id, registered_client in self.registry.registered.items():
+            if registered_client.node is not None and not self.sizes[client_id]:
+                reason = f"the run was over before client {client_id} took part, so it gets no model"
+                logger.info(reason)
+                self.registry.notices[registered_client.node] = reason
         self.send_notices()
 
     def send_notices(self) -> None:
@@ -407,41 +418,41 @@ class NetworkEngine(Engine):
             for response in self._exchange.run_round_trip(notices, "registration", NOTICE_SECONDS):
                 self._register(response)
 
-    def _make_notices(self, present: set[int]) -> list[NodeMessage]:
+    def _make_notices(self, node_ids: set[int]) -> list[NodeMessage]:
         """Messages to rejected clients, which say why; signed, and to known keys only, if keys are checked."""
-        notices = self.registry.take_notices(present)
+        notices = self.registry.take_notices(node_ids)
         if self.signer is not None:
             keys, digest = self.registry.keys or {}, payload_digest(b"")
-            signed = []
+            signed_notices = []
             for notice in (n for n in notices if n.node in keys):
                 request = RegistrationRequest.from_json(notice.header)
                 header = dataclasses.replace(request, run=self.account.run).to_json()
                 signature = self.signer.sign("registration", keys[notice.node], header, digest)
-                signed.append(dataclasses.replace(notice, header=header, signature=signature))
-            notices = signed
+                signed_notices.append(dataclasses.replace(notice, header=header, signature=signature))
+            notices = signed_notices
         self._notified_nodes |= {notice.node for notice in notices}
         return notices
 
     def wait_for_clients(self, seconds: float, is_enough: Callable[[], bool]) -> None:
         """Register nodes until there are enough of them, or the time is up."""
-        end = time.monotonic() + seconds
-        while not is_enough() and (seconds_left := end - time.monotonic()) > 0:
+        deadline = time.monotonic() + seconds
+        while not is_enough() and (seconds_left := deadline - time.monotonic()) > 0:
             requests = self._make_registration_requests(self.transport.nodes())
             # short, so that new nodes are found while others still hash their base model
             responses = self._exchange.run_round_trip(
                 requests, "registration", min(seconds_left, POLL_SECONDS)
             )
-            accepted = [self._register(r) for r in responses]
-            if not any(accepted) and not self._exchange.pending:
+            results = [self._register(r) for r in responses]
+            if not any(results) and not self._exchange.pending_nodes:
                 # a rejected node is not asked again at once
                 time.sleep(min(seconds_left, 1.0 if requests else 0.1))
 
-    def _make_registration_requests(self, present: set[int]) -> list[NodeMessage]:
+    def _make_registration_requests(self, node_ids: set[int]) -> list[NodeMessage]:
         """Requests to all present nodes that are not registered, and notices to those that were rejected.
 
         They are signed, and sent to known keys only, if keys are checked.
         """
-        requests, notices = self.registry.make_requests(present), self._make_notices(present)
+        requests, notices = self.registry.make_requests(node_ids), self._make_notices(node_ids)
         if self.signer is None:
             return requests + notices
         header, digest = RegistrationRequest(self.account.run).to_json(), payload_digest(b"")
@@ -463,109 +474,122 @@ class NetworkEngine(Engine):
             # it confirms that it was told why it was rejected
             self._notified_nodes.discard(response.node)
             return False
-        before = self.registry.rejections.get(response.node)
+        last_rejection = self.registry.rejections.get(response.node)
         try:
-            client = self.registry.register(response, self.transport.nodes())
+            client_id = self.registry.register(response, self.transport.nodes())
         except UnregisteredNodeError as error:
-            if self.registry.rejections[response.node] != before:
+            if self.registry.rejections[response.node] != last_rejection:
                 self.audit.log_rejection(self.registry.find_client(response.node), str(error))
                 logger.info(str(error))
             return False
-        examples = self.registry.registered[client].examples
-        self.audit.log_registration(client, examples)
-        logger.info("client %d is registered, with %d examples", client, examples)
+        example_count = self.registry.registered[client_id].examples
+        self.audit.log_registration(client_id, example_count)
+        logger.info("client %d is registered, with %d examples", client_id, example_count)
         caps = self.registry.describe_capped_clients()
-        for why in (why for other, why in caps.items() if self._logged_caps.get(other) != why):
-            logger.info(why)
+        for reason in (
+            reason for capped_id, reason in caps.items() if self._logged_caps.get(capped_id) != reason
+        ):
+            logger.info(reason)
         self._logged_caps = caps
         return True
 
     def _round_trip(
-        self, train: list[ClientJob], evaluate: list[ClientJob], round: int, needed: int, last: bool = False
+        self,
+        training_jobs: list[ClientJob],
+        evaluation_jobs: list[ClientJob],
+        round: int,
+        min_replies: int,
+        is_last: bool = False,
     ) -> Iterator[tuple[int, ClientResult]]:
         """Send the orders of a round and yield the result of each training client as it is known.
 
         Args:
-            train: jobs of the clients that train.
-            evaluate: jobs of those that only evaluate.
+            training_jobs: jobs of the clients that train.
+            evaluation_jobs: jobs of those that only evaluate.
             round: rounds completed.
-            needed: good replies after which the others are waited for no longer than :attr:`grace` says.
-            last: whether the run is over; then every client is waited for.
+            min_replies: good replies after which the others are waited for no longer than :attr:`grace` says.
+            is_last: whether the run is over; then every client is waited for.
         """
-        paused = set() if last else self.backoff.list_paused(round)
-        if sum(j.client.id not in paused for j in train) < self.settings.min_replies:
+        paused_ids = set() if is_last else self.backoff.list_paused(round)
+        if sum(j.client.id not in paused_ids for j in training_jobs) < self.settings.min_replies:
             # the round needs them
-            paused = set()
-        present = self.transport.nodes()
-        messages = self._make_registration_requests(present)
-        training = {j.client.id for j in train}
-        asked: dict[int, ClientJob] = {}
+            paused_ids = set()
+        node_ids = self.transport.nodes()
+        messages = self._make_registration_requests(node_ids)
+        training_ids = {j.client.id for j in training_jobs}
+        open_jobs: dict[int, ClientJob] = {}
         payloads: dict[int, tuple[bytes, str]] = {}
-        for job in [*train, *evaluate]:
-            client, trains = job.client.id, job.client.id in training
-            max_bytes, why = MAX_HEADER, self._reason_to_skip(client, present, paused)
-            refused = self.blocklist.is_blocked(client) or client in self.account.excluded
-            if why is None and trains and self.secure is not None:
+        for job in [*training_jobs, *evaluation_jobs]:
+            client_id, is_training = job.client.id, job.client.id in training_ids
+            max_bytes, reason = MAX_HEADER, self._reason_to_skip(client_id, node_ids, paused_ids)
+            is_refused = self.blocklist.is_blocked(client_id) or client_id in self.account.excluded
+            if reason is None and is_training and self.secure is not None:
                 max_bytes += 8 * self.secure.size
-            elif why is None and trains:
+            elif reason is None and is_training:
                 try:
                     template = self.templates.of(job.client, job.down)
                     max_bytes += max_upload_bytes(template, self.settings.limits)
                 except RefusedReplyError as error:
-                    why, refused = f"client {client} is left out: {self.refuse(error, round)}", True
-            if why is not None:
-                if trains:
-                    yield client, _make_lost_result(why, refused=refused)
+                    reason, is_refused = f"client {client_id} is left out: {self.refuse(error, round)}", True
+            if reason is not None:
+                if is_training:
+                    yield client_id, _make_lost_result(reason, is_refused=is_refused)
                 continue
             stamp = int(job.state["stamp"])
             run, branch = self.account.run, self.account.branch
-            step: Step = "mask" if trains and self.secure is not None else ""
-            parcel = self._parcels.get(client, {}) if step else {}
-            order = Order(run, round, stamp, trains, self.evaluate or last, last, branch, step, parcel)
+            step: Step = "mask" if is_training and self.secure is not None else ""
+            parcel = self._parcels.get(client_id, {}) if step else {}
+            order = Order(
+                run, round, stamp, is_training, self.evaluate or is_last, is_last, branch, step, parcel
+            )
             if id(job.down) not in payloads:
-                encoded = tree.encode(job.down)
-                payloads[id(job.down)] = encoded, payload_digest(encoded)
+                encoded_download = tree.encode(job.down)
+                payloads[id(job.down)] = encoded_download, payload_digest(encoded_download)
             if step and self.secure is not None:
                 self.secure.bind(payloads[id(job.down)][1])
-            messages.append(self._order_message(client, order, *payloads[id(job.down)], max_bytes))
-            asked[messages[-1].node] = job
+            messages.append(self._order_message(client_id, order, *payloads[id(job.down)], max_bytes))
+            open_jobs[messages[-1].node] = job
         del payloads
-        self._asked_nodes = {job.client.id: node for node, job in asked.items()}
-        deadline = self.settings.deadline if asked else min(self.settings.deadline, REGISTRATION_SECONDS)
-        good, start = 0, time.monotonic()
+        self._asked_nodes = {job.client.id: node for node, job in open_jobs.items()}
+        deadline = self.settings.deadline if open_jobs else min(self.settings.deadline, REGISTRATION_SECONDS)
+        reply_count, start_time = 0, time.monotonic()
 
         def limit() -> float:
-            return deadline if last or not asked or good < needed else self.grace.limit(deadline)
+            return (
+                deadline
+                if is_last or not open_jobs or reply_count < min_replies
+                else self.grace.limit(deadline)
+            )
 
         for response in self._exchange.run_round_trip(messages, f"round-{round + 1}", deadline, limit):
             if response.kind == "registration":
                 self._register(response)
                 continue
-            seconds = time.monotonic() - start
-            job = asked.pop(response.node)
-            client = job.client.id
-            result = self._check_reply(response, job, round, client in training)
-            self.audit.log_reply(response, client, round, result.lost)
-            self._remember(response, client, round, seconds, result.lost is None)
-            good += result.lost is None
+            seconds = time.monotonic() - start_time
+            job = open_jobs.pop(response.node)
+            client_id = job.client.id
+            result = self._check_reply(response, job, round, client_id in training_ids)
+            self.audit.log_reply(response, client_id, round, result.lost)
+            self._remember(response, client_id, round, seconds, result.lost is None)
+            reply_count += result.lost is None
             if response.disconnected:
                 # it is asked again if it comes back, as the same node, too
-                self._asked_nodes.pop(client, None)
+                self._asked_nodes.pop(client_id, None)
             elif result.lost is None:
-                self._clients_that_answered.add(client)
-            if client in training:
-                yield client, result
+                self._clients_that_answered.add(client_id)
+            if client_id in training_ids:
+                yield client_id, result
             elif result.lost:
                 logger.info(result.lost)
-        waited = f"{limit():.4g} s{' (network.grace)' if limit() < deadline else ''}"
-        for client in (job.client.id for job in asked.values()):
-            why = f"client {client} did not reply within {waited}"
-            if pause := self.backoff.record_timeout(client, round):
-                why += f"; it is paused for {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
-            if client in training:
-                yield client, _make_lost_result(why)
+        waiting_time = f"{limit():.4g} s{' (network.grace)' if limit() < deadline else ''}"
+        for client_id in (job.client.id for job in open_jobs.values()):
+            reason = f"client {client_id} did not reply within {waiting_time}"
+            if pause := self.backoff.record_timeout(client_id, round):
+                reason += f"; it is paused for {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
+            if client_id in training_ids:
+                yield client_id, _make_lost_result(reason)
             else:
-                logger.info(why)
+                logger.info(reason)
 
     def _take_vector(self, response: Response, client: ClientInfo, round: int) -> ClientResult:
         """Add a masked vector; nothing else of the reply can be checked, and nothing else is used."""
@@ -576,35 +600,37 @@ class NetworkEngine(Engine):
             raise RefusedReplyError(client.id, str(error)) from error
         return ClientResult({"stamp": round + 1}, None, Meter())
 
-    def _remember(self, response: Response, client: int, round: int, seconds: float, used: bool) -> None:
+    def _remember(
+        self, response: Response, client_id: int, round: int, seconds: float, is_used: bool
+    ) -> None:
         """Store what a person may want to see of a reply, and how long it took."""
         if response.problem:
             return
         size = len(response.header) + len(response.payload)
-        self.account.replies[client] = LastReply.now(round + 1, size, seconds, used)
-        if used and response.payload:
+        self.account.replies[client_id] = LastReply.now(round + 1, size, seconds, is_used)
+        if is_used and response.payload:
             self.grace.add(seconds)
 
-    def _reason_to_skip(self, client: int, present: set[int], paused: set[int]) -> str | None:
+    def _reason_to_skip(self, client_id: int, node_ids: set[int], paused_ids: set[int]) -> str | None:
         """Why a client gets no order, or None if it gets one."""
-        registered = self.registry.registered.get(client)
-        if self.blocklist.is_blocked(client):
-            return self.blocklist.reason(client)
-        if registered is None or registered.node not in present:
-            return f"client {client} is not connected"
-        if (t := self.account.excluded.get(client)) is not None:
-            return f"client {client} is excluded: the run went on without it after round {t}"
-        if client in paused:
+        registered_client = self.registry.registered.get(client_id)
+        if self.blocklist.is_blocked(client_id):
+            return self.blocklist.reason(client_id)
+        if registered_client is None or registered_client.node not in node_ids:
+            return f"client {client_id} is not connected"
+        if (t := self.account.excluded.get(client_id)) is not None:
+            return f"client {client_id} is excluded: the run went on without it after round {t}"
+        if client_id in paused_ids:
             return (
-                f"client {client} is paused until round {self.backoff.until[client] + 1}: it did not answer "
-                f"{self.backoff.counts[client]} orders in a row (network.silent_after)"
+                f"client {client_id} is paused until round {self.backoff.until[client_id] + 1}: it did not answer "
+                f"{self.backoff.counts[client_id]} orders in a row (network.silent_after)"
             )
-        if not self.sizes[client]:
+        if not self.sizes[client_id]:
             # this round's federation does not know its size, so its reply would have no weight
-            return f"client {client} registered after the round had begun"
+            return f"client {client_id} registered after the round had begun"
         return None
 
-    def _check_reply(self, response: Response, job: ClientJob, round: int, trains: bool) -> ClientResult:
+    def _check_reply(self, response: Response, job: ClientJob, round: int, is_training: bool) -> ClientResult:
         """Validate a reply and store its upload; nothing of a refused reply is kept."""
         client = job.client
         self.bytes_sent["header"] += len(response.header)
@@ -618,7 +644,7 @@ class NetworkEngine(Engine):
         method, limits = self.templates.method, self.settings.limits
         norms: dict[str, PartNorms] = {}
         passes: Mapping[str, Pass] = {}
-        trained: tuple[str, ...] = ()
+        pass_names: tuple[str, ...] = ()
         try:
             if response.too_large:
                 raise RefusedReplyError(client.id, response.too_large)
@@ -627,26 +653,27 @@ class NetworkEngine(Engine):
                 if answer.kind == "state" and self.settings.forgotten == "begin":
                     self.reset_clients.add(client.id)
                 return _make_lost_result(
-                    f"client {client.id}: {to_one_line(answer.problem)}", diverged=answer.kind == "training"
+                    f"client {client.id}: {to_one_line(answer.problem)}",
+                    has_diverged=answer.kind == "training",
                 )
             model = self.templates.task.model(client)
-            if trains and self.secure is not None:
+            if is_training and self.secure is not None:
                 return self._take_vector(response, client, round)
-            if trains:
+            if is_training:
                 template = self.templates.of(client, job.down)
                 upload = inspect_upload(response.payload, template, client, limits)
                 norms = measure_norms(
                     decode_checked(self.decode, upload, client, method.title), self._find_reference(job)
                 )
-                passes, trained = method.local_passes(), template.trained
-            check_counts(answer, passes, trained, model, self.registry.registered[client.id].examples)
+                passes, pass_names = method.local_passes(), template.trained
+            check_counts(answer, passes, pass_names, model, self.registry.registered[client.id].examples)
             if answer.evaluation is not None:
                 check_evaluation(answer.evaluation, client, model, self.metrics)
         except RefusedReplyError as error:
-            return _make_lost_result(self.refuse(error, round), error.not_finite, refused=True)
+            return _make_lost_result(self.refuse(error, round), error.not_finite, is_refused=True)
         if answer.evaluation is not None and self.evaluate:
             self.evaluations[client.id] = answer.evaluation
-        if not trains:
+        if not is_training:
             return ClientResult(None, None, Meter())
         self._norms[client.id] = norms
         self.spool.put(client.id, response.payload, template)

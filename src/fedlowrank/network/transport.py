@@ -91,17 +91,17 @@ class Exchange:
     Args:
         transport: carries the messages.
         wait: seconds that a registration may take.
-        name: how logs call a node.
+        describe_node: how logs call a node.
 
     Attributes:
-        pending: when each node was first asked to register that has not answered yet.
+        pending_nodes: when each node was first asked to register that has not answered yet.
     """
 
     def __init__(
-        self, transport: Transport, wait: float, name: Callable[[int], str] = "node {}".format
+        self, transport: Transport, wait: float, describe_node: Callable[[int], str] = "node {}".format
     ) -> None:
-        self.transport, self.wait, self.name = transport, wait, name
-        self.pending: dict[int, float] = {}
+        self.transport, self.wait, self.name = transport, wait, describe_node
+        self.pending_nodes: dict[int, float] = {}
         self._asked: dict[int, float] = {}
         self._last_log = -math.inf
 
@@ -124,50 +124,59 @@ class Exchange:
             seconds: until they expire.
             limit: gives the seconds after which enough responses have been yielded; None for ``seconds``.
         """
-        start, present = time.monotonic(), self.transport.nodes()
+        start_time, node_ids = time.monotonic(), self.transport.nodes()
         # a node that left answers no more; one that came back may be another process
-        self.pending = {n: t for n, t in self.pending.items() if n in present and start - t < self.wait}
+        self.pending_nodes = {
+            n: t for n, t in self.pending_nodes.items() if n in node_ids and start_time - t < self.wait
+        }
         self._asked = {
-            n: t for n, t in self._asked.items() if n in self.pending and start - t < self.wait / 2
+            n: t for n, t in self._asked.items() if n in self.pending_nodes and start_time - t < self.wait / 2
         }
         requests = [m for m in messages if m.kind == "registration" and m.node not in self._asked]
         orders = [m for m in messages if m.kind == "order"]
-        unanswered = {m.node for m in orders}
-        self.pending = {m.node: start for m in requests} | self.pending
-        self._asked |= {m.node: start for m in requests}
+        unanswered_nodes = {m.node for m in orders}
+        self.pending_nodes = {m.node: start_time for m in requests} | self.pending_nodes
+        self._asked |= {m.node: start_time for m in requests}
         if requests:
             self.transport.send(requests, "registration", self.wait)
         if orders:
             self.transport.send(orders, group, seconds)
         try:
-            while (unanswered if orders else self.pending) and time.monotonic() - start < min(
-                seconds, seconds if limit is None else limit()
-            ):
+            while (
+                unanswered_nodes if orders else self.pending_nodes
+            ) and time.monotonic() - start_time < min(seconds, seconds if limit is None else limit()):
                 responses = self.transport.receive()
                 for response in responses:
                     # duplicates and answers to what was not asked are dropped
-                    if response.kind == "registration" and self.pending.pop(response.node, None) is not None:
+                    if (
+                        response.kind == "registration"
+                        and self.pending_nodes.pop(response.node, None) is not None
+                    ):
                         yield response
-                    elif response.kind == "order" and response.node in unanswered:
-                        unanswered.discard(response.node)
+                    elif response.kind == "order" and response.node in unanswered_nodes:
+                        unanswered_nodes.discard(response.node)
                         yield response
-                if (unanswered if orders else self.pending) and not responses:
+                if (unanswered_nodes if orders else self.pending_nodes) and not responses:
                     # often at first, when small models answer at once, and rarely when they take hours
-                    time.sleep(min(1.0, max(0.02, (time.monotonic() - start) / 20)))
+                    time.sleep(min(1.0, max(0.02, (time.monotonic() - start_time) / 20)))
         finally:
             self.transport.cancel_orders()
             self._log_late_registrations()
 
     def _log_late_registrations(self) -> None:
         """Name the nodes whose registration takes long, at most once a minute."""
-        now = time.monotonic()
-        late = {n: now - t for n, t in sorted(self.pending.items()) if now - t >= REGISTRATION_SECONDS / 2}
-        if late and now - self._last_log >= REGISTRATION_SECONDS:
-            self._last_log = now
-            nodes = ", ".join(f"{self.name(n)} ({seconds:.0f} s)" for n, seconds in late.items())
+        current_time = time.monotonic()
+        late_nodes = {
+            n: current_time - t
+            for n, t in sorted(self.pending_nodes.items())
+            if current_time - t >= REGISTRATION_SECONDS / 2
+        }
+        if late_nodes and current_time - self._last_log >= REGISTRATION_SECONDS:
+            self._last_log = current_time
+            node_text = ", ".join(f"{self.name(n)} ({seconds:.0f} s)" for n, seconds in late_nodes.items())
             logger.info(
                 "still waiting for the registration of %s; each may take %g s (network.wait), and rounds "
                 "go on without it. A large base model takes minutes to hash.",
-                nodes,
+                node_text,
                 self.wait,
             )

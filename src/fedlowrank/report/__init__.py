@@ -9,15 +9,15 @@ from .formats.tensorboard import export_tensorboard
 from .formats.terminal_view import render_terminal
 from .formats.value_rows import write_values
 from .run_comparison import Comparison, compare_runs
-from .statistics.experiments import in_order
+from .statistics.experiments import sort_runs
 
 __all__ = [
     "Comparison",
     "compare_runs",
     "export_tensorboard",
-    "in_order",
     "render_terminal",
     "save_figures",
+    "sort_runs",
     "to_latex",
     "write_report",
     "write_values",

@@ -13,9 +13,9 @@ from .statistics.setting_names import CODE, last_part
 
 def find_all_warnings(experiments: Sequence[ComparedExperiment]) -> list[str]:
     """The warnings of each experiment, with its name if there are several."""
-    named = len(experiments) > 1
+    has_several = len(experiments) > 1
     return [
-        f"{experiment.name}: {warning}" if named else warning
+        f"{experiment.name}: {warning}" if has_several else warning
         for experiment in experiments
         for warning in find_warnings(experiment.groups)
     ]
@@ -25,44 +25,49 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader must know before trusting the comparison of one experiment."""
     warnings = []
     for group in groups:
-        repeated = "was given more than once; its first run counts."
-        warnings += [f"{group.label}: seed {seed} {repeated}" for seed in group.repeated]
-        status = [f"seed {run.record.seed} {run.status}" for run in group.runs if run.status]
-        if status:
+        suffix = "was given more than once; its first run counts."
+        warnings += [f"{group.label}: seed {seed} {suffix}" for seed in group.repeated_seeds]
+        statuses = [f"seed {run.record.seed} {run.status}" for run in group.runs if run.status]
+        if statuses:
             warnings.append(
-                f"{group.label}: {'; '.join(status)}. Its numbers are those of the rounds it has."
+                f"{group.label}: {'; '.join(statuses)}. Its numbers are those of the rounds it has."
             )
-        status = [f"seed {run.record.seed} {run.status}" for run in group.left_out]
-        if status:
-            warnings.append(f"{group.label}: {'; '.join(status)}. No result counts it.")
+        statuses = [f"seed {run.record.seed} {run.status}" for run in group.unfinished_runs]
+        if statuses:
+            warnings.append(f"{group.label}: {'; '.join(statuses)}. No result counts it.")
         warnings += _find_unequal_sizes(group)
         warnings += [
             f"{group.label}: seed {run.record.seed} {message}."
             for run in group.runs
             if not run.status and (message := str(run.record.status.get("message", "")))
         ]
-        for measure, one, many in ((TEST_ACCURACY, "accuracy", "accuracies"), (TEST_LOSS, "loss", "losses")):
-            if bad := int(group.results(measure=measure)["non_finite"].sum()):
-                clients = format_count(bad, f"client {one}", f"client {many}")
-                warnings.append(f"{group.label}: {clients} not finite, left out.")
-        without = group.headline_results["without"].fillna(0).max()
-        if without > 0:
-            clients = format_count(int(without), "client")
-            warnings.append(f"{group.label}: {clients} without a test result left out of all means.")
+        for measure, singular, plural in (
+            (TEST_ACCURACY, "accuracy", "accuracies"),
+            (TEST_LOSS, "loss", "losses"),
+        ):
+            if nonfinite_count := int(group.results(measure=measure)["non_finite"].sum()):
+                clients_text = format_count(nonfinite_count, f"client {singular}", f"client {plural}")
+                warnings.append(f"{group.label}: {clients_text} not finite, left out.")
+        missing_count = group.headline_results["without"].fillna(0).max()
+        if missing_count > 0:
+            clients_text = format_count(int(missing_count), "client")
+            warnings.append(f"{group.label}: {clients_text} without a test result left out of all means.")
         warnings += _find_unevaluated(group)
     series: dict[str, list[str]] = {}
     for group in groups:
         if group.headline is not None:
             series.setdefault(group.headline, []).append(group.label)
     if len(series) > 1:
-        named = "; ".join(f"{name}: {', '.join(labels)}" for name, labels in series.items())
-        noun = groups[0].measure.noun
-        warnings.append(f"The methods are judged by different series of {noun} ({on_one_line(named)}).")
+        series_text = "; ".join(f"{name}: {', '.join(labels)}" for name, labels in series.items())
+        measure_name = groups[0].measure.sentence_name
+        warnings.append(
+            f"The methods are judged by different series of {measure_name} ({on_one_line(series_text)})."
+        )
     if len({len(group.headline_results) for group in groups}) > 1:
         warnings.append("The methods have different numbers of seeds.")
     remarks = (run.record.config.get("remarks") for group in groups for run in group.runs)
     warnings += dict.fromkeys(
-        on_one_line(r) for listed in remarks if isinstance(listed, list) for r in listed
+        on_one_line(r) for run_remarks in remarks if isinstance(run_remarks, list) for r in run_remarks
     )
     return warnings + collapse_warnings(groups) + _find_differences(groups)
 
@@ -70,26 +75,31 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
 def _find_unevaluated(group: RunGroup) -> list[str]:
     """A warning if only some clients were drawn for the last evaluation."""
     results = group.headline_results
-    missing = int(results["not_evaluated"].fillna(0).max()) if len(results) else 0
-    if not missing:
+    unevaluated_count = int(results["not_evaluated"].fillna(0).max()) if len(results) else 0
+    if not unevaluated_count:
         return []
     row = results.loc[results["not_evaluated"].idxmax()]
-    every = missing + int(row[["clients", "without", "non_finite"]].sum())
-    return [f"{group.label}: {every - missing} of {every} clients were evaluated; means are over those."]
+    total_count = unevaluated_count + int(row[["clients", "without", "non_finite"]].sum())
+    return [
+        f"{group.label}: {total_count - unevaluated_count} of {total_count} clients were evaluated; means are over those."
+    ]
 
 
 def _find_unequal_sizes(group: RunGroup) -> list[str]:
     """A warning if the seeds of a group have so different numbers of examples that their data must differ."""
-    first = group.first
-    here = group.runs[0].examples
+    first_record = group.first
+    first_counts = group.runs[0].examples
     warnings = []
     for run in group.runs[1:]:
         # seeds draw other clients: rounding may move an example of each of them to another part
-        least = max(len(first.clients), len(run.record.clients))
-        if any(abs(one - other) > least for one, other in zip(here, run.examples, strict=True)):
+        tolerance = max(len(first_record.clients), len(run.record.clients))
+        if any(
+            abs(count - other_count) > tolerance
+            for count, other_count in zip(first_counts, run.examples, strict=True)
+        ):
             texts = [
                 f"seed {record.seed} has {train} training, {val} validation and {test} test examples"
-                for record, (train, val, test) in ((first, here), (run.record, run.examples))
+                for record, (train, val, test) in ((first_record, first_counts), (run.record, run.examples))
             ]
             warnings.append(f"{group.label}: {' and '.join(texts)}. Are these seeds of the same data?")
     return warnings
@@ -101,16 +111,18 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
     for group in groups:
         collapses = [(run.record.seed, run.collapse) for run in group.runs if run.collapse]
         if collapses:
-            first = collapses[0][1]
-            where = ", ".join(f"seed {seed}: cluster {collapse.cluster}" for seed, collapse in collapses)
+            example = collapses[0][1]
+            clusters_text = ", ".join(
+                f"seed {seed}: cluster {collapse.cluster}" for seed, collapse in collapses
+            )
             # Methods that choose clusters by their losses have no router that could learn more slowly.
             advice = "another seed, for the clusters then start from other values"
             if group.first.section("method", "fields", "router"):
                 advice = "a lower learning rate of the router (router.lr), noise on it while it trains "
                 advice += "(router.noise), or another seed"
             warnings.append(
-                f"{group.label}: the router collapsed. At round {first.round} one of {first.clusters} clusters has the "
-                f"largest share at all {first.clients} clients ({where}, counted from 0), so the others serve "
+                f"{group.label}: the router collapsed. At round {example.round} one of {example.clusters} clusters has the "
+                f"largest share at all {example.clients} clients ({clusters_text}, counted from 0), so the others serve "
                 f"no client and nothing tells the clients apart. What may help: {advice}."
             )
     return warnings
@@ -118,14 +130,16 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
 
 def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
     """Settings, other than methods and what is varied, in which the runs of one experiment differ."""
-    varied = {last_part(key) for group in groups for key, _ in group.vary}
-    every = [run.settings for group in groups for run in group.runs]
+    varied_names = {last_part(key) for group in groups for key, _ in group.vary}
+    all_settings = [run.settings for group in groups for run in group.runs]
     differences = []
-    for key in dict.fromkeys(key for one in every for key in one):
+    for key in dict.fromkeys(key for settings in all_settings for key in settings):
         # the code of a method is in its own runs alone
-        having = [one for one in every if key in one or not key.startswith(CODE)]
-        values = dict.fromkeys(one.get(key, "none") for one in having)
-        if len(values) > 1 and not key.startswith("method.") and last_part(key) not in varied:
+        settings_with_key = [
+            settings for settings in all_settings if key in settings or not key.startswith(CODE)
+        ]
+        values = dict.fromkeys(settings.get(key, "none") for settings in settings_with_key)
+        if len(values) > 1 and not key.startswith("method.") and last_part(key) not in varied_names:
             differences.append(f"{on_one_line(key)} ({on_one_line(', '.join(values), 80)})")
     return [f"The runs differ in more than their methods: {'; '.join(differences)}."] if differences else []
 

@@ -28,16 +28,16 @@ class Finding(NamedTuple):
     test: str  # how it was tested and what the test cannot tell; may be empty
 
     def __str__(self) -> str:
-        return " ".join(part for part in self if part)
+        return " ".join(text for text in self if text)
 
 
 class Headline(NamedTuple):
     """The main result as a card shows it: one number, and one interval or condition of it."""
 
-    who: str  # the best methods
+    best_methods: str  # the best methods
     value: str  # the number, with unit
     interval: str  # of the number; ``in 4 of 5 seeds`` if results are bimodal; may be empty
-    what: str  # what the number is
+    measure: str  # what the number is
     claim: str  # how the other methods compare, without numbers; may be empty
 
 
@@ -50,120 +50,146 @@ def state_findings(families: Sequence[Family]) -> list[Finding]:
     if len(families) == 1:
         return [_describe(families[0])]
     texts = [(family.text or "Without variation", _describe(family)) for family in families]
-    each = [found._replace(result=f"{text}: {found.result}") for text, found in texts]
-    leads = [family for family in families if family.best]
-    if not leads:
-        return each
-    wins = Counter(family.ranked[0][0].short for family in leads)
-    text = "; ".join(f"{name} leads at {n} of {len(leads)} settings" for name, n in wins.most_common())
-    clear = sum(bool(f.others) and all(one.is_worse for one in f.others) for f in leads)
-    sure = f"The lead over every other method is significant at {clear} of them."
-    limit = ONE_SEED if any(family.is_over_clients for family in leads) else ""
-    return [Finding(f"{text}.", sure, limit), *each]
+    findings = [finding._replace(result=f"{text}: {finding.result}") for text, finding in texts]
+    leading_families = [family for family in families if family.best]
+    if not leading_families:
+        return findings
+    wins = Counter(family.ranked[0][0].short_label for family in leading_families)
+    text = "; ".join(
+        f"{name} leads at {n} of {len(leading_families)} settings" for name, n in wins.most_common()
+    )
+    clear_count = sum(
+        bool(f.comparisons) and all(comparison.is_worse for comparison in f.comparisons)
+        for f in leading_families
+    )
+    significance = f"The lead over every other method is significant at {clear_count} of them."
+    limit = ONE_SEED if any(family.is_over_clients for family in leading_families) else ""
+    return [Finding(f"{text}.", significance, limit), *findings]
 
 
 def state_headline(families: Sequence[Family]) -> Headline:
     """The main result of one experiment, as short as it can be."""
-    if len(families) > 1 and (leads := [family for family in families if family.best]):
-        name, wins = Counter(family.ranked[0][0].short for family in leads).most_common(1)[0]
-        noun = families[0].measure.noun
-        return Headline(name, f"{wins} of {len(leads)}", "settings", f"where it has the best mean {noun}", "")
+    if len(families) > 1 and (leading_families := [family for family in families if family.best]):
+        name, wins = Counter(family.ranked[0][0].short_label for family in leading_families).most_common(1)[0]
+        measure_name = families[0].measure.sentence_name
+        return Headline(
+            name,
+            f"{wins} of {len(leading_families)}",
+            "settings",
+            f"where it has the best mean {measure_name}",
+            "",
+        )
     family = families[0]
     if not family.ranked:
         return Headline("", MISSING, "", "No run was evaluated, so there is nothing to compare.", "")
     measure, best = family.measure, family.ranked[0][1]
-    level = [group for group, result in family.ranked if _is_level(best, result, measure)]
+    level_groups = [group for group, result in family.ranked if _is_level(best, result, measure)]
     value, interval = _format_value(best.mean, measure), _format_interval(best, measure)
-    what = f"mean {measure.noun}{' over seeds, with its 95 % interval' if best.n > 1 else ''}"
-    if family.others:
-        what = f"{'lowest' if measure.is_loss else 'highest'} {what}"
+    description = f"mean {measure.sentence_name}{' over seeds, with its 95 % interval' if best.n > 1 else ''}"
+    if family.comparisons:
+        description = f"{'lowest' if measure.is_loss else 'highest'} {description}"
     if best.diverged:
         interval = f"without the {best.diverged} that diverged"
     elif best.n == 1:
         interval = "one seed"
     elif best.modes:
         value = f"{'≤' if measure.is_loss else '≥'} {_format_value(best.modes.bound, measure)}"
-        interval, what = (
-            f"in {best.modes.reached} of {best.modes.n} seeds",
-            f"{measure.noun}; other seeds fail",
+        interval, description = (
+            f"in {best.modes.success_count} of {best.modes.n} seeds",
+            f"{measure.sentence_name}; other seeds fail",
         )
-    worse = [one for one in family.others if one.is_worse]
-    same = [one for one in family.others if one.is_open and one.group not in level]
+    worse_comparisons = [comparison for comparison in family.comparisons if comparison.is_worse]
+    ties = [
+        comparison
+        for comparison in family.comparisons
+        if comparison.is_open and comparison.group not in level_groups
+    ]
     claims = []
-    if worse:
-        is_all = len(worse) == len(family.others) > 1
-        claims.append(f"Significantly better than {'all others' if is_all else _list(worse, family)}.")
-    if same:
-        claims.append(f"No significant difference from {_list(same, family)}.")
-    names = join_words([_name(group, family) for group in level])
-    return Headline(names, value, interval, what, " ".join(claims))
+    if worse_comparisons:
+        is_all = len(worse_comparisons) == len(family.comparisons) > 1
+        claims.append(
+            f"Significantly better than {'all others' if is_all else _list(worse_comparisons, family)}."
+        )
+    if ties:
+        claims.append(f"No significant difference from {_list(ties, family)}.")
+    names = join_words([_name(group, family) for group in level_groups])
+    return Headline(names, value, interval, description, " ".join(claims))
 
 
 def _describe(family: Family) -> Finding:
     if not family.ranked:
         return Finding("No run was evaluated, so there is nothing to compare.", "", "")
     measure, best = family.measure, family.ranked[0][1]
-    level = [group for group, result in family.ranked if _is_level(best, result, measure)]
-    names = join_words([_name(group, family) for group in level])
+    level_groups = [group for group, result in family.ranked if _is_level(best, result, measure)]
+    names = join_words([_name(group, family) for group in level_groups])
     value = _format_result(best, measure)
-    if not family.others:
-        return Finding(f"{names} reaches a mean {measure.noun} of {value}.", _describe_groups(family), "")
+    if not family.comparisons:
+        return Finding(
+            f"{names} reaches a mean {measure.sentence_name} of {value}.", _describe_groups(family), ""
+        )
     order = "lowest" if measure.is_loss else "highest"
-    head = f"{names} {'reaches' if len(level) == 1 else 'reach'} the {order} mean {measure.noun}, {value}"
-    tested = [one for one in family.others if one.is_worse or one.is_open]
-    if not tested:
+    head = f"{names} {'reaches' if len(level_groups) == 1 else 'reach'} the {order} mean {measure.sentence_name}, {value}"
+    comparisons = [
+        comparison for comparison in family.comparisons if comparison.is_worse or comparison.is_open
+    ]
+    if not comparisons:
         return Finding(f"{head}.", _describe_groups(family), _describe_test(family))
     # A baseline if there is one, else the second best.
-    first = next((one for one in tested if sends_nothing(one.group)), tested[0])
-    rest = [one for one in tested if one is not first]
-    link = ("." if best.modes else ":") if first.is_worse else "."
-    result = (
-        f"{head}{link} {'That is ' if best.modes and first.is_worse else ''}{_describe_one(first, family)}"
+    baseline = next(
+        (comparison for comparison in comparisons if sends_nothing(comparison.group)), comparisons[0]
     )
-    others = " ".join(filter(None, (_describe_others(rest, first, family), _describe_groups(family))))
-    return Finding(result, others, _describe_test(family))
+    other_comparisons = [comparison for comparison in comparisons if comparison is not baseline]
+    separator = ("." if best.modes else ":") if baseline.is_worse else "."
+    result = f"{head}{separator} {'That is ' if best.modes and baseline.is_worse else ''}{_describe_one(baseline, family)}"
+    others_text = " ".join(
+        filter(None, (_describe_others(other_comparisons, baseline, family), _describe_groups(family)))
+    )
+    return Finding(result, others_text, _describe_test(family))
 
 
 def _describe_groups(family: Family) -> str:
     """In how many seeds the methods that choose clusters find all groups of clients."""
-    known = [
-        (_name(group, family), found) for group, result in family.ranked if (found := result.groups_found)
+    counts_by_name = [
+        (_name(group, family), counts) for group, result in family.ranked if (counts := result.groups_found)
     ]
-    texts = [f"by {name} in {k} of {n} seed{'s' * (n > 1)}" for name, (k, n) in known]
+    texts = [f"by {name} in {k} of {n} seed{'s' * (n > 1)}" for name, (k, n) in counts_by_name]
     return f"All groups of clients are found {join_words(texts)}." if texts else ""
 
 
-def _describe_others(others: Sequence[Versus], first: Versus, family: Family) -> str:
-    worse, level = [one for one in others if one.is_worse], [one for one in others if one.is_open]
+def _describe_others(comparisons: Sequence[Versus], baseline: Versus, family: Family) -> str:
+    worse_comparisons, ties = (
+        [comparison for comparison in comparisons if comparison.is_worse],
+        [comparison for comparison in comparisons if comparison.is_open],
+    )
     sentences = []
-    if worse:
-        also = "also " if first.is_worse else ""
-        is_all = first.is_worse and len(worse) == len(family.others) - 1 > 1
-        names = f"all {len(worse)} others" if is_all else _list(worse, family)
-        sentences.append(f"It is {also}significantly better than {names} (p < {ALPHA:.2g}).")
-    if level:
-        least = f"{'p' if len(level) == 1 else 'smallest p'} = {format_p(min(one.p for one in level))}"
-        sentences.append(f"No difference from {_list(level, family)} can be seen ({least}).")
+    if worse_comparisons:
+        adverb = "also " if baseline.is_worse else ""
+        is_all = baseline.is_worse and len(worse_comparisons) == len(family.comparisons) - 1 > 1
+        names = f"all {len(worse_comparisons)} others" if is_all else _list(worse_comparisons, family)
+        sentences.append(f"It is {adverb}significantly better than {names} (p < {ALPHA:.2g}).")
+    if ties:
+        p_text = f"{'p' if len(ties) == 1 else 'smallest p'} = {format_p(min(comparison.p for comparison in ties))}"
+        sentences.append(f"No difference from {_list(ties, family)} can be seen ({p_text}).")
     return " ".join(sentences)
 
 
-def _describe_one(one: Versus, family: Family) -> str:
+def _describe_one(comparison: Versus, family: Family) -> str:
     """The best against one group, in numbers."""
-    gap, measure, name = one.difference, family.measure, _name(one.group, family)
+    gap, measure, name = comparison.difference, family.measure, _name(comparison.group, family)
     assert gap is not None  # it was tested
     # How much better the best is.
     sign = 1 if measure.is_loss else -1
     mean, low, high = sign * gap.mean, *sorted((sign * gap.low, sign * gap.high))
-    p = format_p(one.p)
+    p = format_p(comparison.p)
     interval = "" if math.isnan(low) else f" {measure.format_interval(low, high)}"
-    sure = f"{interval}, p {p if p.startswith('<') else f'= {p}'}"
+    significance = f"{interval}, p {p if p.startswith('<') else f'= {p}'}"
     size = measure.format_short(abs(mean))
-    if one.is_worse:
+    if comparison.is_worse:
         text = f"{size} below {name}" if measure.is_loss else f"+{size} points over {name}"
-        return f"{text}{sure}."
+        return f"{text}{significance}."
     size = format_signed(f"{size if mean >= 0 else f'-{size}'}")
     text = f"{size} lower" if measure.is_loss else f"{'+' if mean > 0 else ''}{size} points"
-    return f"No difference from {name} can be seen: {text}{sure}."
+    return f"No difference from {name} can be seen: {text}{significance}."
 
 
 def _describe_test(family: Family) -> str:
@@ -171,21 +197,27 @@ def _describe_test(family: Family) -> str:
     sentences = [f"{family.test[:1].upper()}{family.test[1:]}."] if family.test else []
     if family.is_over_clients:
         sentences.append(ONE_SEED)
-    bimodal = [_name(group, family) for group, result in family.ranked if result.modes]
-    if bimodal and family.test:
+    bimodal_names = [_name(group, family) for group, result in family.ranked if result.modes]
+    if bimodal_names and family.test:
         sentences.append(
-            f"Seeds of {join_words(bimodal)} succeed or fail, so a test of means is a rough guide."
+            f"Seeds of {join_words(bimodal_names)} succeed or fail, so a test of means is a rough guide."
         )
-    diverged = [(_name(group, family), result.diverged) for group, result in family.ranked if result.diverged]
-    if diverged:
-        names = join_words([f"{name} ({what})" for name, what in diverged])
+    diverged_results = [
+        (_name(group, family), result.diverged) for group, result in family.ranked if result.diverged
+    ]
+    if diverged_results:
+        names = join_words([f"{name} ({description})" for name, description in diverged_results])
         sentences.append(f"Diverged, so last and not tested: {names}.")
-    whole = [group for group, result in family.ranked if not result.diverged]
-    untested = [one for one in family.others if one.group in whole and not (one.is_worse or one.is_open)]
-    if untested:
-        verb = "has" if len(untested) == 1 else "have"
-        few = f"{verb} no seed with the same clients as the best, or only one client"
-        sentences.append(f"Not tested: {_list(untested, family)}, which {few}.")
+    converged_groups = [group for group, result in family.ranked if not result.diverged]
+    untested_comparisons = [
+        comparison
+        for comparison in family.comparisons
+        if comparison.group in converged_groups and not (comparison.is_worse or comparison.is_open)
+    ]
+    if untested_comparisons:
+        verb = "has" if len(untested_comparisons) == 1 else "have"
+        reason = f"{verb} no seed with the same clients as the best, or only one client"
+        sentences.append(f"Not tested: {_list(untested_comparisons, family)}, which {reason}.")
     return " ".join(sentences)
 
 
@@ -212,30 +244,38 @@ def _format_value(value: float, measure: Measure) -> str:
 
 def _format_interval(result: Estimate, measure: Measure) -> str:
     """The 95 % interval over seeds, cut to possible values."""
-    least, most = measure.bounds
-    return measure.format_interval(max(least, result.mean - result.ci), min(most, result.mean + result.ci))
+    lower_bound, upper_bound = measure.bounds
+    return measure.format_interval(
+        max(lower_bound, result.mean - result.ci), min(upper_bound, result.mean + result.ci)
+    )
 
 
 def _format_modes(modes: Modes, measure: Measure) -> str:
     """Both groups of seeds, such as ``at least 92.9 % in 2 of 3 seeds and at most 67.5 % in the other``."""
-    good, bad = ("at most", "at least") if measure.is_loss else ("at least", "at most")
-    others = "the other" if modes.n - modes.reached == 1 else f"the other {modes.n - modes.reached}"
-    first = f"{good} {_format_value(modes.bound, measure)} in {modes.reached} of {modes.n} seeds"
-    return f"{first} and {bad} {_format_value(modes.rest, measure)} in {others}"
+    success_relation, failure_relation = (
+        ("at most", "at least") if measure.is_loss else ("at least", "at most")
+    )
+    others_text = (
+        "the other" if modes.n - modes.success_count == 1 else f"the other {modes.n - modes.success_count}"
+    )
+    success_text = f"{success_relation} {_format_value(modes.bound, measure)} in {modes.success_count} of {modes.n} seeds"
+    return f"{success_text} and {failure_relation} {_format_value(modes.failure_bound, measure)} in {others_text}"
 
 
-def _is_level(one: Estimate, other: Estimate, measure: Measure) -> bool:
+def _is_level(result: Estimate, other: Estimate, measure: Measure) -> bool:
     """Whether two results are printed as equal in the tables."""
-    return measure.format(one.mean) == measure.format(other.mean) and one.diverged == other.diverged
+    return measure.format(result.mean) == measure.format(other.mean) and result.diverged == other.diverged
 
 
 def _name(group: RunGroup, family: Family) -> str:
-    is_one_method = len({other.short for other, _ in family.ranked}) < 2 < 1 + len(family.ranked)
-    return group.label if is_one_method else group.short
+    is_one_method = (
+        len({ranked_group.short_label for ranked_group, _ in family.ranked}) < 2 < 1 + len(family.ranked)
+    )
+    return group.label if is_one_method else group.short_label
 
 
-def _list(others: Sequence[Versus], family: Family) -> str:
-    names = [_name(one.group, family) for one in others]
+def _list(comparisons: Sequence[Versus], family: Family) -> str:
+    names = [_name(comparison.group, family) for comparison in comparisons]
     if len(names) > MAX_NAMED_METHODS + 1:
         names = [*names[:MAX_NAMED_METHODS], f"{len(names) - MAX_NAMED_METHODS} others"]
     return join_words(names)

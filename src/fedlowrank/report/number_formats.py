@@ -18,18 +18,18 @@ def format_si(value: float | None, unit: str = "") -> str:
         # The half unit in the last place keeps 999 999 from being shown as 1000 k.
         if abs(value) >= size * (1 - 0.5 * 10.0**-DIGITS):
             return f"{_significant(value / size)} {prefix}{unit}".rstrip()
-    whole = f"{value:.0f}" if float(value).is_integer() else _significant(value)
-    return f"{whole} {unit}".rstrip()
+    number = f"{value:.0f}" if float(value).is_integer() else _significant(value)
+    return f"{number} {unit}".rstrip()
 
 
 def format_si_pair(value: float | None, plus_minus: float | None, unit: str = "") -> str:
     """A quantity and its spread with one decimal prefix, such as ``6.69 ± 0.56 M``; no spread if it is 0."""
-    whole = format_si(value, unit)
-    if not plus_minus or not math.isfinite(plus_minus) or whole == MISSING:
-        return whole
-    figure, _, suffix = whole.partition(" ")
+    text = format_si(value, unit)
+    if not plus_minus or not math.isfinite(plus_minus) or text == MISSING:
+        return text
+    digits, _, suffix = text.partition(" ")
     size = next((size for size, prefix in _PREFIXES if suffix == f"{prefix}{unit}"), 1.0)
-    return f"{figure} ± {plus_minus / size:.{len(figure.partition('.')[2])}f} {suffix}".rstrip()
+    return f"{digits} ± {plus_minus / size:.{len(digits.partition('.')[2])}f} {suffix}".rstrip()
 
 
 def format_tick(value: float, unit: str) -> str:
@@ -61,10 +61,10 @@ def format_loss_pair(value: float | None, plus_minus: float | None) -> str:
     """A loss and its spread to the same decimal, such as ``0.0123 ± 0.0011``; the spread has two digits."""
     if value is None or plus_minus is None or not math.isfinite(value) or not math.isfinite(plus_minus):
         return format_loss(value)
-    spread = format_loss(plus_minus, 2)
-    if plus_minus == 0 or "e" in format_loss(value) + spread:
-        return f"{format_loss(value)} ± {spread}"
-    decimals = max(len(text.partition(".")[2]) for text in (spread, format_loss(value, 2)))
+    spread_text = format_loss(plus_minus, 2)
+    if plus_minus == 0 or "e" in format_loss(value) + spread_text:
+        return f"{format_loss(value)} ± {spread_text}"
+    decimals = max(len(text.partition(".")[2]) for text in (spread_text, format_loss(value, 2)))
     return f"{value:.{decimals}f} ± {plus_minus:.{decimals}f}"
 
 

@@ -58,9 +58,9 @@ class Comparison:
     @property
     def first_findings(self) -> list[str]:
         """The first sentences on each experiment, with its name if there are several."""
-        named = len(self.findings) > 1
+        has_several = len(self.findings) > 1
         return [
-            f"{name}: {findings[0]}" if named else str(findings[0])
+            f"{name}: {findings[0]}" if has_several else str(findings[0])
             for name, findings in self.findings.items()
         ]
 
@@ -92,21 +92,25 @@ def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison
     targets = {experiment.name: experiment.target for experiment in experiments}
     target_notes = _describe_targets(targets)
     shows_sizes = any(experiment.has_sizes for experiment in experiments)
-    paired = paired_columns(families)
+    paired_values = paired_columns(families)
     rows = [
-        comparison_row(g) | metric_row(g.runs, g.headline) | paired.get((g.experiment, g.label), {})
+        comparison_row(g) | metric_row(g.runs, g.headline) | paired_values.get((g.experiment, g.label), {})
         for g in groups
     ]
     frame = pd.DataFrame(rows, dtype=object)
     labels = [f"{g.experiment}: {g.label}" if len(targets) > 1 else g.label for g in groups]
-    listed = [list_metrics(group.runs, group.headline) for group in groups]
-    metrics = [*dict.fromkeys((name, end) for one in listed for (name, _), end in one.items())]
+    suffixes_of_groups = [list_metrics(group.runs, group.headline) for group in groups]
+    metrics = [
+        *dict.fromkeys(
+            (name, suffix) for suffixes in suffixes_of_groups for (name, _), suffix in suffixes.items()
+        )
+    ]
     result_tables = make_result_tables(frame, labels, metrics, shows_sizes=shows_sizes)
     summary = make_summary(frame, families, labels)
-    noted = [
+    noted_columns = [
         column for table in (summary, *result_tables.values()) for column in table.columns if column.note
     ]
-    column_notes = [(column.title, column.note) for column in noted]
+    column_notes = [(column.title, column.note) for column in noted_columns]
     return Comparison(
         experiments=tuple(experiments),
         frame=frame,
@@ -128,13 +132,12 @@ def _describe_targets(targets: Mapping[str, Target]) -> list[tuple[str, str]]:
     notes = []
     for name, target in targets.items():
         if target.value is None and not target.source.startswith("no target"):
-            where = f"{name}: " if len(targets) > 1 else ""
-            notes.append(("target", f"{where}{target.source}, so no cost to a target is given"))
+            experiment_text = f"{name}: " if len(targets) > 1 else ""
+            notes.append(("target", f"{experiment_text}{target.source}, so no cost to a target is given"))
         if target.value is not None:
-            where = f" in {name}" if len(targets) > 1 else ""
-            meaning = (
-                f"mean {TEST_ACCURACY.noun} of {format_number(100 * target.value)} %{where}, {target.source}"
-            )
+            experiment_text = f" in {name}" if len(targets) > 1 else ""
+            accuracy = f"{format_number(100 * target.value)} %{experiment_text}"
+            meaning = f"mean {TEST_ACCURACY.sentence_name} of {accuracy}, {target.source}"
             meaning += "; costs are summed up to the first evaluated round that reached it"
             notes.append(("target", meaning))
     return notes

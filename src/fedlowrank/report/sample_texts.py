@@ -29,13 +29,13 @@ def list_answers(groups: Sequence[RunGroup]) -> list[AnswerRow]:
     after: dict[str, list[AnswerRow]] = {}
     for group in groups:
         answers = group.first.answers
-        last = max((row["round"] for row in answers), default=0)
+        last_round = max((row["round"] for row in answers), default=0)
         for row in answers:
             prompt, text = row["prompt"], row["answer"]
             if row["round"] == 0:
                 before.setdefault(prompt, text)
-            elif row["round"] == last:
-                name = f"{group.label}, {row['model']}, round {last}"
+            elif row["round"] == last_round:
+                name = f"{group.label}, {row['model']}, round {last_round}"
                 after.setdefault(prompt, []).append(AnswerRow(prompt, name, text))
     for prompt in dict.fromkeys([*before, *after]):
         if prompt in before:

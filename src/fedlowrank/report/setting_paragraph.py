@@ -24,57 +24,61 @@ _SAMPLING = {
 def describe_setting(groups: Sequence[RunGroup]) -> str:
     """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
     run = groups[0].first
-    parts = {name: run.section(name) for name in SECTIONS}
+    sections = {name: run.section(name) for name in SECTIONS}
     sizes = groups[0].runs[0].examples
-    found = [
-        f"Data: {_describe(parts['data'], ('name', 'kind')) or 'not named'}.",
+    sentences = [
+        f"Data: {_describe(sections['data'], ('name', 'kind')) or 'not named'}.",
         f"{format_count(len(run.clients), 'client')} with {sizes[0]} training, {sizes[1]} validation and {sizes[2]} "
         "test examples in all.",
     ]
-    if unseen := len(run.measurements.flagged("unseen")):
-        found.append(
-            f"{unseen} of the clients never train and stand apart in all results: means are over the other "
-            f"{len(run.clients) - unseen}."
+    if unseen_count := len(run.measurements.flagged_ids("unseen")):
+        sentences.append(
+            f"{unseen_count} of the clients never train and stand apart in all results: means are over the other "
+            f"{len(run.clients) - unseen_count}."
         )
-    found += [
-        f"{name.capitalize()}: {_describe(parts[name], ('kind', 'name'))}."
+    sentences += [
+        f"{name.capitalize()}: {_describe(sections[name], ('kind', 'name'))}."
         for name in ("partition", "split", "concept")
-        if parts[name]
+        if sections[name]
     ]
-    if parts["augment"]:
-        found.append(f"Training images are changed at random: {_describe(parts['augment'])}.")
+    if sections["augment"]:
+        sentences.append(f"Training images are changed at random: {_describe(sections['augment'])}.")
     models = Counter(on_one_line(row.get("architecture", "unnamed")) for row in run.clients)
     names = ", ".join(f"{name}\u00a0×\u00a0{n}" if n > 1 else name for name, n in models.items())
-    found.append(f"Models: {names or 'not named'}.")
+    sentences.append(f"Models: {names or 'not named'}.")
     if language := run.section("language"):
-        found.append(f"Language model: {_describe(language, ('path',))}.")
+        sentences.append(f"Language model: {_describe(language, ('path',))}.")
     # The ranks of the clients follow in words.
     if lora := {key: value for key, value in run.section("lora").items() if key != "ranks"}:
-        found.append(f"LoRA: {_describe(lora)}.")
+        sentences.append(f"LoRA: {_describe(lora)}.")
     if ranks := format_ranks(run):
-        found.append(f"Ranks of the clients: {ranks}.")
-    share = parts["run"].get("participation")
-    part = f", {format_percent(share, 0)} % of clients in each" if isinstance(share, (int, float)) else ""
-    coin = _SAMPLING.get(str(parts["run"].get("sampling")), "")
-    found.append(f"{parts['run'].get('rounds', len(run.rounds))} rounds{part}{coin}.")
-    found += describe_trust(run)
-    seeds = list(dict.fromkeys(one.record.seed for group in groups for one in group.runs))
+        sentences.append(f"Ranks of the clients: {ranks}.")
+    share = sections["run"].get("participation")
+    participation_text = (
+        f", {format_percent(share, 0)} % of clients in each" if isinstance(share, (int, float)) else ""
+    )
+    sampling_text = _SAMPLING.get(str(sections["run"].get("sampling")), "")
+    sentences.append(
+        f"{sections['run'].get('rounds', len(run.rounds))} rounds{participation_text}{sampling_text}."
+    )
+    sentences += describe_trust(run)
+    seeds = list(dict.fromkeys(seed_run.record.seed for group in groups for seed_run in group.runs))
     number = format_count(len(seeds), "seed") if len(seeds) > 1 else "One seed"
-    found.append(f"{number}: {', '.join(seeds)}.")
-    varied = []
+    sentences.append(f"{number}: {', '.join(seeds)}.")
+    variations = []
     for key in dict.fromkeys(key for group in groups for key, _ in group.vary):
         values = dict.fromkeys(value_text(dict(group.vary).get(key)) for group in groups)
-        varied.append(f"{key} over {', '.join(values)}")
-    if varied:
-        found.append(f"Varied: {'; '.join(varied)}; settings above are those of the first.")
-    return " ".join(found)
+        variations.append(f"{key} over {', '.join(values)}")
+    if variations:
+        sentences.append(f"Varied: {'; '.join(variations)}; settings above are those of the first.")
+    return " ".join(sentences)
 
 
 def _describe(values: Mapping[str, Any], names: Sequence[str] = ()) -> str:
     """A section of the configuration in words: its name, then its settings in brackets."""
     name = next((key for key in names if values.get(key)), None)
-    rest = [f"{on_one_line(k)} {value_text(v)}" for k, v in values.items() if k != name and v is not None]
-    inner = on_one_line(", ".join(rest), 200)
+    settings = [f"{on_one_line(k)} {value_text(v)}" for k, v in values.items() if k != name and v is not None]
+    settings_text = on_one_line(", ".join(settings), 200)
     if name is None:
-        return inner
-    return f"{value_text(values[name])} ({inner})" if inner else value_text(values[name])
+        return settings_text
+    return f"{value_text(values[name])} ({settings_text})" if settings_text else value_text(values[name])

@@ -28,47 +28,53 @@ COUNTING = ("trimmed_mean", "krum", "multi_krum")  # rules that count on a share
 
 def describe_trust(run: RunRecord) -> list[str]:
     """Sentences on protection of updates, their rule and the attack; none by default."""
-    tables = ("compression", "clipping", "privacy", "robust", "attack", "secure")
-    compression, clipping, privacy, robust, attack, secure = (run.section("run", name) for name in tables)
-    parts = []
+    section_names = ("compression", "clipping", "privacy", "robust", "attack", "secure")
+    compression, clipping, privacy, robust, attack, secure = (
+        run.section("run", name) for name in section_names
+    )
+    sentences = []
     if uplink := compression.get("uplink"):
         feedback = ", with error feedback" if compression.get("error_feedback") else ""
-        parts.append(f"Updates are compressed: {on_one_line(uplink)}{feedback}.")
+        sentences.append(f"Updates are compressed: {on_one_line(uplink)}{feedback}.")
     if norm := clipping.get("norm"):
         quantile = clipping.get("quantile")
-        follows = f" at first; the bound follows the {quantile:g} quantile of their norms" if quantile else ""
-        parts.append(f"Updates are clipped to a norm of {norm:g}{follows}.")
+        quantile_text = (
+            f" at first; the bound follows the {quantile:g} quantile of their norms" if quantile else ""
+        )
+        sentences.append(f"Updates are clipped to a norm of {norm:g}{quantile_text}.")
     if privacy.get("kind", "none") != "none":
-        parts.append(_describe_privacy(run, privacy))
+        sentences.append(_describe_privacy(run, privacy))
     if (rule := robust.get("rule", "mean")) != "mean":
-        weighed = ", weighed by examples" if robust.get("weights") == "examples" else ""
-        share = (
+        weights_text = ", weighed by examples" if robust.get("weights") == "examples" else ""
+        share_text = (
             f", with at most {format_number(100 * robust['hostile'])} % hostile" if rule in COUNTING else ""
         )
-        parts.append(f"The server takes {RULES.get(rule, on_one_line(rule))} of the replies{share}{weighed}.")
+        sentences.append(
+            f"The server takes {RULES.get(rule, on_one_line(rule))} of the replies{share_text}{weights_text}."
+        )
     if attack.get("kind", "none") != "none":
-        parts.append(_describe_attack(run, attack))
+        sentences.append(_describe_attack(run, attack))
     if secure.get("on"):
-        parts.append(
+        sentences.append(
             f"Sums are secure: of numbers in ±{secure['bound']:g}, quantized to {secure['bits']} bits, the "
             f"server learns the total, if {format_number(100 * secure['threshold'])} % of the clients reply."
         )
-    return parts
+    return sentences
 
 
 def _describe_privacy(run: RunRecord, privacy: Mapping[str, Any]) -> str:
-    recorded = [
+    privacy_records = [
         record.server_metrics["privacy"] for record in run.rounds if "privacy" in record.server_metrics
     ]
     numbers = {
-        "noise multiplier σ": recorded[0]["noise"] if recorded else privacy.get("noise"),
+        "noise multiplier σ": privacy_records[0]["noise"] if privacy_records else privacy.get("noise"),
         "budget ε": privacy.get("epsilon"),
         "δ": privacy.get("delta"),
     }
     settings = ", ".join(f"{name} = {value:.4g}" for name, value in numbers.items() if value is not None)
-    of = "in which one client has other data" if is_replacing(run) else "that differ by one client"
+    neighbor_text = "in which one client has other data" if is_replacing(run) else "that differ by one client"
     kind, accountant = on_one_line(privacy["kind"]), on_one_line(privacy.get("accountant"))
-    scope = f"ε is for federations {of} (accountant {accountant})"
+    scope = f"ε is for federations {neighbor_text} (accountant {accountant})"
     return f"Differential privacy of clients, {kind}: {settings}; {scope}."
 
 
@@ -78,18 +84,18 @@ def is_replacing(run: RunRecord) -> bool:
     See :attr:`fedlowrank.trust.privacy.accounting.Sampling.relation`; under local privacy it is always so.
     """
     settings = run.section("run")
-    seen = len(run.clients) - len(run.measurements.flagged("unseen"))
-    drawn = count_participants(settings.get("participation", 1.0), seen)
-    is_fixed = settings.get("sampling") != "poisson" and drawn < seen
+    trainable_count = len(run.clients) - len(run.measurements.flagged_ids("unseen"))
+    participant_count = count_participants(settings.get("participation", 1.0), trainable_count)
+    is_fixed = settings.get("sampling") != "poisson" and participant_count < trainable_count
     return run.section("run", "privacy").get("kind") == "local" or is_fixed
 
 
 def _describe_attack(run: RunRecord, attack: Mapping[str, Any]) -> str:
-    kind, hostile = attack["kind"], len(run.measurements.flagged("hostile"))
+    kind, hostile_count = attack["kind"], len(run.measurements.flagged_ids("hostile"))
     strength = f", strength {attack['strength']:g}" if attack.get("strength") is not None else ""
     target = f" to class {attack.get('target', 0)}" if kind == "backdoor" else ""
     return (
-        f"{hostile} of the {len(run.clients)} clients are hostile: {on_one_line(kind).replace('_', ' ')}{target}"
+        f"{hostile_count} of the {len(run.clients)} clients are hostile: {on_one_line(kind).replace('_', ' ')}{target}"
         f"{strength}. No result counts the hostile clients."
     )
 
@@ -104,18 +110,18 @@ def clipping_curve(group: RunGroup) -> pd.DataFrame:
     return _curve(group, "clipping", "norm")
 
 
-def _curve(group: RunGroup, kind: str, name: str) -> pd.DataFrame:
-    tables = [run.table.of_rounds(kind) for run in group.runs]
+def _curve(group: RunGroup, metric: str, name: str) -> pd.DataFrame:
+    tables = [run.table.of_rounds(metric) for run in group.runs]
     return curve_over_seeds(table[name] for table in tables if name in table)
 
 
 def hostile_weight(run: RunStatistics) -> float:
     """Share of the weights of replies that a rule gave to hostile clients, mean over rounds, or NaN."""
-    weights, hostile = run.table.of_rounds("weight"), run.record.measurements.flagged("hostile")
-    if not hostile or weights.empty:
+    weights, hostile_ids = run.table.of_rounds("weight"), run.record.measurements.flagged_ids("hostile")
+    if not hostile_ids or weights.empty:
         return math.nan
-    of_hostile = weights[[name for name in weights if int(name) in hostile]].sum(axis=1)
-    return float((of_hostile / weights.sum(axis=1)).mean())
+    hostile_sums = weights[[name for name in weights if int(name) in hostile_ids]].sum(axis=1)
+    return float((hostile_sums / weights.sum(axis=1)).mean())
 
 
 def trust_row(group: RunGroup) -> dict[str, float | None]:
@@ -132,7 +138,7 @@ def trust_row(group: RunGroup) -> dict[str, float | None]:
     return {name: interval.mean for name, values in numbers.items() if (interval := estimate(values))}
 
 
-def _last(run: RunStatistics, kind: str, name: str) -> float:
+def _last(run: RunStatistics, metric: str, name: str) -> float:
     """The last value of what a run reports; NaN if there is none."""
-    table = run.table.of_rounds(kind)
+    table = run.table.of_rounds(metric)
     return float(table[name].iloc[-1]) if name in table else math.nan

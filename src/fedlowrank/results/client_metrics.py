@@ -53,7 +53,7 @@ class Metric:
             the metric is not defined.
         task: what it needs; ``any`` for a function of the user's own.
         bounds: its least and its largest value.
-        above: number of classes that it needs more than.
+        min_classes: number of classes that it needs more than.
         of_labels: the same from scores and targets ``[n, classes]`` of zeros and ones, where every class of an
             example is present or absent; None where there is no such metric.
         lower_is_better: whether a smaller value is better, as of an error; None for a function of the user's own.
@@ -64,18 +64,18 @@ class Metric:
     compute: Callable[[Reals, Labels], float | None]
     task: Literal["classes", "regression", "labels", "any"] = "classes"
     bounds: tuple[float, float] = (0.0, 1.0)
-    above: int = 0
+    min_classes: int = 0
     of_labels: Callable[[Reals, Labels], float | None] | None = None
     lower_is_better: bool | None = False
     title: str = ""
 
 
 def _f1(average: Literal["macro", "weighted"], scores: Reals, labels: Labels) -> float:
-    hits, labeled, predicted = _count_by_class(scores, labels)
+    hits, label_counts, prediction_counts = _count_by_class(scores, labels)
     # of the classes that are a label or a prediction, as scikit-learn averages
-    known = labeled + predicted > 0
-    f1 = 2 * hits[known] / (labeled + predicted)[known]
-    return float(np.average(f1, weights=labeled[known] if average == "weighted" else None))
+    mask = label_counts + prediction_counts > 0
+    f1 = 2 * hits[mask] / (label_counts + prediction_counts)[mask]
+    return float(np.average(f1, weights=label_counts[mask] if average == "weighted" else None))
 
 
 def _micro_f1(scores: Reals, labels: Labels) -> float:
@@ -85,9 +85,9 @@ def _micro_f1(scores: Reals, labels: Labels) -> float:
 
 def _intersection_over_union(scores: Reals, labels: Labels) -> float:
     """Mean over the classes that are a label or a prediction: hits / (labeled + predicted - hits)."""
-    hits, labeled, predicted = _count_by_class(scores, labels)
-    known = labeled + predicted > 0
-    return float((hits[known] / (labeled + predicted - hits)[known]).mean())
+    hits, label_counts, prediction_counts = _count_by_class(scores, labels)
+    mask = label_counts + prediction_counts > 0
+    return float((hits[mask] / (label_counts + prediction_counts - hits)[mask]).mean())
 
 
 def _count_by_label(scores: Reals, targets: Labels) -> tuple[Labels, Labels, Labels]:
@@ -97,23 +97,23 @@ def _count_by_label(scores: Reals, targets: Labels) -> tuple[Labels, Labels, Lab
 
 
 def _f1_of_labels(average: Literal["macro", "weighted"], scores: Reals, targets: Labels) -> float | None:
-    hits, present, predicted = _count_by_label(scores, targets)
+    hits, label_counts, prediction_counts = _count_by_label(scores, targets)
     # scikit-learn sets the F1 score of a class that is never present nor predicted to 0
-    f1 = 2 * hits / np.maximum(present + predicted, 1)
+    f1 = 2 * hits / np.maximum(label_counts + prediction_counts, 1)
     if average == "weighted":
-        return float(np.average(f1, weights=present)) if present.any() else None
+        return float(np.average(f1, weights=label_counts)) if label_counts.any() else None
     return float(f1.mean())
 
 
 def _micro_f1_of_labels(scores: Reals, targets: Labels) -> float | None:
-    hits, present, predicted = (int(n.sum()) for n in _count_by_label(scores, targets))
-    return 2 * hits / (present + predicted) if present + predicted else None
+    hits, label_count, prediction_count = (int(n.sum()) for n in _count_by_label(scores, targets))
+    return 2 * hits / (label_count + prediction_count) if label_count + prediction_count else None
 
 
 def _intersection_of_labels(scores: Reals, targets: Labels) -> float:
-    hits, present, predicted = _count_by_label(scores, targets)
+    hits, label_counts, prediction_counts = _count_by_label(scores, targets)
     # scikit-learn sets the index of a class that is never present nor predicted to 0
-    return float((hits / np.maximum(present + predicted - hits, 1)).mean())
+    return float((hits / np.maximum(label_counts + prediction_counts - hits, 1)).mean())
 
 
 def _mean_of_labels(
@@ -127,19 +127,19 @@ def _mean_of_labels(
 
 
 def _balanced_accuracy(scores: Reals, labels: Labels) -> float:
-    hits, labeled, _ = _count_by_class(scores, labels)
-    present = labeled > 0
-    return float((hits[present] / labeled[present]).mean())
+    hits, label_counts, _ = _count_by_class(scores, labels)
+    mask = label_counts > 0
+    return float((hits[mask] / label_counts[mask]).mean())
 
 
 def _count_by_class(scores: Reals, labels: Labels) -> tuple[Labels, Labels, Labels]:
     """Of each class how many examples are right, have it as label, and are predicted to have it."""
-    chosen, classes = scores.argmax(1), scores.shape[1]
-    hits, labeled, predicted = (
-        np.bincount(classes_of_examples, minlength=classes)
-        for classes_of_examples in (labels[chosen == labels], labels, chosen)
+    predictions, class_count = scores.argmax(1), scores.shape[1]
+    hits, label_counts, prediction_counts = (
+        np.bincount(classes_of_examples, minlength=class_count)
+        for classes_of_examples in (labels[predictions == labels], labels, predictions)
     )
-    return hits, labeled, predicted
+    return hits, label_counts, prediction_counts
 
 
 def log_odds(scores: Reals) -> Reals:
@@ -151,19 +151,19 @@ def log_odds(scores: Reals) -> Reals:
     Args:
         scores: ``[n, classes]``, at least two classes; a row may hold minus infinity, but not alone.
     """
-    ascending = np.sort(scores, axis=1)
-    largest = ascending[:, -1:]
-    powers = np.exp(scores - largest)
-    total = np.exp(ascending - largest).sum(axis=1, keepdims=True)
+    sorted_scores = np.sort(scores, axis=1)
+    top_scores = sorted_scores[:, -1:]
+    powers = np.exp(scores - top_scores)
+    total = np.exp(sorted_scores - top_scores).sum(axis=1, keepdims=True)
     # the others of the largest score: a difference of sums would lose them
-    second = ascending[:, -2:-1]
-    finite = np.where(np.isfinite(second), second, 0.0)
-    others = np.exp(ascending[:, :-1] - finite).sum(axis=1, keepdims=True)
+    second_scores = sorted_scores[:, -2:-1]
+    offset = np.where(np.isfinite(second_scores), second_scores, 0.0)
+    other_sums = np.exp(sorted_scores[:, :-1] - offset).sum(axis=1, keepdims=True)
     with np.errstate(divide="ignore"):
-        of_largest = (largest - finite) - np.log(others)
-        is_largest = scores == largest
-        rest = np.log(np.where(is_largest, 1.0, total - powers))
-    return np.where(is_largest, of_largest, scores - largest - rest)
+        top_odds = (top_scores - offset) - np.log(other_sums)
+        is_largest = scores == top_scores
+        log_rest = np.log(np.where(is_largest, 1.0, total - powers))
+    return np.where(is_largest, top_odds, scores - top_scores - log_rest)
 
 
 def _one_versus_rest(
@@ -173,46 +173,48 @@ def _one_versus_rest(
 
     Of two classes, class 1 is the positive one.
     """
-    present = np.unique(labels)
-    if len(present) < 2:
+    classes = np.unique(labels)
+    if len(classes) < 2:
         return None
     if scores.shape[1] == 2:
         return metric(labels == 1, scores[:, 1] - scores[:, 0])
     ranking = log_odds(scores)
-    return float(np.mean([metric(labels == c, ranking[:, c]) for c in present]))
+    return float(np.mean([metric(labels == c, ranking[:, c]) for c in classes]))
 
 
 def _area_under_roc(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
     """Share of pairs of a positive and a negative example in order, ties half: Mann-Whitney's U."""
-    positive, negative = ranking[is_positive], np.sort(ranking[~is_positive])
-    below, not_above = (np.searchsorted(negative, positive, side) for side in ("left", "right"))
-    return float((below + not_above).mean() / 2 / len(negative))
+    positives, negatives = ranking[is_positive], np.sort(ranking[~is_positive])
+    lower_counts, lower_or_equal_counts = (
+        np.searchsorted(negatives, positives, side) for side in ("left", "right")
+    )
+    return float((lower_counts + lower_or_equal_counts).mean() / 2 / len(negatives))
 
 
 def _average_precision(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
     """Sum over thresholds of the precision times the step of recall."""
     order = np.argsort(-ranking, kind="stable")
-    hits, ranked = np.cumsum(is_positive[order]), ranking[order]
+    hits, sorted_ranking = np.cumsum(is_positive[order]), ranking[order]
     # examples of equal rank have one threshold
-    last = np.append(ranked[1:] != ranked[:-1], True)
-    precision = (hits / np.arange(1, len(hits) + 1))[last]
-    return float((np.diff(hits[last], prepend=0) * precision).sum() / hits[-1])
+    is_threshold = np.append(sorted_ranking[1:] != sorted_ranking[:-1], True)
+    precision = (hits / np.arange(1, len(hits) + 1))[is_threshold]
+    return float((np.diff(hits[is_threshold], prepend=0) * precision).sum() / hits[-1])
 
 
 def _top(k: int, scores: Reals, labels: Labels) -> float:
     """Share of examples whose class is among the first k; of equal scores the higher class number comes first."""
     score_of_label = np.take_along_axis(scores, labels[:, None], axis=1)
     is_later = np.arange(scores.shape[1]) > labels[:, None]
-    before = (scores > score_of_label) | ((scores == score_of_label) & is_later)
-    return float((before.sum(1) < k).mean())
+    is_higher = (scores > score_of_label) | ((scores == score_of_label) & is_later)
+    return float((is_higher.sum(1) < k).mean())
 
 
 def _calibration_error(scores: Reals, labels: Labels) -> float:
     """Expected calibration error of the highest probability, in bins (a, b] of equal width."""
     confidence = softmax(scores).max(1)
     gaps = (scores.argmax(1) == labels) - confidence
-    place = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
-    return float(np.abs(np.bincount(place, gaps, BINS)).sum() / len(labels))
+    bin_indices = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    return float(np.abs(np.bincount(bin_indices, gaps, BINS)).sum() / len(labels))
 
 
 def _root_mean_square(outputs: Reals, targets: Labels) -> float:
@@ -225,10 +227,10 @@ def _mean_absolute(outputs: Reals, targets: Labels) -> float:
 
 def _determination(outputs: Reals, targets: Labels) -> float | None:
     """R² of each target, and the mean of these; None for one example, or a target that does not vary."""
-    spread = np.square(targets - targets.mean(0)).sum(0)
+    total_squares = np.square(targets - targets.mean(0)).sum(0)
     if (targets == targets[0]).all(0).any():
         return None
-    return float((1 - np.square(outputs - targets).sum(0) / spread).mean())
+    return float((1 - np.square(outputs - targets).sum(0) / total_squares).mean())
 
 
 METRICS: Mapping[str, Metric] = {
@@ -265,13 +267,13 @@ METRICS: Mapping[str, Metric] = {
     "top3": Metric(
         "share of examples whose class has one of the 3 highest scores",
         partial(_top, 3),
-        above=3,
+        min_classes=3,
         title="top-3 accuracy",
     ),
     "top5": Metric(
         "share of examples whose class has one of the 5 highest scores",
         partial(_top, 5),
-        above=5,
+        min_classes=5,
         title="top-5 accuracy",
     ),
     "ece": Metric(
@@ -327,10 +329,10 @@ def check_metric_names(metrics: Any) -> tuple[str, ...]:
     names = tuple(metrics)
     for name in names:
         if not isinstance(name, str):
-            known = getattr(name, "__name__", "function")
+            function_name = getattr(name, "__name__", "function")
             raise ConfigError(
-                f"run.metrics holds names; a function of your own is named 'module:{known}', in a script or "
-                f"notebook '__main__:{known}'; it is {name!r}"
+                f"run.metrics holds names; a function of your own is named 'module:{function_name}', in a script or "
+                f"notebook '__main__:{function_name}'; it is {name!r}"
             )
         if name in CLIENT_NUMBERS and CLIENT_NUMBERS[name].is_required:
             raise ConfigError(f"run.metrics: {name} is always measured; leave it out")
@@ -391,7 +393,7 @@ def _name_of(function: Any) -> str:
 def choose_metrics(
     names: Sequence[str],
     examples: Examples,
-    classes: int,
+    class_count: int,
     loss: Loss = AUTO,
     functions: OwnMetrics | None = None,
 ) -> dict[str, Metric]:
@@ -400,7 +402,7 @@ def choose_metrics(
     Args:
         names: of :data:`METRICS`, or ``module:function``.
         examples: of any client, for the form of its labels.
-        classes: number of classes; 0 for a regression.
+        class_count: number of classes; 0 for a regression.
         loss: of the task, which says whether real targets are several labels an example.
         functions: functions of the user by name.
 
@@ -413,27 +415,27 @@ def choose_metrics(
             "leave it empty. Accuracy and loss are always measured, and `fedlowrank score` scores what the "
             "models write."
         )
-    chosen = {name: METRICS[name] if name in METRICS else _import_metric(name) for name in names}
-    chosen |= {name: _own_metric(function) for name, function in (functions or {}).items()}
+    metrics = {name: METRICS[name] if name in METRICS else _import_metric(name) for name in names}
+    metrics |= {name: _own_metric(function) for name, function in (functions or {}).items()}
     task = "regression" if examples.is_regression else "classes"
     if loss.is_binary(examples.y):
         task = "labels"
-        chosen = {name: _OF_LABELS.get(name, metric) for name, metric in chosen.items()}
-    for name, metric in chosen.items():
+        metrics = {name: _OF_LABELS.get(name, metric) for name, metric in metrics.items()}
+    for name, metric in metrics.items():
         if metric.task not in (task, "any"):
-            known = ", ".join(
+            valid_names = ", ".join(
                 _OF_LABELS if task == "labels" else [n for n, m in METRICS.items() if m.task == task]
             )
             raise ConfigError(
                 f"run.metrics: {name} is a metric of {_TASKS[metric.task]}, and these data are "
-                f"{_TASKS[task]}; choose among {known}"
+                f"{_TASKS[task]}; choose among {valid_names}"
             )
-        if metric.above and classes <= metric.above:
+        if metric.min_classes and class_count <= metric.min_classes:
             raise ConfigError(
-                f"run.metrics: {name} needs more than {metric.above} classes, and these data have {classes}; "
+                f"run.metrics: {name} needs more than {metric.min_classes} classes, and these data have {class_count}; "
                 "leave it out"
             )
-    return chosen
+    return metrics
 
 
 _TASKS = {
@@ -462,17 +464,17 @@ def compute_metric(name: str, metric: Metric, scores: Reals, labels: Labels) -> 
             f"{[*labels.shape]}; name a function of your own, or leave it out"
         )
     if metric.task != "any":
-        highest = scores.max(1) if metric.task == "classes" else scores
-        is_number = (scores < math.inf).all() and np.isfinite(highest).all()
+        max_scores = scores.max(1) if metric.task == "classes" else scores
+        is_number = (scores < math.inf).all() and np.isfinite(max_scores).all()
         return metric.compute(scores, labels) if is_number else math.nan
     try:
         value = metric.compute(scores, labels)
         return None if value is None else float(value)
     except Exception as error:
         # whatever the user's code raises
-        form = f"scores {[*scores.shape]} and labels {[*labels.shape]}"
+        shapes_text = f"scores {[*scores.shape]} and labels {[*labels.shape]}"
         raise ConfigError(
-            f"run.metrics: {name!r} must return a number or None, and failed on {form}: "
+            f"run.metrics: {name!r} must return a number or None, and failed on {shapes_text}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

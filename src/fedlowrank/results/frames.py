@@ -49,45 +49,45 @@ def client_frame(table: Measurements, *, last: bool = False, series: str | None 
     all_series = table.all_series
     if all_series:
         _require_series(series, all_series, "the run")
-    rounds, numbers = table.evaluated_rounds, [ACCURACY, LOSS, *table.metrics]
-    unseen, hostile = table.flagged("unseen"), table.flagged("hostile")
-    parts = []
+    rounds, number_names = table.evaluated_rounds, [ACCURACY, LOSS, *table.metrics]
+    unseen, hostile = table.flagged_ids("unseen"), table.flagged_ids("hostile")
+    frames = []
     for t in rounds[-1:] if last else rounds:
-        clients = np.array(table.evaluated(t), dtype=int)
-        is_unseen, is_hostile = (np.isin(clients, [*flagged]) for flagged in (unseen, hostile))
-        for shown in _choose_series(series, all_series):
-            for split in table.splits(t, shown):
-                n = table.examples(split, table.clients)[clients]
-                keys = (t, clients, is_unseen, is_hostile, shown, split, n)
+        client_ids = np.array(table.evaluated(t), dtype=int)
+        is_unseen, is_hostile = (np.isin(client_ids, [*flagged_ids]) for flagged_ids in (unseen, hostile))
+        for series_name in _choose_series(series, all_series):
+            for split in table.splits(t, series_name):
+                n = table.examples(split, table.client_count)[client_ids]
+                keys = (t, client_ids, is_unseen, is_hostile, series_name, split, n)
                 columns = dict(zip(FRAME_KEYS, keys, strict=True))
                 if (labels := table.row(t, COUNTED_LABELS, "", split)) is not None:
-                    columns[COUNTED_LABELS] = labels[clients]
-                for name in numbers:
-                    row = table.row(t, name, shown, split)
-                    columns[name] = math.nan if row is None else row[clients]
-                parts.append(pd.DataFrame(columns))
-    if not parts:
+                    columns[COUNTED_LABELS] = labels[client_ids]
+                for name in number_names:
+                    row = table.row(t, name, series_name, split)
+                    columns[name] = math.nan if row is None else row[client_ids]
+                frames.append(pd.DataFrame(columns))
+    if not frames:
         return pd.DataFrame(columns=[*FRAME_KEYS, ACCURACY, LOSS])
-    frame = pd.concat(parts, ignore_index=True)
+    frame = pd.concat(frames, ignore_index=True)
     client_names = table.column("name")
     if any(client_names.values()):
-        named = [client_names.get(i) or "" for i in frame["client"]]
-        frame.insert(FRAME_KEYS.index("client") + 1, "client_name", named)
+        name_column = [client_names.get(i) or "" for i in frame["client"]]
+        frame.insert(FRAME_KEYS.index("client") + 1, "client_name", name_column)
     return frame
 
 
-def _choose_series(series: str | None, known: Sequence[str]) -> Sequence[str]:
+def _choose_series(series: str | None, all_series: Sequence[str]) -> Sequence[str]:
     """Names of the series to show, of those that a run has."""
     if series is None:
-        return known[:1]
-    return known if series == ALL else [name for name in known if name == series]
+        return all_series[:1]
+    return all_series if series == ALL else [name for name in all_series if name == series]
 
 
-def _require_series(series: str | None, known: Collection[str], whose: str) -> None:
+def _require_series(series: str | None, all_series: Collection[str], owner: str) -> None:
     """Raise ConfigError if a series is named that is not known."""
-    if series is not None and series != ALL and series not in known:
+    if series is not None and series != ALL and series not in all_series:
         raise ConfigError(
-            f"{whose} has no series {series!r}. {did_you_mean(series, sorted(known))} "
+            f"{owner} has no series {series!r}. {did_you_mean(series, sorted(all_series))} "
             f"series = {ALL!r} gives rows of all."
         )
 
@@ -138,29 +138,29 @@ def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: st
         >>> average_by_examples(test, ["method", "seed"]).groupby("method").mean()  # doctest: +SKIP
     """
     keys = [by] if isinstance(by, str) else list(by)
-    repeated = table[
+    repeated_rows = table[
         table.duplicated([*keys, *{"run", "client"}.difference(keys).intersection(table)], keep=False)
     ]
     for name in ("series", "split", "round"):
-        mixed = [*repeated[name].unique()]
-        if len(mixed) > 1 and name not in keys:
+        values = [*repeated_rows[name].unique()]
+        if len(values) > 1 and name not in keys:
             raise DataError(
-                f"average_by_examples: of a client, rows of {name} {', '.join(map(repr, mixed[:3]))} would be "
-                f'averaged together. Choose one, such as table.query("{name} == {mixed[-1]!r}"), or add '
+                f"average_by_examples: of a client, rows of {name} {', '.join(map(repr, values[:3]))} would be "
+                f'averaged together. Choose one, such as table.query("{name} == {values[-1]!r}"), or add '
                 f"{name!r} to by."
             )
-    some = table[table[column].notna()]
-    weights = some["n"] if COUNTED_LABELS not in some else some[COUNTED_LABELS].fillna(some["n"])
+    rows = table[table[column].notna()]
+    weights = rows["n"] if COUNTED_LABELS not in rows else rows[COUNTED_LABELS].fillna(rows["n"])
     if weights.isna().any():
         raise DataError(
             "average_by_examples: the numbers of examples of some clients are not known, as in a run over a "
             "network under privacy. Average clients alike: table.groupby(by)[column].mean()"
         )
-    products = pd.DataFrame({"total": some[column] * weights, "weight": weights})
-    sums = products.groupby([some[key] for key in keys]).sum()
+    products = pd.DataFrame({"total": rows[column] * weights, "weight": weights})
+    sums = products.groupby([rows[key] for key in keys]).sum()
     means: pd.Series = sums["total"] / sums["weight"]
-    every = table.groupby(keys).size().index
-    return means.reindex(every).rename(column)
+    index = table.groupby(keys).size().index
+    return means.reindex(index).rename(column)
 
 
 def load_runs(folder: str | Path, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
@@ -188,13 +188,13 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
     """
     records = _load_records(folder)
     _require_series(series, _series_of(record.rounds for _, record in records), f"no run in {folder}")
-    parts = []
+    frames = []
     for name, record in records:
         if series in (None, ALL, *_series_of([record.rounds])):
-            parts.append(
+            frames.append(
                 _add_run_columns(client_frame(record.measurements, last=last, series=series), name, record)
             )
-    return _join_frames(parts)
+    return _join_frames(frames)
 
 
 def _series_of(runs: Iterable[Sequence[RoundRecord]]) -> set[str]:
@@ -223,11 +223,11 @@ def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
     """The runs below a folder with their paths, without those that were moved aside."""
     root = Path(folder)
     folders = sorted(path.parent for path in root.rglob("run.json"))
-    current = [f for f in folders if not re.search(r"\.old-\d+(/|$)", f.relative_to(root).as_posix())]
-    if not current:
+    run_folders = [f for f in folders if not re.search(r"\.old-\d+(/|$)", f.relative_to(root).as_posix())]
+    if not run_folders:
         raise CheckpointError(f"{root} holds no run: neither it nor a folder below it has a run.json")
     records = [
-        (root.name if f == root else f.relative_to(root).as_posix(), RunRecord.load(f)) for f in current
+        (root.name if f == root else f.relative_to(root).as_posix(), RunRecord.load(f)) for f in run_folders
     ]
     for _, record in records:
         if record.missing:
@@ -257,12 +257,12 @@ def _choose_dtype(value: Any) -> Any:
     return type(value) if isinstance(value, bool | int | float) else object
 
 
-def _join_frames(parts: Iterable[pd.DataFrame]) -> pd.DataFrame:
+def _join_frames(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """One table of several, the columns of runs first."""
-    tables = [table for table in parts if len(table)]
+    tables = [table for table in frames if len(table)]
     if not tables:
         return pd.DataFrame(columns=["run", "experiment", "method", "seed", *FRAME_KEYS, ACCURACY, LOSS])
     # the columns that come before the round are those of runs
-    labels = [name for t in tables for name in t.columns[: list(t.columns).index("round")]]
-    others = [name for t in tables for name in t.columns]
-    return pd.concat(tables, ignore_index=True)[list(dict.fromkeys([*labels, *others]))]
+    run_columns = [name for t in tables for name in t.columns[: list(t.columns).index("round")]]
+    columns = [name for t in tables for name in t.columns]
+    return pd.concat(tables, ignore_index=True)[list(dict.fromkeys([*run_columns, *columns]))]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Floats = NDArray[np.float64]
-Who = Literal["counted", "unseen", "all"]
+ClientGroup = Literal["counted", "unseen", "all"]
 """Clients of a statistic: those that count in means (they can train and are not hostile), those that never train, or all."""
 
 COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
@@ -63,16 +63,16 @@ class ClientTable:
     """What was measured of some clients at one time: what an evaluation makes and a client's answer carries.
 
     Attributes:
-        clients: their identifiers.
+        client_ids: their identifiers.
         columns: the numbers, the headline series first.
     """
 
-    clients: list[int]
+    client_ids: list[int]
     columns: list[Column]
 
     def as_json(self) -> dict[str, Any]:
         """The table as values of JSON, which share its lists."""
-        return {"clients": self.clients, "columns": [vars(column) for column in self.columns]}
+        return {"clients": self.client_ids, "columns": [vars(column) for column in self.columns]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -82,17 +82,19 @@ class ClientTable:
     @classmethod
     def join(cls, tables: Sequence[ClientTable]) -> Self:
         """The table of the clients of all, in the order of their identifiers."""
-        if len(tables) == 1 and tables[0].clients == sorted(tables[0].clients):
-            return cls(tables[0].clients, tables[0].columns)
-        places = {i: place for place, i in enumerate(sorted(i for table in tables for i in table.clients))}
+        if len(tables) == 1 and tables[0].client_ids == sorted(tables[0].client_ids):
+            return cls(tables[0].client_ids, tables[0].columns)
+        positions = {
+            i: position for position, i in enumerate(sorted(i for table in tables for i in table.client_ids))
+        }
         rows: dict[tuple[str, str, str], list[float | None]] = {}
         for table in tables:
             for column in table.columns:
                 key = column.name, column.series, column.split
-                row = rows.setdefault(key, [None] * len(places))
-                for i, value in zip(table.clients, column.values, strict=True):
-                    row[places[i]] = value
-        return cls([*places], [Column(*key, values) for key, values in rows.items()])
+                row = rows.setdefault(key, [None] * len(positions))
+                for i, value in zip(table.client_ids, column.values, strict=True):
+                    row[positions[i]] = value
+        return cls([*positions], [Column(*key, values) for key, values in rows.items()])
 
     def series(self, name: str = ACCURACY) -> list[str]:
         """The series of a number, the headline first."""
@@ -116,7 +118,7 @@ class ClientTable:
         self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> dict[int, float | None]:
         """One column as of :meth:`values`, by the client's identifier."""
-        return dict(zip(self.clients, self.values(name, series=series, split=split), strict=False))
+        return dict(zip(self.client_ids, self.values(name, series=series, split=split), strict=False))
 
 
 def as_row(values: Iterable[float | None]) -> Floats:
@@ -149,33 +151,35 @@ def summarize(
     """
     # by columns, so that numpy adds up one client after another and a mean does not depend on memory layout
     values = np.asfortranarray(values)
-    finite = np.isfinite(values)
-    count = finite.sum(axis=1)
-    known = np.where(finite, values, 0.0)
-    weights = np.where(finite, math.nan if weights is None else weights, 0.0)
+    is_finite = np.isfinite(values)
+    count = is_finite.sum(axis=1)
+    finite_values = np.where(is_finite, values, 0.0)
+    weights = np.where(is_finite, math.nan if weights is None else weights, 0.0)
     # the worst first; what is not finite comes last
-    cost = -np.sort(np.where(finite, -values if lower_is_better else values, np.inf), axis=1)
-    tenth = np.ceil(count / 10).astype(int)
+    cost = -np.sort(np.where(is_finite, -values if lower_is_better else values, np.inf), axis=1)
+    worst_count = np.ceil(count / 10).astype(int)
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = known.sum(axis=1) / count
-        deviations = np.where(finite, values - mean[:, None], 0.0)
+        mean = finite_values.sum(axis=1) / count
+        deviations = np.where(is_finite, values - mean[:, None], 0.0)
         if values.shape[1]:
-            sums = np.take_along_axis(np.cumsum(cost, axis=1), np.maximum(tenth, 1)[:, None] - 1, axis=1)
-            worst = sums[:, 0] / tenth
+            sums = np.take_along_axis(
+                np.cumsum(cost, axis=1), np.maximum(worst_count, 1)[:, None] - 1, axis=1
+            )
+            worst = sums[:, 0] / worst_count
         else:
             worst = np.full(len(values), math.nan)
         if lower_is_better is None:
             worst = np.full(len(values), math.nan)
         is_missing = np.isnan(values)
-        evaluated = np.ones_like(is_missing) if is_evaluated is None else is_evaluated
+        evaluation_mask = np.ones_like(is_missing) if is_evaluated is None else is_evaluated
         return {
             "mean": mean,
             "std": np.sqrt((deviations**2).sum(axis=1) / count),
-            "weighted": (known * weights).sum(axis=1) / weights.sum(axis=1),
+            "weighted": (finite_values * weights).sum(axis=1) / weights.sum(axis=1),
             "worst": worst if lower_is_better else -worst,
             "clients": count,
-            "without": (is_missing & evaluated).sum(axis=1),
-            "not_evaluated": (is_missing & ~evaluated).sum(axis=1),
+            "without": (is_missing & evaluation_mask).sum(axis=1),
+            "not_evaluated": (is_missing & ~evaluation_mask).sum(axis=1),
             "non_finite": np.isinf(values).sum(axis=1),
         }
 
@@ -205,10 +209,12 @@ def measure_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
     """
     from sklearn.metrics import adjusted_rand_score  # slow to import
 
-    usable = [i for i, cluster in enumerate(truth) if cluster is not None and np.isfinite(routes[i]).all()]
-    if not usable:
+    client_ids = [
+        i for i, cluster in enumerate(truth) if cluster is not None and np.isfinite(routes[i]).all()
+    ]
+    if not client_ids:
         return math.nan
-    return float(adjusted_rand_score([truth[i] for i in usable], routes[usable].argmax(axis=1)))
+    return float(adjusted_rand_score([truth[i] for i in client_ids], routes[client_ids].argmax(axis=1)))
 
 
 class Measured(Protocol):
@@ -244,16 +250,16 @@ class Measurements:
         """Append a number of a round."""
         self._of_rounds.setdefault((name, series), {})[round] = value
 
-    def append_clients(self, round: int, measured: ClientTable) -> None:
+    def append_clients(self, round: int, table: ClientTable) -> None:
         """Append what was measured of clients; those that are not in it have no values."""
-        self._evaluated[round] = measured.clients
-        for column in measured.columns:
-            row = np.full(max([len(self._clients), *(i + 1 for i in measured.clients)]), math.nan)
-            row[measured.clients] = as_row(column.values)
+        self._evaluated[round] = table.client_ids
+        for column in table.columns:
+            row = np.full(max([len(self._clients), *(i + 1 for i in table.client_ids)]), math.nan)
+            row[table.client_ids] = as_row(column.values)
             self._of_clients.setdefault((column.name, column.series, column.split), {})[round] = row
 
     @property
-    def clients(self) -> int:
+    def client_count(self) -> int:
         """How many there are."""
         return len(self._clients)
 
@@ -265,14 +271,14 @@ class Measurements:
     def splits(self, round: int, series: str) -> list[str]:
         """The splits on whose examples a series was evaluated in a round."""
         return [
-            w
-            for (n, s, w), rows in self._of_clients.items()
+            split
+            for (n, s, split), rows in self._of_clients.items()
             if (n, s) == (ACCURACY, series) and round in rows
         ]
 
     def series(self, name: str, split: str = "test") -> list[str]:
         """The series of a number of clients, the headline first."""
-        return [s for n, s, where in self._of_clients if (n, where) == (name, split)]
+        return [s for n, s, split_name in self._of_clients if (n, split_name) == (name, split)]
 
     @property
     def evaluated_rounds(self) -> list[int]:
@@ -305,8 +311,8 @@ class Measurements:
         import pandas as pd
 
         rows: dict[int, dict[str, float]] = {}
-        for (known, series), values in self._of_rounds.items():
-            if known == name:
+        for (number_name, series), values in self._of_rounds.items():
+            if number_name == name:
                 for t, value in values.items():
                     rows.setdefault(t, {})[series] = value
         return pd.DataFrame([rows[t] for t in sorted(rows)], index=sorted(rows), dtype=np.float64)
@@ -316,17 +322,17 @@ class Measurements:
         values = self._of_rounds.get((name, series), {})
         return values[max(values)] if values else None
 
-    def flagged(self, flag: Literal["unseen", "hostile"]) -> frozenset[int]:
+    def flagged_ids(self, flag: Literal["unseen", "hostile"]) -> frozenset[int]:
         """Identifiers of the clients that never train, or that are hostile."""
-        return frozenset(i for i, is_one in self.column(flag).items() if is_one is True)
+        return frozenset(i for i, value in self.column(flag).items() if value is True)
 
     def column(self, name: str) -> dict[int, Any]:
         """A column of ``clients.json`` by the client's identifier; None where a row lacks it."""
         return {row.get("id", i): row.get(name) for i, row in enumerate(self._clients)}
 
-    def who(self, group: Who, count: int) -> list[int]:
-        """Places of a group among so many clients, see :data:`Who`."""
-        unseen, hostile = self.flagged("unseen"), self.flagged("hostile")
+    def select_clients(self, group: ClientGroup, count: int) -> list[int]:
+        """Indices of a group among so many clients, see :data:`ClientGroup`."""
+        unseen, hostile = self.flagged_ids("unseen"), self.flagged_ids("hostile")
         if group == "all":
             return list(range(count))
         if group == "unseen":
@@ -335,17 +341,19 @@ class Measurements:
 
     def examples(self, split: str, count: int) -> NDArray[Any]:
         """Examples of each of so many clients in a split; NaN for all if one is not known."""
-        known = self.column(split)
-        if any(known.get(i) is None for i in range(count)):
+        example_counts = self.column(split)
+        if any(example_counts.get(i) is None for i in range(count)):
             return np.full(count, math.nan)
-        return np.array([known[i] for i in range(count)])
+        return np.array([example_counts[i] for i in range(count)])
 
     def weights(self, round: int, split: str, count: int) -> NDArray[Any]:
         """By what each of so many clients weighs in a mean over examples: its labels that count, or its examples."""
         row = self.row(round, COUNTED_LABELS, "", split)
         return self.examples(split, count) if row is None else row
 
-    def over_clients(self, name: str, series: str, split: str = "test", who: Who = "counted") -> pd.DataFrame:
+    def over_clients(
+        self, name: str, series: str, split: str = "test", group: ClientGroup = "counted"
+    ) -> pd.DataFrame:
         """Statistics over clients by round, as of :func:`summarize`, of the rounds with a finite value.
 
         The weighted mean is by the labels that count, which are the examples unless there are labels of pixels or
@@ -357,27 +365,29 @@ class Measurements:
 
         rows = self._of_clients.get((name, series, split), {})
         count = len(next(iter(rows.values()), ()))
-        places = self.who(who, count)
-        rows_with_values = {t: row[places] for t, row in rows.items() if np.isfinite(row[places]).any()}
+        positions = self.select_clients(group, count)
+        rows_with_values = {t: row[positions] for t, row in rows.items() if np.isfinite(row[positions]).any()}
         values = np.array(list(rows_with_values.values()), dtype=np.float64).reshape(
-            len(rows_with_values), len(places)
+            len(rows_with_values), len(positions)
         )
-        flags = [np.isin(places, self.evaluated(t)) for t in rows_with_values]
+        flags = [np.isin(positions, self.evaluated(t)) for t in rows_with_values]
         statistics = summarize(
             values,
-            np.array([self.weights(t, split, count)[places] for t in rows_with_values]).reshape(values.shape),
+            np.array([self.weights(t, split, count)[positions] for t in rows_with_values]).reshape(
+                values.shape
+            ),
             lower_is_better=is_lower_better(name),
             is_evaluated=np.array(flags, dtype=np.bool_).reshape(values.shape),
         )
         return pd.DataFrame(statistics, index=list(rows_with_values))
 
-    def mean(self, name: str, series: str, split: str, who: Who = "counted") -> float | None:
+    def mean(self, name: str, series: str, split: str, group: ClientGroup = "counted") -> float | None:
         """The mean of :func:`mean_over_clients` after the last round that has the number; None without a value."""
         rows = self._of_clients.get((name, series, split), {})
         if not rows:
             return None
         row = rows[max(rows)]
-        return _mean_of_row(row[self.who(who, len(row))])
+        return _mean_of_row(row[self.select_clients(group, len(row))])
 
     def routes(self) -> dict[int, Floats]:
         """Shares ``[clients, clusters]`` by round, where all clients have them; none for a single cluster."""
@@ -391,16 +401,16 @@ class Measurements:
         rounds = {t: np.stack([table[t] for table in tables], axis=1) for t in tables[0]}
         return {t: shares for t, shares in rounds.items() if not np.isnan(shares).any()}
 
-    def true_clusters(self, clients: int) -> list[int | None]:
+    def true_clusters(self, client_count: int) -> list[int | None]:
         """The true cluster of each of so many clients; None if it is unknown."""
-        known = self.column("cluster")
-        return [known.get(i) for i in range(clients)]
+        clusters = self.column("cluster")
+        return [clusters.get(i) for i in range(client_count)]
 
     def recovery(self) -> dict[int, float]:
         """Cluster recovery over the clients that can train, by round; empty if fewer than two true clusters are known."""
-        rounds, unseen = self.routes(), self.flagged("unseen")
-        known = self.true_clusters(len(next(iter(rounds.values()), ())))
-        truth = [None if i in unseen else cluster for i, cluster in enumerate(known)]
+        rounds, unseen = self.routes(), self.flagged_ids("unseen")
+        clusters = self.true_clusters(len(next(iter(rounds.values()), ())))
+        truth = [None if i in unseen else cluster for i, cluster in enumerate(clusters)]
         if len(set(truth) - {None}) < 2:
             return {}
         # choices rarely change from round to round, and one index takes longer than all the rest
@@ -421,8 +431,8 @@ class Measurements:
                 yield t, -1, series, "", name, value
         for (name, series, split), rows in self._of_clients.items():
             for t, row in rows.items():
-                for client in np.flatnonzero(~np.isnan(row)):
-                    yield t, int(client), series, split, name, float(row[client])
+                for client_id in np.flatnonzero(~np.isnan(row)):
+                    yield t, int(client_id), series, split, name, float(row[client_id])
 
     def frame(self) -> pd.DataFrame:
         """All rows, with the columns :data:`COLUMNS`."""

@@ -10,10 +10,12 @@ ROUNDING = 1e-12
 last bits."""
 
 
-def exceeds(value: float, other: float, by: float = 0.0) -> bool:
-    """Whether a value is larger than another one by more than ``by``, and not by rounding alone."""
-    least = other + by
-    return value > least and not math.isclose(value, least, rel_tol=ROUNDING, abs_tol=ROUNDING * by)
+def exceeds(value: float, other: float, margin: float = 0.0) -> bool:
+    """Whether a value is larger than another one by more than ``margin``, and not by rounding alone."""
+    threshold = other + margin
+    return value > threshold and not math.isclose(
+        value, threshold, rel_tol=ROUNDING, abs_tol=ROUNDING * margin
+    )
 
 
 def find_best(values: Iterable[float | None], *, lower_is_better: bool = False) -> int | None:
@@ -24,13 +26,13 @@ def find_best(values: Iterable[float | None], *, lower_is_better: bool = False) 
         lower_is_better: whether the best is the smallest, as of a loss.
 
     Returns:
-        The place, counted from 0; None if there is no value.
+        The index, counted from 0; None if there is no value.
     """
     sign = -1.0 if lower_is_better else 1.0
-    best, place = 0.0, None
+    best, index = 0.0, None
     for k, value in enumerate(values):
         if value is None or math.isnan(value):
             continue
-        if place is None or exceeds(sign * value, best):
-            best, place = sign * value, k
-    return place
+        if index is None or exceeds(sign * value, best):
+            best, index = sign * value, k
+    return index

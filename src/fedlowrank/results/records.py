@@ -94,16 +94,16 @@ class RoundRecord:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        measured = None if self.measured is None else self.measured.as_json()
-        return json.dumps({**vars(self), "measured": measured}, separators=(",", ":"))
+        table = None if self.measured is None else self.measured.as_json()
+        return json.dumps({**vars(self), "measured": table}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str | bytes) -> RoundRecord:
         """Read a line of :meth:`to_json`; raises one of :data:`RECORD_ERRORS` if it is none."""
         # a third of the time of json.loads
         fields = from_json(line)
-        measured = fields.pop("measured", None)
-        return cls(**fields, measured=None if measured is None else ClientTable.from_json(measured))
+        table = fields.pop("measured", None)
+        return cls(**fields, measured=None if table is None else ClientTable.from_json(table))
 
     @property
     def is_evaluated(self) -> bool:
@@ -158,9 +158,11 @@ class RoundRecord:
             It; None if the models were not evaluated, or no such client has a number; NaN if that of one is not
             finite.
         """
-        excluded = set(self.excluded_from_means or ())
+        excluded_ids = set(self.excluded_from_means or ())
         values = self.by_client(name, split=split)
-        return mean_over_clients(value for client, value in values.items() if client not in excluded)
+        return mean_over_clients(
+            value for client_id, value in values.items() if client_id not in excluded_ids
+        )
 
     def append_to(self, table: Measurements) -> None:
         """Append all numbers to the table of a run."""
@@ -171,13 +173,13 @@ class RoundRecord:
             table.append(t, name, getattr(self, name))
         if self.simulated_seconds is not None:
             table.append(t, "simulated_seconds", self.simulated_seconds)
-        kinds: dict[str, Mapping[str, Any]] = {
+        numbers_by_name: dict[str, Mapping[str, Any]] = {
             "seconds": self.seconds,
             TRAINING_LOSS: self.loss,
             "ranks": self.ranks,
             **(self.server_metrics or {}),
         }
-        for name, numbers in kinds.items():
+        for name, numbers in numbers_by_name.items():
             for series, value in numbers.items():
                 table.append(t, name, value, series=series)
 
@@ -223,7 +225,7 @@ class RunRecord:
         clients = read_clients(folder)
         status = read_sealed(folder / STATUS)
         # before the records, for a run that goes on has its records before its checkpoint
-        completed = completed_rounds(folder, status)
+        completed_count = completed_rounds(folder, status)
         try:
             rounds = [RoundRecord.from_json(line) for line in read_lines(folder)]
         except (OSError, zlib.error, *RECORD_ERRORS) as error:
@@ -231,14 +233,16 @@ class RunRecord:
                 f"{folder / RECORDS_FILE} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
                 "which keeps the rounds that can be read."
             ) from error
-        numbers = [record.round for record in rounds]
-        if numbers != sorted(set(numbers)):
+        round_numbers = [record.round for record in rounds]
+        if round_numbers != sorted(set(round_numbers)):
             raise CheckpointError(
-                f"{folder / RECORDS_FILE} is damaged: its rounds are {numbers}, not ascending"
+                f"{folder / RECORDS_FILE} is damaged: its rounds are {round_numbers}, not ascending"
             )
-        known = {record.round for record in rounds if not record.restored}
-        missing = tuple(t for t in range(max([completed, *numbers[-1:]]) + 1) if t not in known)
-        return cls(folder, config, clients, rounds, actual_status(folder, status), missing)
+        recorded_rounds = {record.round for record in rounds if not record.restored}
+        missing_rounds = tuple(
+            t for t in range(max([completed_count, *round_numbers[-1:]]) + 1) if t not in recorded_rounds
+        )
+        return cls(folder, config, clients, rounds, actual_status(folder, status), missing_rounds)
 
     def section(self, *names: str) -> dict[str, Any]:
         """A section of ``run.json``, or one within it; empty if it is missing or null."""
@@ -281,14 +285,14 @@ class RunRecord:
     @cached_property
     def ranks(self) -> dict[int, int]:
         """The LoRA rank of each client that has one."""
-        known = self.measurements.column("rank").items()
-        return {client: rank for client, rank in known if type(rank) is int and rank > 0}
+        rank_items = self.measurements.column("rank").items()
+        return {client_id: rank for client_id, rank in rank_items if type(rank) is int and rank > 0}
 
     @cached_property
     def predicts_tokens(self) -> bool:
         """Whether its models are language models that predict tokens, and not classes."""
-        compares = Loss((self.config.get("loss") or {}).get("kind", "auto")).compares_texts
-        return bool(self.section("language")) and not self.config.get("classes") and not compares
+        compares_texts = Loss((self.config.get("loss") or {}).get("kind", "auto")).compares_texts
+        return bool(self.section("language")) and not self.config.get("classes") and not compares_texts
 
     @cached_property
     def answers(self) -> list[dict[str, Any]]:
@@ -310,9 +314,9 @@ def describe_missing(rounds: Sequence[int]) -> str:
             spans[-1][1:] = [t]
         else:
             spans.append([t])
-    listed = join_words([" to ".join(map(str, span)) for span in spans])
-    subject = "record of round" if len(rounds) == 1 else "records of rounds"
-    return f"the {subject} {listed} {'is' if len(rounds) == 1 else 'are'} lost"
+    spans_text = join_words([" to ".join(map(str, span)) for span in spans])
+    label = "record of round" if len(rounds) == 1 else "records of rounds"
+    return f"the {label} {spans_text} {'is' if len(rounds) == 1 else 'are'} lost"
 
 
 def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]]:
@@ -332,15 +336,15 @@ def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]
         for line in lines:
             with contextlib.suppress(*RECORD_ERRORS):
                 records.append(RoundRecord.from_json(line))
-    by_round = {record.round: record for record in records if record.round <= round}
-    missing = [t for t in range(round + 1) if t not in by_round]
-    if missing:
+    records_by_round = {record.round: record for record in records if record.round <= round}
+    missing_rounds = [t for t in range(round + 1) if t not in records_by_round]
+    if missing_rounds:
         logger.warning(
             "%s is missing or damaged%s: %s, with their results and costs. The run goes on from its checkpoint "
             "after round %d with the same bits. For all records, run it again from the start in another folder.",
             folder / RECORDS_FILE,
             damage,
-            describe_missing(missing),
+            describe_missing(missing_rounds),
             round,
         )
-    return [by_round[t] for t in sorted(by_round)], missing
+    return [records_by_round[t] for t in sorted(records_by_round)], missing_rounds

@@ -131,7 +131,7 @@ class EarlyStopping(Callback):
                     record.round,
                 )
             return False
-        if self._best is None or exceeds(value, self._best, by=self.min_delta):
+        if self._best is None or exceeds(value, self._best, margin=self.min_delta):
             self._best, self._best_round, self._waited = value, record.round, 0
         else:
             self._waited += 1
@@ -151,9 +151,9 @@ class EarlyStopping(Callback):
         if self.metric is None or record.measured is None:
             return record.validation()
         if not record.measured.series(self.metric):
-            measured = ", ".join(record.measured.metrics) or "no metric"
+            metric_names = ", ".join(record.measured.metrics) or "no metric"
             raise ConfigError(
-                f"EarlyStopping: the run measures {measured} and not {self.metric!r}: add it to metrics"
+                f"EarlyStopping: the run measures {metric_names} and not {self.metric!r}: add it to metrics"
             )
         value = record.mean(self.metric, split="val")
         if value is None:
@@ -173,8 +173,8 @@ class CallbackList:
         Returns:
             Why the run must not go on; empty if it may.
         """
-        own = [c for c in self._callbacks if isinstance(c, Callback)]
-        return _first_reason([(c, c.on_run_begin(records)) for c in own], records)
+        callback_objects = [c for c in self._callbacks if isinstance(c, Callback)]
+        return _first_reason([(c, c.on_run_begin(records)) for c in callback_objects], records)
 
     def __call__(self, record: RoundRecord) -> str:
         """Pass on the record of a round; returns why the run ends, or an empty text."""
@@ -196,20 +196,20 @@ def _first_reason(answers: Sequence[tuple[RoundCallback, Any]], records: Sequenc
                 "None to go on"
             )
         if answer:
-            why = callback.reason if isinstance(callback, Callback) else ""
-            reasons.append(why or f"{name_of(callback)} returned True after round {records[-1].round}")
+            reason = callback.reason if isinstance(callback, Callback) else ""
+            reasons.append(reason or f"{name_of(callback)} returned True after round {records[-1].round}")
     return f"stopped early: {reasons[0]}" if reasons else ""
 
 
 def name_of(callback: RoundCallback) -> str:
     """Name of a callback for messages."""
-    named = callback if hasattr(callback, "__qualname__") else type(callback)
-    return f"{named.__module__}:{named.__qualname__}"
+    definition = callback if hasattr(callback, "__qualname__") else type(callback)
+    return f"{definition.__module__}:{definition.__qualname__}"
 
 
-def as_callbacks(given: RoundCallback | Sequence[RoundCallback] | None) -> list[RoundCallback]:
+def as_callbacks(value: RoundCallback | Sequence[RoundCallback] | None) -> list[RoundCallback]:
     """The callbacks that a user passes: one, several or none; ConfigError if one cannot be called."""
-    callbacks = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+    callbacks = list(value) if isinstance(value, Sequence) else [] if value is None else [value]
     for callback in callbacks:
         if isinstance(callback, type) or not callable(callback):
             description = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
@@ -235,8 +235,8 @@ def settings_callbacks(settings: RunSettings) -> list[RoundCallback]:
     """
     callbacks: list[RoundCallback] = [] if settings.patience is None else [EarlyStopping(settings.patience)]
     for name in settings.callbacks:
-        named = import_named(name, "run.callbacks")
+        attribute = import_named(name, "run.callbacks")
         callbacks += as_callbacks(
-            named() if isinstance(named, type) and issubclass(named, Callback) else named
+            attribute() if isinstance(attribute, type) and issubclass(attribute, Callback) else attribute
         )
     return callbacks

@@ -24,48 +24,53 @@ FREE_TO_CHANGE = (
 """Parts of the configuration that do not change results, or restate other parts."""
 
 
-def changes_of(stored: Any, now: Any, method: AnyMethod) -> list[str]:
+def changes_of(stored_config: Any, new_config: Any, method: AnyMethod) -> list[str]:
     """Fields of ``run.json`` in which two configurations differ so that one run cannot go on as the other.
 
     A run may get more rounds, for its rounds until now are those of a run that had as many from the start,
     unless the method plans them by their number. It gets none in which a learning rate is 0 by its schedule.
 
     Args:
-        stored: the configuration of the run. Settings that it lacks count as their defaults
+        stored_config: the configuration of the run. Settings that it lacks count as their defaults
             (:func:`fedlowrank.rounds.stored_settings.add_defaults`).
-        now: how it is to go on, or some sections of it.
+        new_config: how it is to go on, or some sections of it.
         method: that it runs.
     """
-    stored = add_defaults(stored, method) if isinstance(stored, dict) else stored
-    stored, now = _leave_out_single_metrics(stored, now)
-    before, after = (_rounds(c) for c in (stored, now))
-    if not isinstance(before, int) or not isinstance(after, int) or before == after:
-        return differences(stored, now)
-    other_changes = differences({**stored, "run": {**stored["run"], "rounds": after}}, now)
-    if after < before:
-        return [f"run.rounds was {before} and is {after}, but a run can only get more rounds", *other_changes]
+    stored_config = add_defaults(stored_config, method) if isinstance(stored_config, dict) else stored_config
+    stored_config, new_config = _leave_out_single_metrics(stored_config, new_config)
+    stored_rounds, new_rounds = (_rounds(c) for c in (stored_config, new_config))
+    if not isinstance(stored_rounds, int) or not isinstance(new_rounds, int) or stored_rounds == new_rounds:
+        return differences(stored_config, new_config)
+    other_changes = differences(
+        {**stored_config, "run": {**stored_config["run"], "rounds": new_rounds}}, new_config
+    )
+    if new_rounds < stored_rounds:
+        return [
+            f"run.rounds was {stored_rounds} and is {new_rounds}, but a run can only get more rounds",
+            *other_changes,
+        ]
     for name, schedule in _find_schedules(method, ""):
-        if schedule.is_over(after - 1):
+        if schedule.is_over(new_rounds - 1):
             other_changes.append(
-                f"run.rounds was {before} and is {after}, but {name} with rounds = {schedule.rounds} has fallen to a "
-                f"learning rate of 0 before round {after}, which would train nothing"
+                f"run.rounds was {stored_rounds} and is {new_rounds}, but {name} with rounds = {schedule.rounds} has fallen to a "
+                f"learning rate of 0 before round {new_rounds}, which would train nothing"
             )
     if not method.uses_rounds:
         return other_changes
-    why = f"{method.title} plans its rounds by how many there are"
-    others = f"{before} of {after} are others than {before} of {before}"
-    return [f"run.rounds was {before} and is {after}; {why}, so {others}", *other_changes]
+    reason = f"{method.title} plans its rounds by how many there are"
+    consequence = f"{stored_rounds} of {new_rounds} are others than {stored_rounds} of {stored_rounds}"
+    return [f"run.rounds was {stored_rounds} and is {new_rounds}; {reason}, so {consequence}", *other_changes]
 
 
-def check_changes(folder: Path, stored: Any, now: Any, method: AnyMethod) -> None:
+def check_changes(folder: Path, stored_config: Any, new_config: Any, method: AnyMethod) -> None:
     """Raise CheckpointError if a run cannot go on with another configuration; the message names the fields."""
-    if stored.get("format") != FORMAT:
-        version = _table(stored, "versions").get("fedlowrank", "another version")
+    if stored_config.get("format") != FORMAT:
+        version = _table(stored_config, "versions").get("fedlowrank", "another version")
         raise CheckpointError(
-            f"{folder} has format {stored.get('format')}, and this version of fedlowrank reads and writes format {FORMAT}. Go on "
-            f"with the version that made it ({version}), or start a new run in another folder."
+            f"{folder} has format {stored_config.get('format')}, and this version of fedlowrank reads and writes format "
+            f"{FORMAT}. Go on with the version that made it ({version}), or start a new run in another folder."
         )
-    if changes := changes_of(stored, now, method):
+    if changes := changes_of(stored_config, new_config, method):
         raise CheckpointError(
             f"{folder} cannot be resumed with another configuration: "
             + "; ".join(changes)
@@ -73,20 +78,20 @@ def check_changes(folder: Path, stored: Any, now: Any, method: AnyMethod) -> Non
         )
 
 
-def describe_version_changes(stored: Any, now: Any) -> str:
+def describe_version_changes(stored_config: Any, new_config: Any) -> str:
     """Say which software was another one when a run was made, such as ``torch 2.6.0 (now 2.7.0)``; empty if none was.
 
     It does not keep a run from going on: a new version may round differently, which no user can set back.
     """
-    before, after = (_table(config, "versions") for config in (stored, now))
+    stored_versions, new_versions = (_table(config, "versions") for config in (stored_config, new_config))
     return ", ".join(
-        f"{name} {before[name]} (now {after[name]})"
-        for name in after
-        if name in before and before[name] != after[name]
+        f"{name} {stored_versions[name]} (now {new_versions[name]})"
+        for name in new_versions
+        if name in stored_versions and stored_versions[name] != new_versions[name]
     )
 
 
-def find_changed_callbacks(stored: Any, now: Any) -> list[str]:
+def find_changed_callbacks(stored_config: Any, new_config: Any) -> list[str]:
     """Names of ``run.callbacks`` whose code differs between two configurations.
 
     Such a change is worth a warning and no error, unlike one of a metric, whose values in the records would be of two
@@ -94,33 +99,37 @@ def find_changed_callbacks(stored: Any, now: Any) -> list[str]:
     only end the run in another round than it would have under one code from the start.
 
     Args:
-        stored: the configuration of the run.
-        now: how it goes on.
+        stored_config: the configuration of the run.
+        new_config: how it goes on.
     """
-    before, after = (_table(config, "callback_code") for config in (stored, now))
-    return [name for name in after if name in before and before[name] != after[name]]
+    stored_code, new_code = (_table(config, "callback_code") for config in (stored_config, new_config))
+    return [name for name in new_code if name in stored_code and stored_code[name] != new_code[name]]
 
 
-def _leave_out_single_metrics(stored: Any, now: Any) -> tuple[Any, Any]:
+def _leave_out_single_metrics(stored_config: Any, new_config: Any) -> tuple[Any, Any]:
     """Two configurations without the code of metrics that only one of them has, for metrics may be added and dropped."""
-    codes = [_table(config, "code") for config in (stored, now)]
-    metrics = {name for config in (stored, now) for name in _table(config, "run").get("metrics") or ()}
-    single = {name for name in metrics if any(name not in code for code in codes)}
-    if not any(name in code for name in single for code in codes):
-        return stored, now
-    kept = [{name: text for name, text in code.items() if name not in single} for code in codes]
+    codes = [_table(config, "code") for config in (stored_config, new_config)]
+    metrics = {
+        name for config in (stored_config, new_config) for name in _table(config, "run").get("metrics") or ()
+    }
+    unshared_metrics = {name for name in metrics if any(name not in code for code in codes)}
+    if not any(name in code for name in unshared_metrics for code in codes):
+        return stored_config, new_config
+    shared_codes = [
+        {name: text for name, text in code.items() if name not in unshared_metrics} for code in codes
+    ]
     # a configuration without any code of the user's own has no such section
-    stored, now = (
+    stored_config, new_config = (
         {**{key: value for key, value in config.items() if key != "code"}, **({"code": code} if code else {})}
-        for config, code in zip((stored, now), kept, strict=True)
+        for config, code in zip((stored_config, new_config), shared_codes, strict=True)
     )
-    return stored, now
+    return stored_config, new_config
 
 
 def _table(config: Any, section: str) -> dict[str, Any]:
     """A section of a configuration; empty if there is none."""
-    found = config.get(section) if isinstance(config, dict) else None
-    return found if isinstance(found, dict) else {}
+    table = config.get(section) if isinstance(config, dict) else None
+    return table if isinstance(table, dict) else {}
 
 
 def _rounds(config: Any) -> Any:
@@ -137,64 +146,71 @@ def _find_schedules(settings: Any, path: str) -> Iterator[tuple[str, Schedule | 
             yield from _find_schedules(getattr(settings, field.name), f"{path}.{field.name}".lstrip("."))
 
 
-def differences(stored: Any, now: Any, path: str = "") -> list[str]:
+def differences(stored_value: Any, new_value: Any, path: str = "") -> list[str]:
     """Dotted fields in which two configurations differ, each with both values."""
-    if isinstance(stored, dict) and isinstance(now, dict):
+    if isinstance(stored_value, dict) and isinstance(new_value, dict):
         if path == "models":
-            return _model_differences(stored, now)
+            return _model_differences(stored_value, new_value)
         texts: list[str] = []
-        for key in sorted({*stored, *now}, key=str):
-            here = f"{path}.{key}" if path else str(key)
-            if here in FREE_TO_CHANGE:
+        for key in sorted({*stored_value, *new_value}, key=str):
+            field_path = f"{path}.{key}" if path else str(key)
+            if field_path in FREE_TO_CHANGE:
                 continue
-            if here == "columns" and not (key in stored and key in now):
+            if field_path == "columns" and not (key in stored_value and key in new_value):
                 # arrays have no names, and their values are compared by digests
                 continue
-            if key not in stored or key not in now:
-                texts.append(f"{here} is only in the {'stored' if key in stored else 'new'} configuration")
+            if key not in stored_value or key not in new_value:
+                texts.append(
+                    f"{field_path} is only in the {'stored' if key in stored_value else 'new'} configuration"
+                )
             else:
-                texts += differences(stored[key], now[key], here)
+                texts += differences(stored_value[key], new_value[key], field_path)
         return texts
-    if stored == now:
+    if stored_value == new_value:
         return []
     if path.startswith("code."):
         return [f"the code of {path.removeprefix('code.')} was changed"]
-    if path.startswith("columns.") and isinstance(stored, list) and isinstance(now, list):
-        return [_column_difference(stored, now)]
-    if path == "fingerprint" and isinstance(stored, list) and isinstance(now, list):
-        changed = [i for i, (a, b) in enumerate(zip(stored, now, strict=False)) if a != b]
+    if path.startswith("columns.") and isinstance(stored_value, list) and isinstance(new_value, list):
+        return [_column_difference(stored_value, new_value)]
+    if path == "fingerprint" and isinstance(stored_value, list) and isinstance(new_value, list):
+        client_ids = [i for i, (a, b) in enumerate(zip(stored_value, new_value, strict=False)) if a != b]
         return [
-            f"data: the examples of client {changed[0] if changed else min(len(stored), len(now))} are others"
+            f"data: the examples of client {client_ids[0] if client_ids else min(len(stored_value), len(new_value))} are others"
         ]
-    return [f"{path} was {stored!r} and is {now!r}"]
+    return [f"{path} was {stored_value!r} and is {new_value!r}"]
 
 
-def _column_difference(stored: list[str], now: list[str]) -> str:
+def _column_difference(stored_columns: list[str], new_columns: list[str]) -> str:
     """How the columns of the inputs differ, though their values may be equal: renamed, swapped, or of another number."""
-    if len(stored) != len(now):
-        return f"data: the inputs had {len(stored)} columns and have {len(now)}"
-    place = next(i for i, (a, b) in enumerate(zip(stored, now, strict=True)) if a != b)
-    return f"data: column {place + 1} of the inputs was {stored[place]!r} and is {now[place]!r}"
+    if len(stored_columns) != len(new_columns):
+        return f"data: the inputs had {len(stored_columns)} columns and have {len(new_columns)}"
+    index = next(i for i, (a, b) in enumerate(zip(stored_columns, new_columns, strict=True)) if a != b)
+    return (
+        f"data: column {index + 1} of the inputs was {stored_columns[index]!r} and is {new_columns[index]!r}"
+    )
 
 
-def _model_differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _model_differences(stored_models: dict[str, Any], new_models: dict[str, Any]) -> list[str]:
     """In which layers the models of two configurations differ, by name of the architecture."""
     texts = []
-    for name in sorted({*stored, *now}):
-        if name not in stored or name not in now:
-            texts.append(f"model {name} is only in the {'stored' if name in stored else 'new'} configuration")
+    for name in sorted({*stored_models, *new_models}):
+        if name not in stored_models or name not in new_models:
+            texts.append(
+                f"model {name} is only in the {'stored' if name in stored_models else 'new'} configuration"
+            )
             continue
-        before, after = stored[name], now[name]
-        layers = compare_layers(before.get("layers") or {}, after["layers"])
+        stored_model, new_model = stored_models[name], new_models[name]
+        layers = compare_layers(stored_model.get("layers") or {}, new_model["layers"])
         texts += [f"model {name}: {text}" for text in layers]
-        if not layers and before.get("frozen") != after.get("frozen"):
+        if not layers and stored_model.get("frozen") != new_model.get("frozen"):
             texts.append(
                 f"model {name}: its frozen parameters or buffers have other values. No checkpoint holds them; load "
                 "the weights that the run was made with"
             )
         elif not layers:
-            old, new = (
-                {k: v for k, v in m.items() if k not in ("layers", "frozen")} for m in (before, after)
+            stored_fields, new_fields = (
+                {k: v for k, v in m.items() if k not in ("layers", "frozen")}
+                for m in (stored_model, new_model)
             )
-            texts += differences(old, new, f"models.{name}")
+            texts += differences(stored_fields, new_fields, f"models.{name}")
     return texts

@@ -41,7 +41,7 @@ from ..trust.updates import (
 )
 from .round_results import Contribute, RoundResults
 from .run_settings import RunSettings
-from .setup.preparation import usual_examples, weigh_client
+from .setup.preparation import compute_median_examples, weigh_client
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class Inspection:
     @classmethod
     def of(cls, method: AnyMethod, task: Task, trust: Trust, hostile: frozenset[int]) -> Inspection | None:
         """None where no attack and no rule needs all uploads together."""
-        needed = trust.attack.kind in ON_UPDATES or trust.robust.rule in WEIGHING
-        if not needed:
+        is_needed = trust.attack.kind in ON_UPDATES or trust.robust.rule in WEIGHING
+        if not is_needed:
             return None
         server, client = method.server_init(task), task.clients[0]
         upload, _ = trace_upload(method, task, client, method.download(server, client))
@@ -84,7 +84,7 @@ class Inspection:
         return cls(method, task, trust, hostile, not averaged)
 
     def judge(
-        self, uploads: Mapping[int, Any], server: Any, key: Key, refused: int = 0
+        self, uploads: Mapping[int, Any], server: Any, key: Key, refused_count: int = 0
     ) -> tuple[dict[int, Any], dict[int, float]]:
         """The uploads that are used, and how much each counts.
 
@@ -92,7 +92,7 @@ class Inspection:
             uploads: as they arrived, by client.
             server: the state of the server.
             key: randomness of the attack.
-            refused: further replies of the round that were refused.
+            refused_count: further replies of the round that were refused.
 
         Returns:
             Decoded uploads of the clients that the rule did not leave out, and the weight of every reply: of
@@ -102,25 +102,28 @@ class Inspection:
             TaskError: if the rule cannot be applied to these uploads.
         """
         method, infos = self.method, {c.id: c for c in self.task.clients}
-        received = {i: decompress_upload(method, server, u, infos[i]) for i, u in uploads.items()}
-        definitions = {i: self._update(infos[i], server) for i in received}
+        decoded_uploads = {i: decompress_upload(method, server, u, infos[i]) for i, u in uploads.items()}
+        definitions = {i: self._update(infos[i], server) for i in decoded_uploads}
         references = {i: definition.reference for i, definition in definitions.items()}
         if self.trust.attack.kind in ON_UPDATES:
-            updates = {i: compute_update(u, references[i]) for i, u in received.items()}
-            sent = attack_updates(updates, self.hostile, self.trust.attack, key)
-            changed = {i for i in received if i in self.hostile}
-            received |= {i: replace_update(received[i], references[i], sent[i]) for i in changed}
-        weights = dict.fromkeys(received, 1.0)
-        if self.trust.robust.rule in WEIGHING and received:
-            weights = self._weigh(received, definitions, infos, refused)
+            updates = {i: compute_update(u, references[i]) for i, u in decoded_uploads.items()}
+            attacked_updates = attack_updates(updates, self.hostile, self.trust.attack, key)
+            attacked_ids = {i for i in decoded_uploads if i in self.hostile}
+            decoded_uploads |= {
+                i: replace_update(decoded_uploads[i], references[i], attacked_updates[i])
+                for i in attacked_ids
+            }
+        weights = dict.fromkeys(decoded_uploads, 1.0)
+        if self.trust.robust.rule in WEIGHING and decoded_uploads:
+            weights = self._weigh(decoded_uploads, definitions, infos, refused_count)
             if self.trust.robust.rule == "norm_bound":
-                for i, u in received.items():
-                    received[i] = self._bounded(u, definitions[i], weights[i])
-        return {i: u for i, u in received.items() if weights[i] > 0}, weights
+                for i, u in decoded_uploads.items():
+                    decoded_uploads[i] = self._bounded(u, definitions[i], weights[i])
+        return {i: u for i, u in decoded_uploads.items() if weights[i] > 0}, weights
 
-    def least_replies(self, count: int, refused: int = 0) -> int:
+    def least_replies(self, count: int, refused_count: int = 0) -> int:
         """How many replies the rule needs, see :func:`least_replies`."""
-        return least_replies(self.trust.robust, count, refused)
+        return least_replies(self.trust.robust, count, refused_count)
 
     def judge_round(
         self, results: RoundResults, contribute: Contribute, server: Any, key: Key
@@ -136,27 +139,31 @@ class Inspection:
         Returns:
             The weight of each reply, to be recorded, where a rule weighs them.
         """
-        used: dict[int, Any] = {}
+        used_uploads: dict[int, Any] = {}
         weights: dict[int, float] = {}
         counts: dict[int, float] = {}
         infos = {c.id: c for c in self.task.clients}
 
         def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
-            refused = len(results.refused)
-            needed = self.least_replies(len(uploads) + refused, refused)
-            if uploads and len(uploads) < needed:
+            refused_count = len(results.refused)
+            quorum = self.least_replies(len(uploads) + refused_count, refused_count)
+            if uploads and len(uploads) < quorum:
                 results.aggregator.reason = (
-                    f"{self.trust.robust.rule} needs at least {needed} replies, and there were {len(uploads)}"
+                    f"{self.trust.robust.rule} needs at least {quorum} replies, and there were {len(uploads)}"
                 )
                 return {}
-            chosen, ruled = self.judge(uploads, server, key, refused)
-            used.update(chosen)
-            weights.update(ruled)
-            counts.update(zip(chosen, self._counts(infos, list(chosen)).tolist(), strict=True))
-            return chosen
+            selected_uploads, rule_weights = self.judge(uploads, server, key, refused_count)
+            used_uploads.update(selected_uploads)
+            weights.update(rule_weights)
+            counts.update(
+                zip(selected_uploads, self._counts(infos, list(selected_uploads)).tolist(), strict=True)
+            )
+            return selected_uploads
 
         def contribute_weighted(info: ClientInfo, upload: Any) -> Any:
-            return self.reweight(contribute(info, upload), weights[info.id] / counts[info.id], len(used))
+            return self.reweight(
+                contribute(info, upload), weights[info.id] / counts[info.id], len(used_uploads)
+            )
 
         results.contribute_together(judge, contribute_weighted)
         if self.trust.robust.rule not in WEIGHING:
@@ -186,7 +193,7 @@ class Inspection:
         uploads: Mapping[int, Any],
         definitions: Mapping[int, Update],
         infos: Mapping[int, ClientInfo],
-        refused: int,
+        refused_count: int,
     ) -> dict[int, float]:
         rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
         if rule == "norm_bound":
@@ -213,17 +220,18 @@ class Inspection:
             if rule == "geometric_median":
                 weights = geometric_median_weights(products, self._counts(infos, list(uploads)))
             else:
-                hostile = _hostile(self.trust.robust, n + refused, refused)
+                hostile = _hostile(self.trust.robust, n + refused_count, refused_count)
                 weights = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
         return dict(zip(uploads, weights.tolist(), strict=True))
 
-    def _counts(self, infos: Mapping[int, ClientInfo], clients: Sequence[int]) -> Tensor:
+    def _counts(self, infos: Mapping[int, ClientInfo], client_ids: Sequence[int]) -> Tensor:
         """By how much each client counts, float64 ``[n]``."""
         if self.trust.robust.weights == "equal":
-            return torch.ones(len(clients), dtype=torch.float64)
-        usual, robust = usual_examples(self.task.clients), self.trust.robust
+            return torch.ones(len(client_ids), dtype=torch.float64)
+        median_examples, robust = compute_median_examples(self.task.clients), self.trust.robust
         return torch.tensor(
-            [float(weigh_client(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
+            [float(weigh_client(infos[i], robust, median_examples).examples) for i in client_ids],
+            dtype=torch.float64,
         )
 
     def _bounded(self, upload: Any, definition: Update, factor: float) -> Any:
@@ -235,7 +243,7 @@ class Inspection:
         )[0]
 
 
-def least_replies(robust: Robust, count: int, refused: int = 0) -> int:
+def least_replies(robust: Robust, count: int, refused_count: int = 0) -> int:
     """How many replies a rule needs besides those that were refused; 0 where any number will do.
 
     Krum needs 2 f + 3; a trimmed mean one more than it drops, 2 f + 1; the median 3, for that of two is their mean.
@@ -243,21 +251,21 @@ def least_replies(robust: Robust, count: int, refused: int = 0) -> int:
     Args:
         robust: the rule.
         count: replies that are expected, or that came, the refused ones included.
-        refused: those of them that were refused, which count as hostile.
+        refused_count: those of them that were refused, which count as hostile.
     """
-    hostile = _hostile(robust, count, refused)
-    needed = {
+    hostile = _hostile(robust, count, refused_count)
+    minimum_by_rule = {
         "krum": 2 * hostile + 3,
         "multi_krum": 2 * hostile + 3,
         "trimmed_mean": 2 * hostile + 1,
         "median": 3,
     }
-    return needed.get(robust.rule, 0)
+    return minimum_by_rule.get(robust.rule, 0)
 
 
-def _hostile(robust: Robust, count: int, refused: int) -> int:
+def _hostile(robust: Robust, count: int, refused_count: int) -> int:
     """How many of the replies that are left may be hostile."""
-    return max(0, hostile_count(robust.hostile, count) - refused)
+    return max(0, hostile_count(robust.hostile, count) - refused_count)
 
 
 def check_replies(trust: Trust, count: int) -> None:
@@ -270,11 +278,11 @@ def check_replies(trust: Trust, count: int) -> None:
     Raises:
         ConfigError: naming how many are needed.
     """
-    if count < (needed := least_replies(trust.robust, count)):
-        cure = "" if trust.robust.rule == "median" else " or lower robust.hostile"
+    if count < (quorum := least_replies(trust.robust, count)):
+        advice = "" if trust.robust.rule == "median" else " or lower robust.hostile"
         raise ConfigError(
-            f"robust.rule = {trust.robust.rule!r} needs at least {needed} replies a round, and {count} clients are "
-            f"drawn; raise run.participation{cure}"
+            f"robust.rule = {trust.robust.rule!r} needs at least {quorum} replies a round, and {count} clients are "
+            f"drawn; raise run.participation{advice}"
         )
     if trust.secure.on and count < MIN_REPLIES:
         raise ConfigError(
@@ -291,14 +299,14 @@ def warn_of_few_replies(robust: Robust, count: int, round: int) -> None:
         count: replies that came.
         round: counted from 0.
     """
-    needed = least_replies(robust, count)
-    if robust.rule in COORDINATE_RULES and 0 < count < needed:
+    quorum = least_replies(robust, count)
+    if robust.rule in COORDINATE_RULES and 0 < count < quorum:
         logger.warning(
             "round %d: %s of %d replies needs at least %d: a hostile reply among them is not dropped",
             round + 1,
             robust.rule,
             count,
-            needed,
+            quorum,
         )
 
 
@@ -319,13 +327,15 @@ def aggregator_of(
     settings: RunSettings, clients: Sequence[ClientInfo], federation: Federation, round: int
 ) -> Aggregator:
     """What reduces the contributions of a round, by the rule that the settings ask for."""
-    ids = [client.id for client in clients]
+    client_ids = [client.id for client in clients]
     if settings.secure.on:
-        largest = max(info.examples for info in federation.infos)
-        return SecureAggregator(ids, settings.secure, federation.key / "secure" / round, float(largest))
+        max_examples = max(info.examples for info in federation.infos)
+        return SecureAggregator(
+            client_ids, settings.secure, federation.key / "secure" / round, float(max_examples)
+        )
     if settings.robust.rule in COORDINATE_RULES:
-        return RobustAggregator(ids, settings.robust.rule, settings.robust.hostile)
-    return Aggregator(ids)
+        return RobustAggregator(client_ids, settings.robust.rule, settings.robust.hostile)
+    return Aggregator(client_ids)
 
 
 def reweight(contribution: Any, weight: float, count: int) -> Any:

@@ -45,13 +45,13 @@ class Plan:
         Raises:
             CheckpointError: if ``run.json``, the plan or the ledger is damaged.
         """
-        stored = _read(folder)
-        if "plan" not in stored:
+        stored_config = _read(folder)
+        if "plan" not in stored_config:
             rounds = rounds_of(folder)
             plan = None if rounds is None else cls.of(rounds)
             return plan and cls(plan.interval, PrivacyLedger(folder / LEDGER).noise)
         try:
-            plan = cls(**stored["plan"])
+            plan = cls(**stored_config["plan"])
             if type(plan.interval) is not int or plan.interval < 1:
                 raise ValueError(plan.interval)
             if plan.noise is not None and not (type(plan.noise) is float and plan.noise > 0):
@@ -60,7 +60,7 @@ class Plan:
                 raise TypeError(plan.engine)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{folder / 'run.json'} is damaged: the plan {stored['plan']!r} must hold an interval and a noise. "
+                f"{folder / 'run.json'} is damaged: the plan {stored_config['plan']!r} must hold an interval and a noise. "
                 "Restore the file from a copy"
             ) from error
         return plan

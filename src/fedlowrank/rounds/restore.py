@@ -33,14 +33,14 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
         FolderInUseError: if another process writes the folder.
     """
     folder.lock()
-    stored = read_config(folder.path)
-    check_changes(folder.path, stored, folder.config, run.method)
-    if changes := describe_version_changes(stored, folder.config):
+    stored_config = read_config(folder.path)
+    check_changes(folder.path, stored_config, folder.config, run.method)
+    if changes := describe_version_changes(stored_config, folder.config):
         logger.warning(
             "the run was made with other software: %s. Its further rounds may be rounded differently.",
             changes,
         )
-    for name in find_changed_callbacks(stored, folder.config):
+    for name in find_changed_callbacks(stored_config, folder.config):
         logger.warning(
             "the code of the callback %s was changed since the run was started. No round's result depends on it, but the "
             "run may end in another round than it would have with the new code from the start.",
@@ -48,22 +48,22 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
         )
     run.restore(folder.load(run.new_store()))
     is_damaged = folder.repair_tables(run.round)
-    records, missing = read_records(folder.path, run.round)
+    records, missing_rounds = read_records(folder.path, run.round)
     if flops := next((r.flops for r in records if r.flops), 0):
         run.plan_evaluations(flops)
-    if run.round in missing:
-        last = RoundRecord(round=run.round, restored=True)
+    if run.round in missing_rounds:
+        last_record = RoundRecord(round=run.round, restored=True)
         # over a network the clients evaluate, at the end of the next round
-        records.append(last if run.evaluates_late else run.evaluate_last(last))
-    if folder.config != stored or is_damaged:
+        records.append(last_record if run.evaluates_late else run.evaluate_last(last_record))
+    if folder.config != stored_config or is_damaged:
         folder.reconfigure()
     checkpoint.tidy(folder.path / "checkpoint")
-    if folder.has_ended(run.round, stored):
+    if folder.has_ended(run.round, stored_config):
         run.stopped = str(folder.read_status().get("message", ""))
     elif run.round < run.settings.rounds:
         # rounds after the checkpoint will be done again
         folder.rewrite(r.to_json() for r in records)
         folder.status("running", run.round)
-    if missing:
+    if missing_rounds:
         folder.rewrite(r.to_json() for r in records)
     return records

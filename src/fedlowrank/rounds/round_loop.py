@@ -46,8 +46,8 @@ def run_rounds(
     if run.budget is not None and folder is not None:
         run.budget.open(folder.path / LEDGER, run.round)
     with contextlib.ExitStack() as stack:
-        here = {"method": {"title": run.method.title}, "run": {"seed": settings.seed}}
-        label = run_label(here if folder is None else folder.config)
+        config = {"method": {"title": run.method.title}, "run": {"seed": settings.seed}}
+        label = run_label(config if folder is None else folder.config)
         show = stack.enter_context(bar(label, settings.rounds, run.round)) if progress else None
         stack.enter_context(_ending(run, folder, records))
         stack.callback(run.engine.close)
@@ -107,14 +107,14 @@ class _Loop:
             self._run.stopped = reason
 
     def end(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End callbacks and loggers, whatever ended the rounds."""
         del error, trace
         try:
-            self._callbacks.end(kind is None)
+            self._callbacks.end(error_type is None)
         finally:
-            self._loggers.end(kind is None)
+            self._loggers.end(error_type is None)
 
     def add(self, record: RoundRecord) -> None:
         """Keep the record of a round, and pass on the last complete one."""
@@ -136,10 +136,10 @@ class _Loop:
         elif len(self._records) > 1:
             self.pass_on(-2)
 
-    def pass_on(self, place: int = -1) -> None:
+    def pass_on(self, index: int = -1) -> None:
         """Call the callbacks with a complete record, end the run if one asks for it, and log the record."""
         run, folder = self._run, self._folder
-        reason = self._callbacks(self._records[place])
+        reason = self._callbacks(self._records[index])
         if reason and not run.is_over:
             run.stopped = reason
             if not run.evaluates_late and not self._records[-1].is_evaluated:
@@ -149,7 +149,7 @@ class _Loop:
             if folder is not None:
                 _save_once(run, folder)
                 _write_answers(run, folder)
-        self._loggers(self._records[place])
+        self._loggers(self._records[index])
 
     def settle(self) -> None:
         """Enter what is only known now into the last record."""
@@ -204,8 +204,8 @@ def _write_answers(run: Run, folder: RunFolder) -> None:
     rows = [] if companion is None or run.is_deployed else companion.answer(run)
     if rows:
         with as_checkpoint_error(f"cannot read {folder.path / ANSWERS}"):
-            earlier = [row for row in read_answers(folder.path) if row["round"] < run.round]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*earlier, *rows])
+            earlier_rows = [row for row in read_answers(folder.path) if row["round"] < run.round]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*earlier_rows, *rows])
         write_atomically(folder.path / ANSWERS, text.encode())
 
 
@@ -233,13 +233,15 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
         raise
     except Exception as error:
         if folder is not None:
-            why = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
             # the disk may be what is at fault; the error itself matters more than the note of it
             with contextlib.suppress(CheckpointError):
                 is_whole = records and records[-1].round == run.round
                 if is_whole and not isinstance(error, CheckpointError):
                     _save_once(run, folder)
-                folder.status("diverged" if isinstance(error, NonFiniteError) else "stopped", run.round, why)
+                folder.status(
+                    "diverged" if isinstance(error, NonFiniteError) else "stopped", run.round, reason
+                )
         raise
     if folder is not None:
         folder.status("finished", run.round, run.stopped)

@@ -65,7 +65,7 @@ Contribute = Callable[[ClientInfo, Any], Any]
 """Maps a client's upload to what it contributes."""
 
 ContributeCohort = Callable[[CohortUploads, Mapping[int, ClientInfo]], list[CohortContribution]]
-"""Maps the uploads of a cohort, of the clients at some places in it, to what they contribute."""
+"""Maps the uploads of a cohort, of the clients at some indices of it, to what they contribute."""
 
 
 class RefusedError(Exception):
@@ -184,13 +184,13 @@ class RoundResults:
         Raises:
             NonFiniteError: as :meth:`add`.
         """
-        missed = self._record_time(info, result)
+        timing_reason = self._record_time(info, result)
         # a reply that is lost whatever happens is not looked at
         is_listed = str(info.id) in self._lost_replies
         path = None if is_listed else _find_not_finite(result)
         self._raise_if_diverged(info, result, path)
         divergence = None if is_listed else _describe_divergence(info, result, path)
-        reason = self._reason_lost(info, result, divergence, missed)
+        reason = self._reason_lost(info, result, divergence, timing_reason)
         is_refused = reason is not None and (result.is_refused or divergence is not None)
         return ReplyVerdict(reason, is_refused, divergence)
 
@@ -244,18 +244,18 @@ class RoundResults:
         """Note a client of a cohort, None if its reply is lost; with the last one add what the cohort contributes."""
         cohort = result.cohort
         assert cohort is not None, "it trained in a cohort"
-        waiting, places = self._cohorts.setdefault(cohort, ([], {}))
-        waiting.append(result.place)
+        positions, infos_by_position = self._cohorts.setdefault(cohort, ([], {}))
+        positions.append(result.position)
         if info is not None:
-            places[result.place] = info
-        if len(waiting) < cohort.clients:
+            infos_by_position[result.position] = info
+        if len(positions) < cohort.clients:
             return
         del self._cohorts[cohort]
-        for part in contribute(cohort, places) if places else ():
-            if part.weights is None:
-                self.aggregator.add(part.clients[0], part.value)
+        for contribution in contribute(cohort, infos_by_position) if infos_by_position else ():
+            if contribution.weights is None:
+                self.aggregator.add(contribution.client_ids[0], contribution.value)
             else:
-                self.aggregator.add_rows(part.clients, part.value, part.weights)
+                self.aggregator.add_rows(contribution.client_ids, contribution.value, contribution.weights)
 
     def contribute_together(
         self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]], contribute: Contribute
@@ -267,18 +267,22 @@ class RoundResults:
             contribute: maps an upload to a contribution.
         """
         uploads, self._uploads = self._uploads or {}, None
-        used = judge(uploads)
-        for client in uploads:
-            reason = self._contribute(self._infos[client], used[client], contribute) if client in used else ""
+        used_uploads = judge(uploads)
+        for client_id in uploads:
+            reason = (
+                self._contribute(self._infos[client_id], used_uploads[client_id], contribute)
+                if client_id in used_uploads
+                else ""
+            )
             if reason is not None:
-                self.aggregator.skip(client)
+                self.aggregator.skip(client_id)
             if reason:
-                self.discard_reply(client, reason)
+                self.discard_reply(client_id, reason)
 
-    def discard_reply(self, client: int, reason: str) -> None:
+    def discard_reply(self, client_id: int, reason: str) -> None:
         """Lose a reply after all."""
-        self.lost[str(client)] = reason
-        self.arrived.discard(client)
+        self.lost[str(client_id)] = reason
+        self.arrived.discard(client_id)
 
     def client_states(self) -> ClientStore:
         """The next states of the clients whose replies arrived."""
@@ -288,12 +292,14 @@ class RoundResults:
     def _store(self) -> None:
         # copied together: between the tensors of training, where they were made, each would keep a gap of
         # memory open
-        compact = {client: tree.map_leaves(_compact, state) for client, state in self._waiting.items()}
-        self._states, self._waiting = self._states | compact, {}
+        compact_states = {
+            client_id: tree.map_leaves(_compact, state) for client_id, state in self._waiting.items()
+        }
+        self._states, self._waiting = self._states | compact_states, {}
 
     def client_losses(self) -> dict[int, float]:
         """Mean over its passes of the training loss of each client whose reply arrived."""
-        return {client: loss for client, loss in self._losses_of.items() if client in self.arrived}
+        return {client_id: loss for client_id, loss in self._losses_of.items() if client_id in self.arrived}
 
     def mean_losses(self) -> dict[str, float]:
         """Mean over all clients of each pass's loss."""
@@ -315,7 +321,7 @@ class RoundResults:
             raise NonFiniteUploadError(info.id, self.timing.round, path, info.title)
 
     def _reason_lost(
-        self, info: ClientInfo, result: ClientResult, divergence: str | None, missed: str | None
+        self, info: ClientInfo, result: ClientResult, divergence: str | None, timing_reason: str | None
     ) -> str | None:
         """Why the reply of a client is not used; None if it is.
 
@@ -323,9 +329,9 @@ class RoundResults:
             info: the client.
             result: of its work.
             divergence: what :func:`_describe_divergence` says of it.
-            missed: what :meth:`_record_time` says of it.
+            timing_reason: what :meth:`_record_time` says of it.
         """
-        for reason in (self._lost_replies.get(str(info.id)), result.lost, divergence, missed):
+        for reason in (self._lost_replies.get(str(info.id)), result.lost, divergence, timing_reason):
             if reason is not None:
                 return reason
         return "the reply was lost" if info.id in self._unlucky else None
@@ -335,7 +341,7 @@ def _find_not_finite(result: ClientResult) -> str | None:
     """Path of the first NaN or infinity in an upload; None without one, and where training failed."""
     if result.error is not None or result.lost is not None:
         return None
-    if result.cohort is not None and result.cohort.is_finite(result.place):
+    if result.cohort is not None and result.cohort.is_finite(result.position):
         return None
     return tree.not_finite(result.upload)
 
@@ -345,7 +351,7 @@ def _describe_divergence(info: ClientInfo, result: ClientResult, path: str | Non
     if result.lost is not None:
         return result.lost if result.has_diverged else None
     if result.error is not None:
-        return f"{result.error.finding}; its reply was dropped. {result.error.cure}."
+        return f"{result.error.finding}; its reply was dropped. {result.error.advice}."
     if path is not None:
         return f"the reply of {info.title} holds a NaN or an infinity at {path}; it was dropped"
     return None

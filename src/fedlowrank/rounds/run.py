@@ -43,8 +43,8 @@ from .setup.preparation import (
     apply_attack,
     check_classes,
     check_parts,
-    place_data,
-    usual_examples,
+    compute_median_examples,
+    move_to_device,
     weigh_client,
 )
 from .setup.single_examples import check_single_examples
@@ -101,7 +101,7 @@ class Run:
         plan = plan or Plan.of(settings.rounds)
         self.trust = settings.trust
         self.hostile, federation = apply_attack(federation, self.trust)
-        self.federation = place_data(federation, settings)
+        self.federation = move_to_device(federation, settings)
         self.settings = settings
         self.engine = engine.with_micro_batch(settings.micro_batch)
         self.device_clock = DeviceClock(settings.devices, len(federation.infos), federation.key)
@@ -117,15 +117,15 @@ class Run:
             check_weights(method, self.task, settings.sampling)
         method = average_statistics(method, self.task, settings)
         count = round(self.draws.expected)
-        chosen = self.engine.choose_for_run(method, self.federation, count, plan.engine)
-        self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise, chosen)
+        engine_name = self.engine.choose_for_run(method, self.federation, count, plan.engine)
+        self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise, engine_name)
         self.method = protect(
             method,
             self.task,
             self.trust,
             self.budget,
-            expected=self.draws.expected,
-            deployed=self.is_deployed,
+            expected_count=self.draws.expected,
+            is_deployed=self.is_deployed,
         )
         self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
         check_replies(self.trust, count)
@@ -175,9 +175,9 @@ class Run:
     def restore(self, state: State) -> None:
         """Go on from a saved state."""
         device = self.settings.device
-        moved = LazyMapping(state.clients, lambda i: tree.move(state.clients[i], device))
-        clients = self.new_store() | (state.clients if device == "cpu" else moved)
-        self.state = State(state.round, tree.move(state.server, device), clients, dict(state.losses))
+        moved_states = LazyMapping(state.clients, lambda i: tree.move(state.clients[i], device))
+        client_states = self.new_store() | (state.clients if device == "cpu" else moved_states)
+        self.state = State(state.round, tree.move(state.server, device), client_states, dict(state.losses))
 
     def new_store(self) -> ClientStore:
         """An empty one, as the settings want it."""
@@ -205,9 +205,12 @@ class Run:
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
         infos = self.federation.infos
-        drawn = self.draws.draw(round, [i.examples for i in infos], self.state.losses)
-        chosen = self.method.participants(drawn, self.draws.seen)
-        return [infos[i] for i in (chosen if self.budget is None else self.budget.allowed(chosen, round))]
+        sampled_ids = self.draws.draw(round, [i.examples for i in infos], self.state.losses)
+        participant_ids = self.method.participants(sampled_ids, self.draws.seen)
+        return [
+            infos[i]
+            for i in (participant_ids if self.budget is None else self.budget.allowed(participant_ids, round))
+        ]
 
     @property
     def excluded_from_means(self) -> frozenset[int]:
@@ -232,10 +235,12 @@ class Run:
     def clients(self) -> list[dict[str, Any]]:
         """One row a client, as in ``clients.json``."""
         rows = zip(self.federation.describe(), self.federation.infos, strict=True)
-        hostile = [{"hostile": i.id in self.hostile} if self.hostile else {} for i in self.federation.infos]
+        hostile_flags = [
+            {"hostile": i.id in self.hostile} if self.hostile else {} for i in self.federation.infos
+        ]
         return [
             {**row, "cluster": i.cluster, "unseen": i.id in self.draws.unseen, **hostile_flag}
-            for (row, i), hostile_flag in zip(rows, hostile, strict=True)
+            for (row, i), hostile_flag in zip(rows, hostile_flags, strict=True)
         ]
 
     def step(self, lost_replies: Mapping[str, str] | None = None) -> RoundRecord:
@@ -245,18 +250,18 @@ class Run:
             lost_replies: clients whose reply is lost whatever happens, with the reason, as a record has them: to go
                 over a run again that lost replies.
         """
-        t, clock, sent = self.round, Clock(), Volume()
+        t, clock, download_volume = self.round, Clock(), Volume()
         with clock("server"):
             infos = self._draw_participants(t)
-            results = self._begin_results(infos, t, sent, lost_replies or {})
-            self._train_clients(results, infos, t, sent, clock)
+            results = self._begin_results(infos, t, download_volume, lost_replies or {})
+            self._train_clients(results, infos, t, download_volume, clock)
             server_metrics = self._judge_together(results, t)
             server = self._server_step(results, t)
         self._warn_of_dropped(results)
         warn_of_few_replies(self.trust.robust, len(results.aggregator.contributed), t)
         server_metrics = {**server_metrics, **self._clipped_numbers(results.aggregator)}
         self._commit(server, results, infos)
-        record = self._record_round(infos, results, sent, server_metrics)
+        record = self._record_round(infos, results, download_volume, server_metrics)
         if t == 0:
             self.plan_evaluations(record.flops)
         return self._add_evaluation(record, clock)
@@ -269,14 +274,14 @@ class Run:
         return infos
 
     def _begin_results(
-        self, infos: Sequence[ClientInfo], t: int, sent: Volume, lost_replies: Mapping[str, str]
+        self, infos: Sequence[ClientInfo], t: int, download_volume: Volume, lost_replies: Mapping[str, str]
     ) -> RoundResults:
         """Make the empty results of round t.
 
         Args:
             infos: who takes part.
             t: the round.
-            sent: sizes of the downloads; each client's is there before its result is added.
+            download_volume: sizes of the downloads; each client's is there before its result is added.
             lost_replies: replies that are lost whatever happens, by client, with the reason.
         """
         unlucky = draw_lost_replies(
@@ -289,12 +294,17 @@ class Run:
             drop_diverged=self._drops_diverged,
             store=self.state.clients.empty(),
             aggregator=self.aggregator(infos, t),
-            timing=RoundTiming(self.device_clock, t, sent),
+            timing=RoundTiming(self.device_clock, t, download_volume),
             wait=self.inspection is not None,
         )
 
     def _train_clients(
-        self, results: RoundResults, infos: Sequence[ClientInfo], t: int, sent: Volume, clock: Clock
+        self,
+        results: RoundResults,
+        infos: Sequence[ClientInfo],
+        t: int,
+        download_volume: Volume,
+        clock: Clock,
     ) -> None:
         """Send each client its download, train it, and add its result.
 
@@ -302,25 +312,25 @@ class Run:
             results: of the round; client results are added.
             infos: who takes part.
             t: the round.
-            sent: sizes of the downloads are added.
+            download_volume: sizes of the downloads are added.
             clock: the time of training is added.
         """
         downloads = Downloads(self.method, self.state.server)
 
         def job(info: ClientInfo) -> ClientJob:
             down = downloads.message_to(info)
-            sent.add(info.id, down)
+            download_volume.add(info.id, down)
             return ClientJob(self.state_of(info), down, info)
 
-        trained = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
-        with contextlib.closing(trained) as clients:
+        engine_run = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
+        with contextlib.closing(engine_run) as client_results:
             for info in infos:
                 with clock("train"):
-                    result = next(clients)
+                    result = next(client_results)
                 results.add(info, result, self.contribute, self.contribute_cohort)
             with clock("train"):
                 # what an engine does after the last client
-                next(clients, None)
+                next(client_results, None)
 
     def _judge_together(self, results: RoundResults, t: int) -> dict[str, dict[str, float]]:
         """Attack and weigh uploads that have waited for each other, where a run does; returns what is recorded of it."""
@@ -342,26 +352,26 @@ class Run:
         if self.settings.sampling == "loss":
             losses = next_losses(losses, results.client_losses(), [i.id for i in infos])
         # a client commits when its reply has been acknowledged: dual methods break otherwise
-        clients = self.state.clients | results.client_states()
-        self.state = State(self.round + 1, server, clients, losses)
+        client_states = self.state.clients | results.client_states()
+        self.state = State(self.round + 1, server, client_states, losses)
 
     def _record_round(
         self,
         infos: Sequence[ClientInfo],
         results: RoundResults,
-        sent: Volume,
+        download_volume: Volume,
         server_metrics: dict[str, dict[str, float]],
     ) -> RoundRecord:
         """Make the record of the round that was committed last, without its evaluation."""
-        down, up, meters = sent.total, results.volume.total, results.meters
+        download_size, upload_size, meters = download_volume.total, results.volume.total, results.meters
         return RoundRecord(
             round=self.round,
             participants=[i.id for i in infos],
             lost=results.lost,
-            bytes_down=down.bytes,
-            bytes_up=up.bytes,
-            parameters_down=down.parameters,
-            parameters_up=up.parameters,
+            bytes_down=download_size.bytes,
+            bytes_up=upload_size.bytes,
+            parameters_down=download_size.parameters,
+            parameters_up=upload_size.parameters,
             steps=sum(m.steps for m in meters),
             flops=sum(m.flops for m in meters),
             loss=results.mean_losses(),
@@ -380,12 +390,16 @@ class Run:
 
     def _warn_of_dropped(self, results: RoundResults) -> None:
         """Name once each client whose reply is left out because it is not finite."""
-        new = {client: why for client, why in results.not_finite.items() if client not in self._warned}
-        self._warned |= new.keys()
-        for client, why in new.items():
-            count = self.federation.infos[client].examples
+        reasons = {
+            client_id: reason
+            for client_id, reason in results.not_finite.items()
+            if client_id not in self._warned
+        }
+        self._warned |= reasons.keys()
+        for client_id, reason in reasons.items():
+            count = self.federation.infos[client_id].examples
             examples = f"{count} training example{'' if count == 1 else 's'}"
-            logger.warning("client %d (%s) is left out: %s", client, examples, why)
+            logger.warning("client %d (%s) is left out: %s", client_id, examples, reason)
 
     def _clipped_numbers(self, aggregator: Aggregator) -> dict[str, dict[str, float]]:
         """How many numbers a simulated secure sum has clipped, to be recorded where there are any; warns once."""
@@ -416,12 +430,12 @@ class Run:
         return self.method.contribution(self.state.server, upload, self.weigh_client(info))
 
     def contribute_cohort(
-        self, cohort: CohortUploads, places: Mapping[int, ClientInfo]
+        self, cohort: CohortUploads, infos_by_position: Mapping[int, ClientInfo]
     ) -> list[CohortContribution]:
         """What the uploads of clients contribute that trained as one cohort, see :meth:`contribute`."""
         return cohort.contributions(
-            list(places),
-            [self.weigh_client(info) for info in places.values()],
+            list(infos_by_position),
+            [self.weigh_client(info) for info in infos_by_position.values()],
             lambda upload, info: self.method.contribution(self.state.server, upload, info),
         )
 
@@ -438,7 +452,7 @@ class Run:
         if robust.rule == "mean":
             return info
         if self._median_examples is None or self._median_examples[0] is not self.federation:
-            self._median_examples = self.federation, usual_examples(self.federation.infos)
+            self._median_examples = self.federation, compute_median_examples(self.federation.infos)
         return weigh_client(info, robust, self._median_examples[1])
 
     def _server_step(self, results: RoundResults, t: int) -> Any:
@@ -446,15 +460,15 @@ class Run:
         if reason := results.aggregator.reason:
             # nothing of the round counts, so no client keeps a state of it
             logger.warning("round %d gives nothing: %s", t + 1, reason)
-            for client in sorted(results.arrived):
-                results.discard_reply(client, reason)
+            for client_id in sorted(results.arrived):
+                results.discard_reply(client_id, reason)
         if total is None:
             total = total_without_replies(self.method)
         if total is None:
             return self.state.server
-        replied = [self.weigh_client(self.federation.infos[i]) for i in results.aggregator.contributed]
+        replied_infos = [self.weigh_client(self.federation.infos[i]) for i in results.aggregator.contributed]
         key = self.federation.key / "server" / t
-        view = ServerView(self.task, t, key, replied, unseen=self.draws.unseen)
+        view = ServerView(self.task, t, key, replied_infos, unseen=self.draws.unseen)
         return self.server_update(total, view, results)
 
     def server_update(self, total: Any, view: ServerView, results: RoundResults) -> Any:
@@ -476,15 +490,15 @@ class Run:
         """
         if self.settings.evaluate_every is not None:
             return
-        most = self.plan.interval
+        max_interval = self.plan.interval
         models = self.federation.architectures
-        cost = {name: forward_flops(model) if most > 1 else 0 for name, model in models.items()}
+        cost = {name: forward_flops(model) if max_interval > 1 else 0 for name, model in models.items()}
         work = sum(
             cost[info.architecture] * (len(data.val) + len(data.test))
             for info in self.evaluated
             for data in [self.federation.clients[info.id]]
         )
-        self.evaluate_every = min(most, max(1, -(-4 * work // max(flops, 1))))
+        self.evaluate_every = min(max_interval, max(1, -(-4 * work // max(flops, 1))))
         if self.evaluate_every > 1:
             logger.info(
                 "evaluates every %d rounds: each time takes %.2f times the operations of a round's training",
@@ -529,8 +543,8 @@ class Run:
         if self.trust.attack.kind != "backdoor":
             return record
         # clients that never train count, too: a backdoor succeeds at every client that receives the model
-        not_hostile = [info for info in self.evaluated if info.id not in self.hostile]
-        rate = backdoor_success(self.federation, not_hostile, self.trust.attack, self.local_model)
+        honest_clients = [info for info in self.evaluated if info.id not in self.hostile]
+        rate = backdoor_success(self.federation, honest_clients, self.trust.attack, self.local_model)
         if rate is None:
             return record
         return dataclasses.replace(
@@ -540,18 +554,18 @@ class Run:
     def _add_evaluation(self, record: RoundRecord, clock: Clock) -> RoundRecord:
         if self.excluded_from_means and self.is_due():
             record = dataclasses.replace(record, excluded_from_means=sorted(self.excluded_from_means))
-        measured = None
+        client_table = None
         if self.is_due():
             with clock("evaluate"):
-                measured = self.evaluation()
+                client_table = self.evaluation()
                 record = self._with_backdoor(record)
         metrics = {**record.server_metrics, **self.method.server_metrics(self.state.server)}
         # by privacy loss distributions, ε takes as long as a round of a small model
-        if self.budget is not None and (measured is not None or self.trust.privacy.accountant == "rdp"):
+        if self.budget is not None and (client_table is not None or self.trust.privacy.accountant == "rdp"):
             metrics["privacy"] = self.budget.describe()
         return dataclasses.replace(
             record,
-            measured=measured,
+            measured=client_table,
             ranks={name: int(rank) for name, rank in metrics.pop("ranks", {}).items()},
             server_metrics=metrics,
             seconds=clock.wall,

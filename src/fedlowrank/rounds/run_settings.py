@@ -185,7 +185,7 @@ def _check_sampling(settings: RunSettings) -> None:
         )
     if settings.sampling in ("fixed", "poisson"):
         return
-    others = (
+    conflicts = (
         (
             settings.privacy.kind != "none",
             "privacy",
@@ -198,7 +198,7 @@ def _check_sampling(settings: RunSettings) -> None:
             "a client could have itself drawn by the size or loss that it reports",
         ),
     )
-    for is_set, section, reason in others:
+    for is_set, section, reason in conflicts:
         if is_set:
             raise ConfigError(
                 f"run.sampling = {settings.sampling!r} does not go with run.{section}, because {reason}. Set run.sampling to "
@@ -223,13 +223,13 @@ def _check_device(device: str) -> None:
             f"run.device is {device!r}; it must be 'cpu', 'cuda', or 'cuda:1' and so on for a further GPU"
         )
     if not torch.cuda.is_available():
-        why = (
+        reason = (
             "this build of torch is without CUDA"
             if torch.version.cuda is None
             else "nvidia-smi shows whether the driver works"
         )
         raise ConfigError(
-            f"run.device is {device!r}, but torch {torch.__version__} finds no GPU here ({why}). Set "
+            f"run.device is {device!r}, but torch {torch.__version__} finds no GPU here ({reason}). Set "
             "run.device=cpu."
         )
     if int(device.partition(":")[2] or 0) >= (count := torch.cuda.device_count()):

@@ -116,39 +116,39 @@ def simulate(
     _check_types(method, federation)
     if loss is not None:
         federation = federation.with_loss(loss)
-    named = settings.get("callbacks", ())
-    if isinstance(named, Sequence) and any(map(callable, named)):
+    callback_names = settings.get("callbacks", ())
+    if isinstance(callback_names, Sequence) and any(map(callable, callback_names)):
         raise ConfigError(
             "simulate.callbacks holds names, 'module:Class'. Give functions and objects as on_round=..."
         )
     names, own_metrics = split_metrics(settings.get("metrics", ()))
-    chosen = _settings({**settings, "metrics": names}, federation, method)
-    if chosen.engine not in ENGINES:
+    run_settings = _settings({**settings, "metrics": names}, federation, method)
+    if run_settings.engine not in ENGINES:
         raise ConfigError(
-            f"run.engine {chosen.engine!r} needs an experiment file, for its clients are other processes: write it "
+            f"run.engine {run_settings.engine!r} needs an experiment file, for its clients are other processes: write it "
             "into the table [run] of the file, and use `fedlowrank run FILE.toml`"
         )
-    callbacks = [*settings_callbacks(chosen), *as_callbacks(on_round)]
+    callbacks = [*settings_callbacks(run_settings), *as_callbacks(on_round)]
     refuse_without_validation(callbacks, federation)
-    if chosen.keep_best:
+    if run_settings.keep_best:
         _check_keep_best(federation, folder)
-    check_loggers(chosen.log, None if folder is None else Path(folder))
-    with threads(chosen.threads):
+    check_loggers(run_settings.log, None if folder is None else Path(folder))
+    with threads(run_settings.threads):
         plan = Plan.read(Path(folder)) if resume and folder is not None else None
-        run = Run(method, federation, chosen, ENGINES[chosen.engine](), plan, own_metrics)
+        run = Run(method, federation, run_settings, ENGINES[run_settings.engine](), plan, own_metrics)
         if folder is None:
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
             return Result(run, run_rounds(run, None, [], progress, callbacks))
-        with RunFolder(Path(folder), run_description(run, config or {}), run.clients()) as target:
+        with RunFolder(Path(folder), run_description(run, config or {}), run.clients()) as run_folder:
             if resume:
-                records = restore_run(run, target)
-                if target.is_finished():
+                records = restore_run(run, run_folder)
+                if run_folder.is_finished():
                     return Result(run, records)
             else:
-                target.create(force)
+                run_folder.create(force)
                 records = []
-            return Result(run, run_rounds(run, target, records, progress, callbacks))
+            return Result(run, run_rounds(run, run_folder, records, progress, callbacks))
 
 
 def _check_keep_best(federation: Federation, folder: str | Path | None) -> None:
@@ -183,7 +183,7 @@ def reopen(
     folder: Path,
     settings: RunSettings,
     config: Mapping[str, Any],
-    which: str = "checkpoint",
+    checkpoint_name: str = "checkpoint",
 ) -> Run:
     """A run as a checkpoint of its folder has it, to look at or export; nothing is trained or written.
 
@@ -193,16 +193,16 @@ def reopen(
         folder: of the run.
         settings: of the run.
         config: see :func:`simulate`.
-        which: ``checkpoint`` for the last one, ``best`` for the best round by validation of a run with
+        checkpoint_name: ``checkpoint`` for the last one, ``best`` for the best round by validation of a run with
             ``keep_best``.
 
     Raises:
         CheckpointError: if the configuration or the data are not those of the folder.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
-    stored = RunFolder(folder, run_description(run, config), run.clients())
-    check_changes(folder, read_config(folder), stored.config, run.method)
-    run.restore(stored.load(run.new_store(), which))
+    run_folder = RunFolder(folder, run_description(run, config), run.clients())
+    check_changes(folder, read_config(folder), run_folder.config, run.method)
+    run.restore(run_folder.load(run.new_store(), checkpoint_name))
     return run
 
 
@@ -238,7 +238,7 @@ def describe_run(method: AnyMethod, federation: Federation, settings: RunSetting
         **({"code": code} if code else {}),
         **({"columns": columns} if (columns := _describe_columns(federation)) else {}),
         **({"base": federation.companion.describe()} if federation.companion is not None else {}),
-        **({"remarks": said} if (said := _remarks(method, federation, settings)) else {}),
+        **({"remarks": remarks} if (remarks := _remarks(method, federation, settings)) else {}),
         **({"loss": _describe_loss(federation.loss)} if federation.loss != AUTO else {}),
         **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.is_active else {}),
     }
@@ -251,7 +251,7 @@ def _describe_columns(federation: Federation) -> dict[str, list[str]]:
 
 def _describe_loss(loss: Loss) -> dict[str, Any]:
     """The loss with its options; one of the user's own with a digest of its code."""
-    code = {"code": describe_callable(loss.function)} if loss.is_own else {}
+    code = {"code": describe_callable(loss.function)} if loss.is_custom else {}
     return {**loss.describe(), **code}
 
 
@@ -264,9 +264,9 @@ def _describe_model(architecture: Architecture, federation: Federation) -> dict[
     """What a model is: its layers, and a digest of the tensors that belong to its code."""
     if federation.companion is not None:
         # the companion describes the base; its layers differ by dtype and quantization of this machine
-        trained = {name: f"{t.dtype} {[*t.shape]}" for name, t in architecture.initial.items()}
+        layers = {name: f"{t.dtype} {[*t.shape]}" for name, t in architecture.initial.items()}
         head = architecture.head_name
-        return {"parameters": architecture.parameters, "head": head, "frozen": "", "layers": trained}
+        return {"parameters": architecture.parameters, "head": head, "frozen": "", "layers": layers}
     frozen = architecture.digest_frozen()
     return {
         "parameters": architecture.parameters,
@@ -277,49 +277,55 @@ def _describe_model(architecture: Architecture, federation: Federation) -> dict[
 
 
 def _settings(settings: dict[str, Any], federation: Federation, method: AnyMethod) -> RunSettings:
-    known = [f.name for f in dataclasses.fields(RunSettings)]
+    field_names = [f.name for f in dataclasses.fields(RunSettings)]
     for name in settings:
-        if name not in known:
+        if name not in field_names:
             raise ConfigError(_explain_unknown(name, settings[name], method))
-    chosen = RunSettings(**{"seed": federation.seed, **settings})
-    if chosen.seed != federation.seed:
+    run_settings = RunSettings(**{"seed": federation.seed, **settings})
+    if run_settings.seed != federation.seed:
         raise ConfigError(
-            f"the federation has seed {federation.seed}, so the run cannot have seed {chosen.seed}"
+            f"the federation has seed {federation.seed}, so the run cannot have seed {run_settings.seed}"
         )
-    return chosen
+    return run_settings
 
 
 def _explain_unknown(name: str, value: Any, method: AnyMethod) -> str:
     """The message about an argument that :func:`simulate` does not have, and where it belongs."""
     problem = f"simulate has no argument {name!r}"
-    own = [n for n in inspect.signature(simulate).parameters if n not in ("method", "federation", "settings")]
-    known = [*own, *(f.name for f in dataclasses.fields(RunSettings))]
-    if place := _find_place(name, value, method):
-        return f"{problem}. {place}"
-    if others := [cls.title for cls in METHODS.values() if name in list_arguments(cls)]:
-        return f"{problem}, and {method.title} has none. Methods that have it: {', '.join(others)}"
-    elsewhere = [*list_arguments(RunSettings), *list_arguments(type(method)), *_DATA]
-    for names in (known, elsewhere):
-        parts = [one for one in names if name.endswith(f"_{one}") or one.startswith(f"{name}_")]
-        if near := parts or difflib.get_close_matches(name, names, n=1, cutoff=0.75):
-            return f"{problem}. Did you mean {near[0]!r}? {_find_place(near[0], value, method)}".rstrip()
-    return f"{problem}. Known: {', '.join(map(repr, sorted(known)))}."
+    argument_names = [
+        n for n in inspect.signature(simulate).parameters if n not in ("method", "federation", "settings")
+    ]
+    known_names = [*argument_names, *(f.name for f in dataclasses.fields(RunSettings))]
+    if advice := _suggest_owner(name, value, method):
+        return f"{problem}. {advice}"
+    if method_titles := [cls.title for cls in METHODS.values() if name in list_arguments(cls)]:
+        return f"{problem}, and {method.title} has none. Methods that have it: {', '.join(method_titles)}"
+    other_names = [*list_arguments(RunSettings), *list_arguments(type(method)), *_DATA]
+    for names in (known_names, other_names):
+        partial_matches = [
+            candidate
+            for candidate in names
+            if name.endswith(f"_{candidate}") or candidate.startswith(f"{name}_")
+        ]
+        if matches := partial_matches or difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+            return f"{problem}. Did you mean {matches[0]!r}? {_suggest_owner(matches[0], value, method)}".rstrip()
+    return f"{problem}. Known: {', '.join(map(repr, sorted(known_names)))}."
 
 
 _DATA = [n for n in inspect.signature(Federation.from_arrays).parameters if n != "self"]
 
 
-def _find_place(name: str, value: Any, method: AnyMethod) -> str:
+def _suggest_owner(name: str, value: Any, method: AnyMethod) -> str:
     """Where an argument belongs that is none of :func:`simulate`: settings, the method or the data; or nothing."""
     cls = type(method)
     if name in {f.name for f in dataclasses.fields(RunSettings)}:
         return ""
-    if place := find_argument(cls, name, value, method):
-        field = place.partition("=")[0]
+    if argument := find_argument(cls, name, value, method):
+        field = argument.partition("=")[0]
         owner = "the method" if field in (name, ALIASES.get(name)) else f"the {field} of the method"
-        return f"It belongs to {owner}: simulate({cls.__name__}({place}), ...)."
-    if place := find_argument(RunSettings, name, value):
-        return f"Write {place}."
+        return f"It belongs to {owner}: simulate({cls.__name__}({argument}), ...)."
+    if argument := find_argument(RunSettings, name, value):
+        return f"Write {argument}."
     if name in _DATA:
         return f"It belongs to the data: Federation.from_arrays(..., {name}=...)."
     return ""
@@ -328,9 +334,9 @@ def _find_place(name: str, value: Any, method: AnyMethod) -> str:
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     """Torch threads of this process, put back afterwards; more than one makes small models slower."""
-    before = torch.get_num_threads()
+    previous_count = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_count)

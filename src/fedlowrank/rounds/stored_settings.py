@@ -21,40 +21,40 @@ def unwrap(method: AnyMethod) -> AnyMethod:
     return method
 
 
-def add_defaults(stored: Mapping[str, Any], method: AnyMethod) -> dict[str, Any]:
+def add_defaults(stored_config: Mapping[str, Any], method: AnyMethod) -> dict[str, Any]:
     """Complete a stored configuration by settings that did not exist when it was written, at their defaults.
 
     A new setting changes nothing at its default value, so that a run from before it was made by this default.
 
     Args:
-        stored: ``run.json`` of a run, or some sections of it.
+        stored_config: ``run.json`` of a run, or some sections of it.
         method: that the run is to go on with. The defaults of nested settings, such as its optimizer, are those
             of its own kind.
 
     Returns:
         The configuration; a section that is missing as a whole stays missing.
     """
-    completed = dict(stored)
-    known: dict[str, Any] = {"run": RunSettings(), "model": ModelSettings()}
-    for name, settings in known.items():
-        if isinstance(stored.get(name), dict):
-            completed[name] = _complete(stored[name], settings)
-    own = stored.get("method")
-    if isinstance(own, dict) and isinstance(own.get("fields"), dict):
-        completed["method"] = {**own, "fields": _complete(own["fields"], unwrap(method))}
-    return completed
+    config = dict(stored_config)
+    default_settings: dict[str, Any] = {"run": RunSettings(), "model": ModelSettings()}
+    for name, settings in default_settings.items():
+        if isinstance(stored_config.get(name), dict):
+            config[name] = _complete(stored_config[name], settings)
+    method_table = stored_config.get("method")
+    if isinstance(method_table, dict) and isinstance(method_table.get("fields"), dict):
+        config["method"] = {**method_table, "fields": _complete(method_table["fields"], unwrap(method))}
+    return config
 
 
-def _complete(stored: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+def _complete(table: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     """Add the fields of a dataclass that a table lacks and that have a default, also within nested tables."""
-    completed = dict(stored)
+    full_table = dict(table)
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if field.name not in stored:
-            completed |= _default(field)
-        elif dataclasses.is_dataclass(value) and isinstance(stored[field.name], dict):
-            completed[field.name] = _complete(stored[field.name], value)
-    return completed
+        if field.name not in table:
+            full_table |= _default(field)
+        elif dataclasses.is_dataclass(value) and isinstance(table[field.name], dict):
+            full_table[field.name] = _complete(table[field.name], value)
+    return full_table
 
 
 def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:

@@ -90,22 +90,26 @@ def combine_file_digests(files: Mapping[str, str]) -> str:
     return digest_of(json.dumps(files, sort_keys=True).encode()) if files else ""
 
 
-def compare_base_files(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+def compare_base_files(digests: Mapping[str, str], expected_digests: Mapping[str, str]) -> str:
     """The files in which two bases differ, for a message; ``""`` if they are the same.
 
     Args:
-        theirs: of :func:`digest_base_files`; may come from another machine.
-        ours: what it is compared with.
+        digests: of :func:`digest_base_files`; may come from another machine.
+        expected_digests: what it is compared with.
     """
     differences = []
-    for name in sorted({*theirs, *ours}):
-        if theirs.get(name) == ours.get(name):
+    for name in sorted({*digests, *expected_digests}):
+        if digests.get(name) == expected_digests.get(name):
             continue
-        shown = name if len(name) < 100 and name.isprintable() else "a file with an invalid name"
+        printable_name = name if len(name) < 100 and name.isprintable() else "a file with an invalid name"
         difference = (
-            "is missing" if name not in theirs else "is not expected" if name not in ours else "differs"
+            "is missing"
+            if name not in digests
+            else "is not expected"
+            if name not in expected_digests
+            else "differs"
         )
-        differences.append(f"{shown} {difference}")
+        differences.append(f"{printable_name} {difference}")
     return list_first(differences, _SHOWN, "files")
 
 

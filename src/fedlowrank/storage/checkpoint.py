@@ -56,14 +56,14 @@ class _File:
         round: of the checkpoint.
         server: its state.
         clients: their states, those that are in this file.
-        elsewhere: clients whose states are in older files, by the round of that file.
+        ids_by_round: clients whose states are in older files, by the round of that file.
     """
 
     path: Path
     round: int
     server: _Entry
     clients: dict[int, _Entry | None]
-    elsewhere: dict[int, list[int]]
+    ids_by_round: dict[int, list[int]]
 
     @property
     def size(self) -> int:
@@ -88,10 +88,10 @@ class _File:
         """The state of the server."""
         return self._decode(self.server, "the server")
 
-    def decode_client(self, client: int) -> Any:
+    def decode_client(self, client_id: int) -> Any:
         """The state of a client that is in this file."""
-        entry = self.clients[client]
-        return None if entry is None else self._decode(entry, f"client {client}")
+        entry = self.clients[client_id]
+        return None if entry is None else self._decode(entry, f"client {client_id}")
 
     def _decode(self, entry: _Entry, owner: str) -> Any:
         try:
@@ -121,56 +121,61 @@ class _Contents:
 
     def last(self) -> _File:
         """The last checkpoint; raises CheckpointError if there is none, or it is damaged."""
-        kept = self.kept
+        checkpoints = self.kept
         for path, error in self.damaged.items():
-            if path.suffix == KEPT and (not kept or _round_of(path) > kept[-1].round):
-                instead = (
-                    f"remove it to go on from {kept[-1].path.name}"
-                    if kept
+            if path.suffix == KEPT and (not checkpoints or _round_of(path) > checkpoints[-1].round):
+                alternative = (
+                    f"remove it to go on from {checkpoints[-1].path.name}"
+                    if checkpoints
                     else "train anew in another folder"
                 )
-                advice = f"Restore it from a copy, or {instead}."
+                advice = f"Restore it from a copy, or {alternative}."
                 raise CheckpointError(f"{error}. {advice}") from error
-        if not kept:
+        if not checkpoints:
             raise CheckpointError(
                 f"{self.folder} holds no checkpoint: the run was stopped before its first one"
             )
-        return kept[-1]
+        return checkpoints[-1]
 
     def lost_clients(self, file: _File) -> dict[int, list[int]]:
         """Clients whose states a checkpoint needs and no file holds, by the round of the file that held them."""
-        held = {(f.round, client) for f in self.files for client in f.clients}
-        lost = {t: [c for c in clients if (t, c) not in held] for t, clients in file.elsewhere.items()}
-        return {t: clients for t, clients in lost.items() if clients}
+        stored_pairs = {(f.round, client_id) for f in self.files for client_id in f.clients}
+        lost_ids = {
+            t: [c for c in client_ids if (t, c) not in stored_pairs]
+            for t, client_ids in file.ids_by_round.items()
+        }
+        return {t: client_ids for t, client_ids in lost_ids.items() if client_ids}
 
     def require_states(self, file: _File) -> None:
         """Raise CheckpointError, which names the clients, if a file with states that a checkpoint needs is gone."""
-        for t, clients in self.lost_clients(file).items():
+        for t, client_ids in self.lost_clients(file).items():
             name = f"{self.folder / f'{t:06d}{STATES}'}"
             problems = [str(error) for path, error in self.damaged.items() if _round_of(path) == t]
             problem = problems[0] if problems else f"the checkpoint file {name} is missing"
-            restorable = [f.round for f in self.kept if f.round < file.round and not self.lost_clients(f)]
-            go_back = (
-                f"go back to an earlier checkpoint (fedlowrank resume RUN --round {restorable[-1]}), "
-                if restorable
+            restorable_rounds = [
+                f.round for f in self.kept if f.round < file.round and not self.lost_clients(f)
+            ]
+            advice = (
+                f"go back to an earlier checkpoint (fedlowrank resume RUN --round {restorable_rounds[-1]}), "
+                if restorable_rounds
                 else ""
             )
             raise CheckpointError(
-                f"{problem}. It holds the last state of {_list_clients(clients)}, which the checkpoint after round "
+                f"{problem}. It holds the last state of {_list_clients(client_ids)}, which the checkpoint after round "
                 f"{file.round} needs, so do not remove it. Restore it from a copy,",
                 python="or train anew in another folder.",
-                command=f"{go_back}or train anew in another folder.",
+                command=f"{advice}or train anew in another folder.",
             )
 
 
-def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep: int = 1) -> None:
+def save(folder: Path, round: int, server: Any, changed_states: Mapping[int, Any], keep: int = 1) -> None:
     """Write a checkpoint.
 
     Args:
         folder: made if it does not exist.
         round: rounds completed.
         server: its state.
-        changed: states of the clients that changed since the last checkpoint in this folder.
+        changed_states: states of the clients that changed since the last checkpoint in this folder.
         keep: how many checkpoints to keep, this one included.
 
     Raises:
@@ -180,62 +185,68 @@ def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep
         folder.mkdir(parents=True, exist_ok=True)
     contents = _read_folder(folder)
     files = contents.files
-    whole_files = [f for f in contents.kept if f.round < round][::-1][: keep - 1]
-    copied = _to_copy([f for f in files if f not in whole_files], files, changed, round)
-    elsewhere: dict[int, list[int]] = {}
-    for client, (file, _) in sorted(_newest(files, round).items()):
-        if client not in changed and client not in copied:
-            elsewhere.setdefault(file.round, []).append(client)
+    kept_files = [f for f in contents.kept if f.round < round][::-1][: keep - 1]
+    copied_entries = _to_copy([f for f in files if f not in kept_files], files, changed_states, round)
+    ids_by_round: dict[int, list[int]] = {}
+    for client_id, (file, _) in sorted(_newest(files, round).items()):
+        if client_id not in changed_states and client_id not in copied_entries:
+            ids_by_round.setdefault(file.round, []).append(client_id)
 
     def states() -> Iterator[tuple[int | None, bytes | None]]:
         yield None, tree.encode(server)
-        for client in changed:
-            state = changed[client]
-            yield client, None if state is None else tree.encode(state)
-        for client, (file, entry) in copied.items():
-            yield client, None if entry is None else file.read(entry, f"client {client}")
+        for client_id in changed_states:
+            state = changed_states[client_id]
+            yield client_id, None if state is None else tree.encode(state)
+        for client_id, (file, entry) in copied_entries.items():
+            yield client_id, None if entry is None else file.read(entry, f"client {client_id}")
 
-    write_atomically(folder / f"{round:06d}{KEPT}", _packed(round, states(), elsewhere))
+    write_atomically(folder / f"{round:06d}{KEPT}", _packed(round, states(), ids_by_round))
     tidy(folder, keep)
 
 
 def _packed(
-    round: int, states: Iterator[tuple[int | None, bytes | None]], elsewhere: Mapping[int, list[int]]
+    round: int, states: Iterator[tuple[int | None, bytes | None]], ids_by_round: Mapping[int, list[int]]
 ) -> Iterator[bytes]:
     """The parts of a file: states, table of contents, size of the table; the server has None for a number."""
     entries: dict[int | None, list[Any] | None] = {}
     offset = 0
-    for client, state in states:
-        entries[client] = None if state is None else [offset, len(state), digest_of(state)]
+    for client_id, state in states:
+        entries[client_id] = None if state is None else [offset, len(state), digest_of(state)]
         if state is not None:
             offset += len(state)
             yield state
-    table = {"round": round, "server": entries.pop(None), "clients": entries, "elsewhere": elsewhere}
+    table = {"round": round, "server": entries.pop(None), "clients": entries, "elsewhere": ids_by_round}
     contents = json.dumps(seal(table)).encode()
     yield contents
     yield len(contents).to_bytes(_LENGTH, "big")
 
 
 def _to_copy(
-    spare: Sequence[_File], files: Sequence[_File], changed: Mapping[int, Any], round: int
+    spare_files: Sequence[_File], files: Sequence[_File], changed_states: Mapping[int, Any], round: int
 ) -> dict[int, tuple[_File, _Entry | None]]:
     """States of clients that did not change, but which a new file holds, too.
 
     Args:
-        spare: files that are no longer kept as checkpoints, oldest first.
+        spare_files: files that are no longer kept as checkpoints, oldest first.
         files: all.
-        changed: clients that changed.
+        changed_states: clients that changed.
         round: of the new file, which replaces a file of that round.
     """
-    current = {c: found for c, found in _newest(files, round).items() if c not in changed}
-    live = sum(entry.size for _, entry in current.values() if entry is not None)
-    excess = sum(file.size for file in spare) - live
-    copied = {f.round for f in spare if f.round == round}
-    for file in spare:
-        if excess > 0:
-            copied.add(file.round)
-            excess -= file.size
-    return {c: (f, entry) for c, (f, entry) in current.items() if entry is None or f.round in copied}
+    current_entries = {
+        c: location for c, location in _newest(files, round).items() if c not in changed_states
+    }
+    live_bytes = sum(entry.size for _, entry in current_entries.values() if entry is not None)
+    excess_bytes = sum(file.size for file in spare_files) - live_bytes
+    copied_rounds = {f.round for f in spare_files if f.round == round}
+    for file in spare_files:
+        if excess_bytes > 0:
+            copied_rounds.add(file.round)
+            excess_bytes -= file.size
+    return {
+        c: (f, entry)
+        for c, (f, entry) in current_entries.items()
+        if entry is None or f.round in copied_rounds
+    }
 
 
 def tidy(folder: Path, keep: int | None = None) -> None:
@@ -249,18 +260,18 @@ def tidy(folder: Path, keep: int | None = None) -> None:
         for path in folder.glob("*.part"):
             path.unlink()
         contents = _read_folder(folder)
-        files, whole_files = contents.files, contents.kept
-        for file in [] if keep is None else whole_files[:-keep]:
+        files, kept_files = contents.files, contents.kept
+        for file in [] if keep is None else kept_files[:-keep]:
             # first it stops being a checkpoint, for it may need files that are removed now
             file.path.rename(file.path.with_suffix(STATES))
         if keep is not None:
-            whole_files = whole_files[-keep:]
-        needed = {f.round for f, _ in _newest(files, whole_files[0].round).values()}
+            kept_files = kept_files[-keep:]
+        needed_rounds = {f.round for f, _ in _newest(files, kept_files[0].round).values()}
         for file in files:
-            if file.round < whole_files[0].round and file.round not in needed:
+            if file.round < kept_files[0].round and file.round not in needed_rounds:
                 file.path.with_suffix(STATES).unlink(missing_ok=True)
         for path in [] if keep is None else contents.damaged:
-            if _round_of(path) < whole_files[0].round and _round_of(path) not in whole_files[0].elsewhere:
+            if _round_of(path) < kept_files[0].round and _round_of(path) not in kept_files[0].ids_by_round:
                 path.unlink()
 
 
@@ -276,18 +287,18 @@ def load(folder: Path, store: ClientStore | None = None) -> State:
             written; the message names the clients whose states are lost.
     """
     contents = _read_folder(folder)
-    last = contents.last()
-    contents.require_states(last)
+    last_file = contents.last()
+    contents.require_states(last_file)
     for error in contents.damaged.values():
         logger.warning(
             "%s. The last checkpoint, after round %d, does not need it and is whole. Restore it from a copy or remove it.",
             error,
-            last.round,
+            last_file.round,
         )
-    newest = _newest(contents.files, last.round)
-    clients = LazyMapping(newest, lambda c: newest[c][0].decode_client(c))
+    locations = _newest(contents.files, last_file.round)
+    states = LazyMapping(locations, lambda c: locations[c][0].decode_client(c))
     return State.from_stored(
-        last.round, last.decode_server(), (ClientStore() if store is None else store) | clients
+        last_file.round, last_file.decode_server(), (ClientStore() if store is None else store) | states
     )
 
 
@@ -322,18 +333,18 @@ def go_back(folder: Path, round: int) -> None:
     """
     stored_rounds = rounds_kept(folder)
     if round not in stored_rounds:
-        listed = ", ".join(map(str, stored_rounds))
+        round_text = ", ".join(map(str, stored_rounds))
         raise CheckpointError(
-            f"{folder} keeps the checkpoints after rounds {listed}, and none after round {round}. Choose one "
+            f"{folder} keeps the checkpoints after rounds {round_text}, and none after round {round}. Choose one "
             "of these; run.keep_checkpoints says how many later rounds keep."
         )
     contents = _read_folder(folder)
     if round != stored_rounds[-1]:
-        (chosen,) = (file for file in contents.kept if file.round == round)
-        contents.require_states(chosen)
-        chosen.decode_server()
-        for client, (file, _) in _newest(contents.files, round).items():
-            file.decode_client(client)
+        (target_file,) = (file for file in contents.kept if file.round == round)
+        contents.require_states(target_file)
+        target_file.decode_server()
+        for client_id, (file, _) in _newest(contents.files, round).items():
+            file.decode_client(client_id)
     with as_checkpoint_error(f"cannot remove the checkpoints after round {round} from {folder}"):
         # the newest first: whichever remains after an interruption has all its files
         for path in sorted([*(file.path for file in contents.files), *contents.damaged], reverse=True):
@@ -345,13 +356,13 @@ def _read_folder(folder: Path) -> _Contents:
     """Read the tables of contents of all files of a folder."""
     with as_checkpoint_error(f"cannot read {folder}"):
         paths = [*folder.glob(f"*{KEPT}"), *folder.glob(f"*{STATES}")]
-    files, damaged = [], {}
+    files, errors_by_path = [], {}
     for path in sorted(paths):
         try:
             files.append(_read(path))
         except CheckpointError as error:
-            damaged[path] = error
-    return _Contents(folder, sorted(files, key=lambda file: file.round), damaged)
+            errors_by_path[path] = error
+    return _Contents(folder, sorted(files, key=lambda file: file.round), errors_by_path)
 
 
 def _round_of(path: Path) -> int:
@@ -359,9 +370,9 @@ def _round_of(path: Path) -> int:
     return int(path.stem) if path.stem.isdecimal() else -1
 
 
-def _list_clients(clients: Sequence[int], limit: int = 10) -> str:
+def _list_clients(client_ids: Sequence[int], limit: int = 10) -> str:
     """Clients for a message: ``client 3``, or ``clients 1, 2 and 7 more``."""
-    return f"client{'' if len(clients) == 1 else 's'} {list_first(clients, limit)}"
+    return f"client{'' if len(client_ids) == 1 else 's'} {list_first(client_ids, limit)}"
 
 
 def _list_names(folder: Path) -> list[str]:
@@ -379,17 +390,17 @@ def _newest(files: Sequence[_File], round: int) -> dict[int, tuple[_File, _Entry
 def _read(path: Path) -> _File:
     try:
         with path.open("rb") as file:
-            end = file.seek(0, 2)
-            file.seek(max(0, end - _LENGTH))
-            size = int.from_bytes(file.read(_LENGTH), "big")
-            if not 0 < size <= end - _LENGTH:
+            file_size = file.seek(0, 2)
+            file.seek(max(0, file_size - _LENGTH))
+            table_size = int.from_bytes(file.read(_LENGTH), "big")
+            if not 0 < table_size <= file_size - _LENGTH:
                 raise ValueError("it is cut off")
-            file.seek(end - _LENGTH - size)
-            table = json.loads(file.read(size))
+            file.seek(file_size - _LENGTH - table_size)
+            table = json.loads(file.read(table_size))
         check_seal(table, path)
         server = _Entry(*table["server"])
         entries = {int(c): None if e is None else _Entry(*e) for c, e in table["clients"].items()}
-        elsewhere = {int(t): [int(c) for c in clients] for t, clients in table["elsewhere"].items()}
-        return _File(path, int(table["round"]), server, entries, elsewhere)
+        ids_by_round = {int(t): [int(c) for c in client_ids] for t, client_ids in table["elsewhere"].items()}
+        return _File(path, int(table["round"]), server, entries, ids_by_round)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint file {path} is damaged or cannot be read: {error}") from error

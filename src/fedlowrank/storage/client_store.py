@@ -49,20 +49,20 @@ class LazyMapping(Mapping[int, Any]):
     """States that are loaded when they are accessed.
 
     Args:
-        clients: identifiers.
-        of: loads the state of a client.
+        client_ids: identifiers.
+        load_state: loads the state of a client.
     """
 
-    def __init__(self, clients: Iterable[int], states: Callable[[int], Any]) -> None:
-        self._clients, self._of = dict.fromkeys(clients), states
+    def __init__(self, client_ids: Iterable[int], load_state: Callable[[int], Any]) -> None:
+        self._clients, self._of = dict.fromkeys(client_ids), load_state
 
-    def __getitem__(self, client: int) -> Any:
+    def __getitem__(self, client_id: int) -> Any:
         """The state of a client."""
-        return self._of(client)
+        return self._of(client_id)
 
-    def __contains__(self, client: object) -> bool:
+    def __contains__(self, client_id: object) -> bool:
         """Whether it is one of the clients, whatever else could be loaded."""
-        return client in self._clients
+        return client_id in self._clients
 
     def __iter__(self) -> Iterator[int]:
         """Clients."""
@@ -83,45 +83,45 @@ class ClientStore(Mapping[int, Any]):
 
     def __init__(self, limit: int | None = None, device: str = "cpu") -> None:
         self._limit, self._device = limit, device
-        self._places: dict[int, _InMemory | _OnDisk] = {}
+        self._entries: dict[int, _InMemory | _OnDisk] = {}
         self._store: _Folder | None = None
         self._names = itertools.count()
 
     @property
     def in_memory(self) -> int:
         """Bytes of the states in memory."""
-        return sum(p.bytes for p in self._places.values() if isinstance(p, _InMemory))
+        return sum(p.bytes for p in self._entries.values() if isinstance(p, _InMemory))
 
-    def __getitem__(self, client: int) -> Any:
+    def __getitem__(self, client_id: int) -> Any:
         """The state of a client.
 
         Raises:
             KeyError: if there is none.
             CheckpointError: if its file is missing or damaged.
         """
-        place = self._places[client]
-        if isinstance(place, _InMemory):
-            return place.value
+        entry = self._entries[client_id]
+        if isinstance(entry, _InMemory):
+            return entry.value
         try:
-            with as_checkpoint_error(f"cannot read the state of client {client} at {place.path}"):
-                state = tree.decode(place.path.read_bytes())
+            with as_checkpoint_error(f"cannot read the state of client {client_id} at {entry.path}"):
+                state = tree.decode(entry.path.read_bytes())
         except tree.TreeError as error:
             raise CheckpointError(
-                f"the state of client {client} at {place.path} is damaged: {error}"
+                f"the state of client {client_id} at {entry.path} is damaged: {error}"
             ) from error
         return tree.map_leaves(lambda t: t.to(self._device), state)
 
     def __iter__(self) -> Iterator[int]:
         """Clients, in the order in which their states last changed."""
-        return iter(self._places)
+        return iter(self._entries)
 
     def __len__(self) -> int:
         """How many clients have a state."""
-        return len(self._places)
+        return len(self._entries)
 
-    def __contains__(self, client: object) -> bool:
+    def __contains__(self, client_id: object) -> bool:
         """Whether a client has a state; loads none."""
-        return client in self._places
+        return client_id in self._entries
 
     def empty(self) -> ClientStore:
         """An empty store that uses the same folder."""
@@ -129,30 +129,33 @@ class ClientStore(Mapping[int, Any]):
         store._store, store._names = self._store, self._names
         return store
 
-    def only(self, clients: Set[int]) -> ClientStore:
+    def only(self, client_ids: Set[int]) -> ClientStore:
         """The store with the states of these clients alone."""
         store = self.empty()
-        store._places = {c: p for c, p in self._places.items() if c in clients}
+        store._entries = {c: p for c, p in self._entries.items() if c in client_ids}
         return store
 
-    def __or__(self, new: Mapping[int, Any]) -> ClientStore:
+    def __or__(self, new_states: Mapping[int, Any]) -> ClientStore:
         """The store with new states of some clients.
 
         Raises:
             CheckpointError: if memory is short and the disk full.
         """
         store = self.empty()
-        store._places = {c: p for c, p in self._places.items() if c not in new}
-        if isinstance(new, ClientStore):
+        store._entries = {c: p for c, p in self._entries.items() if c not in new_states}
+        if isinstance(new_states, ClientStore):
             # those on the disk stay there
-            store._places |= new._places
-            store._store, store._names = new._store or self._store, new._names if new._store else self._names
+            store._entries |= new_states._entries
+            store._store, store._names = (
+                new_states._store or self._store,
+                new_states._names if new_states._store else self._names,
+            )
             store._spill()
             return store
-        for some in _batched(new):
-            for client in some:
-                value = new[client]
-                store._places[client] = _InMemory(value, 0 if self._limit is None else tree.nbytes(value))
+        for batch in _batched(new_states):
+            for client_id in batch:
+                value = new_states[client_id]
+                store._entries[client_id] = _InMemory(value, 0 if self._limit is None else tree.nbytes(value))
             store._spill()
         return store
 
@@ -160,16 +163,16 @@ class ClientStore(Mapping[int, Any]):
         """Move states to disk until the rest is within the limit."""
         if self._limit is None:
             return
-        above = self.in_memory - self._limit
-        for client, place in self._places.items():
-            if above <= 0:
+        excess_bytes = self.in_memory - self._limit
+        for client_id, entry in self._entries.items():
+            if excess_bytes <= 0:
                 return
-            if isinstance(place, _InMemory) and place.bytes:
-                self._places[client] = self._stored(client, place.value)
-                above -= place.bytes
+            if isinstance(entry, _InMemory) and entry.bytes:
+                self._entries[client_id] = self._stored(client_id, entry.value)
+                excess_bytes -= entry.bytes
 
-    def _stored(self, client: int, value: Any) -> _OnDisk:
-        with as_checkpoint_error(f"cannot write the state of client {client} to disk (run.client_memory)"):
+    def _stored(self, client_id: int, value: Any) -> _OnDisk:
+        with as_checkpoint_error(f"cannot write the state of client {client_id} to disk (run.client_memory)"):
             if self._store is None:
                 self._store = _Folder()
             path = self._store.path / f"{next(self._names)}.tree"
@@ -177,9 +180,9 @@ class ClientStore(Mapping[int, Any]):
         return _OnDisk(path, self._store)
 
 
-def _remove(path: Path, owner: int) -> None:
+def _remove(path: Path, owner_pid: int) -> None:
     """Remove a file or folder, unless this process is a fork of its owner."""
-    if os.getpid() != owner:
+    if os.getpid() != owner_pid:
         return
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
@@ -188,7 +191,7 @@ def _remove(path: Path, owner: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _batched(new: Mapping[int, Any]) -> Iterator[tuple[int, ...]]:
-    clients = iter(new)
-    while some := tuple(itertools.islice(clients, _STATES_BETWEEN_CHECKS)):
-        yield some
+def _batched(new_states: Mapping[int, Any]) -> Iterator[tuple[int, ...]]:
+    client_ids = iter(new_states)
+    while batch := tuple(itertools.islice(client_ids, _STATES_BETWEEN_CHECKS)):
+        yield batch

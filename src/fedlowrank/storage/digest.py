@@ -83,5 +83,5 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 def _content(table: Mapping[str, Any]) -> str:
     # as it is read back: keys are strings, tuples are lists
-    rest = json.loads(json.dumps({key: value for key, value in table.items() if key != KEY}))
-    return digest_of(json.dumps(rest, sort_keys=True).encode())
+    content = json.loads(json.dumps({key: value for key, value in table.items() if key != KEY}))
+    return digest_of(json.dumps(content, sort_keys=True).encode())

@@ -44,10 +44,10 @@ def exclusive(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         pid = read_holder(folder).get("pid")
-        who = "another process" if pid is None else f"process {pid}"
-        end = "end it" if pid is None else f"end it (`kill {pid}`)"
+        holder = "another process" if pid is None else f"process {pid}"
+        advice = "end it" if pid is None else f"end it (`kill {pid}`)"
         raise FolderInUseError(
-            f"{folder} is in use by {who}. Wait until that ends, or {end}, and start this again."
+            f"{folder} is in use by {holder}. Wait until that ends, or {advice}, and start this again."
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot lock {folder}: {error.strerror or error}") from error
@@ -101,8 +101,8 @@ def is_alive(identity: dict[str, Any]) -> bool:
     try:
         process = psutil.Process(identity["pid"])
         # the system may give the time with another rounding after its clock was set
-        same = abs(process.create_time() - identity["started"]) < 2
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+        is_same = abs(process.create_time() - identity["started"]) < 2
+        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

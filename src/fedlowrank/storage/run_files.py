@@ -86,17 +86,17 @@ def read_clients(folder: Path) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: if one of these files is missing or damaged.
     """
-    path, expected = folder / CLIENTS, read_sealed(folder / CONFIG).get(CLIENTS_DIGEST)
+    path, expected_digest = folder / CLIENTS, read_sealed(folder / CONFIG).get(CLIENTS_DIGEST)
     with as_checkpoint_error(f"cannot read {path}"):
         data = path.read_bytes()
     rows = parse_json(data, path, list)
     if not all(isinstance(row, dict) for row in rows):
         raise CheckpointError(f"{path} is damaged: it must hold a table for each client")
-    if expected is None:
+    if expected_digest is None:
         raise CheckpointError(
             f"{folder / CONFIG} has no entry {CLIENTS_DIGEST!r}, by which {path} is known. {SEAL_AGAIN}"
         )
-    if digest_of(data) != expected:
+    if digest_of(data) != expected_digest:
         raise CheckpointError(
             f"{path} is damaged or was changed by hand: it has another digest than when it was written. Restore "
             "it from a copy, or resume the run, which writes it again."
@@ -107,8 +107,8 @@ def read_clients(folder: Path) -> list[dict[str, Any]]:
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write ``run.json`` with its digest and that of ``clients.json``, which must exist."""
     with as_checkpoint_error(f"cannot read {folder / CLIENTS}"):
-        clients = digest_of((folder / CLIENTS).read_bytes())
-    write_sealed(folder / CONFIG, {**config, CLIENTS_DIGEST: clients})
+        clients_digest = digest_of((folder / CLIENTS).read_bytes())
+    write_sealed(folder / CONFIG, {**config, CLIENTS_DIGEST: clients_digest})
 
 
 def seal_run(folder: str | Path) -> None:
@@ -152,10 +152,10 @@ def read_representations(folder: Path) -> dict[str, Tensor] | None:
 
 def completed_rounds(folder: Path, status: Mapping[str, Any]) -> int:
     """Rounds that a run has surely completed: those of its last checkpoint, or of its end."""
-    saved = [int(path.stem) for path in folder.glob(CHECKPOINTS) if path.stem.isdigit()]
+    saved_rounds = [int(path.stem) for path in folder.glob(CHECKPOINTS) if path.stem.isdigit()]
     # a run that an error stopped may have counted a round that has no record
-    ended = status.get("rounds") if status.get("state") not in ("stopped", "diverged") else 0
-    return max(0, *saved, ended if isinstance(ended, int) else 0)
+    final_round = status.get("rounds") if status.get("state") not in ("stopped", "diverged") else 0
+    return max(0, *saved_rounds, final_round if isinstance(final_round, int) else 0)
 
 
 def encode_line(line: str) -> bytes:
@@ -189,10 +189,10 @@ def read_answers(folder: Path) -> list[dict[str, Any]]:
     path = folder / ANSWERS
     if not path.exists():
         return []
-    names = {"round": int, "model": str, "prompt": str, "answer": str}
+    column_types = {"round": int, "model": str, "prompt": str, "answer": str}
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        if all(type(row[name]) is kind for row in rows for name, kind in names.items()):
+        if all(type(row[name]) is column_type for row in rows for name, column_type in column_types.items()):
             return rows
     except (ValueError, TypeError, KeyError):
         pass
@@ -209,10 +209,10 @@ def salvage_lines(folder: Path) -> list[bytes]:
     if not path.exists():
         return []
     # every line is a gzip member, which begins with the same bytes
-    for part in path.read_bytes().split(_MEMBER)[1:]:
+    for chunk in path.read_bytes().split(_MEMBER)[1:]:
         member = zlib.decompressobj(wbits=31)
         with contextlib.suppress(zlib.error):
-            line = member.decompress(_MEMBER + part)
+            line = member.decompress(_MEMBER + chunk)
             if member.eof:
                 lines.append(line)
     return lines
@@ -233,16 +233,18 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     """
     folders_of_runs: list[Path] = []
     for folder in folders:
-        inner = [] if _holds_run(folder) else [p for p in _list_folders(folder) if _may_hold_run(p)]
-        folders_of_runs += inner or [folder]
+        inner_folders = [] if _holds_run(folder) else [p for p in _list_folders(folder) if _may_hold_run(p)]
+        folders_of_runs += inner_folders or [folder]
     return folders_of_runs
 
 
 def _list_folders(folder: Path) -> list[Path]:
     """The folders directly below a folder, sorted, without runs that were moved aside; none of what is no folder."""
     with as_checkpoint_error(f"cannot read {folder}"):
-        below = [Path(entry) for entry in os.scandir(folder) if entry.is_dir()] if folder.is_dir() else []
-    return sorted(p for p in below if not re.search(r"\.old-\d+$", p.name))
+        subfolders = (
+            [Path(entry) for entry in os.scandir(folder) if entry.is_dir()] if folder.is_dir() else []
+        )
+    return sorted(p for p in subfolders if not re.search(r"\.old-\d+$", p.name))
 
 
 def _holds_run(folder: Path) -> bool:
@@ -270,5 +272,5 @@ def actual_status(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
     """The status of a run folder; not running if the process that wrote it is gone."""
     if status.get("state") != "running" or is_alive(read_holder(folder)):
         return status
-    why = "its process ended without a word: it was killed, or the disk was full"
-    return {**status, "state": "stopped", "message": why}
+    message = "its process ended without a word: it was killed, or the disk was full"
+    return {**status, "state": "stopped", "message": message}

@@ -100,13 +100,15 @@ class RunFolder:
     @staticmethod
     def taken(path: Path) -> CheckpointError:
         """The error about a folder that exists where a run is to begin."""
-        begun = RunFolder.has_begun(path)
+        has_checkpoint = RunFolder.has_begun(path)
         resume = (
-            f"Go on with it by `fedlowrank resume {path}`," if begun else "It holds no run to go on with:"
+            f"Go on with it by `fedlowrank resume {path}`,"
+            if has_checkpoint
+            else "It holds no run to go on with:"
         )
         return CheckpointError(
             f"{path} exists already.",
-            python=f"{'Go on with it by resume=True,' if begun else 'It holds no run to go on with:'} choose another "
+            python=f"{'Go on with it by resume=True,' if has_checkpoint else 'It holds no run to go on with:'} choose another "
             "folder, or pass force=True to move it aside.",
             command=f"{resume} choose another folder with -o, or pass --force to move it aside.",
         )
@@ -162,23 +164,23 @@ class RunFolder:
         """Write the configuration again, where only what is free to change has changed."""
         write_config(self.path, self.config)
 
-    def is_due(self, round: int, last: int, every: int | None) -> bool:
+    def is_due(self, round: int, last_round: int, round_interval: int | None) -> bool:
         """Whether a checkpoint follows a round.
 
-        It follows the first, the last, and each ``every``-th or one after :data:`SECONDS_BETWEEN_CHECKPOINTS`.
+        It follows the first, the last, and each ``round_interval``-th or one after :data:`SECONDS_BETWEEN_CHECKPOINTS`.
         """
-        if round == last:
+        if round == last_round:
             return True
-        if every is not None:
-            return round % every == 0
+        if round_interval is not None:
+            return round % round_interval == 0
         return self._saved is None or time.monotonic() - self._saved >= SECONDS_BETWEEN_CHECKPOINTS
 
-    def save(self, state: State, changed: Iterable[int], keep: int) -> None:
+    def save(self, state: State, changed_ids: Iterable[int], keep: int) -> None:
         """Write a checkpoint.
 
         Args:
             state: of the run as it stands.
-            changed: identifiers of the clients whose state changed since the last checkpoint.
+            changed_ids: identifiers of the clients whose state changed since the last checkpoint.
             keep: how many checkpoints are kept, this one included.
         """
         with (
@@ -186,7 +188,7 @@ class RunFolder:
             (self.path / RECORDS_FILE).open("rb+") as file,
         ):
             os.fsync(file.fileno())
-        states = LazyMapping(sorted(changed), state.clients.__getitem__)
+        states = LazyMapping(sorted(changed_ids), state.clients.__getitem__)
         checkpoint.save(self.path / "checkpoint", state.round, state.stored_server, states, keep)
         self._saved, self._saved_round = time.monotonic(), state.round
 
@@ -198,24 +200,24 @@ class RunFolder:
         """Write a whole state to ``best``, beside the checkpoints."""
         checkpoint.save(self.path / "best", state.round, state.stored_server, state.clients)
 
-    def load(self, store: ClientStore, which: str = "checkpoint") -> State:
+    def load(self, store: ClientStore, folder_name: str = "checkpoint") -> State:
         """Read a checkpoint.
 
         Args:
             store: an empty one.
-            which: ``checkpoint`` for the last one, ``best`` for that of the best round by validation.
+            folder_name: ``checkpoint`` for the last one, ``best`` for that of the best round by validation.
 
         Raises:
             CheckpointError: if there is none, or it is damaged.
         """
-        if which == "best" and not checkpoint.exists(self.path / which):
+        if folder_name == "best" and not checkpoint.exists(self.path / folder_name):
             raise CheckpointError(
                 f"{self.path} holds no state of its best round. A run keeps it with run.keep_best = true, from its first "
                 "evaluation with validation examples on. Take the last checkpoint,",
                 python="or run the experiment with keep_best=True.",
                 command="or run the experiment with run.keep_best=true.",
             )
-        return checkpoint.load(self.path / which, store)
+        return checkpoint.load(self.path / folder_name, store)
 
     def lock(self) -> None:
         """Keep other processes from writing the folder; raises FolderInUseError if one does."""
@@ -245,17 +247,17 @@ class RunFolder:
             is_damaged = True
         return is_damaged
 
-    def has_ended(self, round: int, stored: Mapping[str, Any]) -> bool:
+    def has_ended(self, round: int, stored_config: Mapping[str, Any]) -> bool:
         """Whether the run finished at this round, and no setting asks for more than it did then.
 
         Args:
             round: rounds completed.
-            stored: the configuration as it was.
+            stored_config: the configuration as it was.
         """
-        status, before, now = self.read_status(), stored["run"], self.config["run"]
-        same = all(before.get(name) == now[name] for name in ("rounds", "patience"))
-        same &= before.get("callbacks", []) == now["callbacks"]
-        return same and status.get("state") == "finished" and status.get("rounds") == round
+        status, stored_run, current_run = self.read_status(), stored_config["run"], self.config["run"]
+        is_same = all(stored_run.get(name) == current_run[name] for name in ("rounds", "patience"))
+        is_same &= stored_run.get("callbacks", []) == current_run["callbacks"]
+        return is_same and status.get("state") == "finished" and status.get("rounds") == round
 
     def save_representations(self, representations: dict[str, Tensor]) -> None:
         """Keep test representations for pictures."""

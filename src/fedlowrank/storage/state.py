@@ -11,7 +11,7 @@ from .client_store import ClientStore
 
 
 @tree.tree_dataclass
-class WithLosses:
+class ServerStateWithLosses:
     """The state of a server as it is stored, with the losses by which clients are drawn.
 
     Attributes:
@@ -44,11 +44,11 @@ class State:
         """What a checkpoint holds of the server."""
         if not self.losses:
             return self.server
-        return WithLosses(self.server, {str(i): x for i, x in self.losses.items()})
+        return ServerStateWithLosses(self.server, {str(i): x for i, x in self.losses.items()})
 
     @classmethod
     def from_stored(cls, round: int, server: Any, clients: ClientStore) -> State:
         """The state of which a checkpoint holds these parts, the server's as of :attr:`stored_server`."""
-        if not isinstance(server, WithLosses):
+        if not isinstance(server, ServerStateWithLosses):
             return cls(round, server, clients)
         return cls(round, server.server, clients, {int(i): x for i, x in server.losses.items()})

@@ -60,26 +60,28 @@ class _Net(nn.Module):
 
 
 def small_federation(
-    mixed: bool, seed: int = 0, clients: int = 5, scale: int = 1, shift: int = 1
+    heterogeneous: bool, seed: int = 0, client_count: int = 5, scale: int = 1, shift: int = 1
 ) -> Federation:
     """A small federation with clients of uneven size.
 
     Args:
-        mixed: two architectures, or one.
+        heterogeneous: two architectures, or one.
         seed: of everything.
-        clients: their number.
+        client_count: their number.
         scale: factor on their examples.
         shift: by how much every second client's labels differ.
     """
     generator = torch.Generator().manual_seed(seed)
     rule = torch.randn(6, 3, generator=generator)
     data = []
-    for i in range(clients):
+    for i in range(client_count):
         x = torch.randn(scale * (24 + 7 * i), 6, generator=generator)
         data.append((x, ((x @ rule).argmax(-1) + shift * (i % 2)) % 3))
-    models = {"small": lambda: _Net(4), "wide": lambda: _Net(7)} if mixed else {"small": lambda: _Net(4)}
+    models = (
+        {"small": lambda: _Net(4), "wide": lambda: _Net(7)} if heterogeneous else {"small": lambda: _Net(4)}
+    )
     # ranks as small as the layers: methods that have a default of their own may ask for more
-    return Federation.from_arrays(data, models, classes=3, seed=seed, rank=[2] * clients)
+    return Federation.from_arrays(data, models, classes=3, seed=seed, rank=[2] * client_count)
 
 
 def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
@@ -93,14 +95,14 @@ def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
         One finding a check that applies to the method; a check that raises fails, with the error as its detail.
     """
     findings = []
-    at = Trajectory(method, device)
+    trajectory = Trajectory(method, device)
     for name, test in _CHECKS.items():
         if not _applies(test, method):
             continue
         try:
-            detail = test(at)
+            detail = test(trajectory)
         except Exception as error:  # noqa: BLE001 - a user's method may raise anything
-            detail = f"{type(error).__name__}: {error}{_place(method, error)}"
+            detail = f"{type(error).__name__}: {error}{_describe_location(method, error)}"
         findings.append(CheckFinding(name, detail is None, detail or ""))
     return findings
 
@@ -112,16 +114,16 @@ def _applies(test: Callable[[Trajectory], str | None], method: AnyMethod) -> boo
     return not (test is _extended and method.uses_rounds)
 
 
-def _place(method: AnyMethod, error: Exception) -> str:
+def _describe_location(method: AnyMethod, error: Exception) -> str:
     """Where an error arose: the last line in the method's own file, or the last of all."""
     frames = traceback.extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(method).__module__), "__file__", None)
-    own_frames = [frame for frame in frames if frame.filename == file]
-    if not own_frames and isinstance(error, FedlowrankError):
+    method_frames = [frame for frame in frames if frame.filename == file]
+    if not method_frames and isinstance(error, FedlowrankError):
         # its message says what to write, and no line of the method was reached
         return ""
-    last = (own_frames or frames)[-1]
-    return f" ({Path(last.filename).name}:{last.lineno})"
+    last_frame = (method_frames or frames)[-1]
+    return f" ({Path(last_frame.filename).name}:{last_frame.lineno})"
 
 
 class _UnevaluatedRun(Run):
@@ -149,41 +151,46 @@ class Trajectory:
         self.method = method
         self.device = device
         self._run: Run | None = None
-        self._known: list[bytes] = []
+        self._encoded_states: list[bytes] = []
 
     def start(
         self,
         engine: Engine | None = None,
-        total: int = ROUNDS,
-        on: Federation | None = None,
+        total_rounds: int = ROUNDS,
+        federation: Federation | None = None,
         method: AnyMethod | None = None,
         **settings: Any,
     ) -> Run:
         """A run before its first round, of the method and on a small federation unless others are given."""
-        arguments: dict[str, Any] = {"rounds": total, "participation": 0.8, "device": self.device, **settings}
-        data = small_federation(self.method.heterogeneous) if on is None else on
+        arguments: dict[str, Any] = {
+            "rounds": total_rounds,
+            "participation": 0.8,
+            "device": self.device,
+            **settings,
+        }
+        data = small_federation(self.method.heterogeneous) if federation is None else federation
         return _UnevaluatedRun(method or self.method, data, RunSettings(**arguments), engine or Sequential())
 
-    def go(self, engine: Engine, total: int = ROUNDS) -> Any:
-        """Server state and client states after three of ``total`` rounds with an engine."""
-        run = self.start(engine, total)
+    def run_rounds(self, engine: Engine, total_rounds: int = ROUNDS) -> Any:
+        """Server state and client states after three of ``total_rounds`` rounds with an engine."""
+        run = self.start(engine, total_rounds)
         for _ in range(ROUNDS):
             run.step()
         return _states(run)
 
-    def encoded(self, rounds: int) -> bytes:
+    def encode_states(self, rounds: int) -> bytes:
         """Server state and client states after some rounds, as bytes."""
         if self._run is None:
             self._run = self.start()
-            self._known.append(tree.encode(_states(self._run)))
-        while len(self._known) <= rounds:
+            self._encoded_states.append(tree.encode(_states(self._run)))
+        while len(self._encoded_states) <= rounds:
             self._run.step()
-            self._known.append(tree.encode(_states(self._run)))
-        return self._known[rounds]
+            self._encoded_states.append(tree.encode(_states(self._run)))
+        return self._encoded_states[rounds]
 
     def states(self, rounds: int) -> Any:
         """Server state and client states after some rounds."""
-        return tree.decode(self.encoded(rounds))
+        return tree.decode(self.encode_states(rounds))
 
     def run(self, rounds: int, **settings: Any) -> Run:
         """A run that goes on after some rounds."""
@@ -214,71 +221,73 @@ def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
     return None
 
 
-def _same(a: Any, b: Any, device: str = "cpu") -> str | None:
+def _compare_states(a: Any, b: Any, device: str = "cpu") -> str | None:
     if device != "cpu":
         # kernels of a GPU are chosen by the addresses of tensors, too
         return _first_difference(a, b, 1e-6, 1e-9)
     return None if tree.equal(a, b) else _first_difference(a, b, 0, 0) or "some bits differ"
 
 
-def _wire(at: Trajectory) -> str | None:
-    return _same(at.states(3), at.go(Wire()), at.device)
+def _wire(trajectory: Trajectory) -> str | None:
+    return _compare_states(trajectory.states(3), trajectory.run_rounds(Wire()), trajectory.device)
 
 
-def _vectorized(at: Trajectory) -> str | None:
-    return _first_difference(at.states(3), at.go(Vectorized()), 1e-3, 1e-4)
+def _vectorized(trajectory: Trajectory) -> str | None:
+    return _first_difference(trajectory.states(3), trajectory.run_rounds(Vectorized()), 1e-3, 1e-4)
 
 
-def _resume(at: Trajectory) -> str | None:
-    half = at.run(2)
-    again = at.start()
+def _resume(trajectory: Trajectory) -> str | None:
+    interrupted_run = trajectory.run(2)
+    resumed_run = trajectory.start()
     with tempfile.TemporaryDirectory() as folder:
-        save(Path(folder), half.round, half.state.server, half.state.clients)
-        again.restore(load(Path(folder)))
-    again.step()
-    return _same(at.states(3), _states(again), at.device)
+        save(Path(folder), interrupted_run.round, interrupted_run.state.server, interrupted_run.state.clients)
+        resumed_run.restore(load(Path(folder)))
+    resumed_run.step()
+    return _compare_states(trajectory.states(3), _states(resumed_run), trajectory.device)
 
 
-def _extended(at: Trajectory) -> str | None:
-    if at.method.uses_rounds:
+def _extended(trajectory: Trajectory) -> str | None:
+    if trajectory.method.uses_rounds:
         return None
     # a schedule over 3 rounds has come to its end where one over 40 has hardly begun
-    differs = _same(at.states(ROUNDS), at.go(Sequential(), 40), at.device)
+    difference = _compare_states(
+        trajectory.states(ROUNDS), trajectory.run_rounds(Sequential(), 40), trajectory.device
+    )
     return (
         None
-        if differs is None
-        else f"a round depends on the number of all rounds; set uses_rounds = True: {differs}"
+        if difference is None
+        else f"a round depends on the number of all rounds; set uses_rounds = True: {difference}"
     )
 
 
-def _pure(at: Trajectory) -> str | None:
-    if at.device == "cpu" and (impure := _impure_function(at)) is not None:
-        return impure
-    run = at.start()
-    initial = tree.encode([a.initial for a in run.federation.architectures.values()])
-    random = torch.get_rng_state()
+def _check_purity(trajectory: Trajectory) -> str | None:
+    if trajectory.device == "cpu" and (message := _impure_function(trajectory)) is not None:
+        return message
+    run = trajectory.start()
+    initial_models = tree.encode([a.initial for a in run.federation.architectures.values()])
+    generator_state = torch.get_rng_state()
     for _ in range(2):
         run.step()
-    encoded = tree.encode(_states(run))
-    if encoded != at.encoded(2):
+    encoded_states = tree.encode(_states(run))
+    if encoded_states != trajectory.encode_states(2):
         return "two equal runs end in different states"
     uploads = _uploads(run)
-    _updated(run, uploads)
+    _update_server(run, uploads)
     run.evaluation()
-    if not torch.equal(random, torch.get_rng_state()):
+    if not torch.equal(generator_state, torch.get_rng_state()):
         return "a round draws from torch's global generator; use view.key"
-    now = tree.encode([a.initial for a in run.federation.architectures.values()])
+    final_models = tree.encode([a.initial for a in run.federation.architectures.values()])
     return (
         None
-        if encoded == tree.encode(_states(run)) and initial == now
+        if encoded_states == tree.encode(_states(run)) and initial_models == final_models
         else "a function of the method changes its input in place"
     )
 
 
-def _impure_function(at: Trajectory) -> str | None:
+def _impure_function(trajectory: Trajectory) -> str | None:
     """The first function that changes an argument, or gives another result when it is called again."""
     try:
-        run = at.start(method=CalledTwice(inner=at.method))
+        run = trajectory.start(method=CalledTwice(inner=trajectory.method))
         for _ in range(2):
             run.step()
         run.evaluation()
@@ -298,43 +307,43 @@ def _uploads(run: Run) -> dict[int, Any]:
     return {i.id: r.upload for i, r in zip(infos, results, strict=True) if r.upload is not None}
 
 
-def _updated(run: Run, uploads: dict[int, Any]) -> Any:
+def _update_server(run: Run, uploads: dict[int, Any]) -> Any:
     """The server's next state after these uploads, by client."""
     server, aggregator, infos = run.state.server, Aggregator(list(uploads)), run.federation.infos
-    for client, upload in uploads.items():
-        aggregator.add(client, run.method.contribution(server, upload, infos[client]))
+    for client_id, upload in uploads.items():
+        aggregator.add(client_id, run.method.contribution(server, upload, infos[client_id]))
     total = aggregator.finish()
-    view = ServerView(run.task, run.round, run.federation.key, [infos[client] for client in uploads])
+    view = ServerView(run.task, run.round, run.federation.key, [infos[client_id] for client_id in uploads])
     return server if total is None else run.method.server_update(server, total, view)
 
 
-def _still(at: Trajectory) -> str | None:
-    method = at.method
-    changed = {
+def _check_zero_rate(trajectory: Trajectory) -> str | None:
+    method = trajectory.method
+    zero_rate_optimizers = {
         f.name: dataclasses.replace(value, lr=0.0, weight_decay=0.0, groups={})
         for f in dataclasses.fields(method)
         if hasattr(value := getattr(method, f.name), "learning_rate")
     }
     # a penalty acts at a learning rate of 0, too; a method names its settings to set aside for this check
-    still = dataclasses.replace(method, **changed, **type(method).zero_step_settings)
-    run = at.start(method=still, participation=1.0)
-    first = {i.id: run.personal(i) for i in run.federation.infos}
+    zero_rate_method = dataclasses.replace(method, **zero_rate_optimizers, **type(method).zero_step_settings)
+    run = trajectory.start(method=zero_rate_method, participation=1.0)
+    initial_models = {i.id: run.personal(i) for i in run.federation.infos}
     run.step()
     for info in run.federation.infos:
-        gap = _first_difference(run.personal(info), first[info.id], 1e-5, 1e-6)
+        gap = _first_difference(run.personal(info), initial_models[info.id], 1e-5, 1e-6)
         if gap is not None:
             return f"with a learning rate of 0 the model of client {info.id} changes: {gap}"
     return None
 
 
-def _learns(at: Trajectory) -> str | None:
-    method = faster = at.method
+def _learns(trajectory: Trajectory) -> str | None:
+    method = fast_method = trajectory.method
     if isinstance(method.optimizer, SGD):
-        faster = dataclasses.replace(
+        fast_method = dataclasses.replace(
             method, optimizer=dataclasses.replace(method.optimizer, lr=0.1), batch_size=8
         )
-    on = small_federation(method.heterogeneous, scale=8, shift=0)
-    run = at.start(method=faster, on=on, rounds=30, participation=1.0)
+    federation = small_federation(method.heterogeneous, scale=8, shift=0)
+    run = trajectory.start(method=fast_method, federation=federation, rounds=30, participation=1.0)
     before = after = _mean_accuracy(run)
     while run.round < 30 and after <= before + 0.1:
         for _ in range(3):
@@ -358,15 +367,15 @@ def _mean_accuracy(run: Run) -> float:
     return sum(shares) / len(shares)
 
 
-def _unseen(at: Trajectory) -> str | None:
-    run = at.run(1)
-    seen = set(run.state.clients)
-    unseen = [i for i in run.federation.infos if i.id not in seen]
-    if not unseen and run.state.clients:
+def _unseen(trajectory: Trajectory) -> str | None:
+    run = trajectory.run(1)
+    seen_ids = set(run.state.clients)
+    unseen_infos = [i for i in run.federation.infos if i.id not in seen_ids]
+    if not unseen_infos and run.state.clients:
         return "every client took part; nothing was tested"
     evaluation = run.evaluation()
     tables = [evaluation.by_client(series=series) for series in evaluation.series()] if evaluation else []
-    values = [table[i.id] for table in tables for i in unseen]
+    values = [table[i.id] for table in tables for i in unseen_infos]
     return (
         None
         if all(v is not None and 0 <= v <= 1 for v in values)
@@ -374,64 +383,66 @@ def _unseen(at: Trajectory) -> str | None:
     )
 
 
-def _lost(at: Trajectory) -> str | None:
-    run = at.run(2, lost_replies=0.6)
+def _check_lost_reply(trajectory: Trajectory) -> str | None:
+    run = trajectory.run(2, lost_replies=0.6)
     # encoded, for a method that changes its state in place would change a mere reference too
     before = {i: tree.encode(s) for i, s in run.state.clients.items()}
     record = run.step()
     after = {i: tree.encode(s) for i, s in run.state.clients.items()}
-    lost = [int(client) for client in record.lost]
-    if not before.keys() & set(lost):
+    lost_ids = [int(client_id) for client_id in record.lost]
+    if not before.keys() & set(lost_ids):
         return "no client with a state lost its reply; nothing was tested"
-    changed = [i for i in lost if before.get(i) != after.get(i)]
-    return f"client {changed[0]} changed its state although its reply was lost" if changed else None
+    changed_ids = [i for i in lost_ids if before.get(i) != after.get(i)]
+    return f"client {changed_ids[0]} changed its state although its reply was lost" if changed_ids else None
 
 
-def _measured(at: Trajectory) -> str | None:
-    run, method = at.run(2), at.method
+def _check_sizes(trajectory: Trajectory) -> str | None:
+    run, method = trajectory.run(2), trajectory.method
     for info in run.federation.infos:
         down = method.download(run.state.server, info)
         if tree.encoded_size(down) != len(tree.encode(down)):
             return "the size of a download depends on more than its structure"
-    if any(tree.encoded_size(up) != len(tree.encode(up)) for up in _uploads(run).values()):
+    if any(tree.encoded_size(upload) != len(tree.encode(upload)) for upload in _uploads(run).values()):
         return "the size of an upload depends on more than its structure"
     return None
 
 
-def _adds_up(at: Trajectory) -> str | None:
-    run = at.run(2)
+def _adds_up(trajectory: Trajectory) -> str | None:
+    run = trajectory.run(2)
     for info in run.federation.infos:
-        local = run.local_model(info)
-        predictors = local.predictors
+        local_model = run.local_model(info)
+        predictors = local_model.predictors
         x = run.federation.clients[info.id].train.inputs
-        for name, parts in local.parts.items():
+        for name, parts in local_model.parts.items():
             if name not in predictors:
                 return f"ClientModel.parts names the series {name!r}; series has {sorted(predictors)}"
             with torch.inference_mode():
-                whole = local.model.apply(sum_parts(parts, local.model.initial), x)
-                if not torch.allclose(whole, predictors[name](x), rtol=1e-4, atol=1e-5):
+                scores = local_model.model.apply(sum_parts(parts, local_model.model.initial), x)
+                if not torch.allclose(scores, predictors[name](x), rtol=1e-4, atol=1e-5):
                     model = f"the model that client {info.id} infers by"
                     return f"the parts of series {name!r} do not add up to {model}"
     return None
 
 
-def _one_model(at: Trajectory) -> str | None:
-    if not at.method.one_model:
+def _one_model(trajectory: Trajectory) -> str | None:
+    if not trajectory.method.one_model:
         return None
-    run = at.run(2)
-    first, *rest = run.federation.infos
-    for info in rest:
-        gap = _same(run.personal(info), run.personal(first))
-        if info.architecture == first.architecture and gap is not None:
-            return f"client {info.id} uses another model than client {first.id}; leave out one_model: {gap}"
+    run = trajectory.run(2)
+    first_info, *other_infos = run.federation.infos
+    for info in other_infos:
+        gap = _compare_states(run.personal(info), run.personal(first_info))
+        if info.architecture == first_info.architecture and gap is not None:
+            return (
+                f"client {info.id} uses another model than client {first_info.id}; leave out one_model: {gap}"
+            )
     return None
 
 
-def _refuses(at: Trajectory) -> str | None:
-    if at.method.heterogeneous:
+def _refuses(trajectory: Trajectory) -> str | None:
+    if trajectory.method.heterogeneous:
         return None
     try:
-        at.start(on=small_federation(True))
+        trajectory.start(federation=small_federation(True))
     except TaskError:
         return None
     return "a federation of unequal models is accepted; use task.common_model, or set heterogeneous = True"
@@ -442,12 +453,12 @@ _CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
     "a resumed run ends as an unbroken one (bit for bit)": _resume,
     "a run of more rounds begins like one of fewer (bit for bit)": _extended,
     "clients at once = one by one (to 1e-3)": _vectorized,
-    "functions are pure and draw from named keys": _pure,
-    "a learning rate of 0 changes no model": _still,
+    "functions are pure and draw from named keys": _check_purity,
+    "a learning rate of 0 changes no model": _check_zero_rate,
     "it learns": _learns,
     "a client that never took part can infer": _unseen,
-    "a lost reply leaves its client as it was": _lost,
-    "messages are measured": _measured,
+    "a lost reply leaves its client as it was": _check_lost_reply,
+    "messages are measured": _check_sizes,
     "the parts of a model add up to it": _adds_up,
     "one_model holds: all clients use the server's model": _one_model,
     "unequal models are refused where they must be": _refuses,

@@ -64,22 +64,22 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
 
     def _twice(self, hook: str, **arguments: Any) -> Any:
         trees = {n: a for n, a in arguments.items() if n in ("server", "state", "down", "upload", "total")}
-        before = {n: _content(a) for n, a in trees.items()}
+        contents = {n: _content(a) for n, a in trees.items()}
         call = getattr(self.inner, hook)
-        first = call(*arguments.values())
-        content = _content(first)
-        second = _content(call(*arguments.values()))
-        for name, known in before.items():
-            if _content(trees[name]) != known:
+        result = call(*arguments.values())
+        first_content = _content(result)
+        second_content = _content(call(*arguments.values()))
+        for name, content_before in contents.items():
+            if _content(trees[name]) != content_before:
                 raise ImpureError(
                     f"{hook} changes its input in place: its argument {name!r}. Return a new tree"
                 )
-        if content != second:
+        if first_content != second_content:
             raise ImpureError(
                 f"{hook} gives another result when it is called again with the same arguments. It may keep nothing in "
                 "itself and draw random numbers from view.key alone"
             )
-        return first
+        return result
 
 
 def _content(value: Any) -> Any:

@@ -36,13 +36,20 @@ def is_plain(value: Any) -> bool:
 def captured_by(value: Any) -> list[Any] | None:
     """Parts of a function, a method, a list, a mapping or frozen settings; None for anything else."""
     if isinstance(value, FunctionType):
-        captured = [_content(c) for c in value.__closure__ or ()]
-        around = value.__globals__
-        named = [around[n] for n in value.__code__.co_names if n in around]
-        named = [v for v in named if not isinstance(v, (ModuleType, BuiltinFunctionType, type))]
+        cell_values = [_content(c) for c in value.__closure__ or ()]
+        namespace = value.__globals__
+        global_values = [namespace[n] for n in value.__code__.co_names if n in namespace]
+        global_values = [
+            v for v in global_values if not isinstance(v, (ModuleType, BuiltinFunctionType, type))
+        ]
         # what functions that are called by name captured is not looked at, only whether they are others now
-        named = [v.__code__ if isinstance(v, FunctionType) else v for v in named]
-        return [*captured, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *named]
+        global_values = [v.__code__ if isinstance(v, FunctionType) else v for v in global_values]
+        return [
+            *cell_values,
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+            *global_values,
+        ]
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, (tuple, list)):

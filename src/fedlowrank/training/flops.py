@@ -105,7 +105,7 @@ class FlopLedger:
         """Whether :meth:`fit` has learnt the cost of that kind, or found that it cannot."""
         return kind in self._fits
 
-    def fit(self, kind: Any, count: Callable[[int, int], int], widest: int) -> bool:
+    def fit(self, kind: Any, count: Callable[[int, int], int], max_tokens: int) -> bool:
         """Learn the cost of all steps of a kind on texts from a few short ones.
 
         A transformer takes b (c + α T + β T²) + γ + δ T operations for b texts of T tokens; γ and δ are those that a batch
@@ -116,13 +116,13 @@ class FlopLedger:
         Args:
             kind: see :meth:`counting`.
             count: counts a step of so many texts of so many tokens.
-            widest: tokens of the longest text there is.
+            max_tokens: tokens of the longest text there is.
 
         Returns:
             Whether the cost of every size is known now.
         """
         if not self.has_tried(kind):
-            self._fits[kind] = None if widest < 4 else _fit_texts(count, max(1, min(8, widest // 4)))
+            self._fits[kind] = None if max_tokens < 4 else _fit_texts(count, max(1, min(8, max_tokens // 4)))
         return self.is_fitted(kind)
 
     def is_fitted(self, kind: Any) -> bool:
@@ -165,15 +165,17 @@ class TextCost(NamedTuple):
 
 def _fit_texts(count: Callable[[int, int], int], unit: int) -> TextCost | None:
     """Whole numbers of the cost of texts; None if it is no such cost."""
-    one, two, three = (count(1, k * unit) for k in (1, 2, 3))
-    batch_two = 2 * two - count(2, 2 * unit)
+    cost_one, cost_two, cost_three = (count(1, k * unit) for k in (1, 2, 3))
+    batch_two = 2 * cost_two - count(2, 2 * unit)
     # nothing is shared as a rule, and a pass less is taken
-    batch_one = 2 * one - count(2, unit) if batch_two else 0
-    square, rest = divmod(three - 2 * two + one, 2 * unit**2)
-    linear, left = divmod(two - one - 3 * square * unit**2, unit)
-    constant = one - linear * unit - square * unit**2
-    batch_token, over = divmod(batch_two - batch_one, unit)
+    batch_one = 2 * cost_one - count(2, unit) if batch_two else 0
+    square, square_remainder = divmod(cost_three - 2 * cost_two + cost_one, 2 * unit**2)
+    linear, linear_remainder = divmod(cost_two - cost_one - 3 * square * unit**2, unit)
+    constant = cost_one - linear * unit - square * unit**2
+    batch_token, batch_remainder = divmod(batch_two - batch_one, unit)
     batch = batch_one - batch_token * unit
     cost = TextCost(constant - batch, linear - batch_token, square, batch, batch_token)
-    is_exact = not (rest or left or over) and batch >= 0 and batch_token >= 0
+    is_exact = (
+        not (square_remainder or linear_remainder or batch_remainder) and batch >= 0 and batch_token >= 0
+    )
     return cost if is_exact and cost.of(2, 4 * unit) == count(2, 4 * unit) else None

@@ -77,15 +77,15 @@ class KeepingTrainer:
         if not request.optimizer.keep:
             return self._trainer.train(request)
         name, states = request.name, self._states.get(request.name, [])
-        place = self._taken[name]
+        index = self._taken[name]
         self._taken[name] += 1
-        before = states[place] if place < len(states) else None
-        if before is not None:
-            self._check(request, before)
-        kept = KeptState(before)
-        end = self._trainer.train(dataclasses.replace(request, kept=kept))
-        if kept.state is not None:
-            self._next.setdefault(name, []).append(kept.state)
+        previous_state = states[index] if index < len(states) else None
+        if previous_state is not None:
+            self._check(request, previous_state)
+        kept_state = KeptState(previous_state)
+        end = self._trainer.train(dataclasses.replace(request, kept=kept_state))
+        if kept_state.state is not None:
+            self._next.setdefault(name, []).append(kept_state.state)
         return end
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
@@ -100,20 +100,26 @@ class KeepingTrainer:
         """What the client stores; a pass that this round did not take, or fewer times, keeps its states."""
         if self.has_failed:
             return StateWithOptimizers(client_state, self._states) if self._states else client_state
-        remaining = {name: known[self._taken[name] :] for name, known in self._states.items()}
-        states = remaining | {name: [*taken, *remaining.get(name, [])] for name, taken in self._next.items()}
+        remaining_states = {
+            name: pass_states[self._taken[name] :] for name, pass_states in self._states.items()
+        }
+        states = remaining_states | {
+            name: [*new_states, *remaining_states.get(name, [])] for name, new_states in self._next.items()
+        }
         return StateWithOptimizers(client_state, states) if states else client_state
 
-    def _check(self, request: Request, before: OptimizerState) -> None:
+    def _check(self, request: Request, previous_state: OptimizerState) -> None:
         """Refuse a state of other parameters than those that are trained now."""
-        now = _shapes(request.start)
-        for slot in before.slots:
-            if (old := _shapes(slot)) != now:
-                path = next((p for p in {**now, **old} if now.get(p) != old.get(p)), "")
+        new_shapes = _shapes(request.start)
+        for slot in previous_state.slots:
+            if (old_shapes := _shapes(slot)) != new_shapes:
+                path = next(
+                    (p for p in {**new_shapes, **old_shapes} if new_shapes.get(p) != old_shapes.get(p)), ""
+                )
                 raise TaskError(
                     f"optimizer.keep: the state that {self._client.title} keeps of its optimizer does not fit what it "
-                    f"trains in pass {request.name!r}: {path or 'the tree'} had shape {old.get(path, 'none')} when it "
-                    f"trained last, and has {now.get(path, 'none')} now. Set optimizer.keep = false for this method."
+                    f"trains in pass {request.name!r}: {path or 'the tree'} had shape {old_shapes.get(path, 'none')} when it "
+                    f"trained last, and has {new_shapes.get(path, 'none')} now. Set optimizer.keep = false for this method."
                 )
 
 
@@ -123,10 +129,10 @@ def _shapes(value: Any) -> dict[str, list[int]]:
 
 def slot_like(start: Any, tensors: Sequence[Tensor | None]) -> Any:
     """One of the values that an optimizer keeps of each parameter, as a tree; 0 where it keeps none yet."""
-    remaining = iter(tensors)
+    tensor_iterator = iter(tensors)
 
     def fill(p: Tensor) -> Tensor:
-        t = next(remaining)
+        t = next(tensor_iterator)
         return tree.widen(p).new_zeros(p.shape) if t is None else t.detach()
 
     return tree.map_leaves(fill, start)

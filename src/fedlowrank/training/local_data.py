@@ -104,21 +104,23 @@ class LocalData:
             sweep = self.of(name)
             generator, n = self._generator("order", name), sweep.examples_of(len(self.examples))
             # the examples that the pass sees; None for all of them
-            part = None if n == len(self.examples) else self._draw(n, name)
+            subset = None if n == len(self.examples) else self._draw(n, name)
             lengths = self.lengths if self.by_length else None
             steps: list[Tensor] = []
             for _ in itertools.count() if sweep.epochs is None else range(sweep.epochs):
                 if lengths is not None:
-                    seen = lengths if part is None else lengths[part]
-                    batches = draw_length_buckets(seen, sweep.batch_size, generator)
+                    subset_lengths = lengths if subset is None else lengths[subset]
+                    batches = draw_length_buckets(subset_lengths, sweep.batch_size, generator)
                 else:
-                    places, size = torch.randperm(n, generator=generator), sweep.batch_size
-                    batches = [places[a : a + size] for a in range(0, n, size)] if n > size else [places]
+                    permutation, size = torch.randperm(n, generator=generator), sweep.batch_size
+                    batches = (
+                        [permutation[a : a + size] for a in range(0, n, size)] if n > size else [permutation]
+                    )
                 steps += sweep.complete(batches)
                 if sweep.steps is not None and len(steps) >= sweep.steps:
                     break
             steps = steps[: sweep.steps]
-            self._orders[name] = steps if part is None else [part[i] for i in steps]
+            self._orders[name] = steps if subset is None else [subset[i] for i in steps]
         return self._orders[name]
 
     def _draw(self, n: int, name: str) -> Tensor:
@@ -152,8 +154,8 @@ class LocalData:
         self.augment.check(self.examples.x)
         # of all steps at once: a copy to the device in a step would wait for all steps before
         sizes = [len(index) for index in order]
-        drawn = self.augment.draw(sum(sizes), self._generator("augment", name)).to(self.examples.y.device)
-        for step, (index, draw) in enumerate(zip(indices, torch.split(drawn, sizes), strict=True)):
+        draws = self.augment.draw(sum(sizes), self._generator("augment", name)).to(self.examples.y.device)
+        for step, (index, draw) in enumerate(zip(indices, torch.split(draws, sizes), strict=True)):
             batch = gather(self.examples, index, step, loss=self.loss)
             yield replace(batch, x=self.augment.change(batch.x, draw, self.quarter_turns))
 
@@ -164,27 +166,27 @@ class LocalData:
             equal_width: whether texts are as wide as in one batch of all examples.
             in_one: whether they are a single chunk.
         """
-        for places in self.chunk_places(in_one):
-            yield self.chunk(places, equal_width)
+        for rows in self.chunk_slices(in_one):
+            yield self.chunk(rows, equal_width)
 
-    def chunk_places(self, in_one: bool = False) -> list[slice]:
+    def chunk_slices(self, in_one: bool = False) -> list[slice]:
         """Where the examples of each chunk lie."""
         n = len(self.examples)
-        parts = 1 if in_one else -(-n // chunk_size(self.examples))
-        size, longer = divmod(n, max(1, parts))
-        ends = [k * size + min(k, longer) for k in range(parts + 1)]
-        return [slice(a, b) for a, b in itertools.pairwise(ends)]
+        chunk_count = 1 if in_one else -(-n // chunk_size(self.examples))
+        size, longer_count = divmod(n, max(1, chunk_count))
+        bounds = [k * size + min(k, longer_count) for k in range(chunk_count + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
-    def chunk(self, places: slice, equal_width: bool = False) -> Batch:
+    def chunk(self, rows: slice, equal_width: bool = False) -> Batch:
         """The examples of one chunk."""
-        index = torch.arange(places.start, places.stop, device=self.examples.y.device)
-        columns = self._columns(slice(None) if equal_width else places)
+        index = torch.arange(rows.start, rows.stop, device=self.examples.y.device)
+        columns = self._columns(slice(None) if equal_width else rows)
         return gather(self.examples, index, columns=columns, loss=self.loss)
 
-    def chunk_shape(self, places: slice) -> BatchSize:
+    def chunk_shape(self, rows: slice) -> BatchSize:
         """What the cost of a chunk depends on, see :func:`size_of`."""
-        columns = self._columns(places)
-        return (places.stop - places.start,) if columns is None else (places.stop - places.start, columns)
+        columns = self._columns(rows)
+        return (rows.stop - rows.start,) if columns is None else (rows.stop - rows.start, columns)
 
     @cached_property
     def form(self) -> Any:
@@ -217,9 +219,9 @@ class LocalData:
         last_tokens: np.ndarray = (ends if ends.ndim == 1 else ends.amax(1)).cpu().numpy()
         return last_tokens
 
-    def _columns(self, some: np.ndarray | slice) -> int | None:
+    def _columns(self, index: np.ndarray | slice) -> int | None:
         """Columns of the batch of some examples, without a host synchronization; None if no texts."""
-        return None if self._ends is None else round_up_width(int(self._ends[some].max()))
+        return None if self._ends is None else round_up_width(int(self._ends[index].max()))
 
     def size(self, index: Tensor) -> BatchSize:
         """The size of the batch of these examples."""
@@ -239,7 +241,7 @@ def gather(
 
     Args:
         examples: all.
-        index: places of those in the batch ``[b]``; if they are not on the device of the examples, they are
+        index: indices of those in the batch ``[b]``; if they are not on the device of the examples, they are
             copied there.
         step: see :class:`Batch`.
         columns: of texts, how many are needed; None to look, which on a GPU waits for all that is under way.

@@ -31,13 +31,13 @@ class PassSteps:
         copy: False if the start belongs to this object already.
 
     Attributes:
-        now: the tree of parameters.
+        params_tree: the tree of parameters.
         params: its tensors.
         constants: of the request, in the fastest memory layout.
         rates: learning rate and weight decay of each tensor, before the schedule within the pass.
         is_scheduled: whether the learning rate changes within the pass.
-        memory: what the optimizer keeps, lists with an entry for each tensor; None before its first step.
-        taken: steps of each tensor.
+        slots: what the optimizer keeps, lists with an entry for each tensor; None before its first step.
+        step_counts: steps of each tensor.
         center: tensors of the proximal term's center, or None.
         linear: tensors of its linear part, or None.
         is_plain_sgd: whether a step only subtracts the gradient times the learning rate.
@@ -48,19 +48,21 @@ class PassSteps:
         start = list(tree.leaves(request.start))
         copies = [t.detach().clone() if copy else t.detach() for _, t in start]
         self.params = [channels_last(t).requires_grad_() for t in copies]
-        self.now = refill(request.start, self.params)
+        self.params_tree = refill(request.start, self.params)
         self.constants = layout(request.constants)
         self.rates = request.optimizer.rates([path for path, _ in start], round)
         term = ProximalTerm() if request.proximal_term is None else request.proximal_term
         self.strength = term.strength
         self.center = None if not term.strength else tensors_like(request.start, layout(term.center))
         self.linear = None if term.linear is None else tensors_like(request.start, layout(term.linear))
-        self.memory: list[list[Tensor | None]] = []
-        self.taken = [0] * len(self.params)
-        before = None if request.kept is None else request.kept.state
-        if before is not None:
-            self.taken = list(before.taken)
-            self.memory = [[_own(t, copy) for t in tensors_like(request.start, s)] for s in before.slots]
+        self.slots: list[list[Tensor | None]] = []
+        self.step_counts = [0] * len(self.params)
+        previous_state = None if request.kept is None else request.kept.state
+        if previous_state is not None:
+            self.step_counts = list(previous_state.step_counts)
+            self.slots = [
+                [_own(t, copy) for t in tensors_like(request.start, s)] for s in previous_state.slots
+            ]
         self._is_half = any(tree.wide_type(p.dtype) != p.dtype for p in self.params)
         self._lr, self._round = request.optimizer.learning_rate(round), round
         self._step, self._steps = 0, steps
@@ -69,22 +71,22 @@ class PassSteps:
 
     def _is_plain_sgd(self) -> bool:
         request, optimizer = self.request, self.request.optimizer
-        further = (request.precondition, self.center, self.linear, optimizer.clip)
+        other_terms = (request.precondition, self.center, self.linear, optimizer.clip)
         return (
             isinstance(optimizer, SGD)
             and not optimizer.momentum
             and not any(self.rates.weight_decay)
-            and all(f is None for f in further)
+            and all(f is None for f in other_terms)
         )
 
     def optimizer_state(self) -> OptimizerState:
         """What the optimizer keeps after the steps so far."""
-        taken = [self.request.optimizer.count_kept(n) for n in self.taken]
-        return OptimizerState([slot_like(self.request.start, slot) for slot in self.memory], taken)
+        step_counts = [self.request.optimizer.count_kept(n) for n in self.step_counts]
+        return OptimizerState([slot_like(self.request.start, slot) for slot in self.slots], step_counts)
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of a batch."""
-        value: Tensor = self.request.loss(self.now, batch, *self.constants)
+        value: Tensor = self.request.loss(self.params_tree, batch, *self.constants)
         return value
 
     def gradient(self, value: Tensor) -> list[Tensor | None]:
@@ -112,11 +114,11 @@ class PassSteps:
         request = self.request
         if not self.params:
             return
-        unused = [g is None for g in gradient]
+        unused_mask = [g is None for g in gradient]
         grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, gradient, strict=True)]
         if request.precondition is not None:
             grads = self.mapped(request.precondition, grads, self.params)
-            unused = [u and not bool(g.any()) for u, g in zip(unused, grads, strict=True)]
+            unused_mask = [u and not bool(g.any()) for u, g in zip(unused_mask, grads, strict=True)]
         # in float32 for half precision, so that a step with its prox is rounded once
         params, grads = (
             (tree.widen(self.params), tree.widen(grads)) if self._is_half else (self.params, grads)
@@ -128,37 +130,39 @@ class PassSteps:
             grads = list(torch._foreach_add(grads, distance, alpha=self.strength))
         if request.optimizer.clip is not None:
             grads = self.clipped(grads, request.optimizer.clip)
-        depends = self.linear is not None or self.center is not None
-        self._optimize(params, grads, [i for i, u in enumerate(unused) if depends or not u])
+        depends_on_all = self.linear is not None or self.center is not None
+        self._optimize(params, grads, [i for i, u in enumerate(unused_mask) if depends_on_all or not u])
         if request.prox is not None:
             params = self._after_prox(params, request.prox)
         self._step += 1
         if params is not self.params:
             torch._foreach_copy_(self.params, params)
 
-    def _optimize(self, params: list[Tensor], grads: list[Tensor], which: list[int]) -> None:
+    def _optimize(self, params: list[Tensor], grads: list[Tensor], indices: list[int]) -> None:
         """A step of the optimizer for some parameters, together for those that have taken equally many."""
         groups: dict[int, list[int]] = {}
-        for i in which:
-            groups.setdefault(self.taken[i], []).append(i)
+        for i in indices:
+            groups.setdefault(self.step_counts[i], []).append(i)
         scale = self._scale()
         for count, group in groups.items():
             rates = Rates(
                 [scale * self.rates.lr[i] for i in group], [self.rates.weight_decay[i] for i in group]
             )
             memory = (
-                [[m for i in group if (m := kept[i]) is not None] for kept in self.memory] if count else []
+                [[m for i in group if (m := slot_tensors[i]) is not None] for slot_tensors in self.slots]
+                if count
+                else []
             )
             self.request.optimizer.step(
                 [params[i] for i in group], [grads[i] for i in group], memory, rates, count
             )
             for slot, tensors in enumerate(memory):
-                if slot == len(self.memory):
-                    self.memory.append([None] * len(params))
+                if slot == len(self.slots):
+                    self.slots.append([None] * len(params))
                 for i, t in zip(group, tensors, strict=True):
-                    self.memory[slot][i] = t
+                    self.slots[slot][i] = t
             for i in group:
-                self.taken[i] += 1
+                self.step_counts[i] += 1
 
     def _scale(self) -> float:
         """Factor of the schedule within the pass on the learning rate of this step."""
@@ -177,9 +181,9 @@ class PassSteps:
             return prox(p, lr, *tree.widen(constants))
 
         def of_finite(_: Any, p: Any, *constants: Any) -> Any:
-            finite = torch.stack([t.isfinite().all() for t in tree.tensors(p)]).all()
-            new = of_all(_, tree.map_leaves(lambda t: torch.where(finite, t, 0.0), p), *constants)
-            return tree.map_leaves(lambda t, q: torch.where(finite, q, t), p, new)
+            is_finite = torch.stack([t.isfinite().all() for t in tree.tensors(p)]).all()
+            result = of_all(_, tree.map_leaves(lambda t: torch.where(is_finite, t, 0.0), p), *constants)
+            return tree.map_leaves(lambda t, q: torch.where(is_finite, q, t), p, result)
 
         try:
             return self.mapped(of_all, params, params)
@@ -188,8 +192,8 @@ class PassSteps:
 
     def mapped(self, f: Callable[..., Any], tensors: list[Tensor], params: list[Tensor]) -> list[Tensor]:
         """The tensors of ``f(a, p, *constants)``, where a and p are the trees of some tensors and parameters."""
-        trees = (refill(self.now, ts) for ts in (tensors, params))
-        return tensors_like(self.now, f(*trees, *self.constants))
+        trees = (refill(self.params_tree, ts) for ts in (tensors, params))
+        return tensors_like(self.params_tree, f(*trees, *self.constants))
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
         """Gradients whose common norm is at most ``bound``."""
@@ -211,14 +215,14 @@ def layout(value: T) -> T:
     return tree.map_leaves(channels_last, value)
 
 
-def refill(like: T, tensors: Iterable[Tensor]) -> T:
+def refill(template: T, tensors: Iterable[Tensor]) -> T:
     """A tree of that structure with these tensors."""
-    new = iter(tensors)
-    return tree.map_leaves(lambda _: next(new), like)
+    tensor_iterator = iter(tensors)
+    return tree.map_leaves(lambda _: next(tensor_iterator), template)
 
 
-def tensors_like(like: Any, value: Any) -> list[Tensor]:
+def tensors_like(template: Any, value: Any) -> list[Tensor]:
     """The tensors of a tree in the order of another, matched by path."""
     out: list[Tensor] = []
-    tree.map_leaves(lambda _, t: out.append(t), like, value)
+    tree.map_leaves(lambda _, t: out.append(t), template, value)
     return out

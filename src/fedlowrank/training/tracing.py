@@ -45,17 +45,19 @@ class TracingTrainer:
 
     def _batch(self) -> Batch:
         example = self.model.example
-        named = isinstance(example, dict)
-        x: Any = {n: _twice(t) for n, t in example.items()} if named else _twice(example)
-        first, loss, target = next(iter(x.values())) if named else x, self.task.loss, self.task.target
+        is_dict = isinstance(example, dict)
+        x: Any = {n: _twice(t) for n, t in example.items()} if is_dict else _twice(example)
+        first_input, loss, target = next(iter(x.values())) if is_dict else x, self.task.loss, self.task.target
         if target is not None and not loss.predicts_tokens(target):
-            y = torch.zeros(2, *target.shape[1:], dtype=target.dtype, device=first.device)
+            y = torch.zeros(2, *target.shape[1:], dtype=target.dtype, device=first_input.device)
             return Batch(x, y, loss=loss)
         if self.task.classes:
-            return Batch(x, torch.zeros(2, dtype=torch.int64, device=first.device), loss=loss)
+            return Batch(x, torch.zeros(2, dtype=torch.int64, device=first_input.device), loss=loss)
         scores = self.model.probe(x)
         # scores of every token are [b, T, V], those of a regression [b, d]
-        return Batch(x, torch.zeros_like(x["input_ids"] if named and scores.ndim == 3 else scores), loss=loss)
+        return Batch(
+            x, torch.zeros_like(x["input_ids"] if is_dict and scores.ndim == 3 else scores), loss=loss
+        )
 
 
 def _twice(t: Tensor) -> Tensor:

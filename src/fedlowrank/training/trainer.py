@@ -124,7 +124,7 @@ class LocalTrainer:
         training = contextlib.nullcontext() if is_standard else self._in_training(self.data.key / name)
         pass_trainer: PassTrainer | None = self.model.pass_trainer
         try:
-            with training, naming(self.whose, _BATCHES_OF_ONE):
+            with training, naming(self.owner, _BATCHES_OF_ONE):
                 if is_standard or (pass_trainer is not None and not self.ledger.is_fitted(kind)):
                     self.count(request, kind)
                 if pass_trainer is not None:
@@ -137,11 +137,11 @@ class LocalTrainer:
                         self.micro_batch,
                         self._counting(kind, is_standard),
                         self.steps(name),
-                        self.whose if self.may_halve and is_repeatable else None,
+                        self.owner if self.may_halve and is_repeatable else None,
                     )
         except LossError as error:
-            where = f"{self.data.info.title}, round {self.round + 1}, pass {name!r}"
-            raise LossError(f"{where}: {error}") from error
+            location = f"{self.data.info.title}, round {self.round + 1}, pass {name!r}"
+            raise LossError(f"{location}: {error}") from error
         self.account(request, kind, float(losses.mean(dtype=tree.wide_type(losses.dtype))))
         check_finite(self.data.info, self.round, name, losses, end)
         return tree.canonical(end)
@@ -165,7 +165,7 @@ class LocalTrainer:
             for f in functions
             if f is not None
         )
-        return are_own and not self.data.loss.is_own
+        return are_own and not self.data.loss.is_custom
 
     def may_stack(self, request: Request) -> bool:
         """Whether an engine may take the steps of many clients together: only the models may be more than standard."""
@@ -194,21 +194,21 @@ class LocalTrainer:
             return None
         return f"a step of {rows} x {self.data.width} tokens of {model.hidden_size} numbers is as fast alone"
 
-    def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
+    def _counting(self, kind: Any, is_standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
         """What is entered around each step, to count its operations.
 
         Steps of standard layers have been counted without being taken. All others are counted as they are
         taken, the first of each size in every pass: counting may change the order of sums, and a result must
         not depend on what a process did before.
         """
-        seen: set[BatchSize] = set()
-        is_known = standard or self.ledger.is_fitted(kind)
+        counted_sizes: set[BatchSize] = set()
+        is_known = is_standard or self.ledger.is_fitted(kind)
 
         def around(batch: Batch) -> AbstractContextManager[None]:
             size = size_of(batch)
-            if is_known or size in seen:
+            if is_known or size in counted_sizes:
                 return contextlib.nullcontext()
-            seen.add(size)
+            counted_sizes.add(size)
             return self.ledger.counting(kind, size)
 
         return around
@@ -229,24 +229,24 @@ class LocalTrainer:
 
     def count(self, request: Request, kind: Any) -> None:
         """Count steps of a request of standard layers, one of each size, without taking them."""
-        work = None
+        pass_steps = None
         for size, i in {self.data.size(i): i for i in self.data.order(request.name)}.items():
             if not self.ledger.knows(kind, size):
-                work = work or PassSteps(request, self.round)
+                pass_steps = pass_steps or PassSteps(request, self.round)
                 with self.ledger.counting(kind, size):
-                    work.gradient(work.loss(gather(self.data.examples, i, loss=self.data.loss)))
+                    pass_steps.gradient(pass_steps.loss(gather(self.data.examples, i, loss=self.data.loss)))
 
     def fit_cost(self, request: Request, kind: Any) -> None:
         """Estimate the cost of steps on texts from a few short ones, which are counted and not taken; other data is skipped."""
         if self.data.width is None or self.ledger.has_tried(kind):
             return
-        work = PassSteps(request, self.round)
+        pass_steps = PassSteps(request, self.round)
 
         def count(texts: int, tokens: int) -> int:
-            first = torch.zeros(texts, dtype=torch.int64)
-            batch = gather(self.data.examples, first, columns=tokens, loss=self.data.loss)
+            index = torch.zeros(texts, dtype=torch.int64)
+            batch = gather(self.data.examples, index, columns=tokens, loss=self.data.loss)
             with self._in_training(self.data.key / "cost"), FlopCounter() as counter:
-                work.gradient(work.loss(batch))
+                pass_steps.gradient(pass_steps.loss(batch))
             return int(counter.total)
 
         self.ledger.fit(kind, count, self.data.width or 0)
@@ -264,7 +264,7 @@ class LocalTrainer:
                     model.set_training(False)
 
     @property
-    def whose(self) -> str:
+    def owner(self) -> str:
         """The client and its data, for errors."""
         examples = len(self.data.examples)
         return f"{self.data.info.title} with {examples} training example{'s' * (examples != 1)}"
@@ -300,17 +300,17 @@ class LocalTrainer:
             if is_standard
             else (self.data.key / "total").global_generators(self.data.examples.y.device)
         )
-        with torch.no_grad(), draws, infer_by(self.inputs, self.whose), naming(self.whose):
+        with torch.no_grad(), draws, infer_by(self.inputs, self.owner), naming(self.owner):
             if any(model.couples for model in self.models):
                 self.meter.flops += self._count_statistics(statistic, params, constants)
             if is_standard:
                 self.count_total(statistic, params, constants, kind)
             for batch in self.data.chunks(in_one=self._in_one_chunk()):
                 with counting(batch):
-                    part = statistic(params, batch, *constants)
+                    partial_sum = statistic(params, batch, *constants)
                 sizes[size_of(batch)] += 1
-                part = tree.widen(part)
-                sums = [part if not sums else tree.add(sums[0], part)]
+                partial_sum = tree.widen(partial_sum)
+                sums = [partial_sum if not sums else tree.add(sums[0], partial_sum)]
         if not is_standard:
             self.meter.flops += self.ledger.total(kind, sizes)
         return tree.canonical(sums[0])
@@ -320,10 +320,10 @@ class LocalTrainer:
     ) -> None:
         """Enter the cost of :meth:`total` for a statistic of standard layers and that :meth:`kind_of` it."""
         sizes = Counter[BatchSize]()
-        for places in self.data.chunk_places(self._in_one_chunk()):
-            size = self.data.chunk_shape(places)
+        for rows in self.data.chunk_slices(self._in_one_chunk()):
+            size = self.data.chunk_shape(rows)
             if not self.ledger.knows(kind, size):
-                batch = self.data.chunk(places)
+                batch = self.data.chunk(rows)
                 with torch.no_grad(), self.ledger.counting(kind, size):
                     statistic(params, batch, *constants)
             sizes[size] += 1
@@ -349,7 +349,7 @@ def descend(
     micro_batch: int | None = None,
     counting: Callable[[Batch], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     steps: int = 1,
-    whose: str | None = None,
+    owner: str | None = None,
 ) -> tuple[Any, Tensor]:
     """Take one step a batch.
 
@@ -362,74 +362,82 @@ def descend(
         micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
         counting: entered around each loss and its gradient.
         steps: how many batches there are, for a schedule within the pass.
-        whose: the client, for the message where a step is halved; None to raise the error instead.
+        owner: the client, for the message where a step is halved; None to raise the error instead.
 
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
     """
-    work = PassSteps(request, round, steps)
+    pass_steps = PassSteps(request, round, steps)
     losses: list[Tensor] = []
     for batch in batches:
-        at_once = len(batch) if micro_batch is None else min(micro_batch, len(batch))
+        micro_size = len(batch) if micro_batch is None else min(micro_batch, len(batch))
         try:
             with counting(batch):
-                value, grads = _gradient(work, batch, micro_batch)
+                value, grads = _gradient(pass_steps, batch, micro_batch)
         except torch.OutOfMemoryError:
-            if whose is None or at_once == 1:
+            if owner is None or micro_size == 1:
                 raise
-            micro_batch = at_once // 2
+            micro_batch = micro_size // 2
             logger.warning(
                 "%s: a step on %d examples ran out of memory; this step and those after it in the pass take %d at once. Set "
                 "run.micro_batch = %d",
-                whose,
-                at_once,
+                owner,
+                micro_size,
                 micro_batch,
                 micro_batch,
             )
             # once in a pass
-            whose = None
+            owner = None
             with counting(batch):
-                value, grads = _gradient(work, batch, micro_batch)
-        work.step(grads)
+                value, grads = _gradient(pass_steps, batch, micro_batch)
+        pass_steps.step(grads)
         losses.append(value)
     if request.kept is not None:
-        request.kept.state = work.optimizer_state()
-    return work.now, torch.stack(losses)
+        request.kept.state = pass_steps.optimizer_state()
+    return pass_steps.params_tree, torch.stack(losses)
 
 
-def _gradient(work: PassSteps, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor | None]]:
+def _gradient(
+    pass_steps: PassSteps, batch: Batch, micro_batch: int | None
+) -> tuple[Tensor, list[Tensor | None]]:
     """The loss of a batch and its gradient."""
     if micro_batch is None or len(batch) <= micro_batch:
-        loss = work.loss(batch)
-        gradient = work.gradient(loss)  # checks that the loss is a number first
+        loss = pass_steps.loss(batch)
+        gradient = pass_steps.gradient(loss)  # checks that the loss is a number first
         return loss.detach(), gradient
     weights, device = batch.weights, batch.y.device
-    of_loss = batch.loss.weigh(batch.y)
-    mean = None if of_loss is None else of_loss[1].double().mean()
+    loss_weights = batch.loss.weigh(batch.y)
+    mean_weight = None if loss_weights is None else loss_weights[1].double().mean()
     total = torch.zeros((), device=device)
-    grads: list[Tensor | None] = [None] * len(work.params)
-    for part in torch.split(torch.arange(len(batch), device=device), micro_batch):
-        x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
-        value = work.loss(Batch(x, batch.y[part], step=batch.step, loss=batch.loss, example_weight=mean))
+    grads: list[Tensor | None] = [None] * len(pass_steps.params)
+    for indices in torch.split(torch.arange(len(batch), device=device), micro_batch):
+        x = {n: t[indices] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[indices]
+        value = pass_steps.loss(
+            Batch(x, batch.y[indices], step=batch.step, loss=batch.loss, example_weight=mean_weight)
+        )
         if weights is None:
-            value = value * (len(part) / len(batch))
+            value = value * (len(indices) / len(batch))
         else:
             # stays on the device: a number of Python would wait for the steps before
-            value = value * (weights[part].sum().double() / weights.sum().clamp(min=1)).to(value.dtype)
-        for i, (total_grad, g) in enumerate(zip(grads, work.gradient(value), strict=True)):
+            value = value * (weights[indices].sum().double() / weights.sum().clamp(min=1)).to(value.dtype)
+        for i, (total_grad, g) in enumerate(zip(grads, pass_steps.gradient(value), strict=True)):
             if g is not None:
-                wide = g.to(tree.wide_type(g.dtype))
-                grads[i] = wide if total_grad is None else total_grad + wide
+                wide_grad = g.to(tree.wide_type(g.dtype))
+                grads[i] = wide_grad if total_grad is None else total_grad + wide_grad
         total = total + value.detach()
-    return total, [None if g is None else g.to(p.dtype) for g, p in zip(grads, work.params, strict=True)]
+    return total, [
+        None if g is None else g.to(p.dtype) for g, p in zip(grads, pass_steps.params, strict=True)
+    ]
 
 
 def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:
     """Raise :class:`NonFiniteError` if a loss or a parameter is NaN or infinite."""
     if all_finite(losses, end):
         return
-    bad = (~torch.isfinite(losses)).nonzero()
-    raise NonFiniteError(client.id, round, name, int(bad[0]) if len(bad) else None, client.title)
+    nonfinite_steps = (~torch.isfinite(losses)).nonzero()
+    raise NonFiniteError(
+        client.id, round, name, int(nonfinite_steps[0]) if len(nonfinite_steps) else None, client.title
+    )
 
 
 def all_finite(losses: Tensor, ends: Any) -> bool:

@@ -78,19 +78,19 @@ def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:
     server = method.server_init(task)
     trials = [_Trial(method, task, server, client) for client in task.clients]
     # clients of one kind send the same form
-    kinds = {(t.client.architecture, t.client.rank, t.client.cluster): t for t in reversed(trials)}
-    first = trials[0]
-    upload = first.upload
+    trials_by_kind = {(t.client.architecture, t.client.rank, t.client.cluster): t for t in reversed(trials)}
+    first_trial = trials[0]
+    upload = first_trial.upload
     if not tree.tensors(upload):
         return dict.fromkeys(ABILITIES, "its clients send nothing")
-    single = _single_replies(first.contribution(upload))
-    counts = _why_it_reads_examples(first, upload, "which stays with the client")
+    single_reason = _single_replies(first_trial.contribution(upload))
+    count_reason = _why_it_reads_examples(first_trial, upload, "which stays with the client")
     return {
-        "secure": single or _other_structures([*kinds.values()]) or counts,
-        "robust": single or _why_it_reads_examples(first, upload, _WEIGHTS),
-        "central": single or _not_central(trials, upload) or counts,
-        "local": _sends_more(first, upload) or counts,
-        "compression": _nothing_to_compress(first, upload),
+        "secure": single_reason or _other_structures([*trials_by_kind.values()]) or count_reason,
+        "robust": single_reason or _why_it_reads_examples(first_trial, upload, _WEIGHTS),
+        "central": single_reason or _not_central(trials, upload) or count_reason,
+        "local": _sends_more(first_trial, upload) or count_reason,
+        "compression": _nothing_to_compress(first_trial, upload),
     }
 
 
@@ -108,9 +108,9 @@ def require_ability(method: AnyMethod, task: Task, ability: str, entry: str) -> 
     """
     reason = abilities(method, task)[ability]
     if reason is not None:
-        others = " robust.rule may be norm_bound, krum or multi_krum." if ability == "robust" else ""
+        hint = " robust.rule may be norm_bound, krum or multi_krum." if ability == "robust" else ""
         raise TaskError(
-            f"{entry}: {method.title} cannot be used with it: {reason}.{others}",
+            f"{entry}: {method.title} cannot be used with it: {reason}.{hint}",
             command="`fedlowrank list --trust` shows what each method can do.",
         )
 
@@ -136,35 +136,39 @@ def require_no_examples(method: AnyMethod, task: Task, entry: str) -> None:
 
 
 def _single_replies(contribution: Any) -> str | None:
-    seen = [
+    single_paths = [
         path.strip("/") or "replies"
         for path, leaf in contribution_leaves(contribution)
         if isinstance(leaf, Each)
     ]
-    return f"its server must see single replies ({', '.join(seen)})" if seen else None
+    return f"its server must see single replies ({', '.join(single_paths)})" if single_paths else None
 
 
-def _why_it_reads_examples(trial: _Trial, upload: Any, where: str) -> str | None:
+def _why_it_reads_examples(trial: _Trial, upload: Any, explanation: str) -> str | None:
     """Why a server needs the numbers of examples: its step is another one where all clients have equally many more.
 
     Args:
         trial: of the method.
         upload: of its client.
-        where: why the server does not have them.
+        explanation: why the server does not have them.
     """
-    one = dataclasses.replace(trial.client, examples=1)
+    client = dataclasses.replace(trial.client, examples=1)
 
     def total(_: str, leaf: Any) -> Any:
-        return {one.id: leaf.value} if isinstance(leaf, Each) else leaf.value
+        return {client.id: leaf.value} if isinstance(leaf, Each) else leaf.value
 
-    reduced = map_contributions(total, trial.contribution(upload, one))
-    view = ServerView(trial.task, 0, trial.task.key / "trial", [one])
-    views = [view, dataclasses.replace(view, replied=[dataclasses.replace(one, examples=_MANY_EXAMPLES)])]
-    few, many = (tree.tensors(trial.method.server_update(trial.server, reduced, v)) for v in views)
-    if all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(few, many, strict=True)):
+    totals = map_contributions(total, trial.contribution(upload, client))
+    view = ServerView(trial.task, 0, trial.task.key / "trial", [client])
+    views = [view, dataclasses.replace(view, replied=[dataclasses.replace(client, examples=_MANY_EXAMPLES)])]
+    states_of_few, states_of_many = (
+        tree.tensors(trial.method.server_update(trial.server, totals, v)) for v in views
+    )
+    if all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(states_of_few, states_of_many, strict=True)
+    ):
         return None
     advice = "; set steps = N in the method, so that all take as many" if trial.method.steps is None else ""
-    return f"its server computes with each client's number of examples, {where}{advice}"
+    return f"its server computes with each client's number of examples, {explanation}{advice}"
 
 
 def _other_structures(trials: list[_Trial]) -> str | None:
@@ -178,12 +182,12 @@ def _form(contribution: Any) -> list[Any]:
 
 def _sends_more(trial: _Trial, upload: Any) -> str | None:
     """What a client sends that noise on its update cannot hide."""
-    covered = compute_update(upload, trial.reference).keys()
-    uncovered = [path.strip("/") for path, _ in tree.leaves(upload) if path not in covered]
-    if uncovered:
-        return f"its clients send {', '.join(_short(uncovered))}, which is no update"
-    if plain := [path.strip("/") or "a number" for path in _plain_values(upload)]:
-        return f"its clients send {', '.join(_short(plain))}, which is no tensor, so that no noise is added to it"
+    covered_paths = compute_update(upload, trial.reference).keys()
+    uncovered_paths = [path.strip("/") for path, _ in tree.leaves(upload) if path not in covered_paths]
+    if uncovered_paths:
+        return f"its clients send {', '.join(_short(uncovered_paths))}, which is no update"
+    if plain_paths := [path.strip("/") or "a number" for path in _plain_values(upload)]:
+        return f"its clients send {', '.join(_short(plain_paths))}, which is no tensor, so that no noise is added to it"
     if _varies(trial, upload):
         return "the form of what a client sends depends on its data"
     return None
@@ -212,15 +216,15 @@ def _varies(trial: _Trial, upload: Any) -> bool:
 
 
 def _not_central(trials: list[_Trial], upload: Any) -> str | None:
-    first, *others = trials
-    if (reason := _sends_more(first, upload)) is not None:
+    first_trial, *other_trials = trials
+    if (reason := _sends_more(first_trial, upload)) is not None:
         return reason
-    reference = first.reference
-    if not all(tree.equal(reference, other.reference) for other in others):
+    reference = first_trial.reference
+    if not all(tree.equal(reference, trial.reference) for trial in other_trials):
         return "clients are sent different things, so that their sum has no common reference"
-    one = dataclasses.replace(first.client, examples=1)
+    client = dataclasses.replace(first_trial.client, examples=1)
     for value in (upload, reference):
-        for _, leaf in contribution_leaves(first.contribution(value, one)):
+        for _, leaf in contribution_leaves(first_trial.contribution(value, client)):
             if isinstance(leaf, Mean) and leaf.weight != 1:
                 return "the weights of its mean depend on what a client sends"
             if isinstance(leaf, Sum) and any(not t.is_floating_point() for t in tree.tensors(leaf.value)):
@@ -232,8 +236,8 @@ def _nothing_to_compress(trial: _Trial, upload: Any) -> str | None:
     if _varies(trial, upload):
         return "it compresses or selects what it sends itself"
     update = compute_update(upload, trial.reference)
-    alone = update.keys() - compute_update(upload, trial.reference, compared=True).keys()
-    if alone:
-        what = ", ".join(_short(sorted(path.strip("/") for path in alone)))
-        return f"{what}: its clients send it compared with nothing that both sides know"
+    uncompared_paths = update.keys() - compute_update(upload, trial.reference, compared_only=True).keys()
+    if uncompared_paths:
+        names = ", ".join(_short(sorted(path.strip("/") for path in uncompared_paths)))
+        return f"{names}: its clients send it compared with nothing that both sides know"
     return None

@@ -41,16 +41,18 @@ TRIGGER_SIZE = 3
 """k of the k x k patch of a backdoor; Gu et al. 2017 (BadNets) use a few pixels in a corner of an image."""
 
 
-def hostile_clients(count: int, share: float, key: Key) -> frozenset[int]:
+def hostile_clients(client_count: int, share: float, key: Key) -> frozenset[int]:
     """A random subset of the clients 0..count - 1, the same for equal keys.
 
     Args:
-        count: number of clients, at least 1.
+        client_count: number of clients, at least 1.
         share: of them; the subset has round(share·count) clients, at least 1.
         key: names the draw.
     """
-    chosen = torch.randperm(count, generator=key.generator())[: max(1, round(share * count))]
-    return frozenset(chosen.tolist())
+    selected_ids = torch.randperm(client_count, generator=key.generator())[
+        : max(1, round(share * client_count))
+    ]
+    return frozenset(selected_ids.tolist())
 
 
 def poison(
@@ -88,10 +90,14 @@ def poison(
         return dataclasses.replace(data, train=Examples(train.x, classes - 1 - train.y))
     if attack.target >= classes:
         raise ConfigError(f"attack.target = {attack.target} is no class; classes are 0..{classes - 1}")
-    chosen = torch.randperm(len(train), generator=key.generator())[: (len(train) + 1) // 2].to(train.y.device)
-    x, y = _images(train), train.y.index_fill(0, chosen, attack.target)
-    if len(chosen):
-        x = x.index_copy(0, chosen, add_trigger(x[chosen], size, x.max().item() if value is None else value))
+    selected_rows = torch.randperm(len(train), generator=key.generator())[: (len(train) + 1) // 2].to(
+        train.y.device
+    )
+    x, y = _images(train), train.y.index_fill(0, selected_rows, attack.target)
+    if len(selected_rows):
+        x = x.index_copy(
+            0, selected_rows, add_trigger(x[selected_rows], size, x.max().item() if value is None else value)
+        )
     return dataclasses.replace(data, train=Examples(x, y))
 
 
@@ -135,8 +141,8 @@ def add_trigger(x: Tensor, size: int, value: float) -> Tensor:
     Raises:
         DataError: if the trigger would cover the whole image or vector, or does not fit on it.
     """
-    room = x.shape[1] - size**2 if x.ndim == 2 else min(x.shape[-2:]) - size if x.ndim > 2 else 0
-    if size < 1 or room < 1:
+    margin = x.shape[1] - size**2 if x.ndim == 2 else min(x.shape[-2:]) - size if x.ndim > 2 else 0
+    if size < 1 or margin < 1:
         raise DataError(
             f"a trigger of {size} x {size} values does not fit on inputs of shape {list(x.shape[1:])}"
         )
@@ -147,7 +153,7 @@ def add_trigger(x: Tensor, size: int, value: float) -> Tensor:
 
 
 def attack_updates(
-    updates: dict[int, Params], hostile: frozenset[int], attack: Attack, key: Key
+    updates: dict[int, Params], hostile_ids: frozenset[int], attack: Attack, key: Key
 ) -> dict[int, Params]:
     """Replace the updates of the hostile clients. Attacks that change no updates leave them as they are.
 
@@ -157,12 +163,12 @@ def attack_updates(
       clients have trained; z is the strength, or :func:`alie_z`. Attackers of one form send the same.
     - ``inner_product`` (Xie et al. 2020): -strength · the honest mean. Attackers of one form send the same.
 
-    The honest mean is that of the clients not in ``hostile`` with updates of the attacker's form, without
+    The honest mean is that of the clients not in ``hostile_ids`` with updates of the attacker's form, without
     weights; if there is none, of the hostile ones of that form.
 
     Args:
         updates: of the clients of a round, by client.
-        hostile: clients that attack; those without an update do nothing.
+        hostile_ids: clients that attack; those without an update do nothing.
         attack: what they do.
         key: names the noise; one for each round.
 
@@ -175,33 +181,37 @@ def attack_updates(
     if attack.kind not in ("sign_flip", "scaled", "gaussian", "alie", "inner_product"):
         return dict(updates)
     strength = _strength(attack)
-    forms = {client: _form(client, update) for client, update in updates.items()}
-    out, shared = dict(updates), dict[Any, Params]()
-    for client in updates.keys() & hostile:
-        own_update, form = updates[client], forms[client]
+    forms = {client_id: _form(client_id, update) for client_id, update in updates.items()}
+    attacked_updates, shared_updates = dict(updates), dict[Any, Params]()
+    for client_id in updates.keys() & hostile_ids:
+        own_update, form = updates[client_id], forms[client_id]
         if attack.kind in ("sign_flip", "scaled"):
             factor = -strength if attack.kind == "sign_flip" else strength
-            out[client] = {name: factor * t for name, t in own_update.items()}
+            attacked_updates[client_id] = {name: factor * t for name, t in own_update.items()}
             continue
-        if form not in shared:
-            of_form = [c for c in updates if forms[c] == form]
-            hostile_updates = [updates[c] for c in of_form if c in hostile]
-            honest_updates = [updates[c] for c in of_form if c not in hostile]
+        if form not in shared_updates:
+            matching_ids = [c for c in updates if forms[c] == form]
+            hostile_updates = [updates[c] for c in matching_ids if c in hostile_ids]
+            honest_updates = [updates[c] for c in matching_ids if c not in hostile_ids]
             if attack.kind == "alie":
-                z = alie_z(len(of_form), len(hostile_updates)) if attack.strength is None else attack.strength
-                shared[form] = _shifted_mean(hostile_updates, z)
+                z = (
+                    alie_z(len(matching_ids), len(hostile_updates))
+                    if attack.strength is None
+                    else attack.strength
+                )
+                shared_updates[form] = _shifted_mean(hostile_updates, z)
             else:
-                shared[form] = _shifted_mean(honest_updates or hostile_updates, 0.0)
-        mean = shared[form]
+                shared_updates[form] = _shifted_mean(honest_updates or hostile_updates, 0.0)
+        mean = shared_updates[form]
         if attack.kind == "gaussian":
-            out[client] = _noise(mean, strength * _root_mean_square(mean), key / client)
+            attacked_updates[client_id] = _noise(mean, strength * _root_mean_square(mean), key / client_id)
         else:
             factor = -strength if attack.kind == "inner_product" else 1.0
-            out[client] = {name: factor * mean[name] for name in own_update}
-    return out
+            attacked_updates[client_id] = {name: factor * mean[name] for name in own_update}
+    return attacked_updates
 
 
-def alie_z(count: int, hostile: int) -> float:
+def alie_z(client_count: int, hostile_count: int) -> float:
     """The z of "a little is enough": the largest shift beyond which enough honest clients still lie.
 
     With s = ⌊n/2 + 1⌋ - m honest clients needed for a majority, Φ(z) = (n - m - s) / (n - m) (Baruch et al.
@@ -209,12 +219,16 @@ def alie_z(count: int, hostile: int) -> float:
     finite. A z below 0, which few hostile clients give, is taken as 0: they send their mean.
 
     Args:
-        count: n, number of clients.
-        hostile: m, number of hostile ones.
+        client_count: n, number of clients.
+        hostile_count: m, number of hostile ones.
     """
-    honest = count - hostile
-    needed = max(1, count // 2 + 1 - hostile)
-    return max(0.0, NormalDist().inv_cdf((honest - needed) / honest)) if honest > needed else 0.0
+    honest_count = client_count - hostile_count
+    supporter_count = max(1, client_count // 2 + 1 - hostile_count)
+    return (
+        max(0.0, NormalDist().inv_cdf((honest_count - supporter_count) / honest_count))
+        if honest_count > supporter_count
+        else 0.0
+    )
 
 
 def claimed_examples(examples: int, attack: Attack) -> int:
@@ -241,20 +255,22 @@ def _images(examples: Examples) -> Tensor:
     return x
 
 
-def _form(client: int, update: Params) -> Any:
+def _form(client_id: int, update: Params) -> Any:
     for name, t in update.items():
         if not t.is_floating_point():
-            raise TreeError(f"client {client}: an attack needs floating-point tensors; {name!r} is {t.dtype}")
+            raise TreeError(
+                f"client {client_id}: an attack needs floating-point tensors; {name!r} is {t.dtype}"
+            )
     return tuple(sorted((name, t.shape, str(t.dtype)) for name, t in update.items()))
 
 
 def _shifted_mean(updates: list[Params], z: float) -> Params:
     """Mean - z·std by coordinate, with the standard deviation of a population (divided by n)."""
-    out = {}
-    for name, like in updates[0].items():
+    shifted_mean = {}
+    for name, tensor in updates[0].items():
         values = torch.stack([u[name].detach() for u in updates]).double()
-        out[name] = (values.mean(0) - z * values.std(0, correction=0)).to(like.dtype)
-    return out
+        shifted_mean[name] = (values.mean(0) - z * values.std(0, correction=0)).to(tensor.dtype)
+    return shifted_mean
 
 
 def _root_mean_square(update: Params) -> float:
@@ -262,9 +278,9 @@ def _root_mean_square(update: Params) -> float:
     return math.sqrt(squares / max(1, sum(t.numel() for t in update.values())))
 
 
-def _noise(like: Params, deviation: float, key: Key) -> Params:
+def _noise(update: Params, deviation: float, key: Key) -> Params:
     """Noise of that standard deviation; each tensor has a draw of its own name, whatever its place."""
     return {
         name: deviation * torch.randn(t.shape, generator=(key / name).generator()).to(t)
-        for name, t in like.items()
+        for name, t in update.items()
     }

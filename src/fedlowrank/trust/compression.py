@@ -36,22 +36,22 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
             follow the one before it.
     """
     stages: list[Stage] = []
-    last, last_place = "", -1
-    for part in text.split("+") if text.strip() else []:
-        word, colon, number = part.strip().partition(":")
-        if word not in _STAGES:
-            raise ConfigError(f"compression: {word!r} is no stage. {did_you_mean(word, _STAGES)}")
-        kind, convert, place, usage = _STAGES[word]
+    last_name, last_position = "", -1
+    for stage_text in text.split("+") if text.strip() else []:
+        name, colon, number = stage_text.strip().partition(":")
+        if name not in _STAGES:
+            raise ConfigError(f"compression: {name!r} is no stage. {did_you_mean(name, _STAGES)}")
+        stage_class, convert, position, usage = _STAGES[name]
         try:
             if bool(colon) != (convert is not None):
                 raise ValueError
-            stages.append(kind(convert(number)) if convert else kind())
+            stages.append(stage_class(convert(number)) if convert else stage_class())
         except (ValueError, ConfigError):
-            raise ConfigError(f"compression: {part.strip()!r} is no stage; write {usage}") from None
-        if place <= last_place:
+            raise ConfigError(f"compression: {stage_text.strip()!r} is no stage; write {usage}") from None
+        if position <= last_position:
             order = "low_rank, top_k, then bfloat16 or int8, each at most once"
-            raise ConfigError(f"compression: {word} cannot follow {last}. The order is {order}")
-        last, last_place = word, place
+            raise ConfigError(f"compression: {name} cannot follow {last_name}. The order is {order}")
+        last_name, last_position = name, position
     return tuple(stages)
 
 
@@ -79,8 +79,8 @@ def compress(stages: tuple[Stage, ...], update: Params, key: Key) -> Compressed:
     Raises:
         TaskError: if a tensor is of another type, or a value is not finite or too large for a stage.
     """
-    *_, last = _encode(stages, update, key)
-    return last
+    *_, compressed = _encode(stages, update, key)
+    return compressed
 
 
 def stage_bytes(stages: tuple[Stage, ...], update: Params, key: Key) -> dict[str, int]:
@@ -97,18 +97,18 @@ def _encode(stages: tuple[Stage, ...], update: Params, key: Key) -> Iterator[Com
     """The update as it is before the first stage and after each."""
     for path, x in update.items():
         if not isinstance(x, Tensor) or x.dtype not in DTYPES.values():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TaskError(f"the update of {path!r} is of type {kind}; known are {', '.join(DTYPES)}")
+            type_name = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TaskError(f"the update of {path!r} is of type {type_name}; known are {', '.join(DTYPES)}")
     step = Compressed({path: update[path].detach().cpu() for path in sorted(update)}, [])
     for stage in (None, *stages):
         if stage is not None:
             values, side = stage.encode(step.values, key)
             step = Compressed(values, [*step.sides, side])
-        bad = tree.not_finite(step.values)
-        if bad is not None:
-            what = f"too large for {stage.name}" if stage else "not finite"
+        bad_path = tree.not_finite(step.values)
+        if bad_path is not None:
+            problem = f"too large for {stage.name}" if stage else "not finite"
             raise TaskError(
-                f"the update has values at {bad} that are {what}; lower the learning rate, or clip"
+                f"the update has values at {bad_path} that are {problem}; lower the learning rate, or clip"
             )
         yield step
 
@@ -121,37 +121,39 @@ def _forms(stages: tuple[Stage, ...], form: Any) -> list[Compressed]:
     return [tree.map_leaves(lambda t: t.new_zeros(()).expand(t.shape), step) for step in steps]
 
 
-def decompress(stages: tuple[Stage, ...], compressed: Compressed, like: Params) -> Params:
+def decompress(stages: tuple[Stage, ...], compressed: Compressed, template: Params) -> Params:
     """Undo :func:`compress`, on whatever a peer may have sent.
 
     Args:
         stages: by which it was compressed.
         compressed: the decoded message.
-        like: tensors of the types, shapes and devices of the update.
+        template: tensors of the types, shapes and devices of the update.
 
     Returns:
-        A dict like ``like``, the same bits on every machine.
+        A dict like ``template``, the same bits on every machine.
 
     Raises:
         TreeError: if the message has another form than that of such an update, or holds impossible positions
             or numbers that are not finite.
     """
-    forms = _forms(stages, tuple([(path, like[path].dtype, like[path].shape) for path in sorted(like)]))
+    forms = _forms(
+        stages, tuple([(path, template[path].dtype, template[path].shape) for path in sorted(template)])
+    )
     _check_form(forms[-1], compressed)
     _check_finite(compressed)
     values = compressed.values
     for stage, side, step in zip(stages[::-1], compressed.sides[::-1], forms[-2::-1], strict=True):
         values = stage.decode(values, side, step.values)
     _check_finite(values)
-    return {path: values[path].to(x.device) for path, x in like.items()}
+    return {path: values[path].to(x.device) for path, x in template.items()}
 
 
-def _check_form(expected: Any, found: Any) -> None:
-    ordered = tree.map_leaves(lambda _, t: t, expected, found)
-    for (path, a), b in zip(tree.leaves(expected), tree.tensors(ordered), strict=True):
+def _check_form(expected: Any, actual: Any) -> None:
+    ordered_tree = tree.map_leaves(lambda _, t: t, expected, actual)
+    for (path, a), b in zip(tree.leaves(expected), tree.tensors(ordered_tree), strict=True):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
-            want, got = (f"{str(t.dtype)[6:]} {list(t.shape)}" for t in (a, b))
-            raise TreeError(f"{path} is {got} where {want} is expected")
+            expected_form, actual_form = (f"{str(t.dtype)[6:]} {list(t.shape)}" for t in (a, b))
+            raise TreeError(f"{path} is {actual_form} where {expected_form} is expected")
 
 
 def _check_finite(value: Any) -> None:
@@ -188,17 +190,17 @@ def with_feedback(
         TaskError: see :func:`compress`.
         TreeError: if the residual has another form than the update.
     """
-    like = update if reference is None else reference
+    template = update if reference is None else reference
     total = tree.canonical(tree.widen(update))
     if residual is not None:
         _check_form(total, residual)
         total = tree.add(total, residual)
-    sent = tree.cast_like(total, like)
-    compressed = compress(stages, sent, key)
-    arrived = decompress(stages, compressed, sent)
+    rounded_total = tree.cast_like(total, template)
+    compressed = compress(stages, rounded_total, key)
+    decoded_update = decompress(stages, compressed, rounded_total)
     if reference is not None:
-        arrived = {path: _received(d, reference[path]) for path, d in arrived.items()}
-    return compressed, tree.sub(total, arrived)
+        decoded_update = {path: _received(d, reference[path]) for path, d in decoded_update.items()}
+    return compressed, tree.sub(total, decoded_update)
 
 
 def _received(update: Tensor, reference: Tensor) -> Tensor:

@@ -102,14 +102,14 @@ class Upload:
     """What the method sends back, its update compressed.
 
     Attributes:
-        rest: the upload, without the update where that is compressed.
+        remainder: the upload, without the update where that is compressed.
         update: the compressed update, or None.
-        within: ``[1]``, 1 if the norm was within the clipping norm, which follows it; or None.
+        indicator: ``[1]``, 1 if the norm was within the clipping norm, which follows it; or None.
     """
 
-    rest: Any
+    remainder: Any
     update: Compressed | None
-    within: Tensor | None
+    indicator: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The method's, in a decoded upload; a compressed upload has one form."""
         update = self._update(down.message, client)
-        within = torch.zeros(1) if self.is_adaptive else None
-        form = None if self._stages or update.form is None else Upload(update.form, None, within)
+        indicator = torch.zeros(1) if self.is_adaptive else None
+        form = None if self._stages or update.form is None else Upload(update.form, None, indicator)
         return Update(Upload(update.reference, None, None), update.scale, form)
 
     def _update(self, message: Any, client: ClientInfo) -> Update:
@@ -179,7 +179,9 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         definition = self._update(down.message, view.info)
         reference = definition.reference
         try:
-            inner, upload = check_pair(self.inner, self.inner.local_update(state.inner, down.message, view))
+            inner_state, upload = check_pair(
+                self.inner, self.inner.local_update(state.inner, down.message, view)
+            )
             is_trained = True
         except Exception as error:
             if not self._must_hide(error):
@@ -191,33 +193,35 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
                 error,
                 self.trust.privacy.kind,
             )
-            inner, upload, is_trained = state.inner, self._without_change(reference, down, view), False
-        upload, within = self._clip_update(upload, definition, down)
-        if within is not None and not is_trained:
-            within = torch.zeros(1)
+            inner_state, upload, is_trained = state.inner, self._without_change(reference, down, view), False
+        upload, indicator = self._clip_update(upload, definition, down)
+        if indicator is not None and not is_trained:
+            indicator = torch.zeros(1)
         if self.trust.privacy.kind == "local":
             upload = self._with_local_noise(upload, reference, down, view)
-        follow = functools.partial(self._follow, state.inner, inner, down.message, view)
+        follow_upload = functools.partial(self._follow, state.inner, inner_state, down.message, view)
         if not self._stages:
-            return ClientState(follow(upload), None), Upload(upload, None, within)
-        update = compute_update(upload, reference, compared=True)
-        key, feedback = view.key / "compression", self.trust.compression.error_feedback
-        like = read_reference(reference, reference)
-        rest, residual = remove_compared(upload, reference), None
-        if feedback:
+            return ClientState(follow_upload(upload), None), Upload(upload, None, indicator)
+        update = compute_update(upload, reference, compared_only=True)
+        key, has_feedback = view.key / "compression", self.trust.compression.error_feedback
+        reference_numbers = read_reference(reference, reference)
+        remainder, residual = remove_compared(upload, reference), None
+        if has_feedback:
             # what compression loses is sent later, so that sums of all that was sent agree up to what waits
-            compressed, residual = with_feedback(self._stages, update, state.residual, key, like)
+            compressed, residual = with_feedback(self._stages, update, state.residual, key, reference_numbers)
         else:
-            compressed = compress(self._stages, tree.cast_like(update, like), key)
+            compressed = compress(self._stages, tree.cast_like(update, reference_numbers), key)
             if isinstance(self.inner, KeepsSumOfUploads):
-                upload = restore_compared(rest, reference, decompress(self._stages, compressed, like))
-        return ClientState(follow(upload), residual), Upload(rest, compressed, within)
+                upload = restore_compared(
+                    remainder, reference, decompress(self._stages, compressed, reference_numbers)
+                )
+        return ClientState(follow_upload(upload), residual), Upload(remainder, compressed, indicator)
 
-    def _follow(self, before: Any, after: Any, message: Any, view: ClientView, sent: Any) -> Any:
+    def _follow(self, state: Any, next_state: Any, message: Any, view: ClientView, upload: Any) -> Any:
         method: Any = self.inner
         if not isinstance(method, KeepsSumOfUploads):
-            return after
-        return method.follow_upload(before, after, message, sent, view)
+            return next_state
+        return method.follow_upload(state, next_state, message, upload, view)
 
     def _must_hide(self, error: Exception) -> bool:
         """Whether the server must not learn that training failed; a simulation hides no mistake in code."""
@@ -235,11 +239,11 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             return upload, None
         # noise hides numbers that are sent, so their norm is bounded; else it is the effective update's
         effective, reference = self.trust.privacy.kind == "none", definition.reference
-        upload, size = clip_update(upload, reference, bound, definition.scale, effective=effective)
-        if not effective and not math.isfinite(size):
+        upload, norm = clip_update(upload, reference, bound, definition.scale, effective=effective)
+        if not effective and not math.isfinite(norm):
             # what cannot be bounded is not sent
             upload = replace_numbers(upload, read_reference(upload, reference))
-        return upload, torch.tensor([float(size <= bound)]) if self.is_adaptive else None
+        return upload, torch.tensor([float(norm <= bound)]) if self.is_adaptive else None
 
     def _with_local_noise(self, upload: Any, reference: Any, down: Download, view: ClientView) -> Any:
         # in float64, and rounded once
@@ -253,9 +257,11 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         if upload.update is None:
             return upload
         reference = self._update(self.inner.download(server.inner, client), client).reference
-        like = read_reference(reference, reference)
-        rest = restore_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
-        return Upload(rest, None, upload.within)
+        reference_numbers = read_reference(reference, reference)
+        decoded_upload = restore_compared(
+            upload.remainder, reference, decompress(self._stages, upload.update, reference_numbers)
+        )
+        return Upload(decoded_upload, None, upload.indicator)
 
     def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> Any:
         """The method's; with central noise, what it adds to that of the reference."""
@@ -267,14 +273,14 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             # a client's number of examples is data, so under privacy no weight depends on it
             client = client if self.trust.privacy.kind == "none" else _unweighted(client)
             contribution = self.inner.contribution(
-                server.inner, self._bound(server, upload.rest, client), client
+                server.inner, self._bound(server, upload.remainder, client), client
             )
-        if upload.within is None:
+        if upload.indicator is None:
             return contribution
         # b - 1/2, whose sum a client changes by at most 1/2
-        within = upload.within.double().clamp(0, 1) - 0.5
-        count = Sum(torch.ones_like(within), counts=True)
-        return {"method": contribution, "within": Sum(within, counts=True), "count": count}
+        indicator = upload.indicator.double().clamp(0, 1) - 0.5
+        count = Sum(torch.ones_like(indicator), counts=True)
+        return {"method": contribution, "within": Sum(indicator, counts=True), "count": count}
 
     def _bound(self, server: ServerState, upload: Any, client: ClientInfo) -> Any:
         """The upload with an update of at most the clipping norm, which a hostile client may have exceeded.
@@ -287,10 +293,10 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             return upload
         bound = server.clip if self.is_adaptive else trust.clipping.norm
         update = self._update(self.inner.download(server.inner, client), client)
-        size = compute_norm(upload, update.reference, update.scale)
-        if size <= bound * (1 + _NORM_TOLERANCE):
+        norm = compute_norm(upload, update.reference, update.scale)
+        if norm <= bound * (1 + _NORM_TOLERANCE):
             return upload
-        if not math.isfinite(size):
+        if not math.isfinite(norm):
             return replace_numbers(upload, read_reference(upload, update.reference))
         return clip_update(upload, update.reference, bound, update.scale)[0]
 
@@ -307,11 +313,11 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             Float64 tensors by their paths in the contribution, of the joint norm at most C.
         """
         client = _unweighted(client)
-        base = dict(_numbers(self._base(server, down.message, client)))
-        mine = dict(_numbers(self.inner.contribution(server.inner, upload.rest, client)))
-        change = {path: mine[path].double() - t.double() for path, t in base.items()}
-        size = math.sqrt(sum(float(t.square().sum()) for t in change.values()))
-        return {path: t * min(1.0, server.clip / size) if size else t for path, t in change.items()}
+        reference_numbers = dict(_numbers(self._base(server, down.message, client)))
+        upload_numbers = dict(_numbers(self.inner.contribution(server.inner, upload.remainder, client)))
+        change = {path: upload_numbers[path].double() - t.double() for path, t in reference_numbers.items()}
+        norm = math.sqrt(sum(float(t.square().sum()) for t in change.values()))
+        return {path: t * min(1.0, server.clip / norm) if norm else t for path, t in change.items()}
 
     def _base(self, server: ServerState, message: Any, client: ClientInfo) -> Any:
         """The contribution of the reference: of a client that has learnt nothing."""
@@ -323,8 +329,8 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         if not self.is_central or self.distributed:
             return None
         zero = torch.zeros(1, dtype=torch.float64)
-        empty: Any = {"sum": {}}
-        return {"method": empty, "within": zero, "count": zero} if self.is_adaptive else empty
+        empty_sum: Any = {"sum": {}}
+        return {"method": empty_sum, "within": zero, "count": zero} if self.is_adaptive else empty_sum
 
     def server_update(self, server: ServerState, total: Any, view: ServerView) -> ServerState:
         """The method's, of the total or of the noised sum; and the next clipping norm."""
@@ -344,35 +350,35 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
 
     def _share_within(self, total: Any, source: NoiseSource) -> float:
         """Share of the updates that were within the clipping norm."""
-        within, count = float(total["within"]), float(total["count"])
+        indicator_sum, count = float(total["within"]), float(total["count"])
         if self.is_central:
-            named = source if isinstance(source, str) else source / "within"
+            noise_source = source if isinstance(source, str) else source / "within"
             std = default_count_noise(self.expected)
-            within += float(gaussian({"": torch.zeros(1)}, std, named)[""])
+            indicator_sum += float(gaussian({"": torch.zeros(1)}, std, noise_source)[""])
             count = self.expected
-        return 0.5 + within / count
+        return 0.5 + indicator_sum / count
 
     def _source(self, key: Key) -> NoiseSource:
         """Where noise comes from."""
         return "system" if self.system else key / "noise"
 
-    def _add_noise(self, server: ServerState, changes: Params, noise: float, view: ServerView) -> Any:
+    def _add_noise(self, server: ServerState, change_sums: Params, noise: float, view: ServerView) -> Any:
         """The total of the method: the reference's contribution, plus noised sum over expected number."""
-        first = view.task.clients[0]
-        base = self._base(server, self.inner.download(server.inner, first), first)
+        first_client = view.task.clients[0]
+        base = self._base(server, self.inner.download(server.inner, first_client), first_client)
         zeros = {path: torch.zeros_like(t, dtype=torch.float64) for path, t in _numbers(base)}
         std = 0.0 if self.distributed else noise * server.clip
-        drawn = gaussian(zeros, std, self._source(view.key))
-        noised = {path: changes.get(path, zero) + drawn[path] for path, zero in zeros.items()}
+        noise_tensors = gaussian(zeros, std, self._source(view.key))
+        noised = {path: change_sums.get(path, zero) + noise_tensors[path] for path, zero in zeros.items()}
 
         def total(path: str, leaf: Any) -> Any:
             # of a sum, the reference counts once for every expected client
-            times, among = (1.0, self.expected) if isinstance(leaf, Mean) else (self.expected, 1.0)
+            factor, divisor = (1.0, self.expected) if isinstance(leaf, Mean) else (self.expected, 1.0)
             return replace_numbers(
                 leaf.value,
                 {
-                    place: (t.double() * times + noised[path + place] / among).to(t)
-                    for place, t in tree.leaves(leaf.value)
+                    leaf_path: (t.double() * factor + noised[path + leaf_path] / divisor).to(t)
+                    for leaf_path, t in tree.leaves(leaf.value)
                 },
             )
 
@@ -398,8 +404,8 @@ def protect(
     trust: Trust,
     budget: Budget | None,
     *,
-    expected: float,
-    deployed: bool,
+    expected_count: float,
+    is_deployed: bool,
 ) -> AnyMethod:
     """A method whose updates are protected as the settings say; the method itself where they say nothing.
 
@@ -408,8 +414,8 @@ def protect(
         task: of the run.
         trust: the settings.
         budget: of privacy, or None for none.
-        expected: clients that are expected in a round, qN.
-        deployed: over a network, where noise comes from the operating system, since others could know the seed of
+        expected_count: clients that are expected in a round, qN.
+        is_deployed: over a network, where noise comes from the operating system, since others could know the seed of
             a run, and where under secure sums the clients add the noise of central privacy.
 
     Raises:
@@ -432,20 +438,20 @@ def protect(
     noise = 0.0 if budget is None else budget.noise
     if privacy == "central" and trust.clipping.quantile is not None:
         # refuses too few clients before any is trained
-        split_noise(noise, default_count_noise(expected))
+        split_noise(noise, default_count_noise(expected_count))
     models = {name: without_data(model) for name, model in task.architectures.items()}
-    protected = Protected(
+    protected_method = Protected(
         inner=method,
         trust=trust,
         noise=noise,
-        expected=expected,
-        system=deployed,
-        distributed=deployed and trust.secure.on and privacy == "central",
+        expected=expected_count,
+        system=is_deployed,
+        distributed=is_deployed and trust.secure.on and privacy == "central",
         task=dataclasses.replace(task, architectures=models),
     )
     if stages:
-        _warn_of_growth(method, protected, task, trust.compression.uplink)
-    return protected
+        _warn_of_growth(method, protected_method, task, trust.compression.uplink)
+    return protected_method
 
 
 def decompress_upload(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Any:
@@ -465,13 +471,13 @@ def total_without_replies(method: AnyMethod) -> Any:
     return method.without_replies() if isinstance(method, Protected) else None
 
 
-def _warn_of_growth(method: AnyMethod, protected: Protected, task: Task, uplink: str) -> None:
+def _warn_of_growth(method: AnyMethod, protected_method: Protected, task: Task, uplink: str) -> None:
     """Say so where compressed messages are larger than plain ones."""
     info = task.clients[0]
     sizes = []
-    for each in (method, protected):
-        down = each.download(each.server_init(task), info)
-        sizes.append(tree.encoded_size(trace_upload(each, task, info, down)[0]))
+    for candidate in (method, protected_method):
+        down = candidate.download(candidate.server_init(task), info)
+        sizes.append(tree.encoded_size(trace_upload(candidate, task, info, down)[0]))
     if sizes[1] >= sizes[0]:
         logger.warning(
             "compression.uplink = %r makes messages of %d bytes of %d; leave it out for so small an update",

@@ -41,7 +41,7 @@ def hostile_count(share: float, n: int) -> int:
     return math.ceil(share * n - 1e-9)
 
 
-def krum_weights(gram: Tensor, hostile: int, select: int) -> Tensor:
+def krum_weights(gram: Tensor, max_hostile: int, select_count: int) -> Tensor:
     """Weights of Krum and multi-Krum, float64 ``[n]``: 1 / select for the updates of least score, else 0.
 
     The score of an update is the sum of its squared distances from the n - f - 2 nearest others. Numbers of
@@ -49,27 +49,29 @@ def krum_weights(gram: Tensor, hostile: int, select: int) -> Tensor:
 
     Args:
         gram: inner products of the updates ``[n, n]``.
-        hostile: f, how many may be hostile.
-        select: how many to select: 1 for Krum, n - f for multi-Krum.
+        max_hostile: f, how many may be hostile.
+        select_count: how many to select: 1 for Krum, n - f for multi-Krum.
 
     Raises:
-        TaskError: if n < 2 f + 3, ``select`` is not in 1..n - f, or the Gram matrix is not finite.
+        TaskError: if n < 2 f + 3, ``select_count`` is not in 1..n - f, or the Gram matrix is not finite.
 
     Source: Blanchard et al., "Machine Learning with Adversaries", NIPS 2017.
     """
     gram, n = _check_gram(gram), len(gram)
-    if hostile < 0 or n < 2 * hostile + 3:
+    if max_hostile < 0 or n < 2 * max_hostile + 3:
         raise TaskError(
-            f"Krum with f = {hostile} hostile needs at least 2 f + 3 = {2 * hostile + 3} replies, not {n}. "
+            f"Krum with f = {max_hostile} hostile needs at least 2 f + 3 = {2 * max_hostile + 3} replies, not {n}. "
             "Sample more clients, or lower robust.hostile."
         )
-    if not 1 <= select <= n - hostile:
-        raise TaskError(f"multi-Krum selects 1 to n - f = {n - hostile} updates, not {select}")
+    if not 1 <= select_count <= n - max_hostile:
+        raise TaskError(f"multi-Krum selects 1 to n - f = {n - max_hostile} updates, not {select_count}")
     norms = gram.diagonal()
     # rounding may take a square below 0 where the terms cancel
-    square = (norms[:, None] + norms - 2 * gram).clamp(min=0).fill_diagonal_(math.inf)
-    scores = square.sort(1).values[:, : n - hostile - 2].sum(1)
-    return torch.zeros_like(scores).index_fill_(0, scores.argsort(stable=True)[:select], 1 / select)
+    squared_distances = (norms[:, None] + norms - 2 * gram).clamp(min=0).fill_diagonal_(math.inf)
+    scores = squared_distances.sort(1).values[:, : n - max_hostile - 2].sum(1)
+    return torch.zeros_like(scores).index_fill_(
+        0, scores.argsort(stable=True)[:select_count], 1 / select_count
+    )
 
 
 def geometric_median_weights(gram: Tensor, weights: Tensor, nu: float = 1e-6, steps: int = 100) -> Tensor:
@@ -92,14 +94,14 @@ def geometric_median_weights(gram: Tensor, weights: Tensor, nu: float = 1e-6, st
     Source: Pillutla et al., "Robust Aggregation for Federated Learning", IEEE TSP 2022, Algorithm 2.
     """
     gram = _check_gram(gram)
-    start = _check_weights(weights, gram)
-    share = start = start / start.sum()
+    initial_shares = _check_weights(weights, gram)
+    shares = initial_shares = initial_shares / initial_shares.sum()
     for _ in range(steps):
-        inner = gram @ share
-        square = gram.diagonal() - 2 * inner + share @ inner
-        nearness = start / square.clamp(min=0).sqrt().clamp(min=nu)
-        share = nearness / nearness.sum()
-    return share
+        products = gram @ shares
+        squared_distances = gram.diagonal() - 2 * products + shares @ products
+        nearness = initial_shares / squared_distances.clamp(min=0).sqrt().clamp(min=nu)
+        shares = nearness / nearness.sum()
+    return shares
 
 
 def norm_factors(norms: Tensor) -> Tensor:
@@ -131,11 +133,15 @@ def coordinate_median(values: Tensor, weights: Tensor) -> Tensor:
         TaskError: if the weights do not fit the values.
     """
     w = _check_weights(weights, values)
-    ordered, index = values.sort(0)
-    below = w[index].cumsum(0)
-    half = below[-1:] / 2
-    lower = ordered.gather(0, (below < half * (1 - TIE_TOLERANCE)).sum(0, keepdim=True))
-    upper = ordered.gather(0, (below <= half * (1 + TIE_TOLERANCE)).sum(0, keepdim=True))
+    sorted_values, order = values.sort(0)
+    cumulative_weights = w[order].cumsum(0)
+    half_weight = cumulative_weights[-1:] / 2
+    lower = sorted_values.gather(
+        0, (cumulative_weights < half_weight * (1 - TIE_TOLERANCE)).sum(0, keepdim=True)
+    )
+    upper = sorted_values.gather(
+        0, (cumulative_weights <= half_weight * (1 + TIE_TOLERANCE)).sum(0, keepdim=True)
+    )
     return ((lower.to(REAL) + upper.to(REAL)) / 2)[0].to(values.dtype)
 
 
@@ -161,15 +167,17 @@ def trimmed_mean(values: Tensor, weights: Tensor, trim: int) -> Tensor:
     if not w.all():
         raise TaskError("a trimmed mean needs weights above 0; leave out values with weight 0")
     # equal values are dropped by weight, so that the order of clients does not matter
-    by_weight = w.argsort(stable=True)
-    ordered, index = torch.sort(values[by_weight], dim=0, stable=True)
-    shares = w[by_weight][index[trim : n - trim]]
-    mean = (shares * ordered[trim : n - trim]).sum(0) / shares.sum(0)
+    weight_order = w.argsort(stable=True)
+    sorted_values, order = torch.sort(values[weight_order], dim=0, stable=True)
+    shares = w[weight_order][order[trim : n - trim]]
+    mean = (shares * sorted_values[trim : n - trim]).sum(0) / shares.sum(0)
     # not even rounding may leave the range of the values
-    return mean.to(values.dtype).clamp(ordered[trim], ordered[n - trim - 1])
+    return mean.to(values.dtype).clamp(sorted_values[trim], sorted_values[n - trim - 1])
 
 
-def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: float, scale: float = 1.0) -> Any:
+def robust_mean(
+    trees: list[Any], weights: list[float], rule: str, hostile_share: float, scale: float = 1.0
+) -> Any:
     """Reduce trees of one structure by a coordinate rule.
 
     Where trees hold a :class:`~fedlowrank.linalg.pair.Pair`, the rule acts on the products B A of that layer.
@@ -181,7 +189,7 @@ def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: floa
         weights: one for each tree, at least 0; a tree with weight 0 is left out and is no reply.
         rule: ``median`` or ``trimmed_mean``, which drops :func:`hostile_count` values at either end, of few
             trees as many as leave one.
-        hostile: share of the trees that may be hostile.
+        hostile_share: share of the trees that may be hostile.
         scale: factor of the result.
 
     Raises:
@@ -191,19 +199,19 @@ def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: floa
     _check_rule(rule)
     for value, weight in zip(trees, weights, strict=True):
         _check_leaf(trees[0], value, weight)
-    counted = [value for value, weight in zip(trees, weights, strict=True) if weight > 0]
-    if not counted:
+    weighted_trees = [value for value, weight in zip(trees, weights, strict=True) if weight > 0]
+    if not weighted_trees:
         raise tree.TreeError(f"a robust mean needs a weight above 0; there were {len(trees)} trees")
     shares = torch.tensor([w for w in weights if w > 0], dtype=REAL)
-    trim = min(hostile_count(hostile, len(counted)), (len(counted) - 1) // 2)
+    trim = min(hostile_count(hostile_share, len(weighted_trees)), (len(weighted_trees) - 1) // 2)
 
     def apply(values: Tensor, w: Tensor) -> Tensor:
         # in half precision a sum would be rounded before it is scaled
-        wide = values if scale == 1 else tree.widen(values)
-        reduced = coordinate_median(wide, w) if rule == "median" else trimmed_mean(wide, w, trim)
-        return reduced if scale == 1 else (scale * reduced).to(values.dtype)
+        wide_values = values if scale == 1 else tree.widen(values)
+        result = coordinate_median(wide_values, w) if rule == "median" else trimmed_mean(wide_values, w, trim)
+        return result if scale == 1 else (scale * result).to(values.dtype)
 
-    return _reduce_nodes(counted, shares, apply)
+    return _reduce_nodes(weighted_trees, shares, apply)
 
 
 class RobustAggregator(Aggregator):
@@ -214,62 +222,68 @@ class RobustAggregator(Aggregator):
     client.
 
     Args:
-        clients: identifiers of the clients that take part, in the order of reduction.
+        client_ids: identifiers of the clients that take part, in the order of reduction.
         rule: as of :func:`robust_mean`, a ConfigError for others.
-        hostile: share of the replies that may be hostile.
+        hostile_share: share of the replies that may be hostile.
     """
 
     accepts_rows = False
 
-    def __init__(self, clients: Sequence[int], rule: str, hostile: float) -> None:
-        super().__init__(clients)
+    def __init__(self, client_ids: Sequence[int], rule: str, hostile_share: float) -> None:
+        super().__init__(client_ids)
         _check_rule(rule)
-        self._rule, self._hostile = rule, hostile
+        self._rule, self._hostile = rule, hostile_share
         self._counts: set[str] = set()
 
-    def _add(self, path: str, leaf: Leaf, client: int) -> None:
+    def _add(self, path: str, leaf: Leaf, client_id: int) -> None:
         if isinstance(leaf, Each):
             raise TaskError(
                 f"robust.rule = {self._rule!r} replaces means, but this method looks at single replies (at "
                 f"{path or 'the top'}). Set robust.rule to 'norm_bound', 'krum' or 'multi_krum'."
             )
-        known = self._totals.setdefault(path, {})
+        contributions = self._totals.setdefault(path, {})
         weight = leaf.weight if isinstance(leaf, Mean) else 1.0
-        _check_leaf(known[self.contributed[0]][0] if self.contributed else leaf.value, leaf.value, weight)
-        known[client] = leaf.value, weight
+        _check_leaf(
+            contributions[self.contributed[0]][0] if self.contributed else leaf.value, leaf.value, weight
+        )
+        contributions[client_id] = leaf.value, weight
         if isinstance(leaf, Sum) and leaf.counts:
             self._counts.add(path)
 
-    def _value(self, path: str, kind: type) -> Any:
+    def _value(self, path: str, leaf_type: type) -> Any:
         # a client that was refused at a later leaf did not contribute
         contributions = [self._totals[path][client] for client in self.contributed]
         values, weights = [value for value, _ in contributions], [weight for _, weight in contributions]
         if path in self._counts:
             return tree.map_leaves(lambda *ts: torch.stack(ts).sum(0), values[0], *values[1:])
-        scale = len(contributions) if kind is Sum else 1.0
+        scale = len(contributions) if leaf_type is Sum else 1.0
         return robust_mean(values, weights, self._rule, self._hostile, scale) if any(weights) else None
 
 
 def _reduce_nodes(nodes: Sequence[Any], weights: Tensor, rule: CoordinateRule) -> Any:
     """Reduce subtrees, whose forms agree."""
-    first = nodes[0]
-    if isinstance(first, Tensor):
-        flat = [t.detach().reshape(-1) for t in nodes]
-        blocks = _row_blocks(len(flat[0]), len(flat))
-        return torch.cat([rule(torch.stack([t[i] for t in flat]), weights) for i in blocks]).view_as(first)
-    if split_products(first):
+    first_node = nodes[0]
+    if isinstance(first_node, Tensor):
+        flat_tensors = [t.detach().reshape(-1) for t in nodes]
+        blocks = _row_blocks(len(flat_tensors[0]), len(flat_tensors))
+        return torch.cat([rule(torch.stack([t[i] for t in flat_tensors]), weights) for i in blocks]).view_as(
+            first_node
+        )
+    if split_products(first_node):
         columns = zip(*(split_products(node) for node in nodes), strict=True)
-        reduced = [_reduce_products(pairs, weights, rule) for pairs in columns]
-        if isinstance(first, Pair):
-            return reduced[0]
-        return Pairs(torch.stack([p.b for p in reduced]), torch.stack([p.a.mT for p in reduced]))
-    if isinstance(first, (list, tuple)):
-        return type(first)(_reduce_nodes(children, weights, rule) for children in zip(*nodes, strict=True))
-    if isinstance(first, dict) or dataclasses.is_dataclass(first):
-        make: Any = type(first)
+        reduced_pairs = [_reduce_products(pairs, weights, rule) for pairs in columns]
+        if isinstance(first_node, Pair):
+            return reduced_pairs[0]
+        return Pairs(torch.stack([p.b for p in reduced_pairs]), torch.stack([p.a.mT for p in reduced_pairs]))
+    if isinstance(first_node, (list, tuple)):
+        return type(first_node)(
+            _reduce_nodes(children, weights, rule) for children in zip(*nodes, strict=True)
+        )
+    if isinstance(first_node, dict) or dataclasses.is_dataclass(first_node):
+        node_type: Any = type(first_node)
         fields = [node if isinstance(node, dict) else vars(node) for node in nodes]
-        return make(**{key: _reduce_nodes([f[key] for f in fields], weights, rule) for key in fields[0]})
-    return first
+        return node_type(**{key: _reduce_nodes([f[key] for f in fields], weights, rule) for key in fields[0]})
+    return first_node
 
 
 def _reduce_products(pairs: Sequence[Pair], weights: Tensor, rule: CoordinateRule) -> Pair:
@@ -293,12 +307,12 @@ def _check_rule(rule: str) -> None:
         raise ConfigError(f"{rule!r} is no coordinate rule. {did_you_mean(rule, COORDINATE_RULES)}")
 
 
-def _check_leaf(first: Any, value: Any, weight: float) -> None:
+def _check_leaf(expected: Any, value: Any, weight: float) -> None:
     if not 0 <= weight < math.inf:
         raise tree.TreeError(f"a weight of a mean is finite and at least 0; this one is {weight}")
     # says where structures differ
-    tree.map_leaves(lambda *_: None, first, value)
-    forms = dict(tree.leaves(first))
+    tree.map_leaves(lambda *_: None, expected, value)
+    forms = dict(tree.leaves(expected))
     for path, t in tree.leaves(value):
         if not t.is_floating_point() or (t.shape, t.dtype) != (forms[path].shape, forms[path].dtype):
             raise tree.TreeError(

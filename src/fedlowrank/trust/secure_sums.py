@@ -79,34 +79,36 @@ def grid_step(settings: SecureSums) -> float:
     return settings.bound / levels
 
 
-def align(like: Any, contribution: Any) -> list[tuple[Mean[Any] | Sum[Any], list[Tensor]]]:
+def align(template: Any, contribution: Any) -> list[tuple[Mean[Any] | Sum[Any], list[Tensor]]]:
     """The leaves of a contribution and their tensors, in the order of another, whose form it must have.
 
     Raises:
         TaskError: if the server must see a leaf by itself.
         TreeError: if the form is another one, or holds what cannot be added.
     """
-    if each := [path for path, leaf in contribution_leaves(contribution) if isinstance(leaf, Each)]:
+    if single_paths := [path for path, leaf in contribution_leaves(contribution) if isinstance(leaf, Each)]:
         raise TaskError(
-            f"the server must see the Each at {each[0]!r} by itself. Set secure.on = false, or use means and "
+            f"the server must see the Each at {single_paths[0]!r} by itself. Set secure.on = false, or use means and "
             "sums alone: fedavg, fedit, hetlora with prune = 1, fedslr with memory_efficient = true"
         )
     if fault := fault_of(contribution):
         raise tree.TreeError(fault)
-    kinds, expected = (map_contributions(lambda _, x: type(x).__name__, c) for c in (contribution, like))
-    if kinds != expected:
-        raise tree.TreeError(f"its leaves are {kinds}, those of others {expected}")
-    leaves, aligned = dict(contribution_leaves(contribution)), list[tuple[Any, list[Tensor]]]()
-    for path, leaf in contribution_leaves(like):
-        aligned.append((leaves[path], []))
-        tree.map_leaves(lambda _, t, to=aligned[-1][1]: to.append(t), leaf.value, leaves[path].value)
-        for a, b in zip(tree.tensors(leaf.value), aligned[-1][1], strict=True):
+    leaf_types, expected_types = (
+        map_contributions(lambda _, x: type(x).__name__, c) for c in (contribution, template)
+    )
+    if leaf_types != expected_types:
+        raise tree.TreeError(f"its leaves are {leaf_types}, those of others {expected_types}")
+    leaves, aligned_leaves = dict(contribution_leaves(contribution)), list[tuple[Any, list[Tensor]]]()
+    for path, leaf in contribution_leaves(template):
+        aligned_leaves.append((leaves[path], []))
+        tree.map_leaves(lambda _, t, to=aligned_leaves[-1][1]: to.append(t), leaf.value, leaves[path].value)
+        for a, b in zip(tree.tensors(leaf.value), aligned_leaves[-1][1], strict=True):
             if (a.dtype, a.shape) != (b.dtype, b.shape):
                 raise tree.TreeError(f"at {path!r} it has {b.dtype} {[*b.shape]}, not {a.dtype} {[*a.shape]}")
-            countable = isinstance(leaf, Sum) and not b.is_complex() and b.dtype != torch.bool
-            if not b.is_floating_point() and not countable:
+            is_countable = isinstance(leaf, Sum) and not b.is_complex() and b.dtype != torch.bool
+            if not b.is_floating_point() and not is_countable:
                 raise tree.TreeError(f"at {path!r} it has {b.dtype}; means take floats, sums integers, too")
-    return aligned
+    return aligned_leaves
 
 
 class FixedPoint:
@@ -120,10 +122,10 @@ class FixedPoint:
             32). Its multiples are exact, so whole numbers are where it is at most 1.
     """
 
-    def __init__(self, settings: SecureSums, clients: int, largest_weight: float) -> None:
+    def __init__(self, settings: SecureSums, client_count: int, largest_weight: float) -> None:
         if not 0 < largest_weight < math.inf:
             raise ConfigError(f"the largest weight of a secure sum is above 0; this one is {largest_weight}")
-        levels = 2 ** min(32, 63 - settings.bits - clients.bit_length()) - 1
+        levels = 2 ** min(32, 63 - settings.bits - client_count.bit_length()) - 1
         self.bound: float = settings.bound
         self.step: float = grid_step(settings)
         self.largest_weight, self.unit = largest_weight, 2.0 ** math.ceil(math.log2(largest_weight / levels))
@@ -138,29 +140,31 @@ class FixedPoint:
         """Values that are summed without a weight are clipped to ± this."""
         return self.bound * self.largest_weight
 
-    def encode(self, aligned: Iterable[tuple[Mean[Any] | Sum[Any], list[Tensor]]]) -> tuple[Vector, int]:
+    def encode(
+        self, aligned_leaves: Iterable[tuple[Mean[Any] | Sum[Any], list[Tensor]]]
+    ) -> tuple[Vector, int]:
         """The vector (a mean's weight comes before its values), and how many numbers were clipped."""
-        parts, clipped = [torch.empty(0, dtype=torch.int64)], 0
-        for leaf, tensors in aligned:
+        chunks, clip_count = [torch.empty(0, dtype=torch.int64)], 0
+        for leaf, tensors in aligned_leaves:
             # what a client sums it has multiplied by its weight itself
             weight, limit, step = 1, self.largest_sum, self.sum_step
             if isinstance(leaf, Mean):
                 weight = round(min(leaf.weight, self.largest_weight) / self.unit)
                 limit, step = self.bound, self.step
-                clipped += leaf.weight > self.largest_weight
-                parts.append(torch.tensor([weight]))
+                clip_count += leaf.weight > self.largest_weight
+                chunks.append(torch.tensor([weight]))
             for t in tensors:
                 x = t.detach().cpu().reshape(-1)
                 if x.is_floating_point():
-                    clipped += int((x.double().abs() > limit).sum()) if weight else 0
+                    clip_count += int((x.double().abs() > limit).sum()) if weight else 0
                     x = (x.double().clip(-limit, limit) / step).round()
-                parts.append(weight * x.to(torch.int64))
-        return torch.cat(parts).numpy().view(np.uint64), clipped
+                chunks.append(weight * x.to(torch.int64))
+        return torch.cat(chunks).numpy().view(np.uint64), clip_count
 
-    def decode(self, vector: Vector, like: Any) -> Any:
-        """The total, its tensors as in ``like`` by type, shape and device; None for a mean without weight."""
+    def decode(self, vector: Vector, template: Any) -> Any:
+        """The total, its tensors as in ``template`` by type, shape and device; None for a mean without weight."""
         numbers, totals = torch.from_numpy(vector.view(np.int64)), dict[str, Any]()
-        for path, leaf in contribution_leaves(like):
+        for path, leaf in contribution_leaves(template):
             weight, step, values = 1, self.sum_step, []
             if isinstance(leaf, Mean):
                 weight, step, numbers = int(numbers[0]), self.step, numbers[1:]
@@ -169,7 +173,7 @@ class FixedPoint:
                 x = x.double() / max(weight, 1) * step if t.is_floating_point() else x
                 values.append(x.to(t.dtype, copy=True).reshape(t.shape).to(t.device))
             totals[path] = tree.map_leaves(lambda _, v=values: v.pop(0), leaf.value) if weight else None
-        return map_contributions(lambda path, _: totals[path], like)
+        return map_contributions(lambda path, _: totals[path], template)
 
 
 class MaskingPlan:
@@ -178,18 +182,28 @@ class MaskingPlan:
     Attributes:
         holders: of shares of each client's secrets: itself and its neighbors, who are up to 2 ⌈log2 m⌉ places
             away in a random order on a circle: all for m ≤ 20, 28 for m = 100.
-        least: replies without which the round gives nothing.
-        needed: shares that rebuild a secret; so many holders could unmask a client. ``least`` if all are
+        min_replies: replies without which the round gives nothing.
+        threshold: shares that rebuild a secret; so many holders could unmask a client. ``least`` if all are
             neighbors, else half of those that reply on average if ``least`` clients do: 10 of 29 for m = 100.
     """
 
-    def __init__(self, clients: int, present: Sequence[int], threshold: float, key: Key) -> None:
-        m, reach = len(present), 2 * max(0, len(present) - 1).bit_length()
-        order, near, count = key.numpy().permutation(m), range(-reach, reach + 1), min(2 * reach + 1, m)
-        places = {present[p]: sorted({int(order[(i + d) % m]) for d in near}) for i, p in enumerate(order)}
-        self.holders = {client: [present[p] for p in holders] for client, holders in places.items()}
-        self.least = max(MIN_REPLIES, math.ceil(threshold * clients - 1e-9))
-        self.needed = min(count, self.least if count == m else math.ceil(threshold * count / 2))
+    def __init__(self, client_count: int, present_ids: Sequence[int], threshold: float, key: Key) -> None:
+        m, reach = len(present_ids), 2 * max(0, len(present_ids) - 1).bit_length()
+        order, offsets, holder_count = (
+            key.numpy().permutation(m),
+            range(-reach, reach + 1),
+            min(2 * reach + 1, m),
+        )
+        holder_indices = {
+            present_ids[p]: sorted({int(order[(i + d) % m]) for d in offsets}) for i, p in enumerate(order)
+        }
+        self.holders = {
+            client_id: [present_ids[p] for p in holders] for client_id, holders in holder_indices.items()
+        }
+        self.min_replies = max(MIN_REPLIES, math.ceil(threshold * client_count - 1e-9))
+        self.threshold = min(
+            holder_count, self.min_replies if holder_count == m else math.ceil(threshold * holder_count / 2)
+        )
 
 
 def expand(seed: bytes, size: int) -> Vector:
@@ -210,55 +224,61 @@ def combine(shares: Sequence[bytes]) -> bytes:
 class KeyPair:
     """A client's secret s and the public key S that belongs to it."""
 
-    def __init__(self, client: int, secret: bytes) -> None:
-        self._client, self._curve = client, _load("cryptography.hazmat.primitives.asymmetric.x25519")
+    def __init__(self, client_id: int, secret: bytes) -> None:
+        self._client, self._curve = client_id, _load("cryptography.hazmat.primitives.asymmetric.x25519")
         self._private = self._curve.X25519PrivateKey.from_private_bytes(hashlib.sha256(secret).digest())
         self.public_key: bytes = self._private.public_key().public_bytes_raw()
 
-    def mask(self, other: int, public_key: bytes, size: int, bound: bytes = b"") -> Vector:
+    def mask(self, neighbor_id: int, public_key: bytes, size: int, context: bytes = b"") -> Vector:
         """What the client adds for a neighbor with that public key; the masks of the two add up to 0.
 
         Args:
-            other: number of the neighbor.
+            neighbor_id: number of the neighbor.
             public_key: of the neighbor.
             size: of the vector.
-            bound: what both must have in common, else their masks do not cancel.
+            context: what both must have in common, else their masks do not cancel.
         """
-        seed = self._private.exchange(self._curve.X25519PublicKey.from_public_bytes(public_key)) + bound
-        return expand(seed, size) if self._client < other else np.negative(expand(seed, size))
+        seed = self._private.exchange(self._curve.X25519PublicKey.from_public_bytes(public_key)) + context
+        return expand(seed, size) if self._client < neighbor_id else np.negative(expand(seed, size))
 
 
 class MaskingClient:
     """A client's side. ``held`` are shares of b and s by owner; none are revealed to fewer than ``least``.
 
     Args:
-        client: its number.
+        client_id: its number.
         seed: b, of its own mask, 15 random bytes.
         secret: of its key pair, 15 random bytes.
-        least: replies without which nothing is revealed.
+        min_replies: replies without which nothing is revealed.
     """
 
-    def __init__(self, client: int, seed: bytes, secret: bytes, least: int) -> None:
-        self._seed, self._secret, self._least = seed, secret, least
-        self.keys = KeyPair(client, secret)
-        self.held: dict[int, tuple[bytes, bytes]] = {}
+    def __init__(self, client_id: int, seed: bytes, secret: bytes, min_replies: int) -> None:
+        self._seed, self._secret, self._least = seed, secret, min_replies
+        self.keys = KeyPair(client_id, secret)
+        self.shares: dict[int, tuple[bytes, bytes]] = {}
 
-    def share(self, count: int, needed: int) -> list[tuple[bytes, bytes]]:
-        """So many shares of b and s, any ``needed`` of which rebuild them."""
+    def share(self, share_count: int, threshold: int) -> list[tuple[bytes, bytes]]:
+        """So many shares of b and s, any ``threshold`` of which rebuild them."""
         split = _load("flwr.common.secure_aggregation.crypto.shamir").create_shares
-        return list(zip(split(self._seed, needed, count), split(self._secret, needed, count), strict=True))
+        return list(
+            zip(
+                split(self._seed, threshold, share_count),
+                split(self._secret, threshold, share_count),
+                strict=True,
+            )
+        )
 
-    def mask(self, vector: Vector, neighbors: Mapping[int, bytes], bound: bytes = b"") -> Vector:
+    def mask(self, vector: Vector, neighbors: Mapping[int, bytes], context: bytes = b"") -> Vector:
         """The masked vector y ``[size]``, given the public keys of the neighbors; see :meth:`KeyPair.mask`."""
-        masked = vector + expand(self._seed, vector.size)
-        for other, public_key in neighbors.items():
-            masked += self.keys.mask(other, public_key, vector.size, bound)
-        return masked
+        masked_vector = vector + expand(self._seed, vector.size)
+        for neighbor_id, public_key in neighbors.items():
+            masked_vector += self.keys.mask(neighbor_id, public_key, vector.size, context)
+        return masked_vector
 
-    def reveal(self, replied: Set[int]) -> dict[int, bytes]:
+    def reveal(self, replied_ids: Set[int]) -> dict[int, bytes]:
         """By owner, its share of b if it replied, and of s if not."""
-        held = self.held if len(replied) >= self._least else {}
-        return {owner: b if owner in replied else s for owner, (b, s) in held.items()}
+        shares = self.shares if len(replied_ids) >= self._least else {}
+        return {owner: b if owner in replied_ids else s for owner, (b, s) in shares.items()}
 
 
 class MaskedSum:
@@ -268,28 +288,32 @@ class MaskedSum:
         self._plan, self._public_keys, self.replied = plan, public_keys, set[int]()
         self._sum: Any = 0
 
-    def add(self, client: int, masked: Vector) -> None:
+    def add(self, client_id: int, masked_vector: Vector) -> None:
         """Add a masked vector."""
-        self._sum = self._sum + masked
-        self.replied.add(client)
+        self._sum = self._sum + masked_vector
+        self.replied.add(client_id)
 
-    def unmask(self, revealed: Sequence[Mapping[int, bytes]]) -> Vector | str:
+    def unmask(self, revealed_shares: Sequence[Mapping[int, bytes]]) -> Vector | str:
         """The sum of the vectors, given what each holder reveals by owner; or why there is none."""
-        if len(self.replied) < self._plan.least:
-            return f"{len(self.replied)} clients replied, and {self._plan.least} must"
-        total, needed = np.copy(self._sum), self._plan.needed
-        for client, holders in self._plan.holders.items():
-            shares = [shares_by_owner[client] for shares_by_owner in revealed if client in shares_by_owner][
-                :needed
-            ]
-            if len(shares) < needed:
-                return f"{len(shares)} holders of shares of client {client} replied, and {needed} must"
+        if len(self.replied) < self._plan.min_replies:
+            return f"{len(self.replied)} clients replied, and {self._plan.min_replies} must"
+        total, threshold = np.copy(self._sum), self._plan.threshold
+        for client_id, holders in self._plan.holders.items():
+            shares = [
+                shares_by_owner[client_id]
+                for shares_by_owner in revealed_shares
+                if client_id in shares_by_owner
+            ][:threshold]
+            if len(shares) < threshold:
+                return f"{len(shares)} holders of shares of client {client_id} replied, and {threshold} must"
             secret = combine(shares)
-            if client in self.replied:
+            if client_id in self.replied:
                 total -= expand(secret, total.size)
                 continue
-            for other in self.replied.intersection(holders):
-                total += KeyPair(client, secret).mask(other, self._public_keys[other], total.size)
+            for neighbor_id in self.replied.intersection(holders):
+                total += KeyPair(client_id, secret).mask(
+                    neighbor_id, self._public_keys[neighbor_id], total.size
+                )
         return total
 
 
@@ -303,11 +327,11 @@ class SecureAggregator(Aggregator):
     most n · step · unit / 2; integers are exact. The total is then rounded to the types of the tensors.
 
     Args:
-        clients: identifiers of the round's clients.
+        client_ids: identifiers of the round's clients.
         settings: bits, bound and threshold. ConfigError if Flower is not installed.
         key: of this round: with the same key twice, masks would repeat.
         largest_weight: of a client in a Mean, known to all before the round, such as the cap on examples.
-        absent: clients that left before they shared their secrets.
+        absent_ids: clients that left before they shared their secrets.
 
     Attributes:
         clipped: how many numbers and weights were clipped. Over a network only each client knows its own.
@@ -318,53 +342,61 @@ class SecureAggregator(Aggregator):
 
     def __init__(
         self,
-        clients: Sequence[int],
+        client_ids: Sequence[int],
         settings: SecureSums,
         key: Key,
         largest_weight: float,
-        absent: Collection[int] = (),
+        absent_ids: Collection[int] = (),
     ) -> None:
-        super().__init__(clients)
-        present = [c for c in clients if c not in absent]
-        self.clipped, self.reason, self._order, self._missing, self._like = 0, "", clients, set(present), None
-        self._grid = FixedPoint(settings, len(clients), largest_weight)
-        self._plan = MaskingPlan(len(clients), present, settings.threshold, key / "neighbors")
+        super().__init__(client_ids)
+        present_ids = [c for c in client_ids if c not in absent_ids]
+        self.clipped, self.reason, self._order, self._missing, self._like = (
+            0,
+            "",
+            client_ids,
+            set(present_ids),
+            None,
+        )
+        self._grid = FixedPoint(settings, len(client_ids), largest_weight)
+        self._plan = MaskingPlan(len(client_ids), present_ids, settings.threshold, key / "neighbors")
 
         def make(client: int) -> MaskingClient:
-            own = key / "client" / client
-            seed, secret = ((own / name).numpy().bytes(SECRET_BYTES) for name in ("own mask", "key pair"))
-            return MaskingClient(client, seed, secret, self._plan.least)
+            client_key = key / "client" / client
+            seed, secret = (
+                (client_key / name).numpy().bytes(SECRET_BYTES) for name in ("own mask", "key pair")
+            )
+            return MaskingClient(client, seed, secret, self._plan.min_replies)
 
-        self._clients = {c: make(c) for c in present}
+        self._clients = {c: make(c) for c in present_ids}
         for owner, holders in self._plan.holders.items():
-            shares = self._clients[owner].share(len(holders), self._plan.needed)
+            shares = self._clients[owner].share(len(holders), self._plan.threshold)
             for holder, pair in zip(holders, shares, strict=True):
-                self._clients[holder].held[owner] = pair
+                self._clients[holder].shares[owner] = pair
         self._public_keys = {c: client.keys.public_key for c, client in self._clients.items()}
         self._server = MaskedSum(self._plan, self._public_keys)
 
-    def add(self, client: int, contribution: Any) -> None:
+    def add(self, client_id: int, contribution: Any) -> None:
         """Mask a contribution and add it; TaskError for an Each, TreeError for a form unlike those before."""
-        if client not in self._missing:
-            raise ValueError(f"client {client} takes no part in the round, has replied or was skipped")
+        if client_id not in self._missing:
+            raise ValueError(f"client {client_id} takes no part in the round, has replied or was skipped")
         try:
-            aligned = align(contribution if self._like is None else self._like, contribution)
+            aligned_leaves = align(contribution if self._like is None else self._like, contribution)
         except (TaskError, tree.TreeError) as error:
-            raise type(error)(f"secure sums cannot take the reply of client {client}: {error}") from error
+            raise type(error)(f"secure sums cannot take the reply of client {client_id}: {error}") from error
         if self._like is None:
             self._like = map_contributions(
                 lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution
             )
-        vector, clipped = self._grid.encode(aligned)
-        neighbors = {c: self._public_keys[c] for c in self._plan.holders[client] if c != client}
-        self._server.add(client, self._clients[client].mask(vector, neighbors))
-        self.clipped += clipped
-        self._missing.remove(client)
+        vector, clip_count = self._grid.encode(aligned_leaves)
+        neighbors = {c: self._public_keys[c] for c in self._plan.holders[client_id] if c != client_id}
+        self._server.add(client_id, self._clients[client_id].mask(vector, neighbors))
+        self.clipped += clip_count
+        self._missing.remove(client_id)
         self.contributed = [c for c in self._order if c in self._server.replied]
 
-    def skip(self, client: int) -> None:
+    def skip(self, client_id: int) -> None:
         """Leave out a client whose masked vector does not come."""
-        self._missing.discard(client)
+        self._missing.discard(client_id)
 
     def finish(self) -> Any:
         """The total, or None and a ``reason`` if too few replied; ValueError if a client is missing."""

@@ -51,10 +51,10 @@ class Stage(ABC):
         """
 
     @abstractmethod
-    def decode(self, values: Params, side: Any, like: Params) -> Params:
+    def decode(self, values: Params, side: Any, template: Params) -> Params:
         """Undo :meth:`encode`.
 
-        Takes finite numbers in the form that :meth:`encode` gives for ``like``, whose own are not read.
+        Takes finite numbers in the form that :meth:`encode` gives for ``template``, whose own are not read.
         Raises TreeError if ``side`` holds impossible positions.
         """
 
@@ -68,8 +68,8 @@ class BFloat16(Stage):
     def encode(self, values: Params, key: Key) -> tuple[Params, Any]:
         return {p: x.to(torch.bfloat16) if x.element_size() > 2 else x for p, x in values.items()}, ()
 
-    def decode(self, values: Params, side: Any, like: Params) -> Params:
-        return _shape_as([values[path] for path in like], like)
+    def decode(self, values: Params, side: Any, template: Params) -> Params:
+        return _shape_as([values[path] for path in template], template)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class Int8(Stage):
         scales = [torch.zeros(0)]
         for path, x in values.items():
             rows = _as_scaled_rows(x).to(REAL)
-            largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
-            mantissa, exponent = torch.frexp(largest / LEVELS)
+            row_maxima = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+            mantissa, exponent = torch.frexp(row_maxima / LEVELS)
             scale = torch.ldexp((mantissa * 2**_SCALE_BITS).ceil() / 2**_SCALE_BITS, exponent)
-            scale = torch.where(largest > 0, scale.clamp(min=_SMALLEST_SCALE), 0.0)
+            scale = torch.where(row_maxima > 0, scale.clamp(min=_SMALLEST_SCALE), 0.0)
             if bool((scale * LEVELS > torch.finfo(torch.float32).max).any()):
                 raise TaskError(f"the update of {path!r} has values that are too large for int8")
             # a row of zeros is divided by 1
@@ -102,12 +102,13 @@ class Int8(Stage):
             scales.append(scale.float())
         return levels, torch.cat(scales)
 
-    def decode(self, values: Params, side: Any, like: Params) -> Params:
-        rows = [_as_scaled_rows(values[path]) for path in like]
+    def decode(self, values: Params, side: Any, template: Params) -> Params:
+        rows = [_as_scaled_rows(values[path]) for path in template]
         scales = side.split([len(r) for r in rows])
-        scaled = [r.float() * scale[:, None] for r, scale in zip(rows, scales, strict=True)]
+        scaled_rows = [r.float() * scale[:, None] for r, scale in zip(rows, scales, strict=True)]
         return _shape_as(
-            [_from_scaled_rows(r, values[path]) for r, path in zip(scaled, like, strict=True)], like
+            [_from_scaled_rows(r, values[path]) for r, path in zip(scaled_rows, template, strict=True)],
+            template,
         )
 
 
@@ -141,19 +142,21 @@ class TopK(Stage):
             mask = magnitude > threshold
             ties = (magnitude == threshold).nonzero().flatten()
             mask[ties[: k - int(mask.sum())]] = True
-        as_mask = -(-n // 8) <= 4 * k or n > 2**31
-        return {"entries": flat[mask]}, mask if as_mask else mask.nonzero().flatten().int()
+        is_mask_smaller = -(-n // 8) <= 4 * k or n > 2**31
+        return {"entries": flat[mask]}, mask if is_mask_smaller else mask.nonzero().flatten().int()
 
-    def decode(self, values: Params, side: Any, like: Params) -> Params:
-        entries, sizes = values["entries"], [x.numel() for x in like.values()]
-        at = side.nonzero().flatten() if side.dtype == torch.bool else side.long()
+    def decode(self, values: Params, side: Any, template: Params) -> Params:
+        entries, sizes = values["entries"], [x.numel() for x in template.values()]
+        indices = side.nonzero().flatten() if side.dtype == torch.bool else side.long()
         flat = entries.new_zeros(sum(sizes))
-        if len(at) != len(entries):
-            raise TreeError(f"top_k: {len(at)} positions are marked for {len(entries)} entries")
-        if len(at) and (at[0] < 0 or at[-1] >= len(flat) or bool((at[1:] <= at[:-1]).any())):
+        if len(indices) != len(entries):
+            raise TreeError(f"top_k: {len(indices)} positions are marked for {len(entries)} entries")
+        if len(indices) and (
+            indices[0] < 0 or indices[-1] >= len(flat) or bool((indices[1:] <= indices[:-1]).any())
+        ):
             raise TreeError(f"top_k: the positions are not ascending numbers from 0 to {len(flat) - 1}")
-        flat[at] = entries
-        return _shape_as(flat.split_with_sizes(sizes), like)
+        flat[indices] = entries
+        return _shape_as(flat.split_with_sizes(sizes), template)
 
 
 @dataclass(frozen=True)
@@ -183,17 +186,17 @@ class LowRankStage(Stage):
             matrix = _as_rows(x).to(REAL)
             left = out[f"{path}/left"] = x.new_zeros(self.rank, matrix.shape[0])
             right = out[f"{path}/right"] = x.new_zeros(self.rank, matrix.shape[1])
-            largest = matrix.abs().max()
-            if largest > 0:
+            max_value = matrix.abs().max()
+            if max_value > 0:
                 # divided, for the decomposition squares, which numbers above 1e154 do not survive
-                u, s, v = leading_triplets(matrix / largest, self.rank)
-                root = (s * largest).sqrt()
+                u, s, v = leading_triplets(matrix / max_value, self.rank)
+                root = (s * max_value).sqrt()
                 left[: len(s)], right[: len(s)] = (u * root).mT, (v * root).mT
         return out, ()
 
-    def decode(self, values: Params, side: Any, like: Params) -> Params:
+    def decode(self, values: Params, side: Any, template: Params) -> Params:
         out: list[Tensor] = []
-        for path, x in like.items():
+        for path, x in template.items():
             if not self._is_factored(x):
                 out.append(values[f"{path}/whole"])
                 continue
@@ -203,7 +206,7 @@ class LowRankStage(Stage):
             out.append(torch.zeros(left.shape[1], right.shape[1], dtype=dtype))
             for column, row in zip(left, right, strict=True):
                 out[-1] += column[:, None] * row
-        return _shape_as(out, like)
+        return _shape_as(out, template)
 
     def _is_factored(self, x: Tensor) -> bool:
         return x.ndim >= 2 and self.rank * sum(_as_rows(x).shape) < x.numel()
@@ -223,9 +226,12 @@ def _as_scaled_rows(x: Tensor) -> Tensor:
     return x.mT if _is_tall(x) else _as_rows(x)
 
 
-def _from_scaled_rows(rows: Tensor, like: Tensor) -> Tensor:
-    return rows.mT.contiguous() if _is_tall(like) else rows.reshape(like.shape)
+def _from_scaled_rows(rows: Tensor, template: Tensor) -> Tensor:
+    return rows.mT.contiguous() if _is_tall(template) else rows.reshape(template.shape)
 
 
-def _shape_as(parts: Iterable[Tensor], like: Params) -> Params:
-    return {p: part.to(x.dtype).reshape(x.shape) for part, (p, x) in zip(parts, like.items(), strict=True)}
+def _shape_as(tensors: Iterable[Tensor], template: Params) -> Params:
+    return {
+        p: tensor.to(x.dtype).reshape(x.shape)
+        for tensor, (p, x) in zip(tensors, template.items(), strict=True)
+    }

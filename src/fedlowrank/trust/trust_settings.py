@@ -93,8 +93,8 @@ class Privacy(CheckedFields):
         if self.kind == "none":
             return
         # half of a local σ is accounted for: an update may replace another one of the norm C
-        smallest = 2e-6 if self.kind == "local" else 1e-6
-        check_bounds(self, {"noise": f">= {smallest:g}"}, "privacy")
+        min_noise = 2e-6 if self.kind == "local" else 1e-6
+        check_bounds(self, {"noise": f">= {min_noise:g}"}, "privacy")
         if self.delta is None:
             raise ConfigError(
                 "privacy.delta is needed: ε means nothing without it. A usual δ is below 1 / clients"
@@ -230,8 +230,8 @@ class Trust(CheckedFields):
                 "clipping.quantile: under local privacy, whether an update was clipped would have to be "
                 "hidden by noise, too; set a fixed clipping.norm alone"
             )
-        counted = self.robust.rule in ("trimmed_mean", "krum", "multi_krum")
-        if self.attack.kind != "none" and counted and self.attack.share > self.robust.hostile:
+        has_hostile_limit = self.robust.rule in ("trimmed_mean", "krum", "multi_krum")
+        if self.attack.kind != "none" and has_hostile_limit and self.attack.share > self.robust.hostile:
             raise ConfigError(
                 f"robust.rule = {self.robust.rule!r} holds against robust.hostile = {self.robust.hostile:g} "
                 f"of the clients, but attack.share = {self.attack.share:g} of them are hostile; raise the "

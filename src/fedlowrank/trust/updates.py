@@ -92,10 +92,12 @@ def pair_with_reference(upload: Any, reference: Any, path: str = "") -> Iterator
     children = tree.children(upload, path)
     if children is None:
         return
-    others = _same_parts(children, reference)
+    reference_parts = _same_parts(children, reference)
     for key, child in children:
         yield from pair_with_reference(
-            child, ZERO_REFERENCE if others is None else others[key], tree.join_path(path, key)
+            child,
+            ZERO_REFERENCE if reference_parts is None else reference_parts[key],
+            tree.join_path(path, key),
         )
 
 
@@ -105,7 +107,7 @@ def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, An
     return parts if parts is not None and parts.keys() == dict(children).keys() else None
 
 
-def compute_update(upload: Any, reference: Any, *, compared: bool = False) -> Params:
+def compute_update(upload: Any, reference: Any, *, compared_only: bool = False) -> Params:
     """The numbers of an update by path: those of the upload minus those of the reference.
 
     Of half precision they are in float32, for a difference may need more digits than its two numbers.
@@ -113,16 +115,16 @@ def compute_update(upload: Any, reference: Any, *, compared: bool = False) -> Pa
     Args:
         upload: of the client.
         reference: of its upload.
-        compared: leave out what is compared with nothing (:data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`).
+        compared_only: leave out what is compared with nothing (:data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`).
     """
     update: Params = {}
     for path, part, ref in pair_with_reference(upload, reference):
-        if compared and type(ref) is float:
+        if compared_only and type(ref) is float:
             continue
         refs = None if type(ref) is float else dict(tree.leaves(ref, path))
-        for place, t in tree.leaves(part, path):
+        for leaf_path, t in tree.leaves(part, path):
             number = tree.widen(t.detach())
-            update[place] = number.clone() if refs is None else number - refs[place]
+            update[leaf_path] = number.clone() if refs is None else number - refs[leaf_path]
     return update
 
 
@@ -131,8 +133,8 @@ def read_reference(upload: Any, reference: Any) -> Params:
     numbers: Params = {}
     for path, part, ref in pair_with_reference(upload, reference):
         refs = None if type(ref) is float else dict(tree.leaves(ref, path))
-        for place, t in tree.leaves(part, path):
-            numbers[place] = torch.zeros_like(t) if refs is None else refs[place]
+        for leaf_path, t in tree.leaves(part, path):
+            numbers[leaf_path] = torch.zeros_like(t) if refs is None else refs[leaf_path]
     return numbers
 
 
@@ -229,9 +231,9 @@ def compute_inner_product(x: Mapping[str, UpdatePart], y: Mapping[str, UpdatePar
     return total
 
 
-def _inner_with_dense(product: Product, dense: Tensor) -> float:
+def _inner_with_dense(product: Product, dense_tensor: Tensor) -> float:
     """Inner product of a product and a tensor, whose trailing dimensions count as one."""
-    return float(((product.left.mT @ dense.flatten(1)) * product.right).sum())
+    return float(((product.left.mT @ dense_tensor.flatten(1)) * product.right).sum())
 
 
 def compute_gram_matrix(updates: list[dict[str, UpdatePart]]) -> Tensor:
@@ -276,17 +278,17 @@ def clip_update(
         The upload (the same object if its norm is within the bound), and the norm before.
     """
     squares = _Squares.of(upload, reference, scale, effective=effective)
-    size = squares.norm(1.0)
-    if math.isnan(size) or size <= bound:
-        return upload, size
+    norm = squares.norm(1.0)
+    if math.isnan(norm) or norm <= bound:
+        return upload, norm
     t = squares.way_to(bound)
-    clipped = move_along(upload, reference, t)
+    clipped_upload = move_along(upload, reference, t)
     margin = 1e-15
-    while (rounded := compute_norm(clipped, reference, scale, effective=effective)) > bound:
+    while (rounded_norm := compute_norm(clipped_upload, reference, scale, effective=effective)) > bound:
         # rounding to the type of the upload took it a little too far
-        t, margin = t * bound / rounded * (1 - margin), 10 * margin
-        clipped = move_along(upload, reference, t)
-    return clipped, size
+        t, margin = t * bound / rounded_norm * (1 - margin), 10 * margin
+        clipped_upload = move_along(upload, reference, t)
+    return clipped_upload, norm
 
 
 @dataclass
@@ -313,11 +315,11 @@ class _Squares:
                 base = bases[k] if bases else Pair(pair.b * 0, pair.a * 0)
                 b0, a0 = _factors(base, scale)
                 b, a = _factors(pair, scale)
-                first = {"": Product(torch.cat([b - b0, b0], 1), torch.cat([a0, a - a0]))}
-                second = {"": Product(b - b0, a - a0)}
-                self.c2 += compute_inner_product(first, first)
-                self.c3 += 2 * compute_inner_product(first, second)
-                self.c4 += compute_inner_product(second, second)
+                linear_term = {"": Product(torch.cat([b - b0, b0], 1), torch.cat([a0, a - a0]))}
+                quadratic_term = {"": Product(b - b0, a - a0)}
+                self.c2 += compute_inner_product(linear_term, linear_term)
+                self.c3 += 2 * compute_inner_product(linear_term, quadratic_term)
+                self.c4 += compute_inner_product(quadratic_term, quadratic_term)
         elif effective and isinstance(part, Factored):
             product = {"": Product((part.u * part.s).double(), part.v.mT.double())}
             self.c4 += compute_inner_product(product, product)
@@ -349,8 +351,8 @@ def move_along(upload: Any, reference: Any, t: float) -> Any:
             continue
         base = read_reference(part, ref)
         numbers |= {
-            path + place: (base[place] + t * u).to(base[place])
-            for place, u in compute_update(part, ref).items()
+            path + leaf_path: (base[leaf_path] + t * u).to(base[leaf_path])
+            for leaf_path, u in compute_update(part, ref).items()
         }
     return replace_numbers(upload, numbers)
 
@@ -365,33 +367,35 @@ def remove_compared(upload: Any, reference: Any) -> Any:
     children = tree.children(upload)
     if children is None:
         return None if repr(upload) == repr(reference) else upload
-    if reference is None or (others := _same_parts(children, reference)) is None:
+    if reference is None or (reference_parts := _same_parts(children, reference)) is None:
         return upload
-    children_left = [(key, remove_compared(child, others[key])) for key, child in children]
-    if all(child is None for _, child in children_left):
+    remaining_children = [(key, remove_compared(child, reference_parts[key])) for key, child in children]
+    if all(child is None for _, child in remaining_children):
         return None
-    return tree.rebuild(upload, children_left)
+    return tree.rebuild(upload, remaining_children)
 
 
-def restore_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path: str = "") -> Any:
+def restore_compared(remainder: Any, reference: Any, update: Mapping[str, Tensor], path: str = "") -> Any:
     """Inverse of :func:`remove_compared`: the upload, with the reference plus an update.
 
     Raises:
         TreeError: if the update lacks numbers.
     """
-    if rest is None:
+    if remainder is None:
         base = dict(tree.leaves(reference, path))
         if base.keys() - update.keys():
             raise TreeError(f"the update lacks {sorted(base.keys() - update.keys())}")
-        numbers = {place: t + update[place].to(t) for place, t in base.items()}
+        numbers = {leaf_path: t + update[leaf_path].to(t) for leaf_path, t in base.items()}
         return replace_numbers(reference, numbers, path)
-    children = tree.children(rest, path)
+    children = tree.children(remainder, path)
     if children is None or reference is None or type(reference) is float:
-        return rest
-    others = dict(tree.children(reference, path) or ())
-    if others.keys() != dict(children).keys():
+        return remainder
+    reference_parts = dict(tree.children(reference, path) or ())
+    if reference_parts.keys() != dict(children).keys():
         raise TreeError(
             f"what lies beside the update at {path or 'its top'} has other parts than the reference"
         )
-    restored = [(k, restore_compared(v, others[k], update, tree.join_path(path, k))) for k, v in children]
-    return tree.rebuild(rest, restored)
+    restored_children = [
+        (k, restore_compared(v, reference_parts[k], update, tree.join_path(path, k))) for k, v in children
+    ]
+    return tree.rebuild(remainder, restored_children)

@@ -163,7 +163,7 @@ def test_modes_and_devices_reach_the_base() -> None:
 def test_the_adaptors_are_those_of_the_federated_method() -> None:
     model = Floral(build_network(), rank=0.2, num_clusters=2, seed=5)
     where = find_adapted_parameters(model.base, 0.2)
-    wanted = initial_adaptors(where, 2, Key((5,)) / "adaptors", like=torch.zeros(0, dtype=REAL))
+    wanted = initial_adaptors(where, 2, Key((5,)) / "adaptors", reference=torch.zeros(0, dtype=REAL))
     assert tree.equal(tree.map_leaves(Tensor.detach, model.adapted()), wanted)
     assert fedlowrank.METHODS["floral"] is not Floral
     assert issubclass(Floral, nn.Module)
@@ -249,7 +249,7 @@ def test_predicates_and_the_budget() -> None:
     )
     b = model.parameter_budget()
     assert [row.name for row in b.rows] == [f"{n}.{p}" for n in "015" for p in ("weight", "bias")]
-    assert list(b.rest) == ["6.weight", "6.bias", "8.weight", "8.bias"]
+    assert list(b.unadapted_shapes) == ["6.weight", "6.bias", "8.weight", "8.bias"]
     assert b.added == sum(p.numel() for p in model.adaptors.parameters())
     assert b.base == sum(p.numel() for p in model.base.parameters())
     assert "6.weight (12)" in str(b)

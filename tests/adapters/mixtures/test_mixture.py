@@ -68,7 +68,7 @@ def test_an_update_is_two_convolutions_one_after_the_other(construction, shape, 
     p = pairs(fold, 2, count=1)
     x = torch.randn(2, shape[1], 9, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     merged = functional.conv2d(
-        x, fold.unfold(p.mixed(torch.ones(1, dtype=torch.float64))), stride=stride, padding=padding
+        x, fold.unfold(p.mix(torch.ones(1, dtype=torch.float64))), stride=stride, padding=padding
     )
     torch.testing.assert_close(merged, two_steps(fold, p, x, stride, padding))
 
@@ -160,7 +160,7 @@ def test_centering_loses_what_the_rank_cannot_hold_and_keeps_the_shape() -> None
     for shape, rank in (((9, 8), 2), ((2, 5), 4)):
         p = pairs(choose_fold(shape), rank)
         mean, left = center_pairs(p, weights)
-        torch.testing.assert_close(mean, p.mixed(weights))
+        torch.testing.assert_close(mean, p.mix(weights))
         assert (left.u.shape, left.v.shape) == (p.u.shape, p.v.shape)
         for c in range(3):
             rest = p.dense()[c] - mean

@@ -155,18 +155,18 @@ def test_the_table_adds_up() -> None:
     m = nn.Sequential(nn.Conv2d(1, 2, 3), nn.PReLU(), nn.Linear(30, 20))
     b = compute_budget(m, find_adapted_parameters(m, 0.1), 4)
     assert b.base == sum(p.numel() for p in m.parameters())
-    assert b.each == sum(
+    assert b.adaptor_size == sum(
         t[0].numel() for _, t in tree.leaves(initial_adaptors(find_adapted_parameters(m, 0.1), 4, KEY))
     )
-    assert b.added == 4 * b.each == sum(row.added for row in b.rows)
-    assert b.rest == {"1.weight": (1,)}
+    assert b.added == 4 * b.adaptor_size == sum(row.added for row in b.rows)
+    assert b.unadapted_shapes == {"1.weight": (1,)}
     row = next(r for r in b.rows if r.name == "2.weight")
     assert (row.parameter.rank, row.parameter.parameter_count, row.added, row.share) == (1, 50, 200, 50 / 600)
     text = str(b)
     assert text.splitlines()[3].split() == ["2.weight", "linear", "20×30", "1", "50", "200", "8.3%"]
     assert "Not adapted: 1.weight (1)" in text
     assert "below rank 1" in text
-    assert text.splitlines()[-2].split()[:3] == ["total", f"{b.each:,}", f"{b.added:,}"]
+    assert text.splitlines()[-2].split()[:3] == ["total", f"{b.adaptor_size:,}", f"{b.added:,}"]
 
 
 def test_remarks_name_small_layers_and_matrices_without_adaptors() -> None:
@@ -210,7 +210,7 @@ def test_refusals() -> None:
 
 def test_adaptors_begin_at_zero_by_name_with_the_type_of_their_weight() -> None:
     m = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4).double())
-    a: Any = initial_adaptors(find_adapted_parameters(m, 2), 3, KEY, like=weights_of(m))
+    a: Any = initial_adaptors(find_adapted_parameters(m, 2), 3, KEY, reference=weights_of(m))
     one, other = a["0.weight"], a["1.weight"]
     assert (one.u.dtype, other.u.dtype) == (torch.float32, torch.float64)
     assert not torch.equal(one.u.double(), other.u)

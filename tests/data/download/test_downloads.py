@@ -65,8 +65,8 @@ class Lines:
         self.lines: list[str] = []
         self.last: tuple[int, int | None] = (0, None)
 
-    def progress(self, name: str, done: int, total: int | None) -> None:
-        self.last = done, total
+    def progress(self, name: str, byte_count: int, total: int | None) -> None:
+        self.last = byte_count, total
 
     def message(self, text: str) -> None:
         self.lines.append(text)

@@ -328,7 +328,7 @@ def test_answers_without_an_end_are_noted() -> None:
 
 def data_of(messages: Messages, context: int, truncate: Any = "right", **more: Any) -> Any:
     texts = Texts(
-        "t", [Conversation(tuple(messages), place="'f', row 1", client="w"), Conversation(tuple(TALK[:2]))]
+        "t", [Conversation(tuple(messages), location="'f', row 1", client="w"), Conversation(tuple(TALK[:2]))]
     )
     settings = TextSettings(context=context, truncate=truncate, **more)
     return tokenize(texts, byte_tokenizer("chatml"), settings)

@@ -157,7 +157,7 @@ def test_labels_of_words_are_at_their_first_tokens() -> None:
     assert cut.train.y.tolist() == [[1, -100, -100], [0, -100, -100]]
     assert any("1 of 2 texts are longer than 3 tokens" in note for note in cut.notes)
     with pytest.raises(DataError, match="row 4 has 2 words and 1 labels"):
-        tokenize(Texts("t", [TokenLabeled(("a", "b"), ("O",), place="row 4")]), tokenizer, PLAIN)
+        tokenize(Texts("t", [TokenLabeled(("a", "b"), ("O",), location="row 4")]), tokenizer, PLAIN)
 
 
 def test_words_with_labels_have_the_tokens_of_running_text() -> None:

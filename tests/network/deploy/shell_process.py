@@ -18,7 +18,7 @@ class ShellProcess(FlowerProcess):
 
     def start(self) -> None:
         self._prepare()
-        self._launch(["sh", "-c", self.script, str(self.home)])
+        self._launch(["sh", "-c", self.script, str(self.process_folder)])
 
     def wait_for(self, word: str, seconds: float) -> None:
         self._wait_until(lambda: word in self.tail(), f"it had said {word}", seconds)

@@ -320,7 +320,9 @@ class Pretended(SuperNode):
 
     def start(self) -> None:
         self._prepare()
-        self._launch(["sh", "-c", self.scripts[min(self.starts, len(self.scripts) - 1)], str(self.home)])
+        self._launch(
+            ["sh", "-c", self.scripts[min(self.starts, len(self.scripts) - 1)], str(self.process_folder)]
+        )
         self.starts += 1
 
 

@@ -29,7 +29,7 @@ def test_a_revoked_client_is_unregistered_once_and_named(
     make_keys(tmp_path / "keys", 3, [])
     keys, called = ServerKeys.read(tmp_path / "keys" / "server"), []
     link = SuperLink(tmp_path / "link", keys)
-    link.home.mkdir()
+    link.process_folder.mkdir()
 
     def answer(self: SuperLink, *arguments: str) -> dict[str, Any]:
         called.append(arguments[:2] if arguments[1] == "register" else arguments)
@@ -122,4 +122,4 @@ def test_no_round_waits_for_a_revoked_client(
             assert "this server has no such key. It was revoked" in node.log.read_text()
         finally:
             node.close()
-        assert json.loads((link.home / "registered.json").read_text()) == {}
+        assert json.loads((link.process_folder / "registered.json").read_text()) == {}

@@ -109,7 +109,7 @@ def test_another_federation_has_a_budget_of_its_own(tmp_path: Path) -> None:
     for name, federation in (("one", "hospitals"), ("two", "banks"), ("three", "banks")):
         carrier = LocalTransport({100 + i: tmp_path / name / str(i) for i in range(3)})
         for i in range(3):
-            prepare(carrier.folders[100 + i], made, i, shares, parts=())
+            prepare(carrier.folders[100 + i], made, i, shares, sketch=())
         rounds.append(served(carrier, made, tmp_path / name / "run", federation=federation).run.round)
     assert rounds == [3, 3, 0]
 
@@ -122,7 +122,7 @@ def test_a_simulation_has_no_account_at_the_site(kind: str, tmp_path: Path) -> N
     for name in ("one", "two"):
         carrier = LocalTransport({100 + i: tmp_path / name / str(i) for i in range(3)})
         for i in range(3):
-            prepare(carrier.folders[100 + i], made, i, shares, parts=())
+            prepare(carrier.folders[100 + i], made, i, shares, sketch=())
         with carrier.world():
             assert drive(carrier, made, tmp_path / name / "run", at_site=False).run.round == 3
     assert not (tmp_path / "state").exists()

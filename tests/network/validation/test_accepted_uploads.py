@@ -311,7 +311,7 @@ def test_methods_of_each_kind_on_other_kinds_of_data(name: str, data: Callable[[
 
 
 def test_clients_that_are_alike_have_one_template() -> None:
-    federation = small(True, clients=200)
+    federation = small(True, client_count=200)
     method, calls = made("pfedlora"), []
 
     class Counted(type(method)):  # type: ignore[misc]

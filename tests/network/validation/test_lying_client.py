@@ -147,10 +147,10 @@ def test_products_of_factors_are_measured_and_shortened() -> None:
     fresh = pairs(2, 0.01)
     found, alone = measure_norms(up, down), measure_norms(fresh, None)
     assert found[PRODUCTS_SUFFIX].change == pytest.approx(np.linalg.norm(dense(up) - dense(down)), rel=1e-6)
-    assert found[PRODUCTS_SUFFIX].itself == pytest.approx(np.linalg.norm(dense(up)), rel=1e-6)
-    assert alone[PRODUCTS_SUFFIX].itself == pytest.approx(np.linalg.norm(dense(fresh)), rel=1e-6)
+    assert found[PRODUCTS_SUFFIX].norm == pytest.approx(np.linalg.norm(dense(up)), rel=1e-6)
+    assert alone[PRODUCTS_SUFFIX].norm == pytest.approx(np.linalg.norm(dense(fresh)), rel=1e-6)
     lie = {n: Pair(-5 * p.b, p.a) for n, p in fresh.items()}
-    assert measure_norms(lie, None)[""].itself < 1.1 * alone[""].itself
+    assert measure_norms(lie, None)[""].norm < 1.1 * alone[""].norm
     replies = {i: measure_norms(lie if i == 3 else fresh, None) for i in range(5)}
     bound, ones = NormBound(30.0), dict.fromkeys(range(5), 1.0)
     ((client, how),) = bound.plan_shortenings(replies, dict.fromkeys(range(5), 3.0), ones, 3.0, 0).items()
@@ -174,12 +174,12 @@ def test_factors_on_a_lossy_wire_are_measured_as_they_are_received(wire: Any) ->
     given = pairs(4)
     packed = pack_factors(given, wire)
     received = unpack_factors(packed)
-    assert measure_norms(packed, None)[""].itself == pytest.approx(
+    assert measure_norms(packed, None)[""].norm == pytest.approx(
         math.sqrt(sum(float(t.double().square().sum()) for p in received.values() for t in (p.b, p.a))),
         rel=1e-6,
     )
     short = shorten_upload(packed, None, {"": (1.0, False)})
-    assert measure_norms(short, None)[""].itself == pytest.approx(1.0, rel=1e-5)
+    assert measure_norms(short, None)[""].norm == pytest.approx(1.0, rel=1e-5)
     assert torch.allclose(
         short["a"].b, received["a"].b * (short["a"].b[0, 0] / received["a"].b[0, 0]), rtol=1e-4
     )

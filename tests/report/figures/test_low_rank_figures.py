@@ -69,10 +69,10 @@ class TestFurtherSeries:
     def test_dashes_of_one_color_differ(self):
         looks = list(make_styles([str(i) for i in range(16)]).values())
         for look in looks[:8]:
-            dashes = [look.dash, looks[looks.index(look) + 8].dash, look.of_series(1).dash]
-            assert look.of_series(0) == look
+            dashes = [look.dash, looks[looks.index(look) + 8].dash, look.series_style(1).dash]
+            assert look.series_style(0) == look
             assert len(set(dashes)) == 3
-            assert {look.of_series(i).dash for i in range(1, 4)} <= set(DASHES)
+            assert {look.series_style(i).dash for i in range(1, 4)} <= set(DASHES)
 
 
 class TestRanks:

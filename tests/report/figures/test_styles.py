@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-from fedlowrank.report import in_order, save_figures
+from fedlowrank.report import save_figures, sort_runs
 from fedlowrank.report.figures.gallery import method_styles
 from fedlowrank.report.statistics.groups import group_runs
 
@@ -33,7 +33,7 @@ def test_runs_come_in_the_order_of_their_experiment(make_run):
         make_run(name, s, experiment=made) for name in ("fedavg", "fedproto", "pfedlora") for s in (10, 9)
     ]
     runs.insert(0, make_run("of_my_own", experiment=made))
-    ordered = [(run.config["method"]["name"], run.config["run"]["seed"]) for run in in_order(runs)]
+    ordered = [(run.config["method"]["name"], run.config["run"]["seed"]) for run in sort_runs(runs)]
     assert ordered == [
         ("fedproto", 9), ("fedproto", 10), ("pfedlora", 9), ("pfedlora", 10), ("fedavg", 9), ("fedavg", 10),
         ("of_my_own", 0),

@@ -32,7 +32,7 @@ def test_over_seeds_is_the_paired_t_test():
     got, expected = compare_over_seeds(GAPS), stats.ttest_rel(first + GAPS, first)
     assert got.p == pytest.approx(expected.pvalue)
     assert (got.low, got.high) == pytest.approx(tuple(expected.confidence_interval(0.95)))
-    assert (got.mean, got.n, got.over) == (pytest.approx(GAPS.mean()), 5, "seeds")
+    assert (got.mean, got.n, got.pair_unit) == (pytest.approx(GAPS.mean()), 5, "seeds")
 
 
 def test_over_clients_is_wilcoxon_with_a_bootstrap():
@@ -42,7 +42,7 @@ def test_over_clients_is_wilcoxon_with_a_bootstrap():
     draws = np.random.default_rng(7).choice(gaps, (20000, 40)).mean(axis=1)
     assert (got.low, got.high) == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=4e-4)
     assert compare_over_clients(gaps) == got  # no draw differs the second time
-    assert got.over == "clients"
+    assert got.pair_unit == "clients"
 
 
 def test_differences_without_spread():
@@ -172,7 +172,7 @@ def test_a_family_is_one_setting_of_the_methods(make_run):
         for top, gaps in (({"a": 0.6, "b": 0.5}, (0.01, 0.0, 0.02)),)
     ]  # fmt: skip
     families = read_experiments(runs)[0].families
-    assert [(family.text, family.best.short, len(family.others)) for family in families] == [
+    assert [(family.text, family.best.short_label, len(family.comparisons)) for family in families] == [
         ("k = 1", "a", 1),
         ("k = 2", "a", 1),
     ]

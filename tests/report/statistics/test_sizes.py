@@ -102,14 +102,19 @@ def test_downlink_is_for_each_participant(make_run):
 def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_run):
     groups = group_runs([make_run("a", rounds=slr(further=["x"])), make_run("b")])
     shown = choose_lines(groups, TEST_ACCURACY)
-    assert [(one.label, one.place) for one in shown] == [("a", 0), ("a: gkr", 1), ("a: x", 2), ("b", 0)]
+    assert [(one.label, one.series_index) for one in shown] == [
+        ("a", 0),
+        ("a: gkr", 1),
+        ("a: x", 2),
+        ("b", 0),
+    ]
     assert [one.label for one in choose_lines(groups, TEST_ACCURACY, 3)] == ["a", "b"]
     rows = slr()
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None]}, "gkr": {"test": [0.5]}}
     # a further series does not pass for the headline that has no number
     assert [
-        (one.label, one.place)
+        (one.label, one.series_index)
         for one in choose_lines(group_runs([make_run("a", rounds=rows)]), TEST_ACCURACY)
     ] == [("a: gkr", 1)]
 

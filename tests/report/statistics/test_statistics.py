@@ -262,7 +262,7 @@ def test_seed_given_twice_counts_once(make_run):
         [make_run("a", 3, rounds=simple([[0.5]])), make_run("a", 3, rounds=simple([[0.7]]))]
     )
     assert len(group.runs) == 1
-    assert group.repeated == ("3",)
+    assert group.repeated_seeds == ("3",)
     assert group.final().mean == 0.5
 
 
@@ -274,7 +274,7 @@ def test_sweep_keeps_the_method_label(make_run):
         for k in (2, 4) for s in (0, 1)
     ]  # fmt: skip
     groups = group_runs(runs)
-    assert [group.short for group in groups] == ["a", "a"]
+    assert [group.short_label for group in groups] == ["a", "a"]
     assert [group.label for group in groups] == ["a (classes_per_client = 2)", "a (classes_per_client = 4)"]
     assert [len(group.runs) for group in groups] == [2, 2]
 

@@ -106,7 +106,7 @@ def test_a_module_that_draws_random_numbers_sees_the_draws_of_each_client(
     # a client's numbers do not depend on who else is evaluated
     alone = simulate("fedavg", make_federation(noisy), rounds=1, evaluate_clients=1)
     assert alone.rounds[-1].measured is not None
-    (only,) = alone.rounds[-1].measured.clients
+    (only,) = alone.rounds[-1].measured.client_ids
     assert alone.accuracy()[only] == together.accuracy()[only]
     assert alone.rounds[-1].values("loss") == [together.rounds[-1].values("loss")[only]]
 
@@ -133,11 +133,11 @@ def test_a_subset_of_clients_is_the_same_in_every_round_and_said_in_the_record(t
     result = simulate("fedavg", made, folder=tmp_path / "run", **run)
     everyone = simulate("fedavg", made, rounds=3).rounds
     assert result.rounds[0].measured is not None
-    chosen = result.rounds[0].measured.clients
+    chosen = result.rounds[0].measured.client_ids
     assert len(set(chosen)) == 6
     for found, whole in zip(result.rounds, everyone, strict=True):
         assert found.measured is not None
-        assert found.measured.clients == chosen
+        assert found.measured.client_ids == chosen
         for kind in ("accuracy", "loss"):
             everybody = whole.values(kind)
             assert found.values(kind) == pytest.approx([everybody[i] for i in chosen], rel=1e-5)

@@ -115,20 +115,20 @@ def find_initials(module: nn.Module) -> tuple[bool, bool]:
     Raises:
         TaskError: if one asks for an adapter that begins otherwise.
     """
-    are_gaussian, principal = set(), False
+    are_gaussian, is_principal = set(), False
     for layer in module.modules():
         configs = getattr(layer, "peft_config", None)
         for config in configs.values() if isinstance(configs, Mapping) else ():
             initial = getattr(config, "init_lora_weights", True)
             are_gaussian.add(is_gaussian_initial(initial))
-            principal |= is_principal_initial(initial)
+            is_principal |= is_principal_initial(initial)
             if None in are_gaussian:
                 raise TaskError(
                     f"the model's adapter was made with init_lora_weights = {initial!r}, but in federated "
                     "training an adapter must begin as a zero update of an unchanged base, or as 'pissa' or 'olora'. "
                     "Make it with True (Kaiming uniform), 'gaussian' or one of those."
                 )
-    return True in are_gaussian, principal
+    return True in are_gaussian, is_principal
 
 
 class FactorParameters(NamedTuple):
@@ -202,9 +202,9 @@ def describe_adapted_layer(
     is_lora_layer = isinstance(layer, LoRALayer)
     base: Any = layer if is_lora_layer else layer.base_layer
     parameters = dict(layer.named_parameters())
-    where, attribute = f"{name}.{factors.weight}".lstrip(".").rpartition(".")[::2]
+    path, attribute = f"{name}.{factors.weight}".lstrip(".").rpartition(".")[::2]
     # the parameter itself: the attribute of one of our layers is W + s·B A
-    weight = AdaptableWeight(where, base, attribute).parameter()
+    weight = AdaptableWeight(path, base, attribute).parameter()
     a_shape, b_shape = parameters[factors.a].shape, parameters[factors.b].shape
     d, k = b_shape[0], math.prod(a_shape[1:])
     if b_shape[1] != a_shape[0]:
@@ -217,24 +217,24 @@ def describe_adapted_layer(
             f"layer {name} has LoRA factors of type {dtype}, but federated LoRA is defined for real ones; leave it "
             "out of target_modules"
         )
-    embedding = isinstance(base, EMBEDDINGS)
+    is_embedding = isinstance(base, EMBEDDINGS)
     # the weight of an embedding [V, D] and of GPT-2's Conv1D [k, d] is the transpose of B A
-    transposed = (
+    is_transposed = (
         factors.weight in layer.lora_transposed
         if isinstance(layer, LoRALayer)
-        else tuple(weight.shape) == (k, d) and (embedding or bool(getattr(layer, "fan_in_fan_out", 0)))
+        else tuple(weight.shape) == (k, d) and (is_embedding or bool(getattr(layer, "fan_in_fan_out", 0)))
     )
     prefix = name + "." if name else ""
     return AdaptedLayer(
         prefix + factors.weight,
         (d, k),
         tuple(weight.shape),
-        transposed,
+        is_transposed,
         prefix + factors.a,
         prefix + factors.b,
         tuple(a_shape[1:]) if len(a_shape) > 2 else (),
         tuple(b_shape[2:]),
-        embedding,
+        is_embedding,
         dtype,
         limit,
         ratio,
@@ -249,15 +249,15 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
     Raises:
         TaskError: if there is none, or a layer's weight is no parameter of floating point.
     """
-    layers, seen = {}, set()
+    layers, seen_ids = {}, set()
     names = {id(p): name for name, p in module.named_parameters()}
     for target in find_adaptable_weights(module):
         if target.is_embedding or is_within(target.name, head):
             continue
         weight = target.floating_parameter()
-        if id(weight) in seen:
+        if id(weight) in seen_ids:
             continue
-        seen.add(id(weight))
+        seen_ids.add(id(weight))
         shape = tuple(weight.shape)
         size = shape[0], math.prod(shape[1:])
         if target.is_transposed:

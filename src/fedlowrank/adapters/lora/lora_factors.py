@@ -120,19 +120,19 @@ class LoRA:
         params: Params = dict(moved_weights or {})
         for name, pair in factors.items():
             layer = self.layers[name]
-            second = None if frozen_factors is None else frozen_factors.get(name)
+            frozen_pair = None if frozen_factors is None else frozen_factors.get(name)
             if layer.a is None:
                 update = pair.dense() * scale
-                if second is not None:
-                    update = update + second.dense().to(update.dtype)
+                if frozen_pair is not None:
+                    update = update + frozen_pair.dense().to(update.dtype)
                 w = params.get(layer.weight, self.base[layer.weight])
                 params[layer.weight] = w + layer.reshape_update(update).to(w.dtype)
                 continue
             has_module_scale = not isinstance(scale, Tensor) and scale == self.scale
             a, b = pair.a, pair.b if has_module_scale else pair.b * (scale / self.scale)
-            if second is not None and second.rank:
-                a = torch.cat([second.a.to(a.dtype), a])
-                b = torch.cat([(second.b / self.scale).to(b.dtype), b], 1)
+            if frozen_pair is not None and frozen_pair.rank:
+                a = torch.cat([frozen_pair.a.to(a.dtype), a])
+                b = torch.cat([(frozen_pair.b / self.scale).to(b.dtype), b], 1)
             params |= layer.as_parameters(Pair(b, a))
         return params
 
@@ -151,7 +151,7 @@ class LoRA:
         Factors of lower rank are zero-padded. Of a higher rank, s·B A is added to the weight and the factors
         are zero.
         """
-        matched = dict(params)
+        matched_params = dict(params)
         for layer in self.layers.values():
             if layer.a is None or layer.a not in params or layer.b not in params:
                 continue
@@ -159,10 +159,10 @@ class LoRA:
             if pair.rank > rank:
                 weight = params.get(layer.weight, module_params[layer.weight])
                 update = layer.reshape_update(pair.dense() * self.scale)
-                matched[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)
+                matched_params[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)
                 pair = truncate_pair(pair, 0)
-            matched |= layer.as_parameters(zero_pad_pair(pair, rank))
-        return matched
+            matched_params |= layer.as_parameters(zero_pad_pair(pair, rank))
+        return matched_params
 
 
 def _normal(columns: int, generator: torch.Generator, rank: int) -> Tensor:
@@ -200,25 +200,31 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         TaskError: if no layer can be adapted, or an adapter of PEFT does not begin as a zero update of an unchanged base.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    adapted: dict[str, tuple[str, nn.Module, FactorParameters]] = {}
+    adapted_layers: dict[str, tuple[str, nn.Module, FactorParameters]] = {}
     seen_factors = set()
     for path, layer in module.named_modules():
-        for names in find_factors(layer):
+        for factor_parameters in find_factors(layer):
             # layers that share a weight share its factors, which are one adapted layer
-            if (a := id(parameters[f"{path}.{names.a}".lstrip(".")])) not in seen_factors:
+            if (a := id(parameters[f"{path}.{factor_parameters.a}".lstrip(".")])) not in seen_factors:
                 seen_factors.add(a)
-                adapted[name_adapted_layer(path, names.weight)] = path, layer, names
-    if not adapted:
-        plain = find_plain_layers(module, head)
-        return LoRA(plain, {layer.weight: parameters[layer.weight].detach() for layer in plain.values()})
-    factors = [f for _, _, f in adapted.values()]
+                adapted_layers[name_adapted_layer(path, factor_parameters.weight)] = (
+                    path,
+                    layer,
+                    factor_parameters,
+                )
+    if not adapted_layers:
+        plain_layers = find_plain_layers(module, head)
+        return LoRA(
+            plain_layers, {layer.weight: parameters[layer.weight].detach() for layer in plain_layers.values()}
+        )
+    factors = [f for _, _, f in adapted_layers.values()]
     # that of most layers; others have a ratio to it
     scale, rank = Counter(f.scale for f in factors).most_common(1)[0][0], max(f.rank for f in factors)
     layers = {
         n.removeprefix(PEFT_PREFIX): describe_adapted_layer(
-            *where, where[2].rank if where[2].rank < rank else None, where[2].scale / scale
+            *entry, entry[2].rank if entry[2].rank < rank else None, entry[2].scale / scale
         )
-        for n, where in adapted.items()
+        for n, entry in adapted_layers.items()
     }
     module_factors = {
         name: layer.read_pair({n: p.detach() for n, p in parameters.items()})
@@ -235,19 +241,21 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
     )
 
 
-def average_present_components(means: Factors, before: Factors, reached: Tensor) -> Factors:
+def average_present_components(
+    means: Factors, previous_factors: Factors, component_weights: Tensor
+) -> Factors:
     """Average each component of padded factors over those clients alone that have it.
 
     Args:
         means: weighted means of all clients' zero-padded factors.
-        before: value of a component that no client has.
-        reached: sum of the weights of the clients that have each component ``[rank]``, descending; the first
+        previous_factors: value of a component that no client has.
+        component_weights: sum of the weights of the clients that have each component ``[rank]``, descending; the first
             is that of all.
     """
-    shares = (reached / reached[0]).tolist()
-    averaged: Factors = {}
+    shares = (component_weights / component_weights[0]).tolist()
+    factors: Factors = {}
     for name, pair in means.items():
         share = pair.a.new_tensor(shares[: pair.rank])
-        b, a = torch.where(share > 0, pair.b / share, before[name].b), pair.a / share[:, None]
-        averaged[name] = Pair(b, torch.where(share[:, None] > 0, a, before[name].a))
-    return averaged
+        b, a = torch.where(share > 0, pair.b / share, previous_factors[name].b), pair.a / share[:, None]
+        factors[name] = Pair(b, torch.where(share[:, None] > 0, a, previous_factors[name].a))
+    return factors

@@ -151,7 +151,7 @@ class _ConvolutionLayer(LoRALayer):
         w, (b, a) = self.base_weight(), self.factors()
         out: Tensor = layer._conv_forward(x, w, layer.bias)
         inner = layer._conv_forward(x, a.reshape(-1, *w.shape[1:]), None)
-        convolve = next(f for kind, f in _CONVOLVE.items() if isinstance(self, kind))
+        convolve = next(f for layer_class, f in _CONVOLVE.items() if isinstance(self, layer_class))
         return out + self.lora_scaling * convolve(inner, b.reshape(*b.shape, *[1] * (w.ndim - 2)))
 
 
@@ -229,8 +229,8 @@ def _product_form(base: type[nn.Module]) -> type[LoRALayer]:
         return _EmbeddingLayer
     if code.forward is nn.EmbeddingBag.forward:
         return _EmbeddingBagLayer
-    for kind in _CONVOLVE:
-        if code.forward is kind.forward and code._conv_forward is kind._conv_forward:
+    for layer_class in _CONVOLVE:
+        if code.forward is layer_class.forward and code._conv_forward is layer_class._conv_forward:
             return _ConvolutionLayer
     return (
         _Conv1DLayer
@@ -343,10 +343,10 @@ def add_lora(
     warn_lowered_ranks("LoRA", dict.fromkeys(shapes, rank), shapes)
     rank = min(rank, max(min(shape) for shape in shapes.values()))
     scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
-    adapted: dict[nn.Module, dict[str, tuple[nn.Parameter, nn.Parameter, bool]]] = {}
+    adapted_weights: dict[nn.Module, dict[str, tuple[nn.Parameter, nn.Parameter, bool]]] = {}
     for target in targets:
         weight, name = target.parameter(), target.name
-        if target.attribute in adapted.get(target.layer, {}):
+        if target.attribute in adapted_weights.get(target.layer, {}):
             continue
         if getattr(target.layer, "sparse", False) and _product_form(type(target.layer)) is LoRALayer:
             raise TaskError(
@@ -355,10 +355,10 @@ def add_lora(
             )
         a, b = _initial_factors(target, min(rank, *shapes[name]), key / name)
         for layer, attribute in holders[id(weight)]:
-            adapted.setdefault(layer, {})[attribute] = a, b, target.is_transposed
+            adapted_weights.setdefault(layer, {})[attribute] = a, b, target.is_transposed
     for parameter in adapted_module.parameters():
         parameter.requires_grad_(False)
-    for layer, weights in adapted.items():
+    for layer, weights in adapted_weights.items():
         _adapt(layer, weights, scaling, rslora)
     for name in trainable:
         for parameter in _submodule(adapted_module, name).parameters():
@@ -373,9 +373,9 @@ def merge_lora(module: nn.Module) -> nn.Module:
 
     Weights that layers share stay shared. A module without low-rank updates is only copied.
     """
-    merged = copy.deepcopy(module)
-    merge_lora_(merged)
-    return merged
+    merged_module = copy.deepcopy(module)
+    merge_lora_(merged_module)
+    return merged_module
 
 
 def merge_lora_(module: nn.Module) -> None:
@@ -383,10 +383,10 @@ def merge_lora_(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, LoRALayer)]
     with torch.no_grad():
         # all of them before the first change, because layers may share W
-        merged = [
+        merged_weights = [
             (layer._parameters[n], layer.adapted_weight(n)) for layer in layers for n in layer.lora_weights
         ]
-        for p, value in merged:
+        for p, value in merged_weights:
             if p is not None:
                 p.copy_(value)
     for layer in layers:
@@ -418,32 +418,34 @@ def _adapt(
 
 def _initial_factors(target: AdaptableWeight, rank: int, key: Key) -> tuple[nn.Parameter, nn.Parameter]:
     """A random and B zero; of an embedding A zero and B random."""
-    weight, draw = target.parameter(), key.generator()
+    weight, generator = target.parameter(), key.generator()
     d, k = weight.shape[0], math.prod(weight.shape[1:])
     if target.is_transposed:
         d, k = k, d
     if target.is_embedding:
-        a, b = torch.zeros(rank, k), torch.randn(d, rank, generator=draw)
+        a, b = torch.zeros(rank, k), torch.randn(d, rank, generator=generator)
     else:
-        a, b = (torch.rand(rank, k, generator=draw) * 2 - 1) / math.sqrt(k), torch.zeros(d, rank)
+        a, b = (torch.rand(rank, k, generator=generator) * 2 - 1) / math.sqrt(k), torch.zeros(d, rank)
     return nn.Parameter(a.to(weight)), nn.Parameter(b.to(weight))
 
 
 def _find_targets(
     module: nn.Module, target_modules: str | Sequence[str], trainable: Iterable[str]
 ) -> list[AdaptableWeight]:
-    whole = {id(p) for name in trainable for p in _submodule(module, name).parameters()}
+    trainable_ids = {id(p) for name in trainable for p in _submodule(module, name).parameters()}
     layers = [
         target
         for target in find_adaptable_weights(module)
-        if id(target.layer._parameters.get(target.attribute)) not in whole
+        if id(target.layer._parameters.get(target.attribute)) not in trainable_ids
         and not any(is_within(target.name, t) for t in trainable)
     ]
-    attention = {n for n, m in module.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    attention_names = {n for n, m in module.named_modules() if isinstance(m, nn.MultiheadAttention)}
 
     def is_target(name: str) -> bool:
         parent = name.rpartition(".")[0]
-        return _matches(name, target_modules) or (parent in attention and _matches(parent, target_modules))
+        return _matches(name, target_modules) or (
+            parent in attention_names and _matches(parent, target_modules)
+        )
 
     targets = [target for target in layers if is_target(target.name)]
     if not targets:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ...core.errors import LoweredRankWarning, warn_user
 
-_SHOWN = 5
+_MAX_LISTED = 5
 """Layers that a warning names."""
 
 
@@ -21,15 +21,17 @@ def describe_lowered_ranks(ranks: Mapping[str, int], shapes: Mapping[str, tuple[
         ranks: that were set, by layer name.
         shapes: (d, k) of every adapted weight as a matrix, by layer name.
     """
-    lowered = {name: min(shapes[name]) for name, rank in ranks.items() if rank > min(shapes[name])}
-    if not lowered:
+    lowered_ranks = {name: min(shapes[name]) for name, rank in ranks.items() if rank > min(shapes[name])}
+    if not lowered_ranks:
         return []
     sentences = []
-    for rank in sorted({ranks[name] for name in lowered}):
-        names = [name for name in lowered if ranks[name] == rank]
-        shown = ", ".join(f"{lowered[n]} in {n} ({' × '.join(map(str, shapes[n]))})" for n in names[:_SHOWN])
-        further = f" and less in {len(names) - _SHOWN} more layers" if len(names) > _SHOWN else ""
-        sentences.append(f"rank {rank} is above what layers can have; used is {shown}{further}")
+    for rank in sorted({ranks[name] for name in lowered_ranks}):
+        names = [name for name in lowered_ranks if ranks[name] == rank]
+        layer_list = ", ".join(
+            f"{lowered_ranks[n]} in {n} ({' × '.join(map(str, shapes[n]))})" for n in names[:_MAX_LISTED]
+        )
+        remainder = f" and less in {len(names) - _MAX_LISTED} more layers" if len(names) > _MAX_LISTED else ""
+        sentences.append(f"rank {rank} is above what layers can have; used is {layer_list}{remainder}")
     return sentences
 
 

@@ -51,7 +51,7 @@ class AdaptedParameter:
         transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change
             places.
         note: a rank that is not the one asked for, other layers that share the parameter.
-        asked: the rank asked for, above :attr:`rank` where the weight as a matrix cannot have it.
+        requested_rank: the rank asked for, above :attr:`rank` where the weight as a matrix cannot have it.
         matrix: rows and columns of the weight as a matrix; of an offset (0, 0).
     """
 
@@ -62,7 +62,7 @@ class AdaptedParameter:
     parameter_count: int
     note: str = ""
     transposed: bool = False
-    asked: int = 0
+    requested_rank: int = 0
     matrix: tuple[int, int] = (0, 0)
 
 
@@ -99,56 +99,59 @@ def find_adapted_parameters(
     """
     _check_choices(kinds, construction)
     # checks ranks even if only offsets are adapted
-    for asked in (rank, *rank_pattern.values()):
-        check_rank_or_budget("rank", asked)
+    for rank_or_budget in (rank, *rank_pattern.values()):
+        check_rank_or_budget("rank", rank_or_budget)
     for weight in find_adaptable_weights(module):
-        asked_for = _matrix_kind(weight.layer) in kinds and (
+        is_requested = _matrix_kind(weight.layer) in kinds and (
             include is None or include(weight.path, weight.layer)
         )
-        if asked_for and weight.is_computed:
+        if is_requested and weight.is_computed:
             # raises TaskError
             weight.parameter()
-    unused: set[str | None] = {*rank_pattern}
-    first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
-    adapted: dict[str, AdaptedParameter] = {}
+    unused_suffixes: set[str | None] = {*rank_pattern}
+    first_names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
+    adapted_parameters: dict[str, AdaptedParameter] = {}
     for name, layer in module.named_modules():
-        for local, parameter in layer.named_parameters(recurse=False):
+        for attribute, parameter in layer.named_parameters(recurse=False):
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise TaskError(
                     f"{_describe_layer(name, layer)} is lazy and has no shape yet; run one forward pass first"
                 )
-            kind = kind_of(layer, local, parameter)
+            kind = kind_of(layer, attribute, parameter)
             if kind is None or kind not in kinds or (include is not None and not include(name, layer)):
                 continue
             _check_adaptable(name, layer, parameter)
-            own = first[id(parameter)]
-            if own in adapted:
-                adapted[own] = replace(
-                    adapted[own], note=_join_notes(adapted[own].note, f"shared with {name}")
+            canonical_name = first_names[id(parameter)]
+            if canonical_name in adapted_parameters:
+                adapted_parameters[canonical_name] = replace(
+                    adapted_parameters[canonical_name],
+                    note=_join_notes(adapted_parameters[canonical_name].note, f"shared with {name}"),
                 )
             else:
-                end = next((end for end in rank_pattern if f".{name}".endswith(f".{end}")), None)
-                r = rank if end is None else rank_pattern[end]
-                unused.discard(end)
-                parameter_ = _adapted_parameter(name, kind, tuple(parameter.shape), r, construction)
-                adapted[own] = replace(parameter_, transposed=kind == "linear" and is_conv1d(layer))
-    if not adapted:
-        there = sorted(
+                suffix = next((suffix for suffix in rank_pattern if f".{name}".endswith(f".{suffix}")), None)
+                r = rank if suffix is None else rank_pattern[suffix]
+                unused_suffixes.discard(suffix)
+                adapted_parameter = _adapted_parameter(name, kind, tuple(parameter.shape), r, construction)
+                adapted_parameters[canonical_name] = replace(
+                    adapted_parameter, transposed=kind == "linear" and is_conv1d(layer)
+                )
+    if not adapted_parameters:
+        layer_types = sorted(
             {type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))}
         )
         raise TaskError(
-            f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear "
+            f"there is no layer to adapt: the module has parameters in {layer_types or 'no layer'}, and linear "
             "layers, attention, convolutions, embeddings and normalizations can be adapted (asked for: "
             f"{', '.join(kinds) or 'nothing'}"
             + (", of the layers that the predicates let through)." if include is not None else ").")
         )
-    if unused:
-        layers = dict.fromkeys(name.rpartition(".")[0] for name in adapted)
+    if unused_suffixes:
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in adapted_parameters)
         raise ConfigError(
-            f"rank_pattern: no layer with adaptors has a name that ends in {min(map(str, unused))!r}; they are "
+            f"rank_pattern: no layer with adaptors has a name that ends in {min(map(str, unused_suffixes))!r}; they are "
             f"{', '.join(map(repr, layers))}"
         )
-    return adapted
+    return adapted_parameters
 
 
 def find_trained_adapted_parameters(
@@ -163,41 +166,41 @@ def find_trained_adapted_parameters(
     Raises:
         TaskError: if none is trained, and as :func:`find_adapted_parameters`.
     """
-    adapted = find_adapted_parameters(model.module, rank, construction, kinds, None, rank_pattern)
-    trained = {n: s for n, s in adapted.items() if n in model.initial}
-    if not trained:
+    adapted_parameters = find_adapted_parameters(model.module, rank, construction, kinds, None, rank_pattern)
+    trained_parameters = {n: s for n, s in adapted_parameters.items() if n in model.initial}
+    if not trained_parameters:
         raise TaskError(
             "all parameters that adaptors could be added to are frozen (requires_grad=False); let some "
             "train, or choose a LoRA method such as fedhl"
         )
-    return trained
+    return trained_parameters
 
 
-def warn_adapted_ranks(owner: str, where: Mapping[str, AdaptedParameter]) -> None:
+def warn_adapted_ranks(owner: str, adapted_parameters: Mapping[str, AdaptedParameter]) -> None:
     """Warn of ranks that are above what a parameter can have."""
-    ranks = {name: adapted.asked for name, adapted in where.items()}
-    warn_lowered_ranks(owner, ranks, {n: adapted.matrix for n, adapted in where.items()})
+    ranks = {name: parameter.requested_rank for name, parameter in adapted_parameters.items()}
+    warn_lowered_ranks(owner, ranks, {n: parameter.matrix for n, parameter in adapted_parameters.items()})
 
 
 def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:
-    for word, known in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
-        if word not in known:
-            setting = "construction" if known is not KINDS else "kinds"
-            raise ConfigError(f"{setting}: {word!r} is no choice. {did_you_mean(str(word), known)}")
+    for choice, choices in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
+        if choice not in choices:
+            setting = "construction" if choices is not KINDS else "kinds"
+            raise ConfigError(f"{setting}: {choice!r} is no choice. {did_you_mean(str(choice), choices)}")
 
 
-def kind_of(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
+def kind_of(layer: nn.Module, attribute: str, parameter: nn.Parameter) -> Kind | None:
     """What a parameter of a layer is, by its name in it; None if it can have no adaptors."""
     # by name, for a subclass may hold more: the size of a normalized weight, say, to which nothing can be
     # added
-    if local not in _WEIGHTS + _BIASES or parameter.numel() == 0:
+    if attribute not in _WEIGHTS + _BIASES or parameter.numel() == 0:
         return None
     if isinstance(layer, _NORMS):
         return "norm"
     kind = _matrix_kind(layer)
     if kind is None:
         return "norm" if _is_named_norm(layer) else None
-    return kind if local in _WEIGHTS and parameter.ndim > 1 else "bias"
+    return kind if attribute in _WEIGHTS and parameter.ndim > 1 else "bias"
 
 
 def _matrix_kind(layer: nn.Module) -> Kind | None:
@@ -206,8 +209,8 @@ def _matrix_kind(layer: nn.Module) -> Kind | None:
 
 
 def _is_named_norm(layer: nn.Module) -> bool:
-    named = any("norm" in c.__name__.lower() for c in type(layer).__mro__)
-    return named and all(p.ndim <= 1 for p in layer.parameters(recurse=False))
+    has_norm_name = any("norm" in c.__name__.lower() for c in type(layer).__mro__)
+    return has_norm_name and all(p.ndim <= 1 for p in layer.parameters(recurse=False))
 
 
 def _describe_layer(name: str, layer: nn.Module) -> str:
@@ -219,19 +222,19 @@ def _join_notes(*notes: str) -> str:
 
 
 def _check_adaptable(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
-    where = _describe_layer(name, layer)
+    description = _describe_layer(name, layer)
     if not parameter.is_floating_point():
         raise TaskError(
-            f"{where} has a parameter of type {parameter.dtype}, to which no adaptor can be added; exclude "
+            f"{description} has a parameter of type {parameter.dtype}, to which no adaptor can be added; exclude "
             "it, or convert the module to floating point"
         )
     if getattr(layer, "max_norm", None) is not None:
         raise TaskError(
-            f"{where} renormalizes its rows in place (max_norm), which an adaptor cannot follow; exclude it"
+            f"{description} renormalizes its rows in place (max_norm), which an adaptor cannot follow; exclude it"
         )
     if getattr(layer, "sparse", False):
         raise TaskError(
-            f"{where} has sparse gradients, which do not reach its adaptor; set sparse=False or exclude it"
+            f"{description} has sparse gradients, which do not reach its adaptor; set sparse=False or exclude it"
         )
 
 
@@ -241,17 +244,19 @@ def _adapted_parameter(
     if kind in ("bias", "norm"):
         return AdaptedParameter(layer, kind, shape, 0, torch.Size(shape).numel())
     fold = choose_fold(shape, construction)
-    asked, most = fold.rank(rank), min(fold.size)
-    r, note = min(asked, most), ""
+    requested_rank, max_rank = fold.rank(rank), min(fold.size)
+    r, note = min(requested_rank, max_rank), ""
     if rank < 1 and sum(fold.size) * fold.times > rank * torch.Size(shape).numel() * (1 + 1e-9):
         note = f"the budget is below rank {fold.times}, the least there is"
-    if asked > most:
-        note = _join_notes(note, f"rank {asked} is more than the weight has; {most} taken")
-    return AdaptedParameter(layer, kind, shape, r, r * sum(fold.size), note, asked=asked, matrix=fold.size)
+    if requested_rank > max_rank:
+        note = _join_notes(note, f"rank {requested_rank} is more than the weight has; {max_rank} taken")
+    return AdaptedParameter(
+        layer, kind, shape, r, r * sum(fold.size), note, requested_rank=requested_rank, matrix=fold.size
+    )
 
 
 def find_norms_with_statistics(
-    module: nn.Module, where: Mapping[str, AdaptedParameter]
+    module: nn.Module, adapted_parameters: Mapping[str, AdaptedParameter]
 ) -> dict[str, tuple[str, str]]:
     """Names of γ and β, by layer, of the adapted BatchNorm layers that normalize by running statistics.
 
@@ -268,14 +273,14 @@ def find_norms_with_statistics(
             continue
         if any(t is None for t in (layer.running_mean, layer.weight, layer.bias)):
             continue
-        gamma, beta = (f"{name}.{local}".lstrip(".") for local in ("weight", "bias"))
-        shared = holders[id(layer.weight)] > 1 or holders[id(layer.bias)] > 1
-        if shared or isinstance(layer, nn.SyncBatchNorm):
+        gamma, beta = (f"{name}.{attribute}".lstrip(".") for attribute in ("weight", "bias"))
+        is_shared = holders[id(layer.weight)] > 1 or holders[id(layer.bias)] > 1
+        if is_shared or isinstance(layer, nn.SyncBatchNorm):
             raise TaskError(
                 f"{_describe_layer(name, layer)}: adaptors with statistics of their own "
                 "(reparameterize=False) need a BatchNorm of one process that shares no parameter with "
                 "another layer; use reparameterize=True or exclude it"
             )
-        if gamma in where and beta in where:
+        if gamma in adapted_parameters and beta in adapted_parameters:
             norms[name] = (gamma, beta)
     return norms

@@ -130,24 +130,26 @@ class Floral(nn.Module):
         super().__init__()
         _check_settings(model, rank, rank_pattern, num_clusters, alpha, router, include, exclude)
         is_included = None if include is None and exclude is None else partial(_is_included, include, exclude)
-        how = (construction, tuple(kinds), is_included, rank_pattern)
-        self._adapted = find_adapted_parameters(model, rank, *how)
+        options = (construction, tuple(kinds), is_included, rank_pattern)
+        self._adapted = find_adapted_parameters(model, rank, *options)
         self.base = model
         self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
         self._route: list[float] | None = None
         # names of γ and β by layer, of BatchNorm layers whose adaptors have statistics of their own
-        self._own = {} if reparameterize else find_norms_with_statistics(model, self._adapted)
+        self._norms_with_statistics = (
+            {} if reparameterize else find_norms_with_statistics(model, self._adapted)
+        )
         weights = {name: p.detach() for name, p in self._weights().items()}
-        like = weights[next(iter(self._adapted))]
+        reference = weights[next(iter(self._adapted))]
         warn_adapted_ranks("Floral", self._adapted)
         if remark := unadapted_warning(model, self._adapted, is_included):
             hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
             warn_user(f"{remark}. {hint}; to silence this, exclude=... the others.")
         self.theta = nn.Parameter(
-            like.new_zeros(num_clusters, dtype=torch.promote_types(like.dtype, torch.float32))
+            reference.new_zeros(num_clusters, dtype=torch.promote_types(reference.dtype, torch.float32))
         )
         self.adaptors = nn.Module()
-        layers = {gamma: layer for layer, (gamma, _) in self._own.items()}
+        layers = {gamma: layer for layer, (gamma, _) in self._norms_with_statistics.items()}
         for name, a in initial_adaptors(
             self._adapted, num_clusters, Key((seed,)) / "adaptors", construction, weights
         ).items():
@@ -165,18 +167,18 @@ class Floral(nn.Module):
                 because the base uses activation checkpointing.
         """
         pi = self._shares(noisy=self.training)
-        offset_names = {name for names in self._own.values() for name in names}
-        adapted = {name: a for name, a in self.adapted().items() if name not in offset_names}
+        offset_names = {name for names in self._norms_with_statistics.values() for name in names}
+        adaptors = {name: a for name, a in self.adapted().items() if name not in offset_names}
         hooks = [
             (self._layer(layer), partial(self._add_term, node, beta, pi))
             for layer, node, beta in self._norms()
         ]
         with lock_module(self.base):
-            mixed = mix_weights(self._weights(), adapted, pi, self.alpha, self.construction)
+            mixed_weights = mix_weights(self._weights(), adaptors, pi, self.alpha, self.construction)
             # both last for this pass alone, so that the base stays the module it was
             with (
                 add_forward_hooks(hooks),
-                substitute_parameters(self.base, {name: mixed[name] for name in adapted}),
+                substitute_parameters(self.base, {name: mixed_weights[name] for name in adaptors}),
             ):
                 return self.base(*args, **kwargs)
 
@@ -212,12 +214,14 @@ class Floral(nn.Module):
         shares = self.pi if pi is None else self.theta.new_tensor(parse_route(pi, self.clusters))
         with torch.no_grad():
             weights = self._weights()
-            mixed = mix_weights(weights, self._offsets(self.adapted()), shares, self.alpha, self.construction)
-            merged = copy.deepcopy(self.base)
-            for name, p in merged.named_parameters():
-                if name in mixed:
-                    p.copy_(mixed[name])
-        return merged
+            mixed_weights = mix_weights(
+                weights, self._offsets(self.adapted()), shares, self.alpha, self.construction
+            )
+            merged_module = copy.deepcopy(self.base)
+            for name, p in merged_module.named_parameters():
+                if name in mixed_weights:
+                    p.copy_(mixed_weights[name])
+        return merged_module
 
     def adapted(self) -> Adaptors:
         """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``.
@@ -234,8 +238,11 @@ class Floral(nn.Module):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: θ has the router's learning rate and no weight decay."""
-        rest = [p for p in self.parameters() if p.requires_grad and p is not self.theta]
-        return [{"params": rest}, {"params": [self.theta], "lr": self.router.lr, "weight_decay": 0.0}]
+        other_parameters = [p for p in self.parameters() if p.requires_grad and p is not self.theta]
+        return [
+            {"params": other_parameters},
+            {"params": [self.theta], "lr": self.router.lr, "weight_decay": 0.0},
+        ]
 
     def parameter_budget(self) -> ParameterBudget:
         """What the adaptors add, parameter by parameter; print it for a table."""
@@ -251,14 +258,17 @@ class Floral(nn.Module):
         Args:
             eps: ε.
         """
-        at = {
+        pairs = {
             n: a
             for n, a in self.adapted().items()
             if isinstance(a, Pairs) and not (a.u.grad is a.v.grad is None)
         }
-        gradients: Adaptors = {n: Pairs(_gradient(a.u), _gradient(a.v)) for n, a in at.items()}
-        for name, direction in precondition_adaptors(self._weights(), gradients, dict(at), eps).items():
-            for p, g in ((at[name].u, cast(Pairs, direction).u), (at[name].v, cast(Pairs, direction).v)):
+        gradients: Adaptors = {n: Pairs(_gradient(a.u), _gradient(a.v)) for n, a in pairs.items()}
+        for name, direction in precondition_adaptors(self._weights(), gradients, dict(pairs), eps).items():
+            for p, g in (
+                (pairs[name].u, cast(Pairs, direction).u),
+                (pairs[name].v, cast(Pairs, direction).v),
+            ):
                 if p.grad is not None:
                     p.grad.copy_(g)
 
@@ -277,15 +287,17 @@ class Floral(nn.Module):
             ConfigError: if the weights are not such.
         """
         p = parse_route([1 / self.clusters] * self.clusters if weights is None else weights, self.clusters)
-        base, adapted = self._weights(), self.adapted()
-        free = {name: a for name, a in self._offsets(adapted).items() if base[name].requires_grad}
-        if not free:
+        base, adaptors = self._weights(), self.adapted()
+        trainable_adaptors = {
+            name: a for name, a in self._offsets(adaptors).items() if base[name].requires_grad
+        }
+        if not trainable_adaptors:
             raise TaskError("there is nothing to center: every adapted parameter of the base is frozen")
         centered_base, residual = center_adaptors(
-            base, free, self.theta.new_tensor(p), self.alpha, self.construction
+            base, trainable_adaptors, self.theta.new_tensor(p), self.alpha, self.construction
         )
         for layer, node, _ in self._norms():
-            gamma, beta = self._own[layer]
+            gamma, beta = self._norms_with_statistics[layer]
             if gamma in residual and beta in residual:
                 bn, g, b = self._layer(layer), cast(Tensor, residual[gamma]), cast(Tensor, residual[beta])
                 residual[gamma], residual[beta] = reparameterize(
@@ -293,12 +305,12 @@ class Floral(nn.Module):
                 )
         for name, a in residual.items():
             base[name].copy_(centered_base[name])
-            previous = adapted[name]
-            if isinstance(previous, Pairs) and isinstance(a, Pairs):
-                previous.u.copy_(a.u)
-                previous.v.copy_(a.v)
+            adaptor = adaptors[name]
+            if isinstance(adaptor, Pairs) and isinstance(a, Pairs):
+                adaptor.u.copy_(a.u)
+                adaptor.v.copy_(a.v)
             else:
-                cast(Tensor, previous).copy_(cast(Tensor, a))
+                cast(Tensor, adaptor).copy_(cast(Tensor, a))
 
     def get_extra_state(self) -> Tensor:
         """The fixed route ``[C]``, NaN without one: one tensor, as all the rest."""
@@ -321,16 +333,16 @@ class Floral(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings that the submodules do not show."""
-        shown = f"clusters={self.clusters}, alpha={self.alpha}, construction={self.construction!r}"
-        return f"{shown}, router={self.router}"
+        settings = f"clusters={self.clusters}, alpha={self.alpha}, construction={self.construction!r}"
+        return f"{settings}, router={self.router}"
 
     def _shares(self, noisy: bool) -> Tensor:
         if self._route is not None:
-            fixed = self.theta.new_tensor(self._route)
+            fixed_route = self.theta.new_tensor(self._route)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 # a gradient of zeros: DistributedDataParallel needs one of every parameter
-                return torch.where(torch.ones_like(fixed, dtype=torch.bool), fixed, self.theta)
-            return fixed
+                return torch.where(torch.ones_like(fixed_route, dtype=torch.bool), fixed_route, self.theta)
+            return fixed_route
         if self.router.routing == "optimal":
             raise TaskError(
                 "the router's routing is 'optimal', but no route is set; call route(cluster) first"
@@ -343,25 +355,25 @@ class Floral(nn.Module):
         return self.router.shares(self.theta + self.router.noises(key, 1, self.theta)[0])
 
     def _weights(self) -> Params:
-        everything = named_tensors(self.base)
-        return {name: everything[name] for name in self._adapted}
+        tensors = named_tensors(self.base)
+        return {name: tensors[name] for name in self._adapted}
 
     def _layer(self, name: str) -> _BatchNorm:
         return cast(_BatchNorm, get_submodule(self.base, name))
 
     def _norms(self) -> Iterator[tuple[str, BatchNormAdaptor, Tensor]]:
         """Adapted BatchNorm layers with statistics per adaptor: name, γ_c with the statistics, β_c."""
-        for layer, (gamma, beta) in self._own.items():
-            node, other = (get_submodule(self.adaptors, name) for name in (gamma, beta))
-            yield layer, cast(BatchNormAdaptor, node), cast(Tensor, other.offset)
+        for layer, (gamma, beta) in self._norms_with_statistics.items():
+            node, beta_node = (get_submodule(self.adaptors, name) for name in (gamma, beta))
+            yield layer, cast(BatchNormAdaptor, node), cast(Tensor, beta_node.offset)
 
-    def _offsets(self, adapted: Adaptors) -> Adaptors:
+    def _offsets(self, original_adaptors: Adaptors) -> Adaptors:
         """The same with each BatchNorm's adaptors as offsets of γ and β, by the current statistics."""
-        adaptors = dict(adapted)
+        adaptors = dict(original_adaptors)
         for layer, node, beta in self._norms():
             bn = self._layer(layer)
             offsets = as_offsets(node.offset, beta, main_statistics(bn), node.statistics, bn.eps)
-            adaptors.update(zip(self._own[layer], offsets, strict=True))
+            adaptors.update(zip(self._norms_with_statistics[layer], offsets, strict=True))
         return adaptors
 
     def _add_term(

@@ -60,10 +60,10 @@ class Pairs:
         """The updates ``[C, rows, columns]``."""
         return self.u @ self.v.mT
 
-    def mixed(self, pi: Tensor) -> Tensor:
+    def mix(self, pi: Tensor) -> Tensor:
         """Σ_c π_c U_c V_cᵀ for ``pi [C]``, one product: ``[rows, columns]``."""
-        left = (self.u * pi[:, None, None]).movedim(0, 1).flatten(1)
-        return left @ self.v.movedim(0, 1).flatten(1).mT
+        weighted_u = (self.u * pi[:, None, None]).movedim(0, 1).flatten(1)
+        return weighted_u @ self.v.movedim(0, 1).flatten(1).mT
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Fold:
         back = [order.index(i) for i in range(len(order))]
         return matrix.reshape([self.shape[i] for i in order]).permute(back)
 
-    def rank(self, asked: float) -> int:
+    def rank(self, rank_or_budget: float) -> int:
         """The rank for an integer ≥ 1, or for a budget ρ in (0, 1).
 
         Of a budget it is the largest r ≥ 1 with r (rows + columns) ≤ ρ numel.
@@ -101,12 +101,12 @@ class Fold:
         Raises:
             ConfigError: if it is neither.
         """
-        asked = check_rank_or_budget("rank", asked)
-        if asked >= 1:
-            return int(asked) * self.times
+        rank_or_budget = check_rank_or_budget("rank", rank_or_budget)
+        if rank_or_budget >= 1:
+            return int(rank_or_budget) * self.times
         # ρ itself is a rounded number, so a hair above counts as at the bound
-        affordable = asked * math.prod(self.shape) / (sum(self.size) * self.times)
-        return max(1, math.floor(affordable + 1e-9)) * self.times
+        affordable_rank = rank_or_budget * math.prod(self.shape) / (sum(self.size) * self.times)
+        return max(1, math.floor(affordable_rank + 1e-9)) * self.times
 
 
 def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
@@ -117,25 +117,25 @@ def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced")
     if construction == "filter":
         # of one kernel axis there is nothing to share out: it stays with the inputs, as k1 does
         return Fold(shape, (0, *list(kernel)[1:]), shape[0])
-    everything: list[tuple[int, ...]] = [()]
+    axis_sets: list[tuple[int, ...]] = [()]
     if construction == "balanced":
         # both factors take an axis, also where one that takes all would be smaller (c_max / c_min > k_max):
         # that is "channel"
-        most = len(kernel)
-        counts = range(1, most) if most > 1 else range(2)
-        everything = [c for n in counts for c in itertools.combinations(kernel, n)]
+        kernel_dims = len(kernel)
+        counts = range(1, kernel_dims) if kernel_dims > 1 else range(2)
+        axis_sets = [c for n in counts for c in itertools.combinations(kernel, n)]
     elif construction == "channel":
-        everything = [(), tuple(kernel)]
+        axis_sets = [(), tuple(kernel)]
     elif construction == "reshaped":
-        everything = [tuple(kernel)]
-    folds = [Fold(shape, (0, *axes)) for axes in everything]
+        axis_sets = [tuple(kernel)]
+    folds = [Fold(shape, (0, *axes)) for axes in axis_sets]
     return min(folds, key=lambda f: sum(f.size))
 
 
 def initial_pairs(
     fold: Fold,
     rank: float,
-    count: int,
+    cluster_count: int,
     key: Key,
     dtype: torch.dtype = torch.float32,
     random: Factor = "u",
@@ -146,46 +146,48 @@ def initial_pairs(
     Args:
         fold: of the weight.
         rank: an integer, or a budget; see :meth:`Fold.rank`.
-        count: C.
+        cluster_count: C.
         key: source of randomness; each c has a subkey.
         dtype: of the weight.
         random: which factor; by default U, as in the paper.
         scale: of the range; 1 in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
-    size, other = (columns, rows) if random == "v" else (rows, columns)
-    samples = [torch.rand(size, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
-    sampled = (2 * torch.stack(samples) - 1) * scale * math.sqrt(6 / columns)
-    zero = torch.zeros(count, other, r, dtype=dtype)
-    return Pairs(zero, sampled) if random == "v" else Pairs(sampled, zero)
+    size, other_size = (columns, rows) if random == "v" else (rows, columns)
+    samples = [
+        torch.rand(size, r, generator=(key / c).generator(), dtype=dtype) for c in range(cluster_count)
+    ]
+    random_factors = (2 * torch.stack(samples) - 1) * scale * math.sqrt(6 / columns)
+    zero_factors = torch.zeros(cluster_count, other_size, r, dtype=dtype)
+    return Pairs(zero_factors, random_factors) if random == "v" else Pairs(random_factors, zero_factors)
 
 
-def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
+def precondition_matrix(gradient: Pairs, pairs: Pairs, eps: float = EPS) -> Pairs:
     """G_U (VᵀV + εI)⁻¹ and G_V (UᵀU + εI)⁻¹, by a linear solve for all C at once (appendix D).
 
     So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
     """
 
-    def solved(g: Tensor, other: Tensor) -> Tensor:
-        other = widen(other)
-        gram = other.mT @ other + eps * torch.eye(at.rank, dtype=other.dtype, device=other.device)
+    def solved(g: Tensor, factor: Tensor) -> Tensor:
+        factor = widen(factor)
+        gram = factor.mT @ factor + eps * torch.eye(pairs.rank, dtype=factor.dtype, device=factor.device)
         # The matrix is symmetric, so dividing from the right is solving for the transpose. Of a client that
         # diverges ε may be lost beside it: solve_ex gives a NaN, not an error that names no client.
         solution: Tensor = torch.linalg.solve_ex(gram, widen(g).mT).result
         return solution.mT.to(g.dtype)
 
-    return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
+    return Pairs(solved(gradient.u, pairs.v), solved(gradient.v, pairs.u))
 
 
-def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
+def precondition_convolution(gradient: Pairs, pairs: Pairs, eps: float = EPS) -> Pairs:
     """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms, for convolutions (appendix D)."""
 
-    def scaled(g: Tensor, other: Tensor) -> Tensor:
-        other = widen(other)
-        size: Tensor = torch.linalg.matrix_norm(other.mT @ other, keepdim=True)
+    def scaled(g: Tensor, factor: Tensor) -> Tensor:
+        factor = widen(factor)
+        size: Tensor = torch.linalg.matrix_norm(factor.mT @ factor, keepdim=True)
         return (g / (size + eps)).to(g.dtype)
 
-    return Pairs(scaled(gradient.u, at.v), scaled(gradient.v, at.u))
+    return Pairs(scaled(gradient.u, pairs.v), scaled(gradient.v, pairs.u))
 
 
 def center_pairs(pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
@@ -200,16 +202,16 @@ def center_pairs(pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
         What exceeds rank r is lost. Where a singular value is nothing but rounding, U is zero and V a unit
         vector: with both at zero no gradient would ever move them again.
     """
-    mean, dense = pairs.mixed(weights), widen(pairs.dense())
+    mean, dense = pairs.mix(weights), widen(pairs.dense())
     u, s, vt = thin_svd(dense - mean)
     r = pairs.rank
     s = s[:, None, :r]
-    alive = s > 10 * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(dense).amax()
-    left = u[..., :r] * torch.where(alive, s.sqrt(), 0.0)
-    right = vt.mT[..., :r] * torch.where(alive, s.sqrt(), 1.0)
-    short = r - left.shape[-1]
-    if short > 0:
-        left, right = (functional.pad(t, (0, short)) for t in (left, right))
+    is_nonzero = s > 10 * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(dense).amax()
+    left = u[..., :r] * torch.where(is_nonzero, s.sqrt(), 0.0)
+    right = vt.mT[..., :r] * torch.where(is_nonzero, s.sqrt(), 1.0)
+    missing_columns = r - left.shape[-1]
+    if missing_columns > 0:
+        left, right = (functional.pad(t, (0, missing_columns)) for t in (left, right))
     dtype = pairs.u.dtype
     return mean, Pairs(left.contiguous().to(dtype), right.contiguous().to(dtype))
 
@@ -310,18 +312,20 @@ class BatchNormAdaptor(OffsetAdaptor):
         y = functional.batch_norm(x, mean, var, pi @ self.offset, pi @ beta, True, 1.0, layer.eps)
         with torch.no_grad():
             # an adaptor without a share takes no part in the layer and has seen nothing
-            took = (pi > 0).to(mean.dtype)
+            is_active = (pi > 0).to(mean.dtype)
             self.num_batches_tracked += pi > 0
-            seen = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
-            step = (took / seen if layer.momentum is None else took * layer.momentum)[:, None]
+            batch_counts = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
+            step = (is_active / batch_counts if layer.momentum is None else is_active * layer.momentum)[
+                :, None
+            ]
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var - self.running_var)
         return y
 
 
-def check_rank_or_budget(name: str, asked: Any) -> float:
+def check_rank_or_budget(name: str, value: Any) -> float:
     """An integer rank ≥ 1, or a budget ρ in (0, 1); a ConfigError that begins with the name for anything else."""
-    number: float = check_value(name, float, asked)
+    number: float = check_value(name, float, value)
     if not 0 < number < 1 and not (number >= 1 and float(number).is_integer()):
         raise ConfigError(
             f"{name} must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; it is {number}"
@@ -332,5 +336,5 @@ def check_rank_or_budget(name: str, asked: Any) -> float:
 def check_ranks_or_budgets(owner: str, rank: float, pattern: Mapping[str, float]) -> None:
     """Check the arguments ``rank`` and ``rank_pattern`` of a constructor."""
     check_rank_or_budget(f"{owner}.rank", rank)
-    for end, asked in pattern.items():
-        check_rank_or_budget(f"{owner}.rank_pattern[{end!r}]", asked)
+    for suffix, rank_or_budget in pattern.items():
+        check_rank_or_budget(f"{owner}.rank_pattern[{suffix!r}]", rank_or_budget)

@@ -40,22 +40,22 @@ Adaptors = dict[str, Pairs | Tensor]
 
 
 def initial_adaptors(
-    where: Mapping[str, AdaptedParameter],
-    count: int,
+    adapted_parameters: Mapping[str, AdaptedParameter],
+    cluster_count: int,
     key: Key,
     construction: Construction = "balanced",
-    like: Tensor | Params = _FLOAT32,
+    reference: Tensor | Params = _FLOAT32,
     random: Factor = "u",
     scale: float = 1.0,
 ) -> Adaptors:
     """C adaptors of every adapted parameter, each zero at first, with random factors of its own.
 
     Args:
-        where: see :func:`.adapted_parameters.find_adapted_parameters`.
-        count: C.
+        adapted_parameters: see :func:`.adapted_parameters.find_adapted_parameters`.
+        cluster_count: C.
         key: source of randomness.
         construction: of convolutions.
-        like: a tensor with the dtype and device to have, or one for every parameter by name.
+        reference: a tensor with the dtype and device to have, or one for every parameter by name.
         random: which factor is random, the other being zero; of embeddings always V, for a row of U
             that is zero stays so, and with it the row of a padding token.
         scale: factor on the random factors.
@@ -63,27 +63,27 @@ def initial_adaptors(
     Raises:
         ConfigError: if C < 1.
     """
-    if count < 1:
-        raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {count}")
+    if cluster_count < 1:
+        raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {cluster_count}")
     adaptors: Adaptors = {}
-    for name, adapted in where.items():
-        t = like[name] if isinstance(like, dict) else like
-        if adapted.rank == 0:
-            adaptors[name] = t.new_zeros((count, *adapted.shape))
+    for name, parameter in adapted_parameters.items():
+        t = reference[name] if isinstance(reference, dict) else reference
+        if parameter.rank == 0:
+            adaptors[name] = t.new_zeros((cluster_count, *parameter.shape))
             continue
-        shape = adapted.shape[::-1] if adapted.transposed else adapted.shape
+        shape = parameter.shape[::-1] if parameter.transposed else parameter.shape
         # the rank given here is the final one, which filter-wise construction has multiplied already
         fold = replace(choose_fold(shape, construction), times=1)
-        factor = "v" if adapted.kind == "embedding" else random
-        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, factor, scale)
+        factor = "v" if parameter.kind == "embedding" else random
+        pairs = initial_pairs(fold, parameter.rank, cluster_count, key / name, t.dtype, factor, scale)
         u, v = pairs.u.to(t.device), pairs.v.to(t.device)
-        adaptors[name] = Pairs(v, u) if adapted.transposed else Pairs(u, v)
+        adaptors[name] = Pairs(v, u) if parameter.transposed else Pairs(u, v)
     return adaptors
 
 
 def mix_weights(
     weights: Params,
-    adapted: Adaptors,
+    adaptors: Adaptors,
     pi: Tensor,
     alpha: float = 1.0,
     construction: Construction = "balanced",
@@ -92,31 +92,33 @@ def mix_weights(
 
     Each keeps its dtype; an adaptor may have another, such as float32 beside half precision.
     """
-    mixed = dict(weights)
-    for name, a in adapted.items():
+    mixed_weights = dict(weights)
+    for name, a in adaptors.items():
         w = weights[name]
         if isinstance(a, Pairs):
-            update = choose_fold(tuple(w.shape), construction).unfold(a.mixed(_convert_shares(pi, a.u)))
+            update = choose_fold(tuple(w.shape), construction).unfold(a.mix(_convert_shares(pi, a.u)))
         else:
             update = torch.tensordot(_convert_shares(pi, a), a, 1)
-        mixed[name] = torch.add(w, update.to(w.dtype), alpha=alpha)
-    return mixed
+        mixed_weights[name] = torch.add(w, update.to(w.dtype), alpha=alpha)
+    return mixed_weights
 
 
-def precondition_adaptors(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
+def precondition_adaptors(
+    weights: Params, gradient: Adaptors, adaptors: Adaptors, eps: float = EPS
+) -> Adaptors:
     """Precondition the gradients of low-rank factors; those of offsets stay (appendix D)."""
-    preconditioned = dict(gradient)
-    for name, a in at.items():
+    directions = dict(gradient)
+    for name, a in adaptors.items():
         g = gradient[name]
         if isinstance(a, Pairs) and isinstance(g, Pairs):
-            how = precondition_convolution if weights[name].ndim > 2 else precondition_matrix
-            preconditioned[name] = how(g, a, eps)
-    return preconditioned
+            precondition = precondition_convolution if weights[name].ndim > 2 else precondition_matrix
+            directions[name] = precondition(g, a, eps)
+    return directions
 
 
 def center_adaptors(
     weights: Params,
-    adapted: Adaptors,
+    adaptors: Adaptors,
     shares: Tensor,
     alpha: float = 1.0,
     construction: Construction = "balanced",
@@ -126,8 +128,8 @@ def center_adaptors(
     Returns:
         New weights and adaptors. Low-rank updates lose what exceeds their rank; offsets lose nothing.
     """
-    base, residual = dict(weights), dict(adapted)
-    for name, a in adapted.items():
+    base, residual = dict(weights), dict(adaptors)
+    for name, a in adaptors.items():
         w = weights[name]
         if isinstance(a, Pairs):
             fold = choose_fold(tuple(w.shape), construction)

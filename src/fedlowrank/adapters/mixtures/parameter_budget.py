@@ -34,40 +34,49 @@ class ParameterBudget:
 
     Attributes:
         rows: one for each adapted parameter.
-        rest: shape of each parameter that is not adapted, by name.
+        unadapted_shapes: shape of each parameter that is not adapted, by name.
         clusters: C.
     """
 
     rows: tuple[BudgetRow, ...]
-    rest: dict[str, tuple[int, ...]]
+    unadapted_shapes: dict[str, tuple[int, ...]]
     clusters: int
 
     @property
     def base(self) -> int:
         """Parameter count of the base."""
-        shapes = [row.parameter.shape for row in self.rows] + list(self.rest.values())
+        shapes = [row.parameter.shape for row in self.rows] + list(self.unadapted_shapes.values())
         return sum(torch.Size(shape).numel() for shape in shapes)
 
     @property
-    def each(self) -> int:
+    def adaptor_size(self) -> int:
         """Parameter count of one cluster's adaptors."""
         return sum(row.parameter.parameter_count for row in self.rows)
 
     @property
     def added(self) -> int:
         """Parameter count of all adaptors."""
-        return self.clusters * self.each
+        return self.clusters * self.adaptor_size
 
     def __str__(self) -> str:
-        head = ("parameter", "kind", "shape", "rank", "an adaptor", f"all {self.clusters}", "share", "note")
-        lines = [head]
+        header = ("parameter", "kind", "shape", "rank", "an adaptor", f"all {self.clusters}", "share", "note")
+        lines = [header]
         for row in self.rows:
             s = row.parameter
             rank = str(s.rank) if s.rank else ""
             counts = (f"{s.parameter_count:,}", f"{row.added:,}", f"{row.share:.1%}")
             lines.append((row.name, s.kind, _format_shape(s.shape), rank, *counts, s.note))
         lines.append(
-            ("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", "")
+            (
+                "total",
+                "",
+                "",
+                "",
+                f"{self.adaptor_size:,}",
+                f"{self.added:,}",
+                f"{self.adaptor_size / self.base:.1%}",
+                "",
+            )
         )
         width = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
@@ -75,58 +84,68 @@ class ParameterBudget:
             return text.rjust(width[i]) if 3 <= i <= 6 else text.ljust(width[i])
 
         table = ["  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines]
-        rest = ", ".join(f"{name} ({_format_shape(shape)})" for name, shape in self.rest.items())
-        return "\n".join([*table, f"The base has {self.base:,} numbers. Not adapted: {rest or 'none'}."])
+        unadapted_list = ", ".join(
+            f"{name} ({_format_shape(shape)})" for name, shape in self.unadapted_shapes.items()
+        )
+        return "\n".join(
+            [*table, f"The base has {self.base:,} numbers. Not adapted: {unadapted_list or 'none'}."]
+        )
 
 
-def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], count: int) -> ParameterBudget:
+def compute_budget(
+    module: nn.Module, adapted_parameters: Mapping[str, AdaptedParameter], cluster_count: int
+) -> ParameterBudget:
     """What C adaptors of parameters add to the module."""
     rows = [
-        BudgetRow(name, s, count * s.parameter_count, s.parameter_count / torch.Size(s.shape).numel())
-        for name, s in where.items()
+        BudgetRow(name, s, cluster_count * s.parameter_count, s.parameter_count / torch.Size(s.shape).numel())
+        for name, s in adapted_parameters.items()
     ]
-    rest = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in where}
-    return ParameterBudget(tuple(rows), rest, count)
+    unadapted_shapes = {
+        name: tuple(p.shape) for name, p in module.named_parameters() if name not in adapted_parameters
+    }
+    return ParameterBudget(tuple(rows), unadapted_shapes, cluster_count)
 
 
-def adaptor_warnings(module: nn.Module, where: Mapping[str, AdaptedParameter]) -> list[str]:
+def adaptor_warnings(module: nn.Module, adapted_parameters: Mapping[str, AdaptedParameter]) -> list[str]:
     """The notes on adapted parameters with their names, and :func:`unadapted_warning`."""
     names_by_note = {
-        note: [n for n, adapted in where.items() if adapted.note == note]
-        for note in (s.note for s in where.values())
+        note: [n for n, parameter in adapted_parameters.items() if parameter.note == note]
+        for note in (s.note for s in adapted_parameters.values())
         if note
     }
-    rest = unadapted_warning(module, where)
+    warning = unadapted_warning(module, adapted_parameters)
     return [
         *(f"{', '.join(names)}: {note}" for note, names in names_by_note.items()),
-        *([rest] if rest else []),
+        *([warning] if warning else []),
     ]
 
 
 def unadapted_warning(
-    module: nn.Module, where: Mapping[str, AdaptedParameter], include: Include | None = None
+    module: nn.Module, adapted_parameters: Mapping[str, AdaptedParameter], include: Include | None = None
 ) -> str | None:
     """A warning that names weight matrices without adaptors and their share; None if there is none.
 
     Args:
         module: any module.
-        where: what is adapted.
+        adapted_parameters: what is adapted.
         include: which layers were to be adapted; by default all.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     layers: dict[str, str] = {}
-    left = 0
+    parameter_count = 0
     for path, layer in module.named_modules():
-        for local, p in layer.named_parameters(recurse=False):
+        for attribute, p in layer.named_parameters(recurse=False):
             name, is_matrix = names[id(p)], sum(size > 1 for size in p.shape) > 1
-            unadapted = is_matrix and name not in where and kind_of(layer, local, p) is None
-            if unadapted and name not in layers and (include is None or include(path, layer)):
-                layers[name], left = type(layer).__name__, left + p.numel()
+            is_unadapted = (
+                is_matrix and name not in adapted_parameters and kind_of(layer, attribute, p) is None
+            )
+            if is_unadapted and name not in layers and (include is None or include(path, layer)):
+                layers[name], parameter_count = type(layer).__name__, parameter_count + p.numel()
     if not layers:
         return None
     total = sum(p.numel() for p in module.parameters())
-    named = ", ".join(f"{name} ({layer})" for name, layer in layers.items())
-    return f"no adaptors for {named}: {left / total:.1%} of the parameters"
+    layer_list = ", ".join(f"{name} ({layer})" for name, layer in layers.items())
+    return f"no adaptors for {layer_list}: {parameter_count / total:.1%} of the parameters"
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:

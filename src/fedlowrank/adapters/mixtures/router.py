@@ -86,18 +86,18 @@ class Router(CheckedFields):
         """Whether θ is found by the loss of each cluster."""
         return self.routing == "learned" and self.update == "mfl"
 
-    def passes(self, local: Pass) -> dict[str, Pass]:
+    def passes(self, local_pass: Pass) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
-        adapt = max(1, self.adapt)
-        return {"local": local, "router": Pass(adapt, local.batch_size, adapt)}
+        steps = max(1, self.adapt)
+        return {"local": local_pass, "router": Pass(steps, local_pass.batch_size, steps)}
 
     def shares(self, theta: Tensor) -> Tensor:
         """π ``[C]`` of θ ``[C]``."""
         z = theta / self.temperature
         if self.top is not None and self.top < len(theta):
             # sorted stably, so that equal ones are ordered alike on every engine
-            left_out = z.detach().sort(descending=True, stable=True).indices[self.top :]
-            z = z.scatter(0, left_out, -math.inf)
+            excluded_clusters = z.detach().sort(descending=True, stable=True).indices[self.top :]
+            z = z.scatter(0, excluded_clusters, -math.inf)
         return z.softmax(0)
 
     def noises(self, key: Key, steps: int, theta: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Router(CheckedFields):
         return ((2 * uniform - 1) * (self.noise * math.sqrt(3))).to(theta.device)
 
 
-def parse_route(route: Route, clusters: int) -> list[float]:
+def parse_route(route: Route, cluster_count: int) -> list[float]:
     """The shares of all C clusters, adding up to 1; a cluster's number gives its one-hot.
 
     A number is an int, or an integer of NumPy or a tensor without dimensions.
@@ -123,11 +123,17 @@ def parse_route(route: Route, clusters: int) -> list[float]:
     ):
         route = int(route)
     if isinstance(route, int):
-        if isinstance(route, bool) or not 0 <= route < clusters:
-            raise ConfigError(f"there is no cluster {route!r}; num_clusters is {clusters}, counted from 0")
-        return [float(c == route) for c in range(clusters)]
+        if isinstance(route, bool) or not 0 <= route < cluster_count:
+            raise ConfigError(
+                f"there is no cluster {route!r}; num_clusters is {cluster_count}, counted from 0"
+            )
+        return [float(c == route) for c in range(cluster_count)]
     shares = torch.as_tensor(route, dtype=torch.float64).detach()
     # softmax in half precision adds up to 1 within a thousandth
-    if shares.shape != (clusters,) or not bool((shares >= 0).all()) or abs(float(shares.sum()) - 1) > 1e-3:
-        raise ConfigError(f"a mixture must be {clusters} numbers >= 0 that add up to 1; it is {route}")
+    if (
+        shares.shape != (cluster_count,)
+        or not bool((shares >= 0).all())
+        or abs(float(shares.sum()) - 1) > 1e-3
+    ):
+        raise ConfigError(f"a mixture must be {cluster_count} numbers >= 0 that add up to 1; it is {route}")
     return cast(list[float], (shares / shares.sum()).tolist())

@@ -57,23 +57,23 @@ def keys(
     prolong: int | None = None,
 ) -> int:
     """Make, request, accept, prolong, revoke, renew or show keys."""
-    chosen = {
+    values_by_option = {
         "--add": add,
         "--revoke": revoke,
         "--prolong": prolong,
         "--request": request,
         "--accept": accept,
     }
-    options = [name for name, value in chosen.items() if value is not None]
+    options = [name for name, value in values_by_option.items() if value is not None]
     options += [name for name, value in {"--renew": renew, "--roster": roster}.items() if value]
     if len(options) > 1:
         raise ConfigError(f"{' and '.join(options)} exclude each other; give one at a time")
-    for name, value, needed in (
+    for name, value, required_option in (
         ("--passphrase", passphrase, "--request"),
         ("--fingerprint", fingerprint, "--accept"),
     ):
-        if value and options != [needed]:
-            raise ConfigError(f"{name} does nothing without {needed}")
+        if value and options != [required_option]:
+            raise ConfigError(f"{name} does nothing without {required_option}")
     if request is not None:
         _request(folder, request, passphrase)
     elif accept is not None:
@@ -85,9 +85,9 @@ def keys(
         say(f"{folder / f'client-{add}'}: give it to client {add} alone; restart `fedlowrank serve`")
         _say_unsigned(is_entered, f"--add {add}")
     elif revoke is not None:
-        gone, is_entered = revoke_client(folder, revoke)
+        revoked_path, is_entered = revoke_client(folder, revoke)
         say(
-            f"{gone}: the key of client {revoke} is revoked: a server that reads this folder refuses it from now on"
+            f"{revoked_path}: the key of client {revoke} is revoked: a server that reads this folder refuses it from now on"
         )
         _say_unsigned(is_entered, f"--revoke {revoke}")
     elif prolong is not None:
@@ -104,27 +104,27 @@ def keys(
     return 0
 
 
-def _make(folder: Path, clients: int, hosts: Sequence[str], days: int) -> None:
-    make_keys(folder, clients, hosts, days)
+def _make(folder: Path, client_count: int, hosts: Sequence[str], days: int) -> None:
+    make_keys(folder, client_count, hosts, days)
     say(f"{folder / 'ca.key'}: stays with you; it enters clients and renews the server's certificate")
     say(f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {folder / 'server'})")
     say(
         f"the authority's fingerprint, for every client to compare: {_authority(folder / 'server' / 'ca.crt')}"
     )
-    if not clients:
+    if not client_count:
         say(f"a client makes its key by `fedlowrank keys client-N --request N` and sends {REQUEST_FILE}; enter it by "
             f"`fedlowrank keys {folder} --accept {REQUEST_FILE}`")  # fmt: skip
         return
-    say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client alone")
+    say(f"{folder / 'client-0'} ... client-{client_count - 1}: give each to its client alone")
     say(
         "for a trial: the clients' private keys were made here, so whoever has or had this folder can act as every "
         "client. Organizations make their own: `fedlowrank keys FOLDER --clients 0`, then --request and --accept"
     )
 
 
-def _request(folder: Path, client: int, ask: bool) -> None:
-    passphrase = _new_passphrase() if ask else ""
-    path_of_request = request_key(folder, client, passphrase)
+def _request(folder: Path, client_id: int, asks_passphrase: bool) -> None:
+    passphrase = _new_passphrase() if asks_passphrase else ""
+    path_of_request = request_key(folder, client_id, passphrase)
     say(f"{folder / 'client.key'}: your private key; it never leaves this machine")
     say(f"{folder / REQUEST_FILE}: send it to the operator of the server, by any way")
     say(f"read your key's fingerprint aloud to the operator: {path_of_request.fingerprint}")
@@ -132,12 +132,12 @@ def _request(folder: Path, client: int, ask: bool) -> None:
         f"fingerprint aloud: `fedlowrank keys {folder} --roster`")  # fmt: skip
 
 
-def _accept(folder: Path, path: Path, days: int, expected: str) -> None:
-    request, certificate = accept_request(folder, path, days, expected)
+def _accept(folder: Path, path: Path, days: int, expected_fingerprint: str) -> None:
+    request, certificate = accept_request(folder, path, days, expected_fingerprint)
     say(
         f"client {request.client} is entered for {days} days; its key has the fingerprint {request.fingerprint}"
     )
-    if not expected:
+    if not expected_fingerprint:
         say(f"let client {request.client} read its fingerprint aloud. If it differs: "
             f"`fedlowrank keys {folder} --revoke {request.client}`")  # fmt: skip
     say(
@@ -155,16 +155,16 @@ def _say_unsigned(is_entered: bool, option: str) -> None:
 
 def _show_roster(folder: Path) -> None:
     """Print the roster of a folder of an operator, a server or a client."""
-    place = folder / "server" if (folder / "server").is_dir() else folder
-    authority = place / "ca.crt"
-    for path in (authority, place / ROSTER_FILE):
+    key_folder = folder / "server" if (folder / "server").is_dir() else folder
+    authority = key_folder / "ca.crt"
+    for path in (authority, key_folder / ROSTER_FILE):
         if not path.is_file():
-            raise ConfigError(f"{place} has no {path.name}; the server's operator gives it to you")
-    key_roster = KeyRoster.read(place / ROSTER_FILE, authority)
+            raise ConfigError(f"{key_folder} has no {path.name}; the server's operator gives it to you")
+    key_roster = KeyRoster.read(key_folder / ROSTER_FILE, authority)
     table = Table("client", "fingerprint of its key", "ends (UTC)")
-    for number, entry in sorted(key_roster.clients.items()):
-        ends = f"{entry.expires:%Y-%m-%d %H:%M}{' (ended)' if entry.has_expired() else ''}"
-        table.add_row(str(number), entry.fingerprint, ends)
+    for client_id, entry in sorted(key_roster.clients.items()):
+        expiry_text = f"{entry.expires:%Y-%m-%d %H:%M}{' (ended)' if entry.has_expired() else ''}"
+        table.add_row(str(client_id), entry.fingerprint, expiry_text)
     OUT.print(table)
     say(
         "all sites compare by phone, and find the same digits if they have the same authority and the same keys:"
@@ -195,7 +195,7 @@ def _new_passphrase() -> str:
     return passphrase
 
 
-def check_own_key(keys: ClientKeys, client: int) -> str:
+def check_own_key(keys: ClientKeys, client_id: int) -> str:
     """Read the private key of a client, and look it up in the roster that lies beside it.
 
     Returns:
@@ -215,18 +215,20 @@ def check_own_key(keys: ClientKeys, client: int) -> str:
     if not roster.exists():
         return passphrase
     key_roster = KeyRoster.read(roster, keys.authority)
-    own = compute_fingerprint(key.public_key())
-    entry = key_roster.clients.get(client)
-    if entry is None or entry.fingerprint != own:
-        numbers = [n for n, other in key_roster.clients.items() if other.fingerprint == own]
-        whose = f"is that of client {numbers[0]}" if numbers else "is not in it"
+    fingerprint = compute_fingerprint(key.public_key())
+    entry = key_roster.clients.get(client_id)
+    if entry is None or entry.fingerprint != fingerprint:
+        client_ids = [
+            n for n, other_entry in key_roster.clients.items() if other_entry.fingerprint == fingerprint
+        ]
+        owner_text = f"is that of client {client_ids[0]}" if client_ids else "is not in it"
         raise ConfigError(
-            f"{roster} has no such key of client {client}: the key here {whose}. Pass the number and the folder of the "
+            f"{roster} has no such key of client {client_id}: the key here {owner_text}. Pass the number and the folder of the "
             "same client, or ask the server's operator for the roster of now"
         )
     if entry.has_expired():
         logger.info(
-            f"by {roster} the key of client {client} ended on {entry.expires:%Y-%m-%d}; ask the operator to prolong it"
+            f"by {roster} the key of client {client_id} ended on {entry.expires:%Y-%m-%d}; ask the operator to prolong it"
         )
     logger.info(f"authority: {_authority(keys.authority)}; roster: {key_roster.number}")
     return passphrase
@@ -241,9 +243,11 @@ def refusing_expired(folder: Path | None) -> Iterator[None]:
         assert folder is not None
         while not stop.wait(LOOK):
             try:
-                for client in find_expired_clients(folder):
-                    gone, _ = revoke_client(folder, client, "expired")
-                    logger.info(f"the key of client {client} has ended; it is refused, and lies in {gone}")
+                for client_id in find_expired_clients(folder):
+                    revoked_path, _ = revoke_client(folder, client_id, "expired")
+                    logger.info(
+                        f"the key of client {client_id} has ended; it is refused, and lies in {revoked_path}"
+                    )
             except FedlowrankError as error:
                 # the operator may be copying new files; the next look finds them
                 logger.info(f"keys that have ended cannot be taken away: {error}")

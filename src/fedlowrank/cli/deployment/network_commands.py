@@ -70,14 +70,14 @@ def read_experiment(file: Path, overrides: Sequence[str], method: str | None) ->
 
 def _choose_method(experiment: ExperimentConfig, method: str) -> ExperimentConfig:
     """The experiment with a method, and with a base model's paths that hold in every process."""
-    changed: dict[str, Any] = {"method": method}
+    overrides: dict[str, Any] = {"method": method}
     paths = {"local": experiment.local.path}
     if experiment.language is not None:
         paths["language"] = experiment.language.path
     for section, path in paths.items():
         if path is not None and Path(path).exists():
-            changed[section] = {"path": str(Path(path).resolve())}
-    return experiment.overlay(changed)
+            overrides[section] = {"path": str(Path(path).resolve())}
+    return experiment.overlay(overrides)
 
 
 def run_simulation(
@@ -94,16 +94,16 @@ def run_simulation(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     flower = _flower()
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    chosen = _choose_method(experiment, name)
-    base = folder.with_name(f"{folder.name}.clients")
+    single_experiment = _choose_method(experiment, name)
+    clients_folder = folder.with_name(f"{folder.name}.clients")
     # without force, an existing run folder is refused when the run begins
-    for old in (base, *([folder] if force else [])) if not resume else ():
-        if old.exists():
-            RunFolder.move_aside(old)
+    for existing_folder in (clients_folder, *([folder] if force else [])) if not resume else ():
+        if existing_folder.exists():
+            RunFolder.move_aside(existing_folder)
     with warnings.catch_warnings():
         # of Ray, about accelerators
         warnings.simplefilter("ignore", FutureWarning)
-        flower.run_flower_simulation(chosen, folder, base, resume=resume, config=config)
+        flower.run_flower_simulation(single_experiment, folder, clients_folder, resume=resume, config=config)
 
 
 def serve(
@@ -125,50 +125,50 @@ def serve(
     _flower()
     experiment = read_experiment(file, overrides, method)
     count_clients(experiment)
-    secured = server_keys(keys, insecure)
+    tls_keys = server_keys(keys, insecure)
     out = out or Path("runs") / experiment.name / f"{experiment.method}-s{experiment.run.seed}"
-    begun, failed = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
-    if begun and not resume:
+    has_begun, has_failed_start = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
+    if has_begun and not resume:
         raise CheckpointError(f"{out} exists already. Go on with it by --resume, or choose another by -o.")
-    if out.exists() and not begun and not failed:
+    if out.exists() and not has_begun and not has_failed_start:
         raise CheckpointError(f"{out} exists already and holds no run; choose another folder with -o.")
     if resume and not out.exists():
         raise CheckpointError(f"there is no run in {out} to go on with; start it without --resume")
-    if failed:
+    if has_failed_start:
         logger.info(
             f"the run in {out} ended before its first checkpoint; it is moved aside, and starts again"
         )
-    home = flower_home(out)
-    refuse_readable(*([out] if begun else []), out.with_name(f"{out.name}.audit.jsonl"))
-    make_private_folder(home)
+    server_folder = flower_home(out)
+    refuse_readable(*([out] if has_begun else []), out.with_name(f"{out.name}.audit.jsonl"))
+    make_private_folder(server_folder)
     flower = _flower()
-    log = home / "server.log"
+    log = server_folder / "server.log"
     variables = {
-        flower.EXPERIMENT: str((home / "experiment.json").absolute()),
+        flower.EXPERIMENT: str((server_folder / "experiment.json").absolute()),
         flower.OUT: str(out.absolute()),
         flower.LOG: str(log.absolute()),
         guard.AUDIT: str(out.with_name(f"{out.name}.audit.jsonl").absolute()),
     }
-    if secured is not None:
-        variables[flower.NODES] = str((home / "nodes.json").absolute())
-        variables[flower.ORDER_KEY] = str(secured.orders.absolute())
-        variables[flower.FEDERATION] = digest_of(secured.authority.read_bytes())
+    if tls_keys is not None:
+        variables[flower.NODES] = str((server_folder / "nodes.json").absolute())
+        variables[flower.ORDER_KEY] = str(tls_keys.orders.absolute())
+        variables[flower.FEDERATION] = digest_of(tls_keys.authority.read_bytes())
     else:
         logger.info(
             "insecure: anyone who reaches this port can join, read all that is sent, and give orders to clients"
         )
-    link = SuperLink(home, secured, host=host, port=port, variables=variables)
+    link = SuperLink(server_folder, tls_keys, host=host, port=port, variables=variables)
     with _interrupted_once(), link, refusing_expired(keys):
         # not before it has its home to itself
         log.unlink(missing_ok=True)
-        write_json(home / "experiment.json", experiment.to_dict())
-        write_own_app(home / "app")
-        if secured is not None:
-            nodes = {str(link.register(key)): client for client, key in sorted(secured.clients.items())}
+        write_json(server_folder / "experiment.json", experiment.to_dict())
+        write_own_app(server_folder / "app")
+        if tls_keys is not None:
+            nodes = {str(link.register(key)): client for client, key in sorted(tls_keys.clients.items())}
             _unregister_revoked(link)
-            write_json(home / "nodes.json", nodes)
+            write_json(server_folder / "nodes.json", nodes)
         logger.info(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
-        _see_through(link, home / "app", log)
+        _see_through(link, server_folder / "app", log)
     return show_run(out)
 
 
@@ -193,66 +193,74 @@ def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
 
 def _see_through(link: SuperLink, app: Path, log: Path) -> None:
     """Submit the run and watch it, and begin again where it was if the SuperLink dies."""
-    run, follow = link.submit(app), _Follower(log)
-    looked, died = time.monotonic(), 0
+    run, follower = link.submit(app), _Follower(log)
+    last_check, death_count = time.monotonic(), 0
     while True:
         time.sleep(0.2)
-        last = follow.news()
+        end_message = follower.news()
         if not link.alive():
-            died += 1
-            if died > RESTARTS:
-                raise ProcessError(f"the SuperLink died {died} times. The end of {link.log}:\n{link.tail()}")
-            logger.info(f"the SuperLink died; the run goes on from its last round ({died} of {RESTARTS})")
+            death_count += 1
+            if death_count > RESTARTS:
+                raise ProcessError(
+                    f"the SuperLink died {death_count} times. The end of {link.log}:\n{link.tail()}"
+                )
+            logger.info(
+                f"the SuperLink died; the run goes on from its last round ({death_count} of {RESTARTS})"
+            )
             link.start()
             try:
                 # its ServerApp went with the SuperLink, and the new one takes it for alive
                 link.stop(run)
             except ProcessError as error:
                 logger.info("run %d of before could not be stopped: %s", run, error)
-            run, looked = link.submit(app), time.monotonic()
+            run, last_check = link.submit(app), time.monotonic()
             continue
         try:
             _unregister_revoked(link)
         except ProcessError as error:
             logger.info("%s; it is tried again", error)
         # to ask costs a second of work, so only when the run seems over, or now and then
-        if last is not None or time.monotonic() - looked > 60:
-            looked = time.monotonic()
+        if end_message is not None or time.monotonic() - last_check > 60:
+            last_check = time.monotonic()
             status = link.status(run)
             # lines that came while Flower answered
-            last = last or follow.news()
-            if status.is_completed or last == "finished":
+            end_message = end_message or follower.news()
+            if status.is_completed or end_message == "finished":
                 return
-            if status.is_finished or last is not None:
-                why = last.removeprefix("error: ") if last else f"{status.status}: {status.details}"
-                if why.startswith("paused: "):
-                    raise ProcessError(f"the run is {why} Details: {link.log}")
-                raise ProcessError(f"the run failed: {why} Go on with it by --resume; details: {link.log}")
+            if status.is_finished or end_message is not None:
+                reason = (
+                    end_message.removeprefix("error: ")
+                    if end_message
+                    else f"{status.status}: {status.details}"
+                )
+                if reason.startswith("paused: "):
+                    raise ProcessError(f"the run is {reason} Details: {link.log}")
+                raise ProcessError(f"the run failed: {reason} Go on with it by --resume; details: {link.log}")
 
 
 class _Follower:
     """Passes on the lines of a file as they come."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.place = path, 0
+        self.path, self.offset = path, 0
 
     def news(self) -> str | None:
         """Pass on what is new; the line by which the run says it is over, if it came."""
         if not self.path.exists():
             return None
-        last = None
+        end_message = None
         with self.path.open("rb") as file:
-            file.seek(self.place)
+            file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self.place += len(line)
+                self.offset += len(line)
                 text = line.decode(errors="replace").rstrip("\n")
                 logger.info(text)
                 message = text.partition(" ")[2]
                 if message == "finished" or message.startswith("error: "):
-                    last = message
-        return last
+                    end_message = message
+        return end_message
 
 
 def join(
@@ -283,9 +291,9 @@ def join(
     """
     _flower()
     experiment = read_experiment(file, overrides, method)
-    count = count_clients(experiment)
-    if not 0 <= client < count:
-        raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
+    client_count = count_clients(experiment)
+    if not 0 <= client < client_count:
+        raise ConfigError(f"--client {client}: clients go from 0 to {client_count - 1}")
     if data is None and test is not None:
         raise ConfigError(
             f"--test {test}: test data of your own belong to training data of your own; pass --data, too, or leave "
@@ -302,8 +310,8 @@ def join(
         )
     if keys is not None:
         _refuse_keys_of_another(keys, client)
-    own = None if keys is None else ClientKeys.read(keys)
-    passphrase = "" if own is None else check_own_key(own, client)
+    client_keys = None if keys is None else ClientKeys.read(keys)
+    passphrase = "" if client_keys is None else check_own_key(client_keys, client)
     if no_evaluation and exact_evaluation:
         raise ConfigError("--no-evaluation and --exact-evaluation exclude each other")
     if send_errors and experiment.run.privacy.kind != "none":
@@ -320,23 +328,23 @@ def join(
     if max_download < 0:
         raise ConfigError(f"--max-download {max_download}: give a number of MiB, or 0 for the default")
     site = SiteSettings(
-        order_key="" if own is None else read_public_key(own.orders),
+        order_key="" if client_keys is None else read_public_key(client_keys.orders),
         evaluation="none" if no_evaluation else "exact" if exact_evaluation else "rounded",
         send_errors=send_errors,
         runs=runs,
         max_download=max_download << 20,
-        roster={} if own is None or not experiment.run.secure.on else _roster(own),
+        roster={} if client_keys is None or not experiment.run.secure.on else _roster(client_keys),
     )
-    if own is None:
+    if client_keys is None:
         logger.info(
             "insecure: orders are not signed; whoever reaches the server may give orders to this client"
         )
     make_private_folder(folder)
-    node = SuperNode(folder / "flower", server, folder, own)
+    node = SuperNode(folder / "flower", server, folder, client_keys)
     # nothing in the folder changes while another process works in it
     node.reserve()
     try:
-        _prepare_client(experiment, client, count, folder, data, test, site, policy)
+        _prepare_client(experiment, client, client_count, folder, data, test, site, policy)
         if passphrase:
             # other users cannot read the environment of a process
             node.variables[PASSPHRASE_VARIABLE] = passphrase
@@ -348,8 +356,8 @@ def join(
 
 def _prepare_client(
     experiment: ExperimentConfig,
-    client: int,
-    count: int,
+    client_id: int,
+    client_count: int,
     folder: Path,
     data: Path | None,
     test: Path | None,
@@ -357,48 +365,53 @@ def _prepare_client(
     policy: Path | None,
 ) -> None:
     """Read a client's data, compare the experiment with the policy of its site, and then write its folder."""
-    parts = None
+    sketch = None
     if experiment.run.privacy.kind != "none":
         # before anybody waits for this client
         open_state()
-    allowed = Policy.of_folder(folder) if policy is None else Policy.read(policy)
+    site_policy = Policy.of_folder(folder) if policy is None else Policy.read(policy)
     if data is None:
         logger.info(
-            f"client {client} takes its share of the experiment's own data; pass --data for data of yours"
+            f"client {client_id} takes its share of the experiment's own data; pass --data for data of yours"
         )
         shares = experiment.shares()
-        check_client_count(experiment, count, len(shares.data))
-        if client >= len(shares.data):
+        check_client_count(experiment, client_count, len(shares.data))
+        if client_id >= len(shares.data):
             raise ConfigError(
-                f"--client {client}: the experiment's own data have {len(shares.data)} clients, from 0 to "
+                f"--client {client_id}: the experiment's own data have {len(shares.data)} clients, from 0 to "
                 f"{len(shares.data) - 1}. Pass --data with data of this client"
             )
     else:
-        shares = read_own_share(experiment, client, count, data, test)
+        shares = read_own_share(experiment, client_id, client_count, data, test)
         if is_readable_by_others(data):
             logger.info(f"other users of this machine may be able to read {data}: chmod -R go-rwx {data}")
         if experiment.run.privacy.kind != "none":
-            parts = sketch_files([data])
-    if allowed is not None:
-        train = len(shares.data[client].train)
-        sends = site.evaluation != "none"
+            sketch = sketch_files([data])
+    if site_policy is not None:
+        train_count = len(shares.data[client_id].train)
+        sends_metrics = site.evaluation != "none"
 
         def uploads() -> list[str]:
-            return preview_uploads(folder, experiment, client, shares, site)
+            return preview_uploads(folder, experiment, client_id, shares, site)
 
-        raise_violations(allowed, allowed.find_violations(experiment, count, train, uploads, sends))
-    prepare(folder, experiment, client, shares, site, parts=parts)
-    if allowed is not None:
-        allowed.store(folder)
-        SiteAudit(folder / AUDIT_FILE).log_policy(allowed.digest, json.dumps(dataclasses.asdict(allowed)))
-        logger.info(f"client {client}: the experiment keeps to the policy, digest {allowed.digest}")
-    sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
+        raise_violations(
+            site_policy,
+            site_policy.find_violations(experiment, client_count, train_count, uploads, sends_metrics),
+        )
+    prepare(folder, experiment, client_id, shares, site, sketch=sketch)
+    if site_policy is not None:
+        site_policy.store(folder)
+        SiteAudit(folder / AUDIT_FILE).log_policy(
+            site_policy.digest, json.dumps(dataclasses.asdict(site_policy))
+        )
+        logger.info(f"client {client_id}: the experiment keeps to the policy, digest {site_policy.digest}")
+    sizes = (len(getattr(shares.data[client_id], s)) for s in ("train", "val", "test"))
     logger.info(
-        "client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes)
+        "client {}: {} examples for training, {} for validation, {} for testing".format(client_id, *sizes)
     )
     if experiment.language_here is not None:
         logger.info(
-            "client %d: %s", client, describe_precision(experiment.language_here, experiment.run_here)
+            "client %d: %s", client_id, describe_precision(experiment.language_here, experiment.run_here)
         )
 
 
@@ -412,15 +425,15 @@ def _work(node: SuperNode, folder: Path, stay: bool) -> None:
     # of an earlier start
     (folder / REJECTION_FILE).unlink(missing_ok=True)
     # what lies there now is looked up before the thread begins, which may be late
-    watched = folder.absolute(), _models(folder), node, stop, stay
-    threading.Thread(target=_until_done, args=watched, daemon=True).start()
+    thread_args = folder.absolute(), _models(folder), node, stop, stay
+    threading.Thread(target=_until_done, args=thread_args, daemon=True).start()
     try:
         with _interrupted_once():
             supervise(node, stop)
     finally:
         stop.set()
-    if why := _rejection(folder):
-        raise ProcessError(f"the server does not let this client take part: {why}")
+    if reason := _rejection(folder):
+        raise ProcessError(f"the server does not let this client take part: {reason}")
     for model in _models(folder):
         logger.info(f"its model: {model.parent}")
 
@@ -429,26 +442,28 @@ def _roster(keys: ClientKeys) -> dict[str, str]:
     """Public keys of all clients, by which they know each other in secure sums."""
     roster = KeyRoster.read(keys.key.parent / ROSTER_FILE, keys.authority)
     say(f"secure sums: the roster has number {roster.number}; all sites must see the same number")
-    return {str(client): entry.key for client, entry in roster.clients.items() if not entry.has_expired()}
+    return {
+        str(client_id): entry.key for client_id, entry in roster.clients.items() if not entry.has_expired()
+    }
 
 
-def _forget(folder: Path, client: int) -> int:
+def _forget(folder: Path, client_id: int) -> int:
     """Remove what a client's folder holds, and print what was removed and what is still there."""
-    removed, left = remove_client_data(folder, client)
-    for path in removed:
+    removed_paths, remaining_paths = remove_client_data(folder, client_id)
+    for path in removed_paths:
         say(f"removed: {path}")
-    for path in left:
+    for path in remaining_paths:
         say(f"still there: {path}")
     return 0
 
 
-def _refuse_keys_of_another(keys: Path, client: int) -> None:
+def _refuse_keys_of_another(keys: Path, client_id: int) -> None:
     """Refuse a folder that is named for another client; the files in it name none."""
-    named = re.fullmatch(r"client-(\d+)", keys.resolve().name)
-    if named and int(named[1]) != client:
+    match = re.fullmatch(r"client-(\d+)", keys.resolve().name)
+    if match and int(match[1]) != client_id:
         raise ConfigError(
-            f"--client {client}, but {keys} holds the keys of client {named[1]}. Pass --client {named[1]}, or "
-            f"--keys {keys.parent / f'client-{client}'}."
+            f"--client {client_id}, but {keys} holds the keys of client {match[1]}. Pass --client {match[1]}, or "
+            f"--keys {keys.parent / f'client-{client_id}'}."
         )
 
 
@@ -462,19 +477,19 @@ def _interrupted_once() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame
-        for one in signals:
-            signal.signal(one, signal.SIG_IGN)
+        for signal_number in signals:
+            signal.signal(signal_number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {one: signal.signal(one, end) for one in signals}
+    handlers = {signum: signal.signal(signum, end) for signum in signals}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 def _models(folder: Path) -> set[Path]:
@@ -490,23 +505,23 @@ def _rejection(folder: Path) -> str:
 
 
 def _until_done(
-    folder: Path, before: set[Path], node: SuperNode, stop: threading.Event, stay: bool = False
+    folder: Path, initial_models: set[Path], node: SuperNode, stop: threading.Event, stay: bool = False
 ) -> None:
     """Stop once a model of this client has been written, beside those before, and the reply about it has left.
 
     Stop also if the server does not let the client take part. A client that stays is not stopped, only told.
     """
-    before = {path.absolute() for path in before}
+    initial_models = {path.absolute() for path in initial_models}
     while not stop.wait(0.5):
-        if why := _rejection(folder):
+        if reason := _rejection(folder):
             if stay:
-                logger.warning("the server does not let this client take part: %s", why)
+                logger.warning("the server does not let this client take part: %s", reason)
                 (folder / REJECTION_FILE).unlink(missing_ok=True)
                 continue
             # the server waits for the confirmation
             stop.wait(3)
             stop.set()
-        elif not stay and _models(folder) - before:
+        elif not stay and _models(folder) - initial_models:
             # the reply about it is still to be sent; a server that does not take it is not waited for
             for _ in range(4 * GRACE):
                 if not node.is_working():

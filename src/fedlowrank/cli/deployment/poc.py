@@ -84,7 +84,7 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
         count = count_clients(read_experiment(file, overrides, None))
         make_keys(base / "keys", count, ["localhost"], 1)
         python = [sys.executable, "-m", "fedlowrank"]
-        port, begin = find_free_port(), time.monotonic()
+        port, start_time = find_free_port(), time.monotonic()
         server = [
             *python,
             "serve",
@@ -102,14 +102,14 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
         ]  # fmt: skip
         run = base / "run"
         say(f"a server and {count} sites in {base}; Ctrl-C ends all of them")
-        with run_processes([[*server, "-o", str(run)], *sites]) as started:
-            code = started[0].wait()
-            end = time.monotonic() + PATIENCE
-            for site in started[1:] if code == 0 else ():
+        with run_processes([[*server, "-o", str(run)], *sites]) as processes:
+            exit_code = processes[0].wait()
+            deadline = time.monotonic() + PATIENCE
+            for site in processes[1:] if exit_code == 0 else ():
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    site.wait(max(0.1, end - time.monotonic()))
-        if code:
-            raise ProcessError(f"the server ended with the exit code {code}; its last lines are above")
+                    site.wait(max(0.1, deadline - time.monotonic()))
+        if exit_code:
+            raise ProcessError(f"the server ended with the exit code {exit_code}; its last lines are above")
         show_run(run)
         if (table := clients_table(run)) is not None:
             OUT.print(table)
@@ -117,21 +117,25 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
         message = (
             f"everything is in {base}" if out is not None else "its folder is removed; keep it by -o FOLDER"
         )
-        say(f"{count} sites, {len(models)} models, {time.monotonic() - begin:.0f} s; {message}")
+        say(f"{count} sites, {len(models)} models, {time.monotonic() - start_time:.0f} s; {message}")
     return 0
 
 
-def choose_clients(file: Path, clients: int | None) -> list[str]:
+def choose_clients(file: Path, client_count: int | None) -> list[str]:
     """The overrides by which an experiment has so many clients; raises ConfigError if it cannot."""
     experiment = read_experiment(file, [], None)
-    if clients is not None and clients < 1:
-        raise ConfigError(f"--clients {clients}: a federation has at least one site")
+    if client_count is not None and client_count < 1:
+        raise ConfigError(f"--clients {client_count}: a federation has at least one site")
     if hasattr(experiment.partition, "clients"):
-        wanted = [f"partition.clients={clients or SITES}"]
-        return [*wanted, f"network.clients={clients or SITES}"] if experiment.network.clients else wanted
-    if clients is not None:
+        overrides = [f"partition.clients={client_count or SITES}"]
+        return (
+            [*overrides, f"network.clients={client_count or SITES}"]
+            if experiment.network.clients
+            else overrides
+        )
+    if client_count is not None:
         raise ConfigError(
-            f"--clients {clients}: in {file} the data say how many clients there are; leave the option out"
+            f"--clients {client_count}: in {file} the data say how many clients there are; leave the option out"
         )
     return []
 
@@ -139,7 +143,7 @@ def choose_clients(file: Path, clients: int | None) -> list[str]:
 @contextlib.contextmanager
 def run_processes(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Popen[str]]]:
     """Start commands, the server first, and pass on their lines; whatever happens, all of them end."""
-    started: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     try:
         for i, command in enumerate(commands):
@@ -152,14 +156,14 @@ def run_processes(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess
                 # Ctrl-C reaches this command alone, which ends the others in order
                 start_new_session=True,
             )
-            started.append(process)
+            processes.append(process)
             name = "server" if i == 0 else f"site {i - 1}"
             readers.append(threading.Thread(target=_pass_on, args=(process, name), daemon=True))
             readers[-1].start()
-        yield started
+        yield processes
     finally:
         # the sites first, so that none of them looks for a server that has gone
-        for process in [*started[1:], *started[:1]]:
+        for process in [*processes[1:], *processes[:1]]:
             _end(process)
         for reader in readers:
             # a process that outlives its parent would hold the pipe open

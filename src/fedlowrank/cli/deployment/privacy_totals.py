@@ -42,22 +42,22 @@ def _account(runs: list[tuple[SiteRun, PrivacyLedger]]) -> Table:
     table = Table("began", "method", "folder", "releases", "σ", "δ", "ε", title=f"privacy {_WHOSE[kind]}")
     for run, ledger in runs:
         noise = ", ".join(f"{sigma:.4g}" for sigma in ledger.noises())
-        own = total_epsilon_of(kind, [ledger], run.delta, run.accountant)
+        epsilon = total_epsilon_of(kind, [ledger], run.delta, run.accountant)
         table.add_row(
             run.began,
             escape(run.method),
             escape(run.folder),
             str(ledger.rounds()),
             noise,
-            *_numbers(run.delta, own),
+            *_numbers(run.delta, epsilon),
         )
     # the smallest δ is the strictest statement, and holds for the others
     delta, accountant = min(run.delta for run, _ in runs), runs[-1][0].accountant
     total = total_epsilon_of(kind, [ledger for _, ledger in runs], delta, accountant)
     releases = sum(ledger.rounds() for _, ledger in runs)
     table.add_section()
-    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-    table.add_row("total", "", count, str(releases), "", *_numbers(delta, total))
+    runs_text = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    table.add_row("total", "", runs_text, str(releases), "", *_numbers(delta, total))
     return table
 
 

@@ -24,17 +24,17 @@ def show(folders: Sequence[Path]) -> int:
     The exit code is 1 if a damaged run was left out.
     """
     table = Table("run", "state", "rounds", "process", "clients", "last")
-    rows, left_out = read_each(folders, lambda folder: (folder, row(folder)))
+    rows, damaged_count = read_each(folders, lambda folder: (folder, row(folder)))
     for _, cells in rows:
         table.add_row(*map(escape, cells))
     OUT.print(table)
     for folder, _ in rows:
-        if (clients := clients_table(folder)) is not None:
-            OUT.print(clients)
+        if (client_table := clients_table(folder)) is not None:
+            OUT.print(client_table)
             if paused := Account.read(folder).paused:
                 # not in a table, so that its commands can be copied
                 OUT.print(f"{folder} is paused: {paused}", soft_wrap=True, markup=False, highlight=False)
-    return count_left_out(left_out)
+    return count_left_out(damaged_count)
 
 
 def clients_table(folder: Path) -> Table | None:
@@ -48,35 +48,37 @@ def clients_table(folder: Path) -> Table | None:
     caption = "length: of the update, in usual norms; cosine: with the mean of the others"
     table = Table("client", *columns, title=str(folder), caption=caption)
     shapes = account.shapes.get(max(account.shapes, default=0), {})
-    for client in range(len(run.clients)):
-        reply, shape = account.replies.get(client), shapes.get(client, UpdateShape(None, None))
-        last = ("none", "", "")
+    for client_id in range(len(run.clients)):
+        reply, shape = account.replies.get(client_id), shapes.get(client_id, UpdateShape(None, None))
+        reply_cells = ("none", "", "")
         if reply is not None:
-            used = "" if reply.used else ", not used"
-            when = f"round {reply.round}, {reply.time[5:16].replace('T', ' ')}{used}"
-            last = (when, f"{reply.bytes:,}", f"{reply.seconds:g}")
-        examples = str(account.clients[client]["train"]) if client in account.clients else ""
+            usage_note = "" if reply.is_used else ", not used"
+            time_text = f"round {reply.round}, {reply.time[5:16].replace('T', ' ')}{usage_note}"
+            reply_cells = (time_text, f"{reply.bytes:,}", f"{reply.seconds:g}")
+        examples = str(account.clients[client_id]["train"]) if client_id in account.clients else ""
         length, cosine = ("" if x is None else f"{x:.2g}" for x in (shape.length, shape.cosine))
-        table.add_row(str(client), examples, *last, length, cosine, escape(_remark(account, client)))
+        table.add_row(
+            str(client_id), examples, *reply_cells, length, cosine, escape(_remark(account, client_id))
+        )
     return table
 
 
-def _remark(account: Account, client: int) -> str:
+def _remark(account: Account, client_id: int) -> str:
     """What keeps a client from taking part as the others do."""
     remarks = []
-    if client not in account.clients:
+    if client_id not in account.clients:
         remarks.append("not registered")
-    if client in account.excluded:
-        remarks.append(f"excluded after round {account.excluded[client]}")
+    if client_id in account.excluded:
+        remarks.append(f"excluded after round {account.excluded[client_id]}")
     limits = account.settings.get("limits", {})
-    if 0 < limits.get("ban_after", 0) <= (refused := account.refused.get(client, 0)):
-        remarks.append(f"on the blocklist: {refused} replies refused")
-    elif refused:
-        remarks.append(f"{refused} replies refused")
-    if 0 < limits.get("strikes", 0) <= sum(account.long.get(client, ())):
+    if 0 < limits.get("ban_after", 0) <= (refused_count := account.refused.get(client_id, 0)):
+        remarks.append(f"on the blocklist: {refused_count} replies refused")
+    elif refused_count:
+        remarks.append(f"{refused_count} replies refused")
+    if 0 < limits.get("strikes", 0) <= sum(account.long.get(client_id, ())):
         remarks.append("held to the usual norm")
-    if missed := account.silent.get(client, 0):
-        remarks.append(f"missed {missed} orders in a row")
+    if missed_count := account.silent.get(client_id, 0):
+        remarks.append(f"missed {missed_count} orders in a row")
     return "; ".join(remarks)
 
 
@@ -85,16 +87,18 @@ def row(folder: Path) -> list[str]:
     run = RunRecord.load(folder)
     holder = read_holder(folder)
     process = str(holder["pid"]) if is_alive(holder) else ""
-    done = run.rounds[-1].round if run.rounds else 0
+    completed_count = run.rounds[-1].round if run.rounds else 0
     message = str(run.status.get("message", ""))
     if run.rounds and run.rounds[-1].lost:
-        lost = "; ".join(f"client {client} lost: {why}" for client, why in run.rounds[-1].lost.items())
-        message = "; ".join(filter(None, [message, lost]))
+        lost_text = "; ".join(
+            f"client {client_id} lost: {reason}" for client_id, reason in run.rounds[-1].lost.items()
+        )
+        message = "; ".join(filter(None, [message, lost_text]))
     if run.missing:
         message = "; ".join(filter(None, [message, describe_missing(run.missing)]))
-    total = (run.config.get("run") or {}).get("rounds", "?")
+    round_count = (run.config.get("run") or {}).get("rounds", "?")
     state = str(run.status.get("state", "unknown"))
-    return [str(folder), state, f"{done} of {total}", process, _clients(run), message]
+    return [str(folder), state, f"{completed_count} of {round_count}", process, _clients(run), message]
 
 
 def _clients(run: RunRecord) -> str:
@@ -103,8 +107,8 @@ def _clients(run: RunRecord) -> str:
         return str(len(run.clients))
     try:
         account = read_sealed(run.folder / "network.json")
-        refused = sum(account["refused"].values())
-        return f"{len(account['clients'])} of {len(run.clients)} registered, {refused} replies refused"
+        refused_count = sum(account["refused"].values())
+        return f"{len(account['clients'])} of {len(run.clients)} registered, {refused_count} replies refused"
     except CheckpointError as error:
         return str(error)
     except (LookupError, TypeError, AttributeError) as error:

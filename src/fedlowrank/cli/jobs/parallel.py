@@ -79,19 +79,19 @@ class RunWorker:
         assert answers is not None
         self._requests, self._answers = requests, answers
 
-    def run(self, one: PlannedRun, force: bool, on_event: Callable[[Event], None]) -> Outcome:
+    def run(self, planned_run: PlannedRun, force: bool, on_event: Callable[[Event], None]) -> Outcome:
         """Run one run and wait for its end.
 
         Args:
-            one: the run.
+            planned_run: the run.
             force: move an existing folder aside.
             on_event: called with what the worker says on the way.
         """
         request = {
-            "experiment": one.experiment.to_dict(),
-            "name": one.name,
-            "vary": one.vary,
-            "folder": str(one.folder),
+            "experiment": planned_run.experiment.to_dict(),
+            "name": planned_run.name,
+            "vary": planned_run.vary,
+            "folder": str(planned_run.folder),
             "force": force,
         }
         with contextlib.suppress(BrokenPipeError):
@@ -100,9 +100,9 @@ class RunWorker:
         for line in self._answers:
             event = json.loads(line)
             if "state" in event:
-                return Outcome(one, event["state"], event["message"])
+                return Outcome(planned_run, event["state"], event["message"])
             on_event(event)
-        return Outcome(one, "failed", self._explain_death())
+        return Outcome(planned_run, "failed", self._explain_death())
 
     @property
     def is_alive(self) -> bool:
@@ -185,18 +185,18 @@ def run_parallel(runs: Sequence[PlannedRun], jobs: int, force: bool) -> list[Out
         How each ended, in the order given.
     """
     pool, threads = _Pool(min(jobs, len(runs))), ThreadPoolExecutor(jobs)
-    with _bars(len(runs)) as show:
+    with _bars(len(runs)) as bars:
 
-        def work(one: PlannedRun) -> Outcome:
+        def work(planned_run: PlannedRun) -> Outcome:
             with pool.borrow() as worker:
-                bar = show.start(one)
-                outcome = worker.run(one, force, lambda event: show.update(bar, event))
+                bar = bars.start(planned_run)
+                outcome = worker.run(planned_run, force, lambda event: bars.update(bar, event))
                 if not pool.is_closed:
-                    show.end(bar, outcome)
+                    bars.end(bar, outcome)
             return outcome
 
         try:
-            futures = [threads.submit(work, one) for one in runs]
+            futures = [threads.submit(work, run) for run in runs]
             return [future.result() for future in futures]
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
@@ -211,8 +211,10 @@ class _Bars:
     progress: Progress
     all: TaskID
 
-    def start(self, one: PlannedRun) -> TaskID:
-        return self.progress.add_task(one.folder.name, total=one.experiment.run.rounds, text="")
+    def start(self, planned_run: PlannedRun) -> TaskID:
+        return self.progress.add_task(
+            planned_run.folder.name, total=planned_run.experiment.run.rounds, text=""
+        )
 
     def update(self, bar: TaskID, event: Event) -> None:
         if "print" in event:
@@ -233,7 +235,7 @@ class _Bars:
 
 
 @contextlib.contextmanager
-def _bars(runs: int) -> Iterator[_Bars]:
+def _bars(run_count: int) -> Iterator[_Bars]:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -242,4 +244,4 @@ def _bars(runs: int) -> Iterator[_Bars]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=CONSOLE) as progress:
-        yield _Bars(progress, progress.add_task("runs", total=runs, text=""))
+        yield _Bars(progress, progress.add_task("runs", total=run_count, text=""))

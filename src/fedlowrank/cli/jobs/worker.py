@@ -30,13 +30,13 @@ def main() -> None:
     """Run one run after the other, until the standard input is closed; that interrupts the run at hand."""
     # taken away from the standard streams, which libraries print to and forked processes close
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
+    null_file = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_file, 0)
     os.dup2(2, 1)
     events: SimpleQueue[Event | None] = SimpleQueue()
     worker = _Worker(answers)
-    for room in LOGGED:
-        logger = logging.getLogger(f"fedlowrank.{room}")
+    for package_name in LOGGED:
+        logger = logging.getLogger(f"fedlowrank.{package_name}")
         logger.setLevel(logging.INFO)
         logger.addHandler(_WorkerLogHandler(worker))
     with contextlib.suppress(KeyboardInterrupt):
@@ -90,13 +90,13 @@ class _Worker:
             self.send({"round": record.round, "text": describe_record(record)})
 
         try:
-            with OUT.capture() as said:
+            with OUT.capture() as capture:
                 run_method(
                     experiment, request["name"], federation, Path(request["folder"]), request["force"],
                     resume=not request["force"], vary=request["vary"], on_round=show,
                 )  # fmt: skip
         finally:
-            if text := said.get().strip():
+            if text := capture.get().strip():
                 self.send({"print": text})
 
 

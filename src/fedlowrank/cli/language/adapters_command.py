@@ -48,21 +48,21 @@ def adapters(
         )
     run = open_language_run(folder, best, allow_code)
     language = language_of_run(run)
-    given = _given_settings(merged, exact, rank, no_card, base_model)
-    settings = dataclasses.replace(language.export, **given)
+    option_values = _given_settings(merged, exact, rank, no_card, base_model)
+    settings = dataclasses.replace(language.export, **option_values)
     repository = _repository(push, settings, language.loaded.name)
     if is_taken:
         RunFolder.move_aside(out)
     with as_checkpoint_error(f"cannot write {out}"):
         records = RunRecord.load(folder).rounds if settings.card else []
-        written = language.write(run, out, settings, records)
-    for path in written:
+        paths = language.write(run, out, settings, records)
+    for path in paths:
         OUT.print(str(path), soft_wrap=True)
         _print_truncation(path)
     OUT.print("Load one by PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
     if repository is not None:
         name = "server_merged" if settings.merged else "server"
-        if out / name not in written:
+        if out / name not in paths:
             raise TaskError(f"{run.method.title} has no model of the server to upload; {out} is complete")
         message = f"{run.method.title} after {run.round} rounds"
         OUT.print(f"uploaded {out / name} to {upload_model(out / name, repository, message)}", soft_wrap=True)
@@ -101,17 +101,17 @@ def _repository(push: str | Literal[True] | None, settings: ExportSettings, base
 
 def _print_truncation(path: Path) -> None:
     """What an adapter lost by its rank; by layer, where it lost something."""
-    beside = path / METADATA_FILE
-    truncation = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
+    metadata_path = path / METADATA_FILE
+    truncation = json.loads(metadata_path.read_text()).get("truncation") if metadata_path.is_file() else None
     if truncation is None:
         return
     OUT.print(f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} (Frobenius norm)")
     # what is below is the rounding of float32
     if truncation["error"] > 1e-6:
         table = Table("layer", "relative error")
-        largest = sorted(truncation["layers"].items(), key=lambda item: -item[1])
-        for name, error in largest[:SHOWN]:
+        sorted_layers = sorted(truncation["layers"].items(), key=lambda item: -item[1])
+        for name, error in sorted_layers[:SHOWN]:
             table.add_row(name, f"{error:.3g}")
         OUT.print(table)
-        if len(largest) > SHOWN:
-            OUT.print(f"  and {len(largest) - SHOWN} more layers in {beside}", soft_wrap=True)
+        if len(sorted_layers) > SHOWN:
+            OUT.print(f"  and {len(sorted_layers) - SHOWN} more layers in {metadata_path}", soft_wrap=True)

@@ -31,7 +31,7 @@ def chat(
     language = language_of_run(run)
     if language.settings.task != "causal":
         raise ConfigError("this run's models write no text; `fedlowrank report` has how good they are")
-    tokenizer, write = language.loaded.tokenizer, prompt_of(language)
+    tokenizer, prompt_format = language.loaded.tokenizer, prompt_of(language)
     sampling: dict[str, Any] = {} if temperature is None else {"method": "sample", "temperature": temperature}
     decoding = Decoding(tokens, **sampling)
     name = default_model(run) if model is None else model
@@ -39,16 +39,18 @@ def chat(
         conversation = ChatSession(
             module,
             tokenizer,
-            lambda text: write({"instruction": text, "input": ""}),
+            lambda text: prompt_format({"instruction": text, "input": ""}),
             decoding,
             language.uses_chat_template,
         )
         if prompt is not None:
             print(conversation.reply(prompt))
             return 0
-        trained = language.settings.format
-        how = "its chat template" if conversation.has_template else f"the format {trained!r}, each alone"
-        say(f"{run.method.title} after round {run.round}, model {name}, asked in {how}. Ctrl-D ends.")
+        text_format = language.settings.format
+        format_text = (
+            "its chat template" if conversation.has_template else f"the format {text_format!r}, each alone"
+        )
+        say(f"{run.method.title} after round {run.round}, model {name}, asked in {format_text}. Ctrl-D ends.")
         _answer_lines(conversation)
     return 0
 
@@ -63,11 +65,11 @@ def _answer_lines(conversation: ChatSession) -> None:
             return
         if not question.strip():
             continue
-        dropped = conversation.dropped
+        dropped_count = conversation.dropped_count
         try:
             print(conversation.reply(question), flush=True)
         except ConfigError as error:
             # the next question may be shorter
             print(f"error: {error.for_command}", file=sys.stderr)
-        if conversation.dropped > dropped:
+        if conversation.dropped_count > dropped_count:
             say("The oldest turns no longer fit the model's context and were dropped.")

@@ -50,11 +50,11 @@ def estimate_run(method: AnyMethod, federation: Federation, settings: RunSetting
         federation = federation.to(settings.device)
     task = federation.task(settings.rounds)
     info = max(federation.infos, key=lambda i: i.examples)
-    down = method.download(method.server_init(task), info)
-    asking: Any = _Asking()
+    download = method.download(method.server_init(task), info)
+    probe: Any = _Asking()
     try:
         method.local_update(
-            method.client_init(info, task), down, client_view(federation, task, info, 0, asking)
+            method.client_init(info, task), download, client_view(federation, task, info, 0, probe)
         )
     except PassAskedError as first:
         request = first.request
@@ -73,14 +73,16 @@ def estimate_run(method: AnyMethod, federation: Federation, settings: RunSetting
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
     passes = method.local_passes().values()
-    a_round = sum(p.steps_over(i.examples) for i in federation.infos for p in passes) * settings.participation
-    minutes = seconds * a_round * settings.rounds / 60
-    used = (
+    steps_per_round = (
+        sum(p.steps_over(i.examples) for i in federation.infos for p in passes) * settings.participation
+    )
+    minutes = seconds * steps_per_round * settings.rounds / 60
+    memory_bytes = (
         torch.cuda.max_memory_allocated(device)
         if device.type == "cuda"
         else psutil.Process().memory_info().rss
     )
     return (
-        f"estimate from one step of {info.title}: {a_round * settings.rounds:,.0f} local steps of {seconds:.2g} s, about "
-        f"{minutes:,.0f} min beside evaluation; {used / 2**30:.1f} GiB of memory in use after it"
+        f"estimate from one step of {info.title}: {steps_per_round * settings.rounds:,.0f} local steps of {seconds:.2g} s, about "
+        f"{minutes:,.0f} min beside evaluation; {memory_bytes / 2**30:.1f} GiB of memory in use after it"
     )

@@ -47,9 +47,11 @@ def format_field_help(path: str = "") -> str:
         elif table.fields:
             fields = (f"  {f.name} = {f.default}\n      {f.meaning}" for f in table.fields)
             lines += [f"\n{table.title}", *fields]
-    known = {table.path for table in tables}
-    inner = [table.path for table in _every_table() if table.path.rpartition(".")[0] == path] if path else []
-    if further_tables := [one for one in dict.fromkeys(inner) if one not in known]:
+    paths = {table.path for table in tables}
+    inner_paths = (
+        [table.path for table in _every_table() if table.path.rpartition(".")[0] == path] if path else []
+    )
+    if further_tables := [inner_path for inner_path in dict.fromkeys(inner_paths) if inner_path not in paths]:
         lines.append(f"\nTables in it: {', '.join(further_tables)}")
     return "\n".join(lines)
 
@@ -82,42 +84,50 @@ def find_tables(path: str) -> list[FieldTable]:
     Raises:
         ConfigError: if there is none; the message names the nearest.
     """
-    every = _every_table()
-    if matches := [table for table in every if path in (table.path, f"{table.path}.{table.kind}")]:
+    all_tables = _every_table()
+    if matches := [table for table in all_tables if path in (table.path, f"{table.path}.{table.kind}")]:
         return matches
     parent, _, name = path.rpartition(".")
     for owner in (parent, parent.rpartition(".")[0]):
         # a field of a table, or of one of its kinds
-        tables = [table for table in every if owner and parent in (table.path, f"{table.path}.{table.kind}")]
+        tables = [
+            table for table in all_tables if owner and parent in (table.path, f"{table.path}.{table.kind}")
+        ]
         if matches := [_keep_field(t, name) for t in tables if any(f.name == name for f in t.fields)]:
             return matches
     if matches := [
-        _keep_field(t, path) for t in every if not t.path and any(f.name == path for f in t.fields)
+        _keep_field(t, path) for t in all_tables if not t.path and any(f.name == path for f in t.fields)
     ]:
         return matches
     if matches := [table for table in list_tables() if table.path.startswith(f"{path}.")]:
         return matches
-    raise ConfigError(f"there is no section or field {path!r}. {_suggest(path, every)}")
+    raise ConfigError(f"there is no section or field {path!r}. {_suggest(path, all_tables)}")
 
 
 def _keep_field(table: FieldTable, name: str) -> FieldTable:
     return dataclasses.replace(table, fields=tuple(f for f in table.fields if f.name == name))
 
 
-def _suggest(path: str, every: Sequence[FieldTable]) -> str:
+def _suggest(path: str, tables: Sequence[FieldTable]) -> str:
     """What was meant by an unknown path: fields of that name in any table, the nearest path, or the sections."""
-    paths = [table.path for table in every if table.path]
-    kinds = [f"{table.path}.{table.kind}" for table in every if table.kind]
-    fields = [f"{table.path}.{field.name}" for table in every for field in table.fields if table.path]
-    same = [one for one in dict.fromkeys([*paths, *kinds, *fields]) if one.endswith(f".{path}")]
-    if len(same) == 1:
-        return f"Did you mean {same[0]!r}?"
-    if same:
-        rest = f" and {len(same) - MAX_SHOWN} more" if len(same) > MAX_SHOWN else ""
-        return f"There are {', '.join(same[:MAX_SHOWN])}{rest}."
-    if near := difflib.get_close_matches(path, [*paths, *kinds, *fields], n=1, cutoff=0.75):
-        return f"Did you mean {near[0]!r}?"
-    return did_you_mean(path.partition(".")[0], [one.partition(".")[0] for one in paths])
+    paths = [table.path for table in tables if table.path]
+    kind_paths = [f"{table.path}.{table.kind}" for table in tables if table.kind]
+    field_paths = [f"{table.path}.{field.name}" for table in tables for field in table.fields if table.path]
+    matches = [
+        candidate
+        for candidate in dict.fromkeys([*paths, *kind_paths, *field_paths])
+        if candidate.endswith(f".{path}")
+    ]
+    if len(matches) == 1:
+        return f"Did you mean {matches[0]!r}?"
+    if matches:
+        ending = f" and {len(matches) - MAX_SHOWN} more" if len(matches) > MAX_SHOWN else ""
+        return f"There are {', '.join(matches[:MAX_SHOWN])}{ending}."
+    if close_matches := difflib.get_close_matches(
+        path, [*paths, *kind_paths, *field_paths], n=1, cutoff=0.75
+    ):
+        return f"Did you mean {close_matches[0]!r}?"
+    return did_you_mean(path.partition(".")[0], [candidate.partition(".")[0] for candidate in paths])
 
 
 MAX_SHOWN = 6
@@ -135,10 +145,10 @@ def list_tables() -> tuple[FieldTable, ...]:
 @functools.cache
 def _every_table() -> tuple[FieldTable, ...]:
     """List every table of a file, those in the tables of each method included."""
-    known = list_tables()
-    paths = {table.path for table in known}
-    inner = [one for n, c in METHODS.items() for one in _nested(f"methods.{n}", c)]
-    return (*known, *(table for table in inner if table.path not in paths))
+    tables = list_tables()
+    paths = {table.path for table in tables}
+    nested_tables = [nested_table for n, c in METHODS.items() for nested_table in _nested(f"methods.{n}", c)]
+    return (*tables, *(table for table in nested_tables if table.path not in paths))
 
 
 def _header() -> dict[str, pydantic.fields.FieldInfo]:
@@ -147,21 +157,24 @@ def _header() -> dict[str, pydantic.fields.FieldInfo]:
     return {name: fields[name] for name in list(fields)[: list(fields).index("language")]}
 
 
-def _table(path: str, cls: type[Any], kind: str = "", tag: str = "kind", about: str = "") -> FieldTable:
+def _table(path: str, cls: type[Any], kind: str = "", tag: str = "kind", scope: str = "") -> FieldTable:
     title = f"{path}, {tag} = {kind}" if kind else path
-    return FieldTable(path, kind, f"[{title}{about}]", tuple(list_fields(cls)), cls)
+    return FieldTable(path, kind, f"[{title}{scope}]", tuple(list_fields(cls)), cls)
 
 
 def _nested(path: str, cls: type[Any]) -> Iterator[FieldTable]:
     """Tables that the fields of a table hold, and those in them."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        inner = classes_in(hints[field.name])
-        named = typing.get_origin(hints[field.name]) in (dict, Mapping)
-        where = f"{path}.{field.name}{'.NAME' if named else ''}"
-        tables = [_table(where, one, one.kind if len(inner) > 1 else "") for one in inner]
-        below = [table for one in inner for table in _nested(where, one)]
-        yield from (*tables, *{table.path: table for table in below}.values())
+        inner_classes = classes_in(hints[field.name])
+        is_mapping = typing.get_origin(hints[field.name]) in (dict, Mapping)
+        table_path = f"{path}.{field.name}{'.NAME' if is_mapping else ''}"
+        tables = [
+            _table(table_path, inner_class, inner_class.kind if len(inner_classes) > 1 else "")
+            for inner_class in inner_classes
+        ]
+        deeper_tables = [table for inner_class in inner_classes for table in _nested(table_path, inner_class)]
+        yield from (*tables, *{table.path: table for table in deeper_tables}.values())
 
 
 def _sections() -> Iterator[FieldTable]:
@@ -170,15 +183,15 @@ def _sections() -> Iterator[FieldTable]:
         if name in TAGGED:
             yield from (_table(name, cls, kind) for kind, cls in TAGGED[name][0].items())
         elif name == "data":
-            yield _table("data", Preparation, about=", any source")
+            yield _table("data", Preparation, scope=", any source")
             yield from (_table("data", c, n, "source") for n, c in SOURCES.items())
             yield from (_table("data", c, n, "source", " (texts)") for n, c in TEXT_SOURCES.items())
         elif name == "lora":
             yield _table(
-                "lora", LoraSettings, about="; with [language] the fields of peft.LoraConfig, and ranks"
+                "lora", LoraSettings, scope="; with [language] the fields of peft.LoraConfig, and ranks"
             )
         elif name == "defaults":
-            yield _table("defaults", Method, about=", of all methods")
+            yield _table("defaults", Method, scope=", of all methods")
             yield from _nested("defaults", Method)
         elif name == "methods":
             yield from (_table(f"methods.{n}", c) for n, c in METHODS.items())
@@ -192,7 +205,7 @@ def _sections() -> Iterator[FieldTable]:
                 yield FieldTable(path, "", f"[{title}]", tuple(list_fields(cls)), cls)
         else:
             for cls in classes_in(field.annotation):
-                yield from (one for one in (_table(name, cls), *_nested(name, cls)) if one.fields)
+                yield from (table for table in (_table(name, cls), *_nested(name, cls)) if table.fields)
 
 
 @dataclass(frozen=True)
@@ -218,8 +231,8 @@ def list_fields(cls: type[Any]) -> list[FieldHelp]:
             default = repr(f.default_factory())
         else:
             default = "(needed)"
-        kind = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
-        out.append(FieldHelp(f.name, kind, default, meanings.get(f.name, "")))
+        type_name = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
+        out.append(FieldHelp(f.name, type_name, default, meanings.get(f.name, "")))
     return out
 
 
@@ -227,12 +240,12 @@ def _format_default(value: Any) -> str:
     """A default as one would write it: of a dataclass the learning rate and what is not its default."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
-    shown = [
+    arguments = [
         f"{f.name}={getattr(value, f.name)!r}"
         for f in dataclasses.fields(value)
         if f.name == "lr" or (f.default is not dataclasses.MISSING and getattr(value, f.name) != f.default)
     ]
-    return f"{type(value).__name__}({', '.join(shown)})"
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def _meanings(doc: str | None) -> dict[str, str]:

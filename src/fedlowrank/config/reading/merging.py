@@ -22,7 +22,7 @@ _LIKE_TOML = re.compile(r"(?P<truth>[Tt]rue|[Ff]alse|TRUE|FALSE)|[+-]?(\d+\.|\.\
 
 
 @dataclass(frozen=True)
-class LaidTables:
+class LayeredTables:
     """Tables of an experiment, and the overrides that are laid over them, all at once and in any order.
 
     Attributes:
@@ -36,7 +36,7 @@ class LaidTables:
     logged: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
-    def read(cls, path: Path, overrides: Sequence[str] = ()) -> LaidTables:
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> LayeredTables:
         """Read an experiment file and overrides. The name of an experiment that has none is that of its file.
 
         Args:
@@ -53,12 +53,12 @@ class LaidTables:
             tables = {"name": path.stem, **tables}
         return cls(tables, parse_overrides(overrides))
 
-    def join(self, overrides: Sequence[str]) -> LaidTables:
+    def join(self, overrides: Sequence[str]) -> LayeredTables:
         """Add overrides; one that contradicts another one is a ConfigError."""
-        joined = copy.deepcopy(dict(self.overrides))
+        all_overrides = copy.deepcopy(dict(self.overrides))
         for text in overrides:
-            _join(joined, parse_override(text), "")
-        return LaidTables(self.tables, joined, self.logged)
+            _join(all_overrides, parse_override(text), "")
+        return LayeredTables(self.tables, all_overrides, self.logged)
 
     def overrides_field(self, name: str) -> bool:
         """Whether an override sets a field, given by its dotted name, or a part of it."""
@@ -80,54 +80,56 @@ class LaidTables:
 
 
 def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read an experiment file, the files it extends, and overrides; see :class:`LaidTables`.
+    """Read an experiment file, the files it extends, and overrides; see :class:`LayeredTables`.
 
     Returns:
         The merged tables, unchecked.
     """
-    return LaidTables.read(path, overrides).merge()
+    return LayeredTables.read(path, overrides).merge()
 
 
-def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in above:
+def _read_file(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in parents:
         raise ConfigError(f"{path} extends itself")
     tables = read_toml(path)
     base = tables.pop("extends", None)
     if base is None:
         return tables
-    merged = _read_file(path.parent / str(base), (*above, path.resolve()))
+    merged = _read_file(path.parent / str(base), (*parents, path.resolve()))
     for text in merge_tables(merged, tables):
         logger.info(text)
     return merged
 
 
-def merge_tables(into: dict[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+def merge_tables(base: dict[str, Any], overlay: Mapping[str, Any], path: str = "") -> list[str]:
     """Lay nested tables over others, in place.
 
     Of a table that gets another ``kind``, ``source`` or value of another switch, the fields stay that are read
     with it, too, and the others are left out.
 
     Args:
-        into: the tables below.
-        new: the tables above.
+        base: the tables below.
+        overlay: the tables above.
         path: of both.
 
     Returns:
         A line for each table of which fields are left out.
     """
     lines = []
-    for key, value in new.items():
-        old, here = into.get(key), f"{path}.{key}" if path else key
-        if not isinstance(old, dict) or not isinstance(value, Mapping):
-            into[key] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
+    for key, value in overlay.items():
+        old_value, field_path = base.get(key), f"{path}.{key}" if path else key
+        if not isinstance(old_value, dict) or not isinstance(value, Mapping):
+            base[key] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
             continue
-        if (alternatives := find_alternatives(here)) and (unread := alternatives.unread(old, value)):
-            lost = ", ".join(f"{here}.{name} = {old.pop(name)!r}" for name in unread)
+        if (alternatives := find_alternatives(field_path)) and (
+            unread := alternatives.unread(old_value, value)
+        ):
+            lost_fields = ", ".join(f"{field_path}.{name} = {old_value.pop(name)!r}" for name in unread)
             tag = alternatives.switch.field
             lines.append(
-                f"{here}.{tag} = {value[tag]!r} is laid over the file, whose {lost} nothing reads then"
+                f"{field_path}.{tag} = {value[tag]!r} is laid over the file, whose {lost_fields} nothing reads then"
             )
-        lines += merge_tables(old, value, here)
+        lines += merge_tables(old_value, value, field_path)
     return lines
 
 
@@ -153,33 +155,33 @@ def _expand_grids(tables: Mapping[str, Any]) -> dict[str, Any]:
         methods = tune.get("methods")
         if isinstance(methods, dict):
             tune["methods"] = {
-                n: join_fields(own) if isinstance(own, dict) else own for n, own in methods.items()
+                n: join_fields(grid) if isinstance(grid, dict) else grid for n, grid in methods.items()
             }
     return expanded
 
 
 def join_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn values by dotted field into nested tables; a field that has two values is a ConfigError."""
-    joined: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for name, value in values.items():
         nested = value
         for part in reversed(name.split(".")):
             nested = {part: nested}
-        _join(joined, nested, "")
-    return joined
+        _join(tables, nested, "")
+    return tables
 
 
-def _join(into: dict[str, Any], new: Mapping[str, Any], path: str) -> None:
+def _join(target: dict[str, Any], tables: Mapping[str, Any], path: str) -> None:
     """Add nested tables to others in which no field may have another value."""
-    for key, value in new.items():
-        here = f"{path}.{key}" if path else key
-        if key not in into:
-            into[key] = copy.deepcopy(value)
-        elif isinstance(into[key], dict) and isinstance(value, Mapping):
-            _join(into[key], value, here)
-        elif (type(into[key]), into[key]) != (type(value), value):
+    for key, value in tables.items():
+        field_path = f"{path}.{key}" if path else key
+        if key not in target:
+            target[key] = copy.deepcopy(value)
+        elif isinstance(target[key], dict) and isinstance(value, Mapping):
+            _join(target[key], value, field_path)
+        elif (type(target[key]), target[key]) != (type(value), value):
             raise ConfigError(
-                f"{here} is given twice, as {into[key]!r} and as {value!r}; leave one of them out"
+                f"{field_path} is given twice, as {target[key]!r} and as {value!r}; leave one of them out"
             )
 
 
@@ -205,12 +207,12 @@ def _split_name(name: str) -> list[str]:
     if '"' not in name and "'" not in name:
         return name.split(".")
     try:
-        rest: Any = tomllib.loads(f"{name} = 0")
+        nested: Any = tomllib.loads(f"{name} = 0")
     except tomllib.TOMLDecodeError:
         return name.split(".")
     parts = []
-    while isinstance(rest, dict):
-        ((part, rest),) = rest.items()
+    while isinstance(nested, dict):
+        ((part, nested),) = nested.items()
         parts.append(part)
     return parts
 
@@ -273,8 +275,8 @@ def parse_value(text: str, name: str = "value") -> Any:
     if parsed:
         # a line break in the text began another entry
         return text
-    if isinstance(value, str) and (wrong := find_escaped_path(value)):
-        raise ConfigError(f"{name}={text} {wrong}")
+    if isinstance(value, str) and (problem := find_escaped_path(value)):
+        raise ConfigError(f"{name}={text} {problem}")
     return value
 
 
@@ -288,11 +290,11 @@ def format_toml(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
     nested = {key: value for key, value in tables.items() if isinstance(value, Mapping)}
     lines = [f"{_format_key(key)} = {_format_value(tables[key])}\n" for key in tables if key not in nested]
     for key, value in nested.items():
-        here = (*path, key)
-        title = f"\n[{'.'.join(map(_format_key, here))}]\n"
+        table_path = (*path, key)
+        title = f"\n[{'.'.join(map(_format_key, table_path))}]\n"
         # a table of tables alone needs no title of its own
-        alone = bool(value) and all(isinstance(inner, Mapping) for inner in value.values())
-        lines.append(("" if alone else title) + format_toml(value, here))
+        has_only_tables = bool(value) and all(isinstance(inner, Mapping) for inner in value.values())
+        lines.append(("" if has_only_tables else title) + format_toml(value, table_path))
     return "".join(lines)
 
 

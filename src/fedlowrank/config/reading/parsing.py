@@ -25,14 +25,14 @@ CONFIG_ERROR = "config_error"
 _ADAPTERS: dict[Any, pydantic.TypeAdapter[Any]] = {}
 
 
-def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | None = None) -> T:
+def build(cls: type[T], values: Any, path: str, origins: Mapping[str, str] | None = None) -> T:
     """Make a dataclass from a table, every field checked.
 
     Args:
         cls: a dataclass or pydantic model whose fields are numbers, strings, tuples or further such classes.
         values: the table.
         path: of the table, for messages.
-        elsewhere: the path of the table that a field comes from, where it is another one.
+        origins: the path of the table that a field comes from, where it is another one.
 
     Raises:
         ConfigError: for every field that is unknown, missing or of the wrong type; one line each.
@@ -43,28 +43,28 @@ def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | N
     try:
         built: T = _adapter(cls).validate_python({path: dict(values)})[path]
     except pydantic.ValidationError as error:
-        raise config_error(error, cls, 1, elsewhere) from error
+        raise config_error(error, cls, 1, origins) from error
     return built
 
 
 def build_tagged(
-    known: Kinds,
+    classes: Kinds,
     values: Any,
     path: str,
     default: str,
     tag: str = "kind",
-    also: Sequence[str] = (),
+    other_fields: Sequence[str] = (),
     advice: str = "",
 ) -> Any:
     """Make one of several dataclasses, chosen by the table's tag, from a table.
 
     Args:
-        known: the dataclasses by the value of their tag.
+        classes: the dataclasses by the value of their tag.
         values: the table.
         path: of the table, for messages.
         default: the tag of a table that has none.
         tag: name of the entry that chooses.
-        also: further fields of the same table, which are read elsewhere.
+        other_fields: further fields of the same table, which are read elsewhere.
         advice: what else a tag may be, for the message of an unknown one.
 
     Raises:
@@ -73,28 +73,28 @@ def build_tagged(
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
     refuse_misspelled_tag(values, path, tag)
-    name, fields = str(values.get(tag, default)), {n: _field_names(cls) for n, cls in known.items()}
-    if name not in known:
-        raise ConfigError(f"{path}: there is no {name!r}. {did_you_mean(name, known)}{advice}")
+    name, fields = str(values.get(tag, default)), {n: _field_names(cls) for n, cls in classes.items()}
+    if name not in classes:
+        raise ConfigError(f"{path}: there is no {name!r}. {did_you_mean(name, classes)}{advice}")
     for key in values:
         if key == tag or key in fields[name]:
             continue
-        if others := [other for other in known if key in fields[other]]:
+        if tags := [other_tag for other_tag in classes if key in fields[other_tag]]:
             raise ConfigError(
                 f"{path}.{key}: there is no such field of {tag} {name!r}; it is one of "
-                f"{', '.join(map(repr, others))}. Set {path}.{tag}={others[0]}, or leave it out."
+                f"{', '.join(map(repr, tags))}. Set {path}.{tag}={tags[0]}, or leave it out."
             )
-        if also or not fields[name]:
-            near = did_you_mean(key, [tag, *fields[name], *also])
-            raise ConfigError(f"{path}.{key}: there is no such field of {tag} {name!r}. {near}")
-    return build(known[name], {key: value for key, value in values.items() if key != tag}, path)
+        if other_fields or not fields[name]:
+            suggestion = did_you_mean(key, [tag, *fields[name], *other_fields])
+            raise ConfigError(f"{path}.{key}: there is no such field of {tag} {name!r}. {suggestion}")
+    return build(classes[name], {key: value for key, value in values.items() if key != tag}, path)
 
 
 def refuse_misspelled_tag(values: Mapping[str, Any], path: str, tag: str) -> None:
     """Refuse a table without a tag where one of its keys is nearly that; the default tag misjudges the rest."""
-    if tag not in values and (near := difflib.get_close_matches(tag, values, n=1, cutoff=0.75)):
+    if tag not in values and (matches := difflib.get_close_matches(tag, values, n=1, cutoff=0.75)):
         raise ConfigError(
-            f"{path}.{near[0]}: there is no such field. Did you mean {path}.{tag}={values[near[0]]}?"
+            f"{path}.{matches[0]}: there is no such field. Did you mean {path}.{tag}={values[matches[0]]}?"
         )
 
 
@@ -120,25 +120,25 @@ def refuse_conversions(hint: Any, value: Any, path: str) -> None:
         elif origin in (tuple, list, Sequence):
             for item in value:
                 refuse_conversions(inner[0], item, path)
-    if kind := _converted_to(options, value):
+    if type_name := _converted_to(options, value):
         name = path.rpartition(".")[2]
         advice = f". Write {name} = {value.strip().lower()} without quotes" if isinstance(value, str) else ""
-        raise ConfigError(f"{path}: input should be a valid {kind}; it is {value!r}{advice}")
+        raise ConfigError(f"{path}: input should be a valid {type_name}; it is {value!r}{advice}")
 
 
 def _converted_to(options: Sequence[Any], value: Any) -> str:
     """The name of the type to which pydantic would convert a value that is none of it; else nothing."""
-    plain = set(options) & {int, float, bool}
+    scalar_types = set(options) & {int, float, bool}
     takes_text = any(o in (str, Any) or typing.get_origin(o) is Literal for o in options)
-    if not plain or (takes_text and isinstance(value, str)):
+    if not scalar_types or (takes_text and isinstance(value, str)):
         return ""
-    if plain == {bool}:
+    if scalar_types == {bool}:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return "boolean"
         return "boolean" if isinstance(value, str) and value.strip().lower() in ("true", "false") else ""
-    number = "number" if float in plain else "integer"
+    number = "number" if float in scalar_types else "integer"
     if isinstance(value, bool):
-        return "" if bool in plain else number
+        return "" if bool in scalar_types else number
     return number if isinstance(value, str) and _is_number(value) else ""
 
 
@@ -156,8 +156,8 @@ def _options(hint: Any) -> Iterator[Any]:
     if origin is typing.Annotated:
         yield from _options(inner[0])
     elif origin in (typing.Union, UnionType):
-        for one in inner:
-            yield from _options(one)
+        for option in inner:
+            yield from _options(option)
     else:
         yield hint
 
@@ -171,9 +171,9 @@ def _field_hints(cls: Any) -> Mapping[str, Any]:
     return {name: hints[name] for name in _field_names(cls)} if is_table else hints
 
 
-def print_tagged(known: Kinds, value: Any, short: bool, tag: str = "kind") -> dict[str, Any]:
+def print_tagged(classes: Kinds, value: Any, short: bool, tag: str = "kind") -> dict[str, Any]:
     """Turn a dataclass into the table that :func:`build_tagged` makes it from."""
-    name = next(name for name, cls in known.items() if cls is type(value))
+    name = next(name for name, cls in classes.items() if cls is type(value))
     return {tag: name, **print_fields(value, short)}
 
 
@@ -194,76 +194,82 @@ def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
 def config_error(
     error: pydantic.ValidationError,
     cls: type[Any],
-    above: int = 0,
-    elsewhere: Mapping[str, str] | None = None,
+    depth: int = 0,
+    origins: Mapping[str, str] | None = None,
 ) -> ConfigError:
     """Explain what pydantic refused, a line for each field.
 
     Args:
         error: of pydantic.
         cls: the class that was to be made.
-        above: entries of an error's location that lie above the class.
-        elsewhere: see :func:`build`.
+        depth: entries of an error's location that lie above the class.
+        origins: see :func:`build`.
     """
-    return ConfigError("\n".join(_explain(cls, above, e, elsewhere or {}) for e in error.errors()))
+    return ConfigError("\n".join(_explain(cls, depth, e, origins or {}) for e in error.errors()))
 
 
-def _explain(cls: type[Any], above: int, error: Any, elsewhere: Mapping[str, str]) -> str:
-    value, context, kind = error["input"], error.get("ctx", {}), error["type"]
-    if kind == CONFIG_ERROR:
+def _explain(cls: type[Any], depth: int, error: Any, origins: Mapping[str, str]) -> str:
+    value, context, error_type = error["input"], error.get("ctx", {}), error["type"]
+    if error_type == CONFIG_ERROR:
         return str(context["text"])
     *parents, name = error["loc"]
-    shown, owners = _locate(cls, parents[above:])
-    table = ".".join(map(str, parents[:above]))
-    origin = elsewhere.get(str(error["loc"][above]), table) if len(error["loc"]) > above else table
-    where = ".".join([*([origin] if origin else []), *shown, str(name)])
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        problem = f"{where}: there is no such field" if "." in where else f"there is no section {name!r}"
-        if origin != table and not shown:
-            problem = f"{where}: {table} has no such field"
+    shown_path, owners = _locate(cls, parents[depth:])
+    table = ".".join(map(str, parents[:depth]))
+    origin = origins.get(str(error["loc"][depth]), table) if len(error["loc"]) > depth else table
+    field_path = ".".join([*([origin] if origin else []), *shown_path, str(name)])
+    if error_type in ("unexpected_keyword_argument", "extra_forbidden"):
+        problem = (
+            f"{field_path}: there is no such field" if "." in field_path else f"there is no section {name!r}"
+        )
+        if origin != table and not shown_path:
+            problem = f"{field_path}: {table} has no such field"
         if inner := _find_inner(owners, str(name)):
-            return f"{problem}. Did you mean {where.removesuffix(str(name))}{inner}={value}?"
+            return f"{problem}. Did you mean {field_path.removesuffix(str(name))}{inner}={value}?"
         return f"{problem}. {did_you_mean(str(name), [n for owner in owners for n in _field_names(owner)])}"
-    if kind == "missing":
-        return f"{where}: this field is needed"
-    if kind == "union_tag_invalid" and not isinstance(value, Mapping):
+    if error_type == "missing":
+        return f"{field_path}: this field is needed"
+    if error_type == "union_tag_invalid" and not isinstance(value, Mapping):
         tags = re.findall(r"'([^']*)'", context["expected_tags"])
         tag = (difflib.get_close_matches(str(value), tags, n=1) or tags)[0]
         return (
-            f"{where} must be a table of fields, not {value!r}. Write {where}.kind={tag}, or in a file "
+            f"{field_path} must be a table of fields, not {value!r}. Write {field_path}.kind={tag}, or in a file "
             f"{name} = {{ kind = {json.dumps(tag)} }}. {_suggest(value, context['expected_tags'])}"
         )
-    if kind == "union_tag_invalid":
-        where, value, context = f"{where}.kind", context["tag"], {"expected": context["expected_tags"]}
-    if kind in ("literal_error", "union_tag_invalid"):
-        return f"{where}: {value!r} is no choice. {_suggest(value, context['expected'])}"
-    if kind == "tuple_type" and isinstance(value, str | int | float):
-        return f"{where}: a list is needed, such as [{json.dumps(value)}]; it is {value!r}"
-    if kind in ("dataclass_type", "model_type", "dict_type"):
-        return f"{where} must be a table of fields, not {value!r}"
-    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}; it is {value!r}"
+    if error_type == "union_tag_invalid":
+        field_path, value, context = (
+            f"{field_path}.kind",
+            context["tag"],
+            {"expected": context["expected_tags"]},
+        )
+    if error_type in ("literal_error", "union_tag_invalid"):
+        return f"{field_path}: {value!r} is no choice. {_suggest(value, context['expected'])}"
+    if error_type == "tuple_type" and isinstance(value, str | int | float):
+        return f"{field_path}: a list is needed, such as [{json.dumps(value)}]; it is {value!r}"
+    if error_type in ("dataclass_type", "model_type", "dict_type"):
+        return f"{field_path} must be a table of fields, not {value!r}"
+    return f"{field_path}: {error['msg'][0].lower()}{error['msg'][1:]}; it is {value!r}"
 
 
 def _suggest(value: Any, expected: str) -> str:
     """The word that was meant, or all that are known; pydantic lists them as ``'a', 'b' or 'c'``."""
-    words = re.findall(r"'([^']*)'", expected)
-    return f"Known: {expected}." if not words else did_you_mean(str(value), words)
+    choices = re.findall(r"'([^']*)'", expected)
+    return f"Known: {expected}." if not choices else did_you_mean(str(value), choices)
 
 
 def _locate(cls: type[Any], path: Sequence[str | int]) -> tuple[list[str], list[type[Any]]]:
     """The path of a table as its file writes it, and the classes that it may be."""
-    shown, owners = [], [cls]
-    for part in path:
+    shown_path, owners = [], [cls]
+    for key in path:
         all_hints = [typing.get_type_hints(owner) for owner in owners]
-        hints = [known[part] for known in all_hints if part in known]
-        tagged = [owner for owner in owners if getattr(owner, "kind", None) == part]
+        hints = [class_hints[key] for class_hints in all_hints if key in class_hints]
+        tagged = [owner for owner in owners if getattr(owner, "kind", None) == key]
         if tagged and not hints:
             # the tag by which pydantic chose among several classes
             owners = tagged
             continue
-        shown.append(str(part))
+        shown_path.append(str(key))
         owners = [inner for hint in hints for inner in classes_in(hint)] or owners
-    return shown, owners
+    return shown_path, owners
 
 
 def _find_inner(owners: Sequence[type[Any]], name: str) -> str:

@@ -41,8 +41,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     if not tables:
         raise ConfigError(f"{path} holds no settings; `fedlowrank fields` lists them")
     for key, value in _strings(tables, ""):
-        if wrong := find_escaped_path(value):
-            raise ConfigError(f"{path}: {key} {wrong}")
+        if problem := find_escaped_path(value):
+            raise ConfigError(f"{path}: {key} {problem}")
     return tables
 
 
@@ -50,8 +50,10 @@ def find_escaped_path(value: str) -> str:
     """Say that a path of Windows holds a control character where it was written with a backslash; else nothing."""
     if not _ESCAPED_PATH.match(value):
         return ""
-    raw = repr(value)[1:-1].replace("\\\\", "\\")
-    return f"holds a control character: in double quotes a backslash begins an escape. {advise_path(raw)}"
+    path_text = repr(value)[1:-1].replace("\\\\", "\\")
+    return (
+        f"holds a control character: in double quotes a backslash begins an escape. {advise_path(path_text)}"
+    )
 
 
 def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -73,27 +75,27 @@ def explain_toml(text: str, error: tomllib.TOMLDecodeError) -> str:
     match = re.search(r"at line (\d+)", str(error))
     number = int(match[1]) if match else len(lines)
     line = lines[min(number, len(lines)) - 1].strip()
-    where, problem = f"line {number} ({line}):", re.sub(r" \(at .*\)$", "", str(error))
+    location, problem = f"line {number} ({line}):", re.sub(r" \(at .*\)$", "", str(error))
     key, _, value = (part.strip() for part in line.partition("="))
-    bare = re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", line)
-    if quotes := [c for c in bare if c in _QUOTES]:
-        return f"{where} {quotes[0]} is a typographic quotation mark; type \" or '"
+    bare_text = re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", line)
+    if quotes := [c for c in bare_text if c in _QUOTES]:
+        return f"{location} {quotes[0]} is a typographic quotation mark; type \" or '"
     quoted = re.search(r'"([^"]*\\.*?)("|$)', line)
     if quoted and re.search(r"hex value|Unescaped", problem):
-        return f"{where} in double quotes a backslash begins an escape. {advise_path(quoted[1], key)}"
+        return f"{location} in double quotes a backslash begins an escape. {advise_path(quoted[1], key)}"
     if re.search(r"overwrite|twice|mutate", problem):
-        return f"{where} this is in the file twice; remove one of the two ({problem})"
+        return f"{location} this is in the file twice; remove one of the two ({problem})"
     if problem == "Invalid value" and not value:
-        return f"{where} there is no value after the sign ="
+        return f"{location} there is no value after the sign ="
     if problem == "Invalid value" and value in ("True", "False"):
-        return f"{where} write {key} = {value.lower()}"
+        return f"{location} write {key} = {value.lower()}"
     if problem == "Invalid value" and re.fullmatch(r"[A-Za-z~/.][^\"'\[\]{}]*", value):
-        return f'{where} text needs quotation marks: {key} = "{value}"'
-    return f"{where} {problem[0].lower()}{problem[1:]}"
+        return f'{location} text needs quotation marks: {key} = "{value}"'
+    return f"{location} {problem[0].lower()}{problem[1:]}"
 
 
-def advise_path(raw: str, key: str = "") -> str:
+def advise_path(path_text: str, key: str = "") -> str:
     """How to write a path of Windows, given as it stands between double quotes, at a key."""
-    start = f"{key} = " if key else ""
-    single, slashes = f"'{raw}'", raw.replace("\\", "/")
-    return f'Write {start}{single} in single quotes, or {start}"{slashes}" with slashes'
+    prefix = f"{key} = " if key else ""
+    quoted_path, slash_path = f"'{path_text}'", path_text.replace("\\", "/")
+    return f'Write {prefix}{quoted_path} in single quotes, or {prefix}"{slash_path}" with slashes'

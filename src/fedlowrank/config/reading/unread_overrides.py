@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...core.errors import ConfigError
-from .merging import LaidTables
+from .merging import LayeredTables
 
 TUNE = "`fedlowrank tune` alone reads the section [tune]."
 SEVERAL_RUNS = {
@@ -45,24 +45,24 @@ def refuse_overrides_of_other_methods(
                 f"{', '.join(names)}. Name {name} among them, or set methods.{next(iter(names))}."
             )
     for name in overrides.get("defaults", {}):
-        own = [method for method in names if name in methods.get(method, ())]
-        if own and len(own) == len(names):
+        owners = [method for method in names if name in methods.get(method, ())]
+        if owners and len(owners) == len(names):
             raise ConfigError(
-                f"defaults.{name}: nothing reads this override, for {', '.join(own)} has its own in the table "
-                f"methods.{own[0]}. Write methods.{own[0]}.{name}=... instead."
+                f"defaults.{name}: nothing reads this override, for {', '.join(owners)} has its own in the table "
+                f"methods.{owners[0]}. Write methods.{owners[0]}.{name}=... instead."
             )
 
 
-def refuse_unread_overrides(laid: LaidTables, unread: Mapping[str, str]) -> None:
+def refuse_unread_overrides(config_tables: LayeredTables, reasons: Mapping[str, str]) -> None:
     """Refuse overrides that a command does not read.
 
     Args:
-        laid: tables and the overrides.
-        unread: by path of a field or a table, why it is not read and what to type instead.
+        config_tables: tables and the overrides.
+        reasons: by path of a field or a table, why it is not read and what to type instead.
 
     Raises:
         ConfigError: for the first of them.
     """
-    for path, why in unread.items():
-        if laid.overrides_field(path):
-            raise ConfigError(f"{path}: nothing reads this override: {why}")
+    for path, reason in reasons.items():
+        if config_tables.overrides_field(path):
+            raise ConfigError(f"{path}: nothing reads this override: {reason}")

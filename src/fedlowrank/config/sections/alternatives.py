@@ -35,36 +35,44 @@ class Alternatives(NamedTuple):
     switch: Switch
     own_code: bool = False
 
-    def unread(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    def unread(self, old_table: Mapping[str, Any], new_table: Mapping[str, Any]) -> list[str]:
         """The fields of a table that it no longer reads with a new one laid over it, which does not give them.
 
         A field that no value reads is not among them, so that a misspelled one is still an error.
         """
         tag = self.switch.field
-        if tag not in new or isinstance(new[tag], Mapping) or new[tag] == old.get(tag, self.default):
+        if (
+            tag not in new_table
+            or isinstance(new_table[tag], Mapping)
+            or new_table[tag] == old_table.get(tag, self.default)
+        ):
             return []
         # several models, or the values of a grid
-        chosen = new[tag] if isinstance(new[tag], list) else [new[tag]]
-        others = [name for name in old if name != tag and name not in new]
-        if self.own_code and any(map(is_own_function, chosen)):
+        values = new_table[tag] if isinstance(new_table[tag], list) else [new_table[tag]]
+        field_names = [name for name in old_table if name != tag and name not in new_table]
+        if self.own_code and any(map(is_own_function, values)):
             return []
         switch = self.switch
-        if self.own_code and is_own_function(old.get(tag)):
+        if self.own_code and is_own_function(old_table.get(tag)):
             # what only the function of before reads
-            switch = Switch(tag, {**dict.fromkeys(others, ("",)), **switch.reads})
-        return [name for name in others if not any(switch.is_read(name, value) for value in chosen)]
+            switch = Switch(tag, {**dict.fromkeys(field_names, ("",)), **switch.reads})
+        return [name for name in field_names if not any(switch.is_read(name, value) for value in values)]
 
 
 def _of_classes(
-    known: Mapping[str, type[Any]], default: str, tag: str = "kind", also: type[Any] | None = None
+    classes: Mapping[str, type[Any]], default: str, tag: str = "kind", shared_class: type[Any] | None = None
 ) -> Alternatives:
     """The alternatives of a table that is made into one of several dataclasses, and into one besides."""
-    always = {tag} if also is None else {tag, *(field.name for field in dataclasses.fields(also))}
+    shared_names = (
+        {tag} if shared_class is None else {tag, *(field.name for field in dataclasses.fields(shared_class))}
+    )
     reads: dict[str, tuple[str, ...]] = {}
-    for value, cls in known.items():
+    for value, cls in classes.items():
         for field in dataclasses.fields(cls):
             reads[field.name] = (*reads.get(field.name, ()), value)
-    return Alternatives(default, Switch(tag, {name: v for name, v in reads.items() if name not in always}))
+    return Alternatives(
+        default, Switch(tag, {name: v for name, v in reads.items() if name not in shared_names})
+    )
 
 
 def _of_switch(cls: Any) -> Alternatives:

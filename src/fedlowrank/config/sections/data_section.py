@@ -93,7 +93,7 @@ class DataSettings:
         if not isinstance(values, Mapping):
             raise ConfigError(f"data must be a table of fields, not {values!r}")
         refuse_misspelled_tag(values, "data", "source")
-        name, shared = (
+        name, shared_names = (
             str(values.get("source", DEFAULT_SOURCE)),
             {f.name for f in dataclasses.fields(Preparation)},
         )
@@ -111,10 +111,10 @@ class DataSettings:
                 f"data.source {name!r}: a function cannot be a source. Let it write an .npz file (numpy.savez with x, y "
                 'and client) and set source = "arrays", or pass its arrays to Federation.from_arrays in Python.'
             )
-        own = {key: value for key, value in values.items() if key not in shared}
-        known = TEXT_SOURCES if language else SOURCES
-        source = build_tagged(known, own, "data", DEFAULT_SOURCE, "source", sorted(shared))
-        return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))
+        source_fields = {key: value for key, value in values.items() if key not in shared_names}
+        sources = TEXT_SOURCES if language else SOURCES
+        source = build_tagged(sources, source_fields, "data", DEFAULT_SOURCE, "source", sorted(shared_names))
+        return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared_names}, "data"))
 
     @property
     def is_own(self) -> bool:
@@ -185,5 +185,5 @@ def _stamp_files(source: Any) -> tuple[tuple[str, int, int], ...]:
 
 
 @functools.lru_cache(maxsize=1)
-def _load(source: Any, how: Normalization, files: tuple[tuple[str, int, int], ...]) -> Dataset:  # noqa: ARG001 - key
-    return normalize(source.load(), how)
+def _load(source: Any, normalization: Normalization, files: tuple[tuple[str, int, int], ...]) -> Dataset:  # noqa: ARG001 - key
+    return normalize(source.load(), normalization)

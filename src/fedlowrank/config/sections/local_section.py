@@ -71,22 +71,22 @@ class LocalSettings(CheckedFields):
 
     def adapt_language(self, settings: LanguageSettings) -> LanguageSettings:
         """The settings of a language model as they are on this machine."""
-        changed = {name: getattr(self, name) for name in self.language_fields if name != "start"}
+        changes = {name: getattr(self, name) for name in self.language_fields if name != "start"}
         if self.quantize == "none":
-            changed["quantize"] = None
+            changes["quantize"] = None
         if self.trainer == "own" and self.trainer_args is None:
-            changed["trainer_args"] = {}
+            changes["trainer_args"] = {}
         if self.path is not None:
             # a revision is of the name that it was given for
-            changed["revision"] = None
-        return dataclasses.replace(settings, **changed)
+            changes["revision"] = None
+        return dataclasses.replace(settings, **changes)
 
     def adapt_run(self, settings: RunSettings) -> RunSettings:
         """The settings of a run as they are on this machine."""
-        changed = {name: getattr(self, name) for name in _RUN if getattr(self, name) is not None}
+        changes = {name: getattr(self, name) for name in _RUN if getattr(self, name) is not None}
         if self.micro_batch == 0:
-            changed["micro_batch"] = None
-        return dataclasses.replace(settings, **changed)
+            changes["micro_batch"] = None
+        return dataclasses.replace(settings, **changes)
 
 
 def describe_precision(language: LanguageSettings, run: RunSettings) -> str:

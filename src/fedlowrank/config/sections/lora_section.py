@@ -54,15 +54,18 @@ class LoraSettings(CheckedFields):
 
         def make_with_lora() -> nn.Module:
             module = make()
-            trained = head if head is not None else getattr(module, "head_name", None)
-            if trained is None and any(name == "head" for name, _ in module.named_modules()):
-                trained = "head"
-            trainable = () if trained is None else (trained,)
-            kind: dict[str, Any] = {"rslora": self.use_rslora, "target_modules": self.target_modules or "all"}
-            adapted = add_lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
-            if trained is not None:
-                adapted.head_name = trained  # type: ignore[assignment]  # torch types attributes as tensors
-            return adapted
+            head_name = head if head is not None else getattr(module, "head_name", None)
+            if head_name is None and any(name == "head" for name, _ in module.named_modules()):
+                head_name = "head"
+            trainable = () if head_name is None else (head_name,)
+            options: dict[str, Any] = {
+                "rslora": self.use_rslora,
+                "target_modules": self.target_modules or "all",
+            }
+            wrapped_module = add_lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **options)
+            if head_name is not None:
+                wrapped_module.head_name = head_name  # type: ignore[assignment]  # torch types attributes as tensors
+            return wrapped_module
 
         return make_with_lora
 
@@ -100,16 +103,16 @@ class PeftSettings(pydantic.BaseModel):
 
 def check_ranks(ranks: tuple[int, ...]) -> None:
     """Raise ConfigError where a rank is no whole number of at least 1."""
-    for place, rank in enumerate(ranks):
-        check_minimum(f"lora.ranks, value {place}", rank, 1)
+    for index, rank in enumerate(ranks):
+        check_minimum(f"lora.ranks, value {index}", rank, 1)
 
 
-def broadcast_ranks(ranks: tuple[int, ...], clients: int) -> list[int | None]:
+def broadcast_ranks(ranks: tuple[int, ...], client_count: int) -> list[int | None]:
     """Repeat a list of ranks evenly over the clients, in order; None for each where none are given.
 
     Raises:
         ConfigError: if there are more ranks than clients.
     """
-    if len(ranks) > clients:
-        raise ConfigError(f"lora.ranks names {len(ranks)} ranks, but there are {clients} clients")
-    return [ranks[i * len(ranks) // clients] if ranks else None for i in range(clients)]
+    if len(ranks) > client_count:
+        raise ConfigError(f"lora.ranks names {len(ranks)} ranks, but there are {client_count} clients")
+    return [ranks[i * len(ranks) // client_count] if ranks else None for i in range(client_count)]

@@ -103,11 +103,11 @@ class NetworkSettings(CheckedFields):
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        for name, least in (("clients", 1), ("min_clients", 1), ("min_replies", 0), ("attempts", 1),
+        for name, minimum in (("clients", 1), ("min_clients", 1), ("min_replies", 0), ("attempts", 1),
                             ("silent_after", 0)):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"network.{name} must be >= {least}; it is {value}")
+            if value is not None and value < minimum:
+                raise ConfigError(f"network.{name} must be >= {minimum}; it is {value}")
         for name in ("wait", "deadline"):
             if not 0 < (seconds := getattr(self, name)) < float("inf"):
                 raise ConfigError(f"network.{name} is a number of seconds above 0; it is {seconds}")
@@ -122,6 +122,6 @@ class NetworkSettings(CheckedFields):
         if self.clients is not None and (self.min_clients or 1) > self.clients:
             raise ConfigError(f"network.min_clients is {self.min_clients}, but there are {self.clients}")
 
-    def enough(self, clients: int) -> int:
+    def min_registered(self, client_count: int) -> int:
         """With how many clients the run begins."""
-        return min(self.min_clients or clients, clients)
+        return min(self.min_clients or client_count, client_count)

@@ -48,27 +48,31 @@ class Reference(CheckedFields):
         description: dict[str, Any] = {"label": self.label}
         if self.score:
             description["metric"] = self.metric
-        for kind in ("accuracy", "communication", "parameters", *(("score",) if self.score else ())):
-            numbers: Mapping[str, PaperNumber] = getattr(self, kind)
-            chosen = {k: _choose(v, f"reference.{kind}.{k}", vary, tables) for k, v in numbers.items()}
+        for field_name in ("accuracy", "communication", "parameters", *(("score",) if self.score else ())):
+            numbers: Mapping[str, PaperNumber] = getattr(self, field_name)
+            run_numbers = {
+                k: _choose(v, f"reference.{field_name}.{k}", vary, tables) for k, v in numbers.items()
+            }
             # null marks what did not converge; what the paper does not have is left out
-            description[kind] = {
-                k: None if isinstance(v, str) else v for k, v in chosen.items() if v is not None
+            description[field_name] = {
+                k: None if isinstance(v, str) else v for k, v in run_numbers.items() if v is not None
             }
         return description
 
 
-def _choose(number: PaperNumber, where: str, vary: Sequence[str], tables: Mapping[str, Any]) -> Any:
+def _choose(number: PaperNumber, field_path: str, vary: Sequence[str], tables: Mapping[str, Any]) -> Any:
     """The number for the value that the varied field has in these tables."""
     if not isinstance(number, list):
         return number
     if len(vary) != 1:
-        raise ConfigError(f"{where} holds a list, which needs one varied field; vary is {tuple(vary)!r}")
+        raise ConfigError(f"{field_path} holds a list, which needs one varied field; vary is {tuple(vary)!r}")
     name, texts = parse_variation(vary[0])
     values = [parse_value(text) for text in texts]
     if len(number) != len(values):
-        raise ConfigError(f"{where} holds {len(number)} numbers, but vary has {len(values)} values: {values}")
-    now: Any = tables
-    for part in name.split("."):
-        now = now.get(part) if isinstance(now, Mapping) else None
-    return number[values.index(now)] if now in values else None
+        raise ConfigError(
+            f"{field_path} holds {len(number)} numbers, but vary has {len(values)} values: {values}"
+        )
+    value: Any = tables
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return number[values.index(value)] if value in values else None

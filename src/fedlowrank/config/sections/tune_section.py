@@ -44,16 +44,16 @@ class TuneSettings(CheckedFields):
         for name, seeds in (("seeds", self.seeds), ("test_seeds", self.test_seeds)):
             if not seeds or len(set(seeds)) < len(seeds):
                 raise ConfigError(f"tune.{name} must list different seeds, at least one; it is {list(seeds)}")
-        if both := sorted({*self.seeds} & {*self.test_seeds}):
+        if shared_seeds := sorted({*self.seeds} & {*self.test_seeds}):
             raise ConfigError(
-                f"tune.seeds and tune.test_seeds both hold {', '.join(map(str, both))}. A result on the "
+                f"tune.seeds and tune.test_seeds both hold {', '.join(map(str, shared_seeds))}. A result on the "
                 "seeds of the choice would be too good: list other seeds in tune.test_seeds."
             )
         if self.rounds is not None and self.rounds < 1:
             raise ConfigError(f"tune.rounds must be >= 1; it is {self.rounds}")
         for path, fields in (
             ("grid", self.grid),
-            *((f"methods.{n}", own) for n, own in self.methods.items()),
+            *((f"methods.{n}", method_fields) for n, method_fields in self.methods.items()),
         ):
             for name in flatten_grid(fields, f"tune.{path}"):
                 if name.partition(".")[0] in _SECTIONS:
@@ -65,8 +65,8 @@ class TuneSettings(CheckedFields):
 
     def grid_of(self, method: str) -> dict[str, list[Any]]:
         """The grid of a method: values by field. A field of its own table replaces the one of all methods."""
-        own = flatten_grid(self.methods.get(method, {}), f"tune.methods.{method}")
-        return {**flatten_grid(self.grid, "tune.grid"), **own}
+        method_grid = flatten_grid(self.methods.get(method, {}), f"tune.methods.{method}")
+        return {**flatten_grid(self.grid, "tune.grid"), **method_grid}
 
 
 def flatten_grid(tables: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
@@ -81,18 +81,23 @@ def flatten_grid(tables: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
     """
     flattened: dict[str, list[Any]] = {}
     for name, values in tables.items():
-        here = f"{path}.{name}"
+        field_path = f"{path}.{name}"
         if isinstance(values, Mapping):
-            inner = {f"{name}.{one}": those for one, those in flatten_grid(values, here).items()}
-            if both := sorted({*inner} & {*flattened}):
-                raise ConfigError(f"{path}.{both[0]} is in the grid twice; leave one of the two out")
+            inner = {
+                f"{name}.{inner_name}": inner_values
+                for inner_name, inner_values in flatten_grid(values, field_path).items()
+            }
+            if shared_names := sorted({*inner} & {*flattened}):
+                raise ConfigError(f"{path}.{shared_names[0]} is in the grid twice; leave one of the two out")
             flattened |= inner
             continue
         if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-            raise ConfigError(f"{here}: a list of values is needed, such as [0.03, 0.1]; it is {values!r}")
-        if twice := [text for text, n in Counter(map(repr, values)).items() if n > 1]:
-            raise ConfigError(f"{here} lists {twice[0]} twice")
+            raise ConfigError(
+                f"{field_path}: a list of values is needed, such as [0.03, 0.1]; it is {values!r}"
+            )
+        if repeated_texts := [text for text, n in Counter(map(repr, values)).items() if n > 1]:
+            raise ConfigError(f"{field_path} lists {repeated_texts[0]} twice")
         if name in flattened:
-            raise ConfigError(f"{here} is in the grid twice; leave one of the two out")
+            raise ConfigError(f"{field_path} is in the grid twice; leave one of the two out")
         flattened[name] = list(values)
     return flattened

@@ -60,21 +60,21 @@ def check_bounds(settings: Any, bounds: Mapping[str, str], title: str) -> None:
         if value is None:
             continue
         try:
-            inside = math.isfinite(value) and all(compare(value, limit) for compare, limit in limits)
+            is_inside = math.isfinite(value) and all(compare(value, limit) for compare, limit in limits)
         except TypeError as error:
             raise ConfigError(
                 f"{title}: {name} must be a number, for bounds names it; it is {value!r}"
             ) from error
-        if not inside:
+        if not is_inside:
             raise ConfigError(f"{title}: {name} must be {bound}; it is {value}")
 
 
 @functools.cache
-def _parse(bound: Any, where: str) -> list[tuple[Callable[[Any, Any], bool], float]]:
+def _parse(bound: Any, location: str) -> list[tuple[Callable[[Any, Any], bool], float]]:
     """The comparisons of a bound, each with its number."""
     limits = []
-    for part in bound.split(" and ") if isinstance(bound, str) else ():
-        match = re.fullmatch(rf"\s*(>=|<=|>|<)\s*({_NUMBER})\s*", part)
+    for comparison in bound.split(" and ") if isinstance(bound, str) else ():
+        match = re.fullmatch(rf"\s*(>=|<=|>|<)\s*({_NUMBER})\s*", comparison)
         if match is None:
             break
         limits.append((_COMPARE[match[1]], float(match[2])))
@@ -82,7 +82,7 @@ def _parse(bound: Any, where: str) -> list[tuple[Callable[[Any, Any], bool], flo
         if limits:
             return limits
     suggestion = _from_interval(bound) if isinstance(bound, str) else ""
-    raise ConfigError(f"{where} is {bound!r}. {suggestion or _GRAMMAR}.")
+    raise ConfigError(f"{location} is {bound!r}. {suggestion or _GRAMMAR}.")
 
 
 def _from_interval(text: str) -> str:
@@ -91,8 +91,8 @@ def _from_interval(text: str) -> str:
     if match is None:
         return ""
     left, low, high, right = match.groups()
-    parts = [
+    comparisons = [
         *([f"{'>=' if left == '[' else '>'} {low}"] if low else []),
         *([f"{'<=' if right == ']' else '<'} {high}"] if high else []),
     ]
-    return f"Write {' and '.join(parts)!r}" if parts else ""
+    return f"Write {' and '.join(comparisons)!r}" if comparisons else ""

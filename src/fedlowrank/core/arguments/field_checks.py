@@ -80,17 +80,17 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """
     signature = inspect.signature(function)
     owner = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
-    named = [
+    parameter_names = [
         n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n not in ("self", "cls")
     ]
-    takes_any = len(named) < len([n for n in signature.parameters if n not in ("self", "cls")])
+    takes_any = len(parameter_names) < len([n for n in signature.parameters if n not in ("self", "cls")])
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         hints = _hints_of_function(function)
         for name in kwargs if not takes_any else ():
-            if name not in named:
-                raise ConfigError(_unknown(owner, name, kwargs[name], named, hints))
+            if name not in parameter_names:
+                raise ConfigError(_unknown(owner, name, kwargs[name], parameter_names, hints))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -124,12 +124,12 @@ class _Plan(NamedTuple):
     Attributes:
         hints: the types of its arguments, in their order.
         exact: classes whose objects each argument takes as they are.
-        needed: the arguments without a default.
+        required: the arguments without a default.
     """
 
     hints: dict[str, Any]
     exact: dict[str, frozenset[type[Any]]]
-    needed: list[str]
+    required: list[str]
 
 
 def _call(cls: Any, plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -143,13 +143,13 @@ def _call(cls: Any, plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) ->
             raise ConfigError(_unknown(cls.__name__, field, value, list(hints), hints, cls))
         if type(value) not in exact[field]:
             kwargs[field] = _check(name, field, hints[field], value)
-    checked = [
+    checked_values = [
         value if type(value) in exact[field] else _check(name, field, hints[field], value)
         for field, value in zip(hints, args, strict=False)
     ]
-    if missing := [n for n in plan.needed if n not in kwargs and n not in list(hints)[: len(args)]]:
-        raise ConfigError(f"{name}.{missing[0]}: this field is needed")
-    return super(FieldChecks, cls).__call__(*checked, **kwargs)
+    if missing_names := [n for n in plan.required if n not in kwargs and n not in list(hints)[: len(args)]]:
+        raise ConfigError(f"{name}.{missing_names[0]}: this field is needed")
+    return super(FieldChecks, cls).__call__(*checked_values, **kwargs)
 
 
 def _hints_of(cls: Any) -> Mapping[str, Any]:
@@ -166,13 +166,15 @@ def _plan_of(cls: Any) -> _Plan | None:
             cls.check_class()
         is_settings = dataclasses.is_dataclass(cls)
         fields = [f for f in dataclasses.fields(cls) if f.init] if is_settings else []
-        names, none = [f.name for f in fields], dataclasses.MISSING
+        names, sentinel = [f.name for f in fields], dataclasses.MISSING
         plan = None
         if is_settings and list(inspect.signature(cls).parameters) == names:
-            known = _resolve_hints(cls, names)
-            hints = {name: known.get(name, Any) for name in names}
-            needed = [f.name for f in fields if f.default is none and f.default_factory is none]
-            plan = _Plan(hints, {name: _exact_types(hint) for name, hint in hints.items()}, needed)
+            resolved_hints = _resolve_hints(cls, names)
+            hints = {name: resolved_hints.get(name, Any) for name in names}
+            required_names = [
+                f.name for f in fields if f.default is sentinel and f.default_factory is sentinel
+            ]
+            plan = _Plan(hints, {name: _exact_types(hint) for name, hint in hints.items()}, required_names)
         cached = cls._plan = (plan,)
     plan_or_none: _Plan | None = cached[0]
     return plan_or_none
@@ -217,8 +219,8 @@ def _exact_types(hint: Any) -> frozenset[type[Any]]:
 
 def _fit(hint: Any, value: Any) -> Any:
     """The value as a type takes it; raises _WrongValueError where it takes no such value."""
-    kind = type(value)
-    if hint is kind or hint is Any or (hint is float and kind is int):
+    value_type = type(value)
+    if hint is value_type or hint is Any or (hint is float and value_type is int):
         return value
     if isinstance(value, np.generic):
         return _fit(hint, value.item())
@@ -258,8 +260,8 @@ def _fit_scalar(hint: Any, value: Any) -> Any:
         return os.fspath(value)
     if hint is str and callable(value) and hasattr(value, "__name__"):
         raise _WrongValueError(f": name your own code 'module:{value.__name__}'; it is {_show(value)}")
-    part = ", got a number with a fractional part" if hint is int and isinstance(value, float) else ""
-    raise _WrongValueError(f": input should be {_SCALARS[hint]}{part}; it is {_show(value)}")
+    detail = ", got a number with a fractional part" if hint is int and isinstance(value, float) else ""
+    raise _WrongValueError(f": input should be {_SCALARS[hint]}{detail}; it is {_show(value)}")
 
 
 def _fit_union(hints: Sequence[Any], value: Any) -> Any:
@@ -289,15 +291,15 @@ def _fit_list(origin: Any, inner: Sequence[Any], value: Any) -> Any:
             raise _WrongValueError(f": a list of {len(inner)} values is needed; it is {_show(value)}")
         fitted = [_fit(hint, item) for hint, item in zip(inner, value, strict=True)]
     else:
-        fitted = [_fit_item(inner[0], place, item) for place, item in enumerate(value)]
+        fitted = [_fit_item(inner[0], index, item) for index, item in enumerate(value)]
     return tuple(fitted) if origin is tuple else fitted if isinstance(value, list) else value
 
 
-def _fit_item(hint: Any, place: int, value: Any) -> Any:
+def _fit_item(hint: Any, index: int, value: Any) -> Any:
     try:
         return _fit(hint, value)
     except _WrongValueError as error:
-        raise _WrongValueError(f", value {place}{error}") from None
+        raise _WrongValueError(f", value {index}{error}") from None
 
 
 def _show(value: Any) -> str:
@@ -332,34 +334,34 @@ def _hint_at_settings(name: str, hint: Any, value: Any) -> str:
         hints = _hints_of(cls)
         if isinstance(value, Mapping) and hints and {k for k in value if k != "kind"} <= set(hints):
             return f". Write {name}={cls.__name__}({', '.join(f'{k}={v!r}' for k, v in value.items())})"
-        for field, words in hints.items():
-            known = typing.get_args(words) if typing.get_origin(words) is Literal else ()
-            if isinstance(value, str) and difflib.get_close_matches(value, map(str, known), n=1):
-                near = difflib.get_close_matches(value, map(str, known), n=1)[0]
-                argument = "" if len(known) == 1 else f"{field}={near!r}"
+        for field, field_hint in hints.items():
+            choices = typing.get_args(field_hint) if typing.get_origin(field_hint) is Literal else ()
+            if isinstance(value, str) and difflib.get_close_matches(value, map(str, choices), n=1):
+                choice = difflib.get_close_matches(value, map(str, choices), n=1)[0]
+                argument = "" if len(choices) == 1 else f"{field}={choice!r}"
                 return f". Write {name}={cls.__name__}({argument})"
     return ""
 
 
 def _unknown(
-    owner: str, name: str, value: Any, known: Sequence[str], hints: Mapping[str, Any], cls: Any = None
+    owner: str, name: str, value: Any, known_names: Sequence[str], hints: Mapping[str, Any], cls: Any = None
 ) -> str:
     """The message about an argument that does not exist: one with a like name, or settings that have it."""
     mistake = f"{owner} has no argument {name!r}"
-    if difflib.get_close_matches(name, known, n=1, cutoff=0.75):
-        return f"{mistake}. {did_you_mean(name, known)}"
+    if difflib.get_close_matches(name, known_names, n=1, cutoff=0.75):
+        return f"{mistake}. {did_you_mean(name, known_names)}"
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if cls is not None else {}
     name = ALIASES.get(name, name)
-    shown = _show(value)
-    if place := _find_deeper(hints, defaults, name, shown, 1):
-        return f"{mistake}. Did you mean {place}?"
+    value_text = _show(value)
+    if suggestion := _find_deeper(hints, defaults, name, value_text, 1):
+        return f"{mistake}. Did you mean {suggestion}?"
     for settings in CheckedFields.__subclasses__():
         if settings.passed_to and settings is not cls and name in _hints_of(settings):
-            return f"{mistake}. Did you mean {settings.passed_to}(..., {name}={shown})?"
+            return f"{mistake}. Did you mean {settings.passed_to}(..., {name}={value_text})?"
     for depth in range(2, _DEPTH + 1):
-        if place := _find_deeper(hints, defaults, name, shown, depth):
-            return f"{mistake}. Did you mean {place}?"
-    return f"{mistake}. {did_you_mean(name, known)}"
+        if suggestion := _find_deeper(hints, defaults, name, value_text, depth):
+            return f"{mistake}. Did you mean {suggestion}?"
+    return f"{mistake}. {did_you_mean(name, known_names)}"
 
 
 def find_argument(cls: type[Any], name: str, value: Any, settings: Any = None) -> str | None:
@@ -377,8 +379,8 @@ def find_argument(cls: type[Any], name: str, value: Any, settings: Any = None) -
         return _write_argument(name, hints[name], value)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if hints else {}
     defaults |= {field: getattr(settings, field) for field in hints if settings is not None}
-    places = (_find_deeper(hints, defaults, name, _show(value), depth) for depth in range(1, _DEPTH + 1))
-    return next((place for place in places if place), None)
+    suggestions = (_find_deeper(hints, defaults, name, _show(value), depth) for depth in range(1, _DEPTH + 1))
+    return next((suggestion for suggestion in suggestions if suggestion), None)
 
 
 def _write_argument(name: str, hint: Any, value: Any) -> str:
@@ -386,8 +388,8 @@ def _write_argument(name: str, hint: Any, value: Any) -> str:
     try:
         _fit(hint, value)
     except _WrongValueError:
-        if written := _hint_at_settings(name, hint, value).removeprefix(". Write "):
-            return written
+        if text := _hint_at_settings(name, hint, value).removeprefix(". Write "):
+            return text
         if settings := _settings_in(hint):
             return f"{name}={settings[0].__name__}(...)"
     return f"{name}={_show(value)}"
@@ -398,25 +400,30 @@ def list_arguments(cls: type[Any]) -> list[str]:
     hints = _hints_of(cls)
     return [
         *hints,
-        *(name for hint in hints.values() for kind in _settings_in(hint) for name in _hints_of(kind)),
+        *(
+            name
+            for hint in hints.values()
+            for inner_class in _settings_in(hint)
+            for name in _hints_of(inner_class)
+        ),
     ]
 
 
 def _find_deeper(
-    hints: Mapping[str, Any], defaults: Mapping[str, Any], name: str, shown: str, depth: int
+    hints: Mapping[str, Any], defaults: Mapping[str, Any], name: str, value_text: str, depth: int
 ) -> str | None:
     """An argument ``field=Settings(name=value)`` that has the name, exactly so many settings deep."""
     for field, hint in hints.items():
         # the class of the default value first
-        kinds = sorted(_settings_in(hint), key=lambda kind: kind is not type(defaults.get(field)))
-        for kind in kinds:
-            inner = _hints_of(kind)
+        classes = sorted(_settings_in(hint), key=lambda kind: kind is not type(defaults.get(field)))
+        for settings_class in classes:
+            inner = _hints_of(settings_class)
             if not inner or typing.get_origin(hint) in (dict, Mapping):
                 continue
             if depth == 1 and name in inner:
-                return f"{field}={kind.__name__}({name}={shown})"
+                return f"{field}={settings_class.__name__}({name}={value_text})"
             if depth > 1:
-                below = {f.name: f.default for f in dataclasses.fields(kind)}
-                if place := _find_deeper(inner, below, name, shown, depth - 1):
-                    return f"{field}={kind.__name__}({place})"
+                inner_defaults = {f.name: f.default for f in dataclasses.fields(settings_class)}
+                if suggestion := _find_deeper(inner, inner_defaults, name, value_text, depth - 1):
+                    return f"{field}={settings_class.__name__}({suggestion})"
     return None

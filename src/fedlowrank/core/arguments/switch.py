@@ -41,23 +41,23 @@ def check_switch(settings: Any, switch: Switch, title: str) -> None:
     Raises:
         ConfigError: naming the field and what to type instead.
     """
-    chosen, path = getattr(settings, switch.field), f"{title}.{switch.field}"
+    switch_value, path = getattr(settings, switch.field), f"{title}.{switch.field}"
     for name, values in switch.reads.items():
-        known = join_words([repr(value) for value in values], "or")
-        if not switch.is_read(name, chosen):
+        choices = join_words([repr(value) for value in values], "or")
+        if not switch.is_read(name, switch_value):
             refuse_unread_field(
                 settings,
                 name,
                 title,
-                f"with {path} = {chosen!r}",
-                f"set {path}{f' to {known}' if known else ''}",
+                f"with {path} = {switch_value!r}",
+                f"set {path}{f' to {choices}' if choices else ''}",
             )
 
 
-def refuse_unread_field(settings: Any, name: str, title: str, where: str, cure: str) -> None:
+def refuse_unread_field(settings: Any, name: str, title: str, condition: str, advice: str) -> None:
     """Raise ConfigError for a field that nothing reads, unless it is at its default."""
     value = getattr(settings, name)
     if value != next(field.default for field in dataclasses.fields(settings) if field.name == name):
         raise ConfigError(
-            f"{title}.{name} = {value!r} does nothing {where}: {cure}, or leave {title}.{name} out"
+            f"{title}.{name} = {value!r} does nothing {condition}: {advice}, or leave {title}.{name} out"
         )

@@ -23,23 +23,23 @@ _ADVICE = {
 """What to write instead, by the words of the dataclass module's own errors."""
 
 
-def import_named(name: str, what: str) -> Any:
+def import_named(name: str, origin: str) -> Any:
     """Import an attribute of a module, which is looked for in the working folder first.
 
     Args:
         name: ``package.module:attribute``.
-        what: the setting or command that names it, for messages.
+        origin: the setting or command that names it, for messages.
 
     Raises:
         ConfigError: if it cannot be imported, whatever its module raises.
     """
     module, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        advice = next((f". {write}" for words, write in _ADVICE.items() if words in said), "")
-        raise ConfigError(f"{what}: {name!r} cannot be imported: {said}{advice}") from error
+        reason = f"{type(error).__name__}: {error}"
+        advice = next((f". {remedy}" for phrase, remedy in _ADVICE.items() if phrase in reason), "")
+        raise ConfigError(f"{origin}: {name!r} cannot be imported: {reason}{advice}") from error

@@ -94,18 +94,18 @@ class RunningMean(Generic[T]):
         self.total += weight
         if self.count == 1:
             self._begin(value)
-        means, new = tree.tensors(self._mean), tree.tensors(value)
+        means, tensors = tree.tensors(self._mean), tree.tensors(value)
         if tree.form(value) != self._form:
             # keys may come in another order; if structures differ, this says where
-            new = []
-            tree.map_leaves(lambda _, t: new.append(t), self._like, value)
+            tensors = []
+            tree.map_leaves(lambda _, t: tensors.append(t), self._like, value)
             if any(
                 (u.shape, u.dtype) != (t.shape, t.dtype)
-                for u, t in zip(tree.tensors(self._like), new, strict=True)
+                for u, t in zip(tree.tensors(self._like), tensors, strict=True)
             ):
                 raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
         if weight and means and self.count > 1:
-            torch._foreach_lerp_(means, tree.widen(new), weight / self.total)
+            torch._foreach_lerp_(means, tree.widen(tensors), weight / self.total)
 
     def add_rows(self, rows: T, weights: Sequence[float]) -> None:
         """Add K trees whose tensors are stacked ``[K, ...]``, by one operation a tensor.
@@ -115,26 +115,26 @@ class RunningMean(Generic[T]):
         """
         if not all(w >= 0 for w in weights):
             raise tree.TreeError(f"a weight of a mean is at least 0; these are {list(weights)}")
-        used = [k for k, w in enumerate(weights) if w > 0]
-        if not used:
+        used_indices = [k for k, w in enumerate(weights) if w > 0]
+        if not used_indices:
             return
-        share = torch.tensor([weights[k] for k in used], dtype=torch.float64)
-        total = float(share.sum())
-        share /= total
+        shares = torch.tensor([weights[k] for k in used_indices], dtype=torch.float64)
+        total = float(shares.sum())
+        shares /= total
 
-        def mean_of(like: Tensor, t: Tensor) -> Tensor:
-            if (like.shape, like.dtype) != (t.shape[1:], t.dtype):
+        def mean_of(template: Tensor, t: Tensor) -> Tensor:
+            if (template.shape, template.dtype) != (t.shape[1:], t.dtype):
                 raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
-            wide = t if len(used) == len(t) else t[torch.tensor(used, device=t.device)]
-            wide = wide.to(tree.wide_type(t.dtype))
+            wide_rows = t if len(used_indices) == len(t) else t[torch.tensor(used_indices, device=t.device)]
+            wide_rows = wide_rows.to(tree.wide_type(t.dtype))
             # relative to the first, so that equal tensors have themselves as mean
-            mean: Tensor = wide[0] + torch.tensordot(share.to(wide), wide - wide[0], 1)
+            mean: Tensor = wide_rows[0] + torch.tensordot(shares.to(wide_rows), wide_rows - wide_rows[0], 1)
             return mean
 
         if self._form is None:
-            first = tree.map_leaves(lambda t: t[0], rows)
-            self._form, self._like = tree.form(first), _empty(first)
-        self.count += len(used)
+            first_tree = tree.map_leaves(lambda t: t[0], rows)
+            self._form, self._like = tree.form(first_tree), _empty(first_tree)
+        self.count += len(used_indices)
         self.total += total
         means = tree.map_leaves(mean_of, self._like, rows)
         if self._mean is None:
@@ -196,7 +196,7 @@ class Aggregator:
     :meth:`add_rows` adds those of a cohort at once; its totals differ in rounding.
 
     Args:
-        clients: identifiers of the clients that take part, in the order of reduction.
+        client_ids: identifiers of the clients that take part, in the order of reduction.
 
     Attributes:
         contributed: identifiers of the clients whose contributions were added.
@@ -206,46 +206,46 @@ class Aggregator:
     accepts_rows: ClassVar[bool] = True
     """Whether :meth:`add_rows` may be called; False where contributions are needed one by one."""
 
-    def __init__(self, clients: Sequence[int]) -> None:
+    def __init__(self, client_ids: Sequence[int]) -> None:
         self.contributed: list[int] = []
         self.reason = ""
-        self._places = {client: place for place, client in enumerate(clients)}
-        self._waiting = list(reversed(clients))
-        self._early: dict[int, Any] = {}
+        self._positions = {client_id: position for position, client_id in enumerate(client_ids)}
+        self._waiting = list(reversed(client_ids))
+        self._early_contributions: dict[int, Any] = {}
         self._totals: dict[str, Any] = {}
         self._forms: dict[str, Any] = {}
         self._structure: Any = None
 
-    def add(self, client: int, contribution: Any) -> None:
+    def add(self, client_id: int, contribution: Any) -> None:
         """Add a client's contribution.
 
         Raises:
             TreeError: if it does not have the structure of those before.
         """
-        self._early[client] = contribution
+        self._early_contributions[client_id] = contribution
         self._reduce()
 
-    def skip(self, client: int) -> None:
+    def skip(self, client_id: int) -> None:
         """Leave out a client that does not reply."""
-        self._early[client] = _SKIPPED
+        self._early_contributions[client_id] = _SKIPPED
         self._reduce()
 
     def add_rows(
-        self, clients: Sequence[int], contribution: Any, weights: Mapping[str, Sequence[float]]
+        self, client_ids: Sequence[int], contribution: Any, weights: Mapping[str, Sequence[float]]
     ) -> None:
         """Add the contributions of several clients, whose tensors are stacked ``[K, ...]``, at once.
 
         They are added now, and not in the order of the round.
 
         Args:
-            clients: whose they are.
+            client_ids: whose they are.
             contribution: with the values of all of them; of :class:`Each` a list of K values.
             weights: of each client, by the path of a :class:`Mean`, whose own weight is not read.
 
         Raises:
             TreeError: if it does not have the structure of those before.
         """
-        self._check_structure(clients[0], contribution)
+        self._check_structure(client_ids[0], contribution)
         for path, leaf in contribution_leaves(contribution):
             if isinstance(leaf, Mean):
                 self._totals.setdefault(path, RunningMean()).add_rows(leaf.value, weights[path])
@@ -254,10 +254,10 @@ class Aggregator:
                     self._forms[path] = _empty(tree.map_leaves(lambda t: t[0], leaf.value))
                 self._sum(path, tree.map_leaves(lambda t: t.sum(0), tree.widen(leaf.value)))
             else:
-                self._totals.setdefault(path, {}).update(zip(clients, leaf.value, strict=True))
-        self.contributed += clients
-        added = set(clients)
-        self._waiting = [client for client in self._waiting if client not in added]
+                self._totals.setdefault(path, {}).update(zip(client_ids, leaf.value, strict=True))
+        self.contributed += client_ids
+        added_ids = set(client_ids)
+        self._waiting = [client_id for client_id in self._waiting if client_id not in added_ids]
         self._reduce()
 
     def finish(self) -> Any:
@@ -266,32 +266,32 @@ class Aggregator:
         Raises:
             ValueError: if a client was neither added nor skipped.
         """
-        if missing := sorted(set(self._waiting) - self._early.keys()):
-            raise ValueError(f"the round is not over: clients {missing} neither replied nor were skipped")
-        self.contributed.sort(key=self._places.__getitem__)
+        if missing_ids := sorted(set(self._waiting) - self._early_contributions.keys()):
+            raise ValueError(f"the round is not over: clients {missing_ids} neither replied nor were skipped")
+        self.contributed.sort(key=self._positions.__getitem__)
         return None if self._structure is None else map_contributions(self._value, self._structure)
 
     def _reduce(self) -> None:
-        while self._waiting and self._waiting[-1] in self._early:
-            client = self._waiting.pop()
-            contribution = self._early.pop(client)
+        while self._waiting and self._waiting[-1] in self._early_contributions:
+            client_id = self._waiting.pop()
+            contribution = self._early_contributions.pop(client_id)
             if contribution is _SKIPPED:
                 continue
-            self._check_structure(client, contribution)
+            self._check_structure(client_id, contribution)
             for path, leaf in contribution_leaves(contribution):
-                self._add(path, leaf, client)
-            self.contributed.append(client)
+                self._add(path, leaf, client_id)
+            self.contributed.append(client_id)
 
-    def _check_structure(self, client: int, contribution: Any) -> None:
-        kinds = map_contributions(lambda _, leaf: type(leaf), contribution)
+    def _check_structure(self, client_id: int, contribution: Any) -> None:
+        structure = map_contributions(lambda _, leaf: type(leaf), contribution)
         if self._structure is None:
-            self._structure = kinds
-        elif self._structure != kinds:
+            self._structure = structure
+        elif self._structure != structure:
             raise tree.TreeError(
-                f"the contribution of client {client} has the form {kinds}, not {self._structure}"
+                f"the contribution of client {client_id} has the form {structure}, not {self._structure}"
             )
 
-    def _add(self, path: str, leaf: Leaf, client: int) -> None:
+    def _add(self, path: str, leaf: Leaf, client_id: int) -> None:
         if isinstance(leaf, Mean):
             self._totals.setdefault(path, RunningMean())
             if leaf.weight != 0:
@@ -302,17 +302,17 @@ class Aggregator:
             # of half precision in float32, rounded once at the end
             self._sum(path, tree.widen(leaf.value))
         else:
-            self._totals.setdefault(path, {})[client] = leaf.value
+            self._totals.setdefault(path, {})[client_id] = leaf.value
 
-    def _sum(self, path: str, wide: Any) -> None:
-        known = self._totals.get(path)
-        self._totals[path] = wide if known is None else tree.map_leaves(torch.add, known, wide)
+    def _sum(self, path: str, value: Any) -> None:
+        total = self._totals.get(path)
+        self._totals[path] = value if total is None else tree.map_leaves(torch.add, total, value)
 
-    def _value(self, path: str, kind: type) -> Any:
+    def _value(self, path: str, leaf_type: type) -> Any:
         total = self._totals[path]
         if isinstance(total, RunningMean):
             return total.value if total.total > 0 else None
-        if kind is Each:
+        if leaf_type is Each:
             return dict(sorted(total.items()))
         return tree.cast_like(total, self._forms[path])
 
@@ -355,6 +355,6 @@ def fault_of(contribution: Any) -> str | None:
         weight = leaf.weight if isinstance(leaf, Mean) else 0.0
         if not 0 <= weight < math.inf:
             return f"the weight of the mean at {path or 'its top'} is {weight:.4g}"
-        if not isinstance(leaf, Each) and (where := tree.not_finite(leaf.value)) is not None:
-            return f"a NaN or an infinity at {path}{where}"
+        if not isinstance(leaf, Each) and (leaf_path := tree.not_finite(leaf.value)) is not None:
+            return f"a NaN or an infinity at {path}{leaf_path}"
     return None

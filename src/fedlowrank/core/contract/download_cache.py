@@ -44,10 +44,10 @@ class Downloads:
         for names, messages in self._known.items():
             if (values := tuple(getattr(client, name) for name in names)) in messages:
                 return messages[values]
-        noting = _ReadInfo(**{name: getattr(client, name) for name in _FIELDS})
-        vars(noting).pop("_read", None)
-        message = self._method.download(self._server, noting)
-        names = tuple(sorted(vars(noting).get("_read", ())))
+        noted_info = _ReadInfo(**{name: getattr(client, name) for name in _FIELDS})
+        vars(noted_info).pop("_read", None)
+        message = self._method.download(self._server, noted_info)
+        names = tuple(sorted(vars(noted_info).get("_read", ())))
         if not {"id", "name"} & set(names) and sum(map(len, self._known.values())) < MAX_MESSAGES:
             self._known.setdefault(names, {})[tuple(getattr(client, name) for name in names)] = message
         return message

@@ -20,9 +20,9 @@ def check_pair(method: Any, result: Any) -> tuple[Any, Any]:
     """What ``local_update`` returned; a TaskError if it is no pair."""
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else _kind(result)
+    description = f"a tuple of {len(result)}" if isinstance(result, tuple) else _kind(result)
     raise TaskError(
-        f"{type(method).__name__}.local_update must return the pair (state, upload); it returned {kind}. Write "
+        f"{type(method).__name__}.local_update must return the pair (state, upload); it returned {description}. Write "
         "return None, upload if a client keeps nothing"
     )
 
@@ -34,10 +34,10 @@ def check_client_model(method: Any, result: Any) -> ClientModel:
         raise TaskError(
             f"{name} must return a ClientModel; it returned {_kind(result)}. Write return ClientModel(params)"
         )
-    for where, value in {"params": result.params, **result.series}.items():
+    for field, value in {"params": result.params, **result.series}.items():
         if not isinstance(value, dict) and not callable(value):
             raise TaskError(
-                f"{name}: {where} must be a dict of parameters by name or a function; it is {_kind(value)}. Without a "
+                f"{name}: {field} must be a dict of parameters by name or a function; it is {_kind(value)}. Without a "
                 "client_model of its own a client uses what download returns, by default the server's state: see what "
                 "server_init and server_update return"
             )
@@ -80,12 +80,12 @@ def check_start(start: Any, path: str = "") -> None:
 
 
 def check_function(
-    what: str, function: Callable[..., Any], first_arguments: Sequence[str], constants: Any
+    title: str, function: Callable[..., Any], first_arguments: Sequence[str], constants: Any
 ) -> None:
     """Raise TaskError if a function that a method passes on cannot take what it is called with.
 
     Args:
-        what: how the argument is called.
+        title: how the argument is called.
         function: of the method; only plain functions are examined, and by their code, in a microsecond.
         first_arguments: the names of its arguments before the constants.
         constants: that follow; must be a tuple or a list.
@@ -95,12 +95,12 @@ def check_function(
     if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
         return
     code, count = function.__code__, len(first_arguments) + len(constants)
-    least = code.co_argcount - len(function.__defaults__ or ())
-    if least <= count and (count <= code.co_argcount or code.co_flags & _VARIADIC):
+    min_count = code.co_argcount - len(function.__defaults__ or ())
+    if min_count <= count and (count <= code.co_argcount or code.co_flags & _VARIADIC):
         return
     arguments = [*first_arguments, *(f"constants[{i}]" for i in range(len(constants)))]
     raise TaskError(
-        f"{what} at line {code.co_firstlineno} takes {inspect.signature(function)} and is called with "
+        f"{title} at line {code.co_firstlineno} takes {inspect.signature(function)} and is called with "
         f"({', '.join(arguments)})"
     )
 

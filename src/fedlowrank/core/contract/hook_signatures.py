@@ -15,9 +15,9 @@ from ..errors import ConfigError
 from .class_title import InheritedTitle
 from .update import KeepsSumOfUploads
 
-_NEAR = 0.85
+_TYPO_LIKENESS = 0.85
 """Likeness to the name of a hook from which a name is taken for a misspelt one."""
-_LIKE = 0.6
+_SUBSTITUTE_LIKENESS = 0.6
 """The same where a hook that is needed is missing, so that any name may stand for it."""
 _VALUES = (bool, int, float, str, tuple, list, dict, type(None))
 """Types of values that a setting may have, beside settings themselves."""
@@ -37,9 +37,9 @@ def check_class(cls: type[Any], contract: Any) -> None:
         ConfigError: with a line for each mistake: what is wrong, where, and what to write.
     """
     classes = [c for c in cls.__mro__ if issubclass(c, contract) and c is not contract]
-    mistakes = [*_missing(cls, contract, classes), *_unfit(cls, contract)]
+    mistakes = [*_find_missing(cls, contract, classes), *_find_unfit(cls, contract)]
     for base in classes:
-        mistakes += [*_misspelt(base, contract), *_fields(base, contract)]
+        mistakes += [*_find_misspelt(base, contract), *_find_bare_fields(base, contract)]
     if mistakes:
         count = "a mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
         lines = "".join(f"\n  {line}" for line in mistakes)
@@ -78,30 +78,30 @@ def _is_stated(cls: type[Any], name: str) -> bool:
     return name in vars(cls) and not isinstance(vars(cls)[name], InheritedTitle)
 
 
-def _written(function: Any) -> str:
+def _format_signature(function: Any) -> str:
     """How the definition of a hook begins."""
     return f"def {function.__name__}({', '.join(_arguments(function))})"
 
 
-def _missing(cls: type[Any], contract: Any, classes: Iterable[type[Any]]) -> Iterator[str]:
+def _find_missing(cls: type[Any], contract: Any, classes: Iterable[type[Any]]) -> Iterator[str]:
     """The title and the hooks without a default that a class lacks, with the function that may have been meant."""
     hooks, names = _hooks(contract), {n for c in classes for n, v in vars(c).items() if inspect.isfunction(v)}
     if (
         _defined(cls, "title") is None
-        and _nearest("title", [n for c in classes for n in vars(c)], _NEAR) is None
+        and _nearest("title", [n for c in classes for n in vars(c)], _TYPO_LIKENESS) is None
     ):
         yield 'title is missing. Write title = "..." in the class'
     for name in sorted(getattr(cls, "__abstractmethods__", ()), key=list(hooks).index):
         helpers = [n for n in names - hooks.keys() if n[0] != "_"]
-        near = _nearest(name, helpers, _LIKE)
-        if near is not None and _nearest(near, hooks, _NEAR) is not None:
+        helper = _nearest(name, helpers, _SUBSTITUTE_LIKENESS)
+        if helper is not None and _nearest(helper, hooks, _TYPO_LIKENESS) is not None:
             # named as a misspelt one
             continue
-        hint = f"; if {near} is meant, rename it" if near is not None else ""
-        yield f"{name} is missing. Write {_written(hooks[name])}{hint}"
+        hint = f"; if {helper} is meant, rename it" if helper is not None else ""
+        yield f"{name} is missing. Write {_format_signature(hooks[name])}{hint}"
 
 
-def _unfit(cls: type[Any], contract: Any) -> Iterator[str]:
+def _find_unfit(cls: type[Any], contract: Any) -> Iterator[str]:
     """The hooks that are no methods or cannot take what they are called with, and class variables of a wrong type."""
     for name, hook in _hooks(contract).items():
         value = _defined(cls, name)
@@ -110,23 +110,23 @@ def _unfit(cls: type[Any], contract: Any) -> Iterator[str]:
         )
         if is_left_out:
             continue
-        kind = type(value).__name__
+        type_name = type(value).__name__
         if isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
-            yield f"{name}{_place(value)} is a {kind}. Write {_written(hook)} without @{kind}"
+            yield f"{name}{_line_of(value)} is a {type_name}. Write {_format_signature(hook)} without @{type_name}"
         elif not callable(getattr(cls, name)):
-            yield f"{name} is of type {kind} and must be a function. Write {_written(hook)}"
-        elif wrong := _wrong_arguments(getattr(cls, name), hook):
-            yield f"{name}{_place(value)} {wrong}. Write {_written(hook)}"
+            yield f"{name} is of type {type_name} and must be a function. Write {_format_signature(hook)}"
+        elif problem := _wrong_arguments(getattr(cls, name), hook):
+            yield f"{name}{_line_of(value)} {problem}. Write {_format_signature(hook)}"
     for name, hint in _annotations(contract).items():
         value = _defined(cls, name)
         if name not in _variables(contract) and (inspect.isfunction(value) or isinstance(value, property)):
-            yield f"{name}{_place(value)} is a {type(value).__name__} and must be a field. Write {name}: {hint} = ..."
+            yield f"{name}{_line_of(value)} is a {type(value).__name__} and must be a field. Write {name}: {hint} = ..."
     for name, hint in _variables(contract).items():
         value = getattr(cls, name, None)
         if hint in (str, bool) and value is not None and not isinstance(value, hint):
             example = f'{name} = "..."' if hint is str else f"{name} = True"
-            kind = type(value).__name__
-            yield f"{name} is of type {kind} and must be of type {hint.__name__}. Write {example} in the class"
+            type_name = type(value).__name__
+            yield f"{name} is of type {type_name} and must be of type {hint.__name__}. Write {example} in the class"
 
 
 def _wrong_arguments(function: Any, hook: Any) -> str:
@@ -135,10 +135,10 @@ def _wrong_arguments(function: Any, hook: Any) -> str:
         return (
             f"{'is async' if inspect.iscoroutinefunction(function) else 'yields'} and must return its result"
         )
-    passed = _arguments(hook)
+    argument_names = _arguments(hook)
     if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
         code = function.__code__
-        if code.co_varnames[: code.co_argcount] == tuple(passed) and not code.co_kwonlyargcount:
+        if code.co_varnames[: code.co_argcount] == tuple(argument_names) and not code.co_kwonlyargcount:
             # as nearly all are; a signature takes 0.1 ms
             return ""
     try:
@@ -148,19 +148,23 @@ def _wrong_arguments(function: Any, hook: Any) -> str:
         return ""
     if not hasattr(function, "__get__"):
         # an object that is called is not bound to the method, so that it gets no self
-        passed = passed[1:]
-    moved = [n for n, g in zip(signature.parameters, passed, strict=False) if n != g and n in passed]
+        argument_names = argument_names[1:]
+    moved_names = [
+        n
+        for n, g in zip(signature.parameters, argument_names, strict=False)
+        if n != g and n in argument_names
+    ]
     try:
-        signature.bind(*passed)
+        signature.bind(*argument_names)
     except TypeError:
-        moved = passed
-    if not moved:
+        moved_names = argument_names
+    if not moved_names:
         return ""
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return f"takes {inspect.Signature(bare)} and is called with ({', '.join(passed)})"
+    bare_parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return f"takes {inspect.Signature(bare_parameters)} and is called with ({', '.join(argument_names)})"
 
 
-def _misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
+def _find_misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
     """What a class defines under a name that is nearly that of a hook or class variable which it leaves out."""
     hooks, variables = _hooks(contract), _variables(contract)
     for name, value in vars(cls).items():
@@ -169,24 +173,24 @@ def _misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
         is_code = callable(value) or isinstance(value, (staticmethod, classmethod, property))
         if not is_code and not _is_class_variable(_annotations(cls).get(name, ClassVar)):
             continue
-        left_out = [n for n in (hooks if is_code else variables) if not _is_stated(cls, n)]
-        near = _nearest(name, left_out, _NEAR)
-        if near is None:
+        missing_names = [n for n in (hooks if is_code else variables) if not _is_stated(cls, n)]
+        nearest_name = _nearest(name, missing_names, _TYPO_LIKENESS)
+        if nearest_name is None:
             continue
-        advice = f" Write {_written(hooks[near])}" if is_code else ""
-        yield f"{name}{_place(value)}: a method has no {name!r}. Did you mean {near!r}?{advice}"
+        advice = f" Write {_format_signature(hooks[nearest_name])}" if is_code else ""
+        yield f"{name}{_line_of(value)}: a method has no {name!r}. Did you mean {nearest_name!r}?{advice}"
 
 
-def _fields(cls: type[Any], contract: Any) -> Iterator[str]:
+def _find_bare_fields(cls: type[Any], contract: Any) -> Iterator[str]:
     """The settings that a class means to have and does not."""
     is_dataclass = "__dataclass_fields__" in vars(cls)
     if "__init__" in vars(cls) and not is_dataclass:
         return
     annotations, variables = _annotations(cls), _variables(contract)
-    named = [n for n, a in annotations.items() if n not in variables and not _is_class_variable(a)]
-    if named and not is_dataclass:
-        verb = "is no setting" if len(named) == 1 else "are no settings"
-        yield f"{', '.join(named)} {verb}: write @dataclass(frozen=True) above class {cls.__name__}"
+    field_names = [n for n, a in annotations.items() if n not in variables and not _is_class_variable(a)]
+    if field_names and not is_dataclass:
+        verb = "is no setting" if len(field_names) == 1 else "are no settings"
+        yield f"{', '.join(field_names)} {verb}: write @dataclass(frozen=True) above class {cls.__name__}"
     for name, value in vars(cls).items():
         is_value = isinstance(value, _VALUES) or dataclasses.is_dataclass(value)
         is_meant = name[0] != "_" and not name.isupper() and not isinstance(value, type)
@@ -195,26 +199,26 @@ def _fields(cls: type[Any], contract: Any) -> Iterator[str]:
             continue
         if any(_is_class_variable(_annotations(base).get(name)) for base in cls.__mro__):
             continue
-        if _nearest(name, variables, _NEAR) is not None:
+        if _nearest(name, variables, _TYPO_LIKENESS) is not None:
             # named as a misspelt one
             continue
-        kind = "None" if value is None else type(value).__name__
+        type_name = "None" if value is None else type(value).__name__
         constant = (
-            "" if hasattr(contract, name) else f"; for a constant, {name}: ClassVar[{kind}] = {value!r}"
+            "" if hasattr(contract, name) else f"; for a constant, {name}: ClassVar[{type_name}] = {value!r}"
         )
         yield (
-            f"{name} = {value!r} has no annotation, so it is no setting. Write {name}: {kind} = {value!r} in a class "
+            f"{name} = {value!r} has no annotation, so it is no setting. Write {name}: {type_name} = {value!r} in a class "
             f"with @dataclass(frozen=True){constant}"
         )
 
 
-def _nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
+def _nearest(name: str, known_names: Iterable[str], cutoff: float) -> str | None:
     """The likest known name, whatever the order of words in it; None if none is as like as the cutoff."""
-    by_words = {_words(n): n for n in known}
-    near = difflib.get_close_matches(name, by_words.values(), 1, cutoff)
-    if not near:
-        near = [by_words[w] for w in difflib.get_close_matches(_words(name), by_words, 1, cutoff)]
-    return near[0] if near else None
+    by_words = {_words(n): n for n in known_names}
+    matches = difflib.get_close_matches(name, by_words.values(), 1, cutoff)
+    if not matches:
+        matches = [by_words[w] for w in difflib.get_close_matches(_words(name), by_words, 1, cutoff)]
+    return matches[0] if matches else None
 
 
 def _words(name: str) -> str:
@@ -234,7 +238,7 @@ def _is_class_variable(annotation: Any) -> bool:
     return annotation is ClassVar or typing.get_origin(annotation) is ClassVar
 
 
-def _place(function: Any) -> str:
+def _line_of(function: Any) -> str:
     """The line of a function, in parentheses; nothing where it is not known."""
     function = getattr(function, "fget", getattr(function, "__func__", function))
     code = getattr(inspect.unwrap(function), "__code__", None)

@@ -111,15 +111,15 @@ class EngineModel(Model, Protocol):
         """Scores of a few inputs by the initial parameters."""
         ...
 
-    def whole(self, params: Params) -> Params:
+    def inference_params(self, params: Params) -> Params:
         """The parameters as the module holds them, with the client's own statistics and changed buffers."""
         ...
 
-    def with_local_statistics(self, chunks: Callable[[], Iterator[Any]], whose: str = "") -> EngineModel:
+    def with_local_statistics(self, chunks: Callable[[], Iterator[Any]], owner: str = "") -> EngineModel:
         """The model of a client that infers: batch normalizations use statistics of these inputs."""
         ...
 
-    def with_buffers(self, changed: Params) -> EngineModel:
+    def with_buffers(self, client_buffers: Params) -> EngineModel:
         """The model of a client whose buffers have other values than the initial ones."""
         ...
 

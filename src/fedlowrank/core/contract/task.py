@@ -26,7 +26,7 @@ class Batch:
         y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; labels of tokens, int64 ``[b,
             T]``, -100 where none counts; or labels or real values of pixels ``[b, H, W]``.
         mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
-        step: place among the steps of its pass, counted from 0, for what a method draws anew at each of them.
+        step: index among the steps of its pass, counted from 0, for what a method draws anew at each of them.
         clients: K where the rows are those of K clients, as many of each, one client after another; then sums
             and means are those of each client, ``[K, ...]``. None for the batch of one client.
         loss: of the task, by which ``task_loss`` of :mod:`..learning.batch_losses` goes.
@@ -77,8 +77,8 @@ class Batch:
 
     def _by_client(self, values: Tensor) -> Tensor:
         """Values of all rows by client, ``[K, b, ...]``."""
-        clients = self.clients or 1
-        return values.reshape(clients, len(values) // clients, *values.shape[1:])
+        client_count = self.clients or 1
+        return values.reshape(client_count, len(values) // client_count, *values.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -110,21 +110,21 @@ class Pass:
 
     def steps_over(self, total: int) -> int:
         """Optimizer steps of the pass at a client with so many examples."""
-        full, rest = self._batches(total)
-        steps = None if self.epochs is None else self.epochs * (full + (rest > 0))
+        full_batches, remainder = self._batches(total)
+        steps = None if self.epochs is None else self.epochs * (full_batches + (remainder > 0))
         return min(n for n in (steps, self.steps) if n is not None)
 
     def has_batch_of_one(self, total: int) -> bool:
         """Whether a step at a client with so many examples sees a single one."""
-        full, rest = self._batches(total)
-        return (self.batch_size == 1 and full > 0) or (
-            rest == 1 and (self.steps is None or self.steps > full)
+        full_batches, remainder = self._batches(total)
+        return (self.batch_size == 1 and full_batches > 0) or (
+            remainder == 1 and (self.steps is None or self.steps > full_batches)
         )
 
     def _batches(self, total: int) -> tuple[int, int]:
         """Full batches of an epoch, and the examples of an incomplete one after them, or 0."""
-        full, rest = divmod(self.examples_of(total), self.batch_size)
-        return full, 0 if self.drop_last and full else rest
+        full_batches, remainder = divmod(self.examples_of(total), self.batch_size)
+        return full_batches, 0 if self.drop_last and full_batches else remainder
 
     def complete(self, batches: Sequence[Tensor]) -> list[Tensor]:
         """The batches of an epoch that are taken; an incomplete one may be anywhere among them."""
@@ -138,7 +138,7 @@ class ClientInfo:
     """What both sides know of a client.
 
     Attributes:
-        id: identifier, its place in the federation.
+        id: identifier, its index in the federation.
         examples: training examples, the usual weight of its reply.
         architecture: name of its model.
         rank: rank of its low-rank parts, or None where the method decides.
@@ -164,9 +164,9 @@ class ClientInfo:
         return client_title(self.id, self.name)
 
 
-def client_title(client: int, name: str = "") -> str:
+def client_title(client_id: int, name: str = "") -> str:
     """A client in a message: its number, and its name if it has one."""
-    return f"client {client} ({name})" if name else f"client {client}"
+    return f"client {client_id} ({name})" if name else f"client {client_id}"
 
 
 @dataclass(frozen=True)
@@ -220,16 +220,16 @@ class Task:
         Raises:
             TaskError: if it differs; the message names clients and widths.
         """
-        first = self.clients[0]
+        first_client = self.clients[0]
         for client in self.clients:
-            if self.model(client).width != self.model(first).width:
+            if self.model(client).width != self.model(first_client).width:
                 raise TaskError(
-                    f"{method} needs representations of one width, but {first.title} "
-                    f"({first.architecture}) has {self.model(first).width} and {client.title} "
+                    f"{method} needs representations of one width, but {first_client.title} "
+                    f"({first_client.architecture}) has {self.model(first_client).width} and {client.title} "
                     f"({client.architecture}) has {self.model(client).width}. Choose another split point "
                     "(model.split) or other models."
                 )
-        return self.model(first).width
+        return self.model(first_client).width
 
     def common_type(self, method: str) -> torch.dtype:
         """The type in which numbers of all architectures are exchanged: float32 for half precision.
@@ -242,9 +242,9 @@ class Task:
             for name, model in sorted(self.architectures.items())
         }
         if len(set(types.values())) > 1:
-            described = ", ".join(f"{name} has {t}".replace("torch.", "") for name, t in types.items())
+            descriptions = ", ".join(f"{name} has {t}".replace("torch.", "") for name, t in types.items())
             raise TaskError(
-                f"{method} exchanges numbers between models, so their parameters must have one type, but {described}. "
+                f"{method} exchanges numbers between models, so their parameters must have one type, but {descriptions}. "
                 "Call .float() or .double() on the modules."
             )
         return next(iter(types.values()))

@@ -53,11 +53,11 @@ class Lengths:
 
     Attributes:
         form: a tree; every dimension of 0 is that length.
-        most: the largest length; the smallest is 1.
+        max_length: the largest length; the smallest is 1.
     """
 
     form: Any
-    most: int
+    max_length: int
 
 
 @runtime_checkable

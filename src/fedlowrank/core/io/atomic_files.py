@@ -25,30 +25,30 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; the old file is then untouched.
     """
-    part = path.with_name(path.name + ".part")
+    temporary_path = path.with_name(path.name + ".part")
     with as_checkpoint_error(f"cannot write {path}"):
         try:
-            with part.open("wb") as file:
-                for written in [data] if isinstance(data, bytes) else data:
-                    file.write(written)
+            with temporary_path.open("wb") as file:
+                for chunk in [data] if isinstance(data, bytes) else data:
+                    file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(path)
+            temporary_path.replace(path)
             sync_folder(path.parent)
         except (OSError, CheckpointError):
             # a disk that cannot write may not remove either; the first error is the one to tell
             with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+                temporary_path.unlink(missing_ok=True)
             raise
 
 
 @contextlib.contextmanager
-def as_checkpoint_error(what: str) -> Iterator[None]:
+def as_checkpoint_error(action: str) -> Iterator[None]:
     """Turn errors of the disk within the block into a :class:`CheckpointError` that names the action."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{what}: {error.strerror or error}") from error
+        raise CheckpointError(f"{action}: {error.strerror or error}") from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -78,8 +78,8 @@ def append_event(path: Path | None, event: str, **fields: Any) -> None:
     """
     if path is None:
         return
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    line = json.dumps({"time": now, "event": event, **fields})
+    timestamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    line = json.dumps({"time": timestamp, "event": event, **fields})
     with as_checkpoint_error(f"cannot write {path}"), path.open("a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -118,8 +118,8 @@ def parse_json(data: bytes, path: Path, kind: type[J]) -> J:
         # bytes that are no text are an error of value, too
         raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy.") from error
     if not isinstance(value, kind):
-        wanted, got = _JSON_KINDS[kind], _JSON_KINDS.get(type(value), json.dumps(value)[:40])
-        raise CheckpointError(f"{path} is damaged: it must hold {wanted} and holds {got}.")
+        expected_kind, actual_kind = _JSON_KINDS[kind], _JSON_KINDS.get(type(value), json.dumps(value)[:40])
+        raise CheckpointError(f"{path} is damaged: it must hold {expected_kind} and holds {actual_kind}.")
     return value
 
 

@@ -18,12 +18,12 @@ _OTHERS = 0o077
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
     """Let only the owner read what this process, and those that it starts, write within the block."""
-    before = os.umask(_OTHERS)
-    os.umask(before | _OTHERS)
+    previous_mask = os.umask(_OTHERS)
+    os.umask(previous_mask | _OTHERS)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(previous_mask)
 
 
 def make_private_folder(folder: Path) -> None:

@@ -36,21 +36,21 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     rank = {dtype: i for i, dtype in enumerate(TYPES)}
     order = sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    place = 0
+    offset = 0
     for name in order:
         t = tensors[name]
         size = t.numel() * t.element_size()
         header[name] = {
             "dtype": TYPES[t.dtype],
             "shape": list(t.shape),
-            "data_offsets": [place, place + size],
+            "data_offsets": [offset, offset + size],
         }
-        place += size
+        offset += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     out = io.BytesIO()
     # the whole size at once, for a buffer that grows is copied
-    out.seek(8 + len(text) + place - 1)
+    out.seek(8 + len(text) + offset - 1)
     out.write(b"\0")
     out.seek(0)
     out.write(len(text).to_bytes(8, "little"))

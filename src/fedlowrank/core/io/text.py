@@ -63,9 +63,9 @@ def join_words(words: Sequence[str], conjunction: str = "and") -> str:
 
 def list_first(names: Collection[object], limit: int, noun: str = "") -> str:
     """List the first names and count the others, such as ``a, b and 3 more``, with a plural noun ``and 3 more files``."""
-    hidden = len(names) - limit
-    others = f" and {hidden} more{noun and f' {noun}'}" if hidden > 0 else ""
-    return ", ".join(map(str, islice(names, limit))) + others
+    hidden_count = len(names) - limit
+    ending = f" and {hidden_count} more{noun and f' {noun}'}" if hidden_count > 0 else ""
+    return ", ".join(map(str, islice(names, limit))) + ending
 
 
 def format_count(n: int, noun: str, plural: str = "") -> str:

@@ -90,12 +90,12 @@ def gradient(risk: Callable[..., Tensor], theta: Params, batch: Batch) -> Params
         theta: parameters at which it is taken.
         batch: of one client or of many.
     """
-    at = map_leaves(lambda t: t.detach().requires_grad_(), theta)
+    params = map_leaves(lambda t: t.detach().requires_grad_(), theta)
     # a sum, for of a batch of many clients the risk is one number each
-    value = risk(at, batch).sum()
+    value = risk(params, batch).sum()
     check_loss(value)
-    gradients = torch.autograd.grad(value, list(at.values()), materialize_grads=True)
-    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(at, gradients, strict=True)}
+    gradients = torch.autograd.grad(value, list(params.values()), materialize_grads=True)
+    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(params, gradients, strict=True)}
 
 
 def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ EVALUATION_BATCH = 32
 
 
 def contrastive_losses(
-    embeddings: Tensor, temperature: float, mask: Tensor | None = None, clients: int | None = None
+    embeddings: Tensor, temperature: float, mask: Tensor | None = None, client_count: int | None = None
 ) -> Tensor:
     """-log softmax_j(cos(a_i, p_j) / τ)_i of each pair i ``[b]``, over the positives p_j of its batch.
 
@@ -23,21 +23,21 @@ def contrastive_losses(
         embeddings: of anchors a and positives p, ``[b, 2, d]``.
         temperature: τ > 0.
         mask: False where a pair is padding and no negative, ``[b]``.
-        clients: of how many clients the pairs are, one client after another; each has a batch of its own.
+        client_count: of how many clients the pairs are, one client after another; each has a batch of its own.
 
     Source:
         van den Oord et al. 2018, arXiv:1807.03748, eq. 4, with in-batch negatives (``MultipleNegativesRankingLoss`` of
         sentence-transformers with scale 1/τ).
     """
-    scores = similarities(embeddings, mask, clients) / temperature
+    scores = similarities(embeddings, mask, client_count) / temperature
     partners = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:2])
     return functional.cross_entropy(scores.flatten(0, 1), partners.flatten(), reduction="none")
 
 
-def similarities(embeddings: Tensor, mask: Tensor | None = None, clients: int | None = None) -> Tensor:
+def similarities(embeddings: Tensor, mask: Tensor | None = None, client_count: int | None = None) -> Tensor:
     """Cosines of every anchor with every positive of its batch, ``[K, b, b]`` of K clients; -∞ with padding."""
-    unit = functional.normalize(embeddings, dim=-1).unflatten(0, (clients or 1, -1))
-    anchors, positives = unit.unbind(2)
+    unit_vectors = functional.normalize(embeddings, dim=-1).unflatten(0, (client_count or 1, -1))
+    anchors, positives = unit_vectors.unbind(2)
     cosines: Tensor = anchors @ positives.mT
     if mask is None:
         return cosines

@@ -112,7 +112,7 @@ class Loss(CheckedFields):
     )
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS and not self.is_own:
+        if self.kind not in KINDS and not self.is_custom:
             raise ConfigError(
                 f"loss.kind: there is no loss {self.kind!r}. {did_you_mean(self.kind, KINDS)} A function of your own is "
                 "named 'module:function'."
@@ -132,12 +132,12 @@ class Loss(CheckedFields):
             raise ConfigError(
                 f"loss.class_weights must be at least 0, one of them above; they are {[*weights]}"
             )
-        positive = self.pos_weight if isinstance(self.pos_weight, tuple) else (self.pos_weight,)
-        if any(w is not None and not w > 0 for w in positive) or not positive:
+        pos_weights = self.pos_weight if isinstance(self.pos_weight, tuple) else (self.pos_weight,)
+        if any(w is not None and not w > 0 for w in pos_weights) or not pos_weights:
             raise ConfigError(f"loss.pos_weight must be above 0; it is {self.pos_weight!r}")
 
     @property
-    def is_own(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether it is a function of the user's own."""
         return ":" in self.kind
 
@@ -153,7 +153,7 @@ class Loss(CheckedFields):
         Raises:
             ConfigError: if it cannot be imported, or is no function.
         """
-        if not self.is_own or self.function is not None:
+        if not self.is_custom or self.function is not None:
             return self
         return _with_function(self, import_named(self.kind, "loss"))
 
@@ -196,7 +196,7 @@ class Loss(CheckedFields):
         Raises:
             LossError: if a function of the user's own gives anything else.
         """
-        if self.is_own:
+        if self.is_custom:
             return self._own(scores, y)
         if self.couples:
             raise AssertionError("the loss of a pair needs its batch; see batch_losses.example_losses")
@@ -224,19 +224,19 @@ class Loss(CheckedFields):
         tokens are predicted are weighed by :attr:`fedlowrank.core.contract.task.Batch.weights`.
         """
         if (
-            self.is_own
+            self.is_custom
             or self.compares_texts
             or not _is_labels(y)
             or self.predicts_tokens(y)
             or (y.ndim == 1 and self.kind == "auto")
         ):
             return None
-        matters = y != self.ignore_index
-        count = matters.reshape(len(y), -1).sum(1)
+        mask = y != self.ignore_index
+        count = mask.reshape(len(y), -1).sum(1)
         if self.class_weights is None:
             return count, count
-        of_class = _constant(self.class_weights, torch.float32, y.device)
-        weight = torch.where(matters, of_class[y.where(matters, torch.zeros_like(y))], 0.0)
+        class_weights = _constant(self.class_weights, torch.float32, y.device)
+        weight = torch.where(mask, class_weights[y.where(mask, torch.zeros_like(y))], 0.0)
         return count, weight.reshape(len(y), -1).sum(1)
 
     def describe(self) -> dict[str, Any]:
@@ -265,8 +265,8 @@ class Loss(CheckedFields):
         if not is_focal:
             return values
         # 1 - p of the label, never 0: a power below 1 has no derivative there
-        rest = (-torch.expm1(-values)).clamp(min=torch.finfo(values.dtype).tiny)
-        focal = rest.pow(self.gamma) * values
+        complement = (-torch.expm1(-values)).clamp(min=torch.finfo(values.dtype).tiny)
+        focal = complement.pow(self.gamma) * values
         if weight is None:
             return focal
         return weight[y.where(y != self.ignore_index, torch.zeros_like(y))] * focal
@@ -278,19 +278,19 @@ class Loss(CheckedFields):
             return (scores - y).square()
         if self.kind == "huber":
             return functional.huber_loss(scores, y, reduction="none", delta=self.delta)
-        positive = None
+        pos_weight = None
         if self.pos_weight is not None:
             factors = self.pos_weight if isinstance(self.pos_weight, tuple) else (self.pos_weight,)
-            positive = _constant(factors, scores.dtype, scores.device).reshape(-1, *[1] * (y.ndim - 2))
+            pos_weight = _constant(factors, scores.dtype, scores.device).reshape(-1, *[1] * (y.ndim - 2))
         y = y.to(scores.dtype)
         if self.kind == "bce":
             return functional.binary_cross_entropy_with_logits(
-                scores, y, pos_weight=positive, reduction="none"
+                scores, y, pos_weight=pos_weight, reduction="none"
             )
         values = functional.binary_cross_entropy_with_logits(scores, y, reduction="none")
-        rest = y * torch.sigmoid(-scores) + (1 - y) * torch.sigmoid(scores)
-        focal = rest.clamp(min=torch.finfo(rest.dtype).tiny).pow(self.gamma) * values
-        return focal if positive is None else focal * (1 + (positive - 1) * y)
+        complement = y * torch.sigmoid(-scores) + (1 - y) * torch.sigmoid(scores)
+        focal = complement.clamp(min=torch.finfo(complement.dtype).tiny).pow(self.gamma) * values
+        return focal if pos_weight is None else focal * (1 + (pos_weight - 1) * y)
 
     def _own(self, scores: Tensor, y: Tensor) -> Tensor:
         if self.function is None:
@@ -301,13 +301,13 @@ class Loss(CheckedFields):
                 f"the loss {self.kind} gave a {type(losses).__name__}; it must give a tensor [examples]"
             )
         if losses.shape != (len(y),):
-            cure = {0: " Leave out the mean over examples (reduction='none').", 1: ""}.get(
+            advice = {0: " Leave out the mean over examples (reduction='none').", 1: ""}.get(
                 losses.ndim,
                 " Take the mean over all but the first dimension, such as loss.flatten(1).mean(1).",
             )
             raise LossError(
                 f"the loss {self.kind} gave a tensor {[*losses.shape]} for {len(y)} examples; it must give one number "
-                f"for each example, [{len(y)}].{cure}"
+                f"for each example, [{len(y)}].{advice}"
             )
         return losses
 
@@ -330,8 +330,8 @@ def as_loss(value: Any) -> Loss:
         return Loss(**value)
     if callable(value) and not isinstance(value, type):
         inner = value.func if isinstance(value, functools.partial) else value
-        named = inner if hasattr(inner, "__qualname__") else type(inner)
-        return _with_function(Loss(f"{named.__module__}:{named.__qualname__}"), value)
+        definition = inner if hasattr(inner, "__qualname__") else type(inner)
+        return _with_function(Loss(f"{definition.__module__}:{definition.__qualname__}"), value)
     raise ConfigError(
         f"loss must be a name such as 'focal', Loss(...) or a function loss(scores, targets), not {value!r}"
     )
@@ -359,14 +359,16 @@ def _next_token(scores: Tensor, y: Tensor) -> Tensor:
     targets = y[:, 1:]
     counts = targets != IGNORE_INDEX
     if finds_tokens(scores):
-        text, place = counts.nonzero(as_tuple=True)
-        losses = functional.cross_entropy(_widen(scores[text, place]), targets[text, place], reduction="none")
-        each = losses.new_zeros(targets.shape).index_put((text, place), losses)
+        text, position = counts.nonzero(as_tuple=True)
+        losses = functional.cross_entropy(
+            _widen(scores[text, position]), targets[text, position], reduction="none"
+        )
+        token_losses = losses.new_zeros(targets.shape).index_put((text, position), losses)
     else:
-        each = functional.cross_entropy(
+        token_losses = functional.cross_entropy(
             _widen(scores[:, :-1]).transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
         )
-    return each.sum(1) / counts.sum(1).clamp(min=1)
+    return token_losses.sum(1) / counts.sum(1).clamp(min=1)
 
 
 def _widen(scores: Tensor) -> Tensor:
@@ -375,7 +377,7 @@ def _widen(scores: Tensor) -> Tensor:
 
 
 def finds_tokens(scores: Tensor) -> bool:
-    """Whether the places of tokens may be looked up without waiting for the device."""
+    """Whether the positions of tokens may be looked up without waiting for the device."""
     return scores.device.type == "cpu"
 
 

@@ -79,7 +79,7 @@ class LocalSchedule(CheckedFields):
         floor: of cosine and linear, as a share of the learning rate.
         warmup: local steps of linear growth from ``1 / (warmup + 1)`` before the above begins.
         rounds: how many rounds the schedule goes on, as that of a trainer over a whole run; None to begin again in every
-            round. The place in it is that of the round, however often the client took part.
+            round. Its progress is that of the round, however often the client took part.
     """
 
     kind: Literal["constant", "exponential", "step", "cosine", "linear"] = "constant"
@@ -149,12 +149,12 @@ def _check_schedule(schedule: Schedule | LocalSchedule, title: str, length: str)
         title: of the setting.
         length: name of the field that says how long it takes until ``floor``.
     """
-    s, until = schedule, getattr(schedule, length)
-    is_long = until is None or until >= 1
+    s, duration = schedule, getattr(schedule, length)
+    is_long = duration is None or duration >= 1
     if not (0 < s.factor < math.inf and s.every >= 1 and is_long and 0 <= s.floor <= 1 and s.warmup >= 0):
         raise ConfigError(
             f"{title}: factor must be > 0, every and {length} >= 1, floor within [0, 1] and warmup >= 0; "
-            f"they are {s.factor}, {s.every}, {until}, {s.floor} and {s.warmup}"
+            f"they are {s.factor}, {s.every}, {duration}, {s.floor} and {s.warmup}"
         )
     check_switch(s, s.switch, title)
     if s.kind in ("exponential", "step") and s.factor == 1:
@@ -164,19 +164,19 @@ def _check_schedule(schedule: Schedule | LocalSchedule, title: str, length: str)
         )
 
 
-def _scale(schedule: Schedule | LocalSchedule, place: int, length: int) -> float:
+def _scale(schedule: Schedule | LocalSchedule, step: int, length: int) -> float:
     """Factor on the learning rate in a round or step, counted from 0; after the warm-up, length of them until floor."""
-    if place < schedule.warmup:
-        return (place + 1) / (schedule.warmup + 1)
-    t = place - schedule.warmup
+    if step < schedule.warmup:
+        return (step + 1) / (schedule.warmup + 1)
+    t = step - schedule.warmup
     if schedule.kind == "exponential":
         return schedule.factor**t
     if schedule.kind == "step":
         return schedule.factor ** (t // schedule.every)
-    done = min(t / length, 1.0)
+    progress = min(t / length, 1.0)
     if schedule.kind == "cosine":
-        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
-    return 1 - (1 - schedule.floor) * done if schedule.kind == "linear" else 1.0
+        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * progress)) / 2
+    return 1 - (1 - schedule.floor) * progress if schedule.kind == "linear" else 1.0
 
 
 @tree_dataclass
@@ -186,11 +186,11 @@ class OptimizerState:
     Attributes:
         slots: trees like the parameters, in float32 for half precision: the momentum, or the running means of
             gradients and of their squares. Without content for a parameter that has taken no step.
-        taken: steps of each parameter, as :meth:`_Optimizer.count_kept` counts them.
+        step_counts: steps of each parameter, as :meth:`_Optimizer.count_kept` counts them.
     """
 
     slots: list[Any]
-    taken: list[int]
+    step_counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -240,16 +240,16 @@ class _Optimizer(CheckedFields):
             ConfigError: if a group matches no parameter.
         """
         scale = self.schedule.scale(round)
-        chosen = [self._group(path) for path in paths]
-        unused = set(self.groups) - {name for name, _ in chosen}
-        if unused:
+        groups = [self._group(path) for path in paths]
+        unused_names = set(self.groups) - {name for name, _ in groups}
+        if unused_names:
             tops = sorted({p.split("/")[1] for p in paths if "/" in p})
             raise ConfigError(
-                f"optimizer.groups: {sorted(unused)} match no parameter; the tree begins with {tops}"
+                f"optimizer.groups: {sorted(unused_names)} match no parameter; the tree begins with {tops}"
             )
         return Rates(
-            [scale * (self.lr if g.lr is None else g.lr) for _, g in chosen],
-            [self.weight_decay if g.weight_decay is None else g.weight_decay for _, g in chosen],
+            [scale * (self.lr if g.lr is None else g.lr) for _, g in groups],
+            [self.weight_decay if g.weight_decay is None else g.weight_decay for _, g in groups],
         )
 
     def learning_rate(self, round: int) -> float:
@@ -269,10 +269,10 @@ class _Optimizer(CheckedFields):
         best: tuple[str | None, Group] = (None, Group())
         depth = 0
         for name, group in self.groups.items():
-            wanted = name.split("/")
+            prefix = name.split("/")
             # whole components only: the role of a parameter never comes from a substring of its name
-            if parts[: len(wanted)] == wanted and len(wanted) > depth:
-                best, depth = (name, group), len(wanted)
+            if parts[: len(prefix)] == prefix and len(prefix) > depth:
+                best, depth = (name, group), len(prefix)
         return best
 
     def _check(self) -> None:
@@ -282,12 +282,12 @@ class _Optimizer(CheckedFields):
                 f"groups.{name}.lr": group.lr or 0.0,
                 f"groups.{name}.weight_decay": group.weight_decay or 0.0,
             }
-        bad = [n for n, v in rates.items() if not 0 <= v < math.inf]
+        invalid_names = [n for n, v in rates.items() if not 0 <= v < math.inf]
         if self.clip is not None and not self.clip > 0:
-            bad.append("clip")
-        if bad:
+            invalid_names.append("clip")
+        if invalid_names:
             raise ConfigError(
-                f"optimizer: {', '.join(bad)} out of range; rates must be finite and not negative, clip > 0; "
+                f"optimizer: {', '.join(invalid_names)} out of range; rates must be finite and not negative, clip > 0; "
                 f"got {self}"
             )
 
@@ -467,10 +467,10 @@ def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
     return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
 
 
-def _add_scaled(to: list[Tensor], tensors: list[Tensor], scales: list[float]) -> None:
+def _add_scaled(targets: list[Tensor], tensors: list[Tensor], scales: list[float]) -> None:
     """``to += scale * what``, in one call where all scales are equal."""
     if all(s == scales[0] for s in scales):
         if scales and scales[0] != 0:
-            torch._foreach_add_(to, tensors, alpha=scales[0])
+            torch._foreach_add_(targets, tensors, alpha=scales[0])
     else:
-        torch._foreach_add_(to, torch._foreach_mul(tensors, scales))
+        torch._foreach_add_(targets, torch._foreach_mul(tensors, scales))

@@ -21,38 +21,38 @@ RESPONSE_MASK, REFERENCE = "response_mask", "reference"
 """Inputs of a pair beside its tokens: which tokens count, and what the base model makes of them."""
 
 
-def dpo_losses(log_ratios: Tensor, chosen: Tensor, beta: float, label_smoothing: float) -> Tensor:
+def dpo_losses(log_ratios: Tensor, chosen_index: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """-(1 - ε) log σ(βΔ) - ε log σ(-βΔ) of each pair ``[b]``, Δ the difference of log-ratios.
 
     Args:
         log_ratios: log π(y|x) - log π_ref(y|x) of both responses, ``[b, 2]``.
-        chosen: which response is the chosen one, ``[b]``.
+        chosen_index: which response is the chosen one, ``[b]``.
         beta: β > 0.
         label_smoothing: ε in [0, 0.5): probability that a pair is labeled the wrong way round.
 
     Source:
         Rafailov et al. 2023, arXiv:2305.18290, eq. 7; with ε Mitchell 2023, "A note on DPO with noisy preferences" (cDPO).
     """
-    margin = beta * difference_of_chosen(log_ratios, chosen)
+    margin = beta * difference_of_chosen(log_ratios, chosen_index)
     values = -functional.logsigmoid(margin)
     if not label_smoothing:
         return values
     return (1 - label_smoothing) * values - label_smoothing * functional.logsigmoid(-margin)
 
 
-def orpo_losses(log_means: Tensor, chosen: Tensor, odds_ratio_weight: float) -> Tensor:
+def orpo_losses(log_means: Tensor, chosen_index: Tensor, odds_ratio_weight: float) -> Tensor:
     """Negative log-likelihood of the chosen response plus λ times the odds-ratio loss, of each pair ``[b]``.
 
     Args:
         log_means: log p, the mean log-probability of the tokens of both responses, ``[b, 2]``.
-        chosen: which response is the chosen one, ``[b]``.
+        chosen_index: which response is the chosen one, ``[b]``.
         odds_ratio_weight: λ.
 
     Source:
         Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7: -log p_c - λ log σ(log odds_c - log odds_r) with the odds p/(1 - p).
     """
-    likelihood = log_means.gather(1, chosen[:, None]).squeeze(1)
-    ratio = difference_of_chosen(log_odds_of(log_means), chosen)
+    likelihood = log_means.gather(1, chosen_index[:, None]).squeeze(1)
+    ratio = difference_of_chosen(log_odds_of(log_means), chosen_index)
     return -likelihood - odds_ratio_weight * functional.logsigmoid(ratio)
 
 
@@ -63,10 +63,10 @@ def log_odds_of(log_p: Tensor) -> Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-def difference_of_chosen(scores: Tensor, chosen: Tensor) -> Tensor:
+def difference_of_chosen(scores: Tensor, chosen_index: Tensor) -> Tensor:
     """Score of the chosen response minus that of the other one, ``[b]``, of scores ``[b, 2]``."""
     difference = scores[:, 0] - scores[:, 1]
-    return torch.where(chosen == 0, difference, -difference)
+    return torch.where(chosen_index == 0, difference, -difference)
 
 
 def mix_preferences(scores: Tensor, log_shares: Tensor, beta: float | None) -> Tensor:

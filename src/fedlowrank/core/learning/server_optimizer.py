@@ -69,18 +69,18 @@ def server_step(
     """
     if isinstance(optimizer, SGD) and optimizer == SGD(lr=1.0):
         return tree.cast_like(mean, old), state
-    wide = tree.widen(old)
-    params = [t.detach().clone() for _, t in tree.leaves(wide)]
+    wide_tree = tree.widen(old)
+    params = [t.detach().clone() for _, t in tree.leaves(wide_tree)]
     paths = [path for path, _ in tree.leaves(old)]
-    towards = dict(tree.leaves(tree.widen(mean)))
-    gradient = [_moved(p, towards[path]) for path, p in zip(paths, params, strict=True)]
+    mean_by_path = dict(tree.leaves(tree.widen(mean)))
+    gradient = [_moved(p, mean_by_path[path]) for path, p in zip(paths, params, strict=True)]
     if optimizer.clip is not None:
         gradient = clip(gradient, optimizer.clip)
     kept_tensors = [[t.clone() for t in ts] for ts in state.tensors]
     with torch.no_grad():
         optimizer.step(params, gradient, kept_tensors, optimizer.rates(paths, round), state.count)
-    new = iter(params)
-    return tree.map_leaves(lambda t: next(new).to(t.dtype), old), ServerOptimizerState(
+    tensor_iterator = iter(params)
+    return tree.map_leaves(lambda t: next(tensor_iterator).to(t.dtype), old), ServerOptimizerState(
         kept_tensors, state.count + 1
     )
 

@@ -22,11 +22,11 @@ class _Bundled(CheckedFields):
         # Imported here, because that takes as long as all other imports of the package.
         import sklearn.datasets
 
-        raw = getattr(sklearn.datasets, f"load_{self.name}")()
-        x = raw.images[:, None] / 16.0 if self.name == "digits" else raw.data
+        bunch = getattr(sklearn.datasets, f"load_{self.name}")()
+        x = bunch.images[:, None] / 16.0 if self.name == "digits" else bunch.data
         inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
-        labels = torch.from_numpy(raw.target.astype(np.int64))
-        return Dataset(self.name, Examples(inputs, labels), None, tuple(map(str, raw.target_names)))
+        labels = torch.from_numpy(bunch.target.astype(np.int64))
+        return Dataset(self.name, Examples(inputs, labels), None, tuple(map(str, bunch.target_names)))
 
 
 @dataclass(frozen=True)

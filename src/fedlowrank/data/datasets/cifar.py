@@ -47,10 +47,10 @@ class Cifar10(CheckedFields):
         Raises:
             DataError: if files are missing, cut short, of different sizes, or a pickle holds more than data.
         """
-        folder, end = _find_version(self.path, (*_TRAIN_FILES, "test_batch"), "CIFAR-10 files")
-        files = [folder / (name + end) for name in (*_TRAIN_FILES, "test_batch")]
-        if end:
-            *train, test = [_read_binary(file, labels=1, column=0) for file in files]
+        folder, suffix = _find_version(self.path, (*_TRAIN_FILES, "test_batch"), "CIFAR-10 files")
+        files = [folder / (name + suffix) for name in (*_TRAIN_FILES, "test_batch")]
+        if suffix:
+            *train, test = [_read_binary(file, label_bytes=1, column=0) for file in files]
             names = _read_names(folder / "batches.meta.txt", None, CIFAR10)
         else:
             *train, test = [_read_pickle(file, "labels") for file in files]
@@ -84,22 +84,22 @@ class Cifar100(CheckedFields):
         Raises:
             DataError: if files are missing or cut short, or a pickle holds more than data.
         """
-        folder, end = _find_version(self.path, ("train", "test"), "CIFAR-100 files")
-        default, column = (CIFAR100_FINE, 1) if self.labels == "fine" else (CIFAR100_COARSE, 0)
-        if end:
+        folder, suffix = _find_version(self.path, ("train", "test"), "CIFAR-100 files")
+        default_names, column = (CIFAR100_FINE, 1) if self.labels == "fine" else (CIFAR100_COARSE, 0)
+        if suffix:
             parts = [_read_binary(folder / f"{part}.bin", 2, column) for part in ("train", "test")]
-            names = _read_names(folder / f"{self.labels}_label_names.txt", None, default)
+            names = _read_names(folder / f"{self.labels}_label_names.txt", None, default_names)
         else:
             parts = [_read_pickle(folder / part, f"{self.labels}_labels") for part in ("train", "test")]
-            names = _read_names(folder / "meta", f"{self.labels}_label_names", default)
+            names = _read_names(folder / "meta", f"{self.labels}_label_names", default_names)
         return Dataset("cifar100", _make_examples(parts[:1]), _make_examples(parts[1:]), names)
 
 
 def _find_version(path: str, names: Sequence[str], description: str) -> tuple[Path, str]:
     """The folder and the ending of its file names: ``.bin`` in the binary version, else empty."""
 
-    def contains(folder: Path, end: str) -> bool:
-        return all((folder / (name + end)).is_file() for name in names)
+    def contains(folder: Path, suffix: str) -> bool:
+        return all((folder / (name + suffix)).is_file() for name in names)
 
     description = f"{description} ({', '.join(names)}; or the same names with .bin)"
     folder = find_folder(path, lambda f: contains(f, ".bin") or contains(f, ""), description)
@@ -113,40 +113,40 @@ def _read_bytes(file: Path) -> bytes:
         raise DataError(f"cannot read {str(file)!r}: {error.strerror or error}.") from error
 
 
-def _read_binary(file: Path, labels: int, column: int) -> Images:
+def _read_binary(file: Path, label_bytes: int, column: int) -> Images:
     """Records of label bytes, of which one column counts, and pixels."""
     data = np.frombuffer(_read_bytes(file), dtype=np.uint8)
-    size = labels + _IMAGE_BYTES
-    if len(data) == 0 or len(data) % size:
+    record_size = label_bytes + _IMAGE_BYTES
+    if len(data) == 0 or len(data) % record_size:
         raise DataError(
-            f"{str(file)!r} is cut short or of another format: expected a multiple of {size} bytes ({labels} "
-            f"of labels, {_IMAGE_BYTES} of pixels), e.g. {(len(data) // size + 1) * size}; found {len(data)}."
+            f"{str(file)!r} is cut short or of another format: expected a multiple of {record_size} bytes ({label_bytes} "
+            f"of labels, {_IMAGE_BYTES} of pixels), e.g. {(len(data) // record_size + 1) * record_size}; found {len(data)}."
         )
-    rows = data.reshape(-1, size)
-    return rows[:, labels:], rows[:, column].astype(np.int64)
+    rows = data.reshape(-1, record_size)
+    return rows[:, label_bytes:], rows[:, column].astype(np.int64)
 
 
 def _read_pickle(file: Path, key: str) -> Images:
-    where = f"the python version of CIFAR in {str(file)!r}"
-    content = _read_dictionary(file, where)
+    source = f"the python version of CIFAR in {str(file)!r}"
+    content = _read_dictionary(file, source)
     data, labels = content.get("data"), content.get(key)
     if not isinstance(data, PickledArray) or not isinstance(labels, list):
-        raise DataError(f"{where}: expected an array 'data' and a list {key!r}, found {sorted(content)}.")
+        raise DataError(f"{source}: expected an array 'data' and a list {key!r}, found {sorted(content)}.")
     x = data.value
     if x.dtype != np.uint8 or x.shape != (len(labels), _IMAGE_BYTES) or len(x) == 0:
         raise DataError(
-            f"{where}: expected pixels uint8 [n, {_IMAGE_BYTES}] and n labels, found {describe_array(x)} and "
+            f"{source}: expected pixels uint8 [n, {_IMAGE_BYTES}] and n labels, found {describe_array(x)} and "
             f"{len(labels)} labels."
         )
     if not all(isinstance(v, int) and abs(v) < 2**31 for v in labels):
-        raise DataError(f"{where}: the list {key!r} must hold whole numbers.")
+        raise DataError(f"{source}: the list {key!r} must hold whole numbers.")
     return x, np.array(labels, dtype=np.int64)
 
 
-def _read_dictionary(file: Path, where: str) -> dict[str, Any]:
-    content = unpickle(_read_bytes(file), where)
+def _read_dictionary(file: Path, source: str) -> dict[str, Any]:
+    content = unpickle(_read_bytes(file), source)
     if not isinstance(content, dict):
-        raise DataError(f"{where}: expected a dictionary, found a {type(content).__name__}.")
+        raise DataError(f"{source}: expected a dictionary, found a {type(content).__name__}.")
     return {_to_text(key): value for key, value in content.items()}
 
 
@@ -154,18 +154,18 @@ def _to_text(value: object) -> str:
     return value.decode("latin1") if isinstance(value, bytes) else str(value)
 
 
-def _read_names(file: Path, key: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+def _read_names(file: Path, key: str | None, default_names: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the classes: lines of a file, or the list under a key of a pickle; default: no file."""
     if not file.is_file():
-        return default
+        return default_names
     if key is None:
         names: Any = [line.strip() for line in _to_text(_read_bytes(file)).splitlines() if line.strip()]
     else:
         names = _read_dictionary(file, repr(str(file))).get(key)
         if not isinstance(names, list):
             raise DataError(f"{str(file)!r}: expected a list {key!r}.")
-    if len(names) != len(default):
-        raise DataError(f"{str(file)!r}: expected {len(default)} names of classes, found {len(names)}.")
+    if len(names) != len(default_names):
+        raise DataError(f"{str(file)!r}: expected {len(default_names)} names of classes, found {len(names)}.")
     return tuple(_to_text(name) for name in names)
 
 

@@ -105,31 +105,31 @@ class Csv(CheckedFields):
             if dropped := sum(sizes) - sum(map(len, tables)):
                 notes = (f"{dropped} of {sum(sizes)} rows dropped, which have empty cells",)
         notes += _describe_columns(tables[0], features)
-        encoded = [self._encode(name, [table[name] for table in tables]) for name in features]
-        inputs = [torch.cat([values[k] for values, _ in encoded], dim=1) for k in range(len(tables))]
-        columns = tuple(column for _, names in encoded for column in names)
-        wide = _find_wide_columns(tables, columns)
+        encoded_columns = [self._encode(name, [table[name] for table in tables]) for name in features]
+        inputs = [torch.cat([values[k] for values, _ in encoded_columns], dim=1) for k in range(len(tables))]
+        columns = tuple(column for _, names in encoded_columns for column in names)
+        wide_columns = _find_wide_columns(tables, columns)
         targets, classes = self._convert_targets([table[self.label] for table in tables])
-        natural: list[Tensor | None] = [None, None]
-        clients: tuple[str, ...] = ()
+        natural_clients: list[Tensor | None] = [None, None]
+        client_names: tuple[str, ...] = ()
         if self.client is not None:
-            numbers, clients = _number_clients([table[self.client] for table in tables])
-            natural = [*numbers, None]
+            client_numbers, client_names = _number_clients([table[self.client] for table in tables])
+            natural_clients = [*client_numbers, None]
         train, *test = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
         if warning := find_target_warning([train.y]):
             notes += (warning,)
         name = Path(self.path).name.split(".")[0]
-        official = test[0] if test else None
+        test_part = test[0] if test else None
         return TableDataset(
             name,
             train,
-            official,
+            test_part,
             classes,
-            natural[0],
-            natural[1],
+            natural_clients[0],
+            natural_clients[1],
             notes=notes,
-            natural_names=clients,
-            wide_columns=wide,
+            natural_names=client_names,
+            wide_columns=wide_columns,
             columns=columns,
         )
 
@@ -154,23 +154,23 @@ class Csv(CheckedFields):
                 f"{rows.attrs['path']!r} lacks the columns {list_first(list(map(repr, missing)), _MAX_NAMES)}; the models take "
                 f"{list_first(list(map(repr, features)), _MAX_NAMES)}. {did_you_mean(missing[0], map(str, rows.columns))}"
             )
-        refuse = replace(self, missing="mean" if self.missing == "mean" else "refuse")
-        refuse._check_cells(rows, features, ())
+        checker = replace(self, missing="mean" if self.missing == "mean" else "refuse")
+        checker._check_cells(rows, features, ())
         if self.missing == "drop":
             train = train.dropna(subset=list(features)).reset_index(drop=True)
         # of the test part, messages name the file
         encode = replace(self, test=path)._encode
-        encoded = [encode(name, [train[name], rows[name]]) for name in features]
-        inputs = [torch.cat([values[k] for values, _ in encoded], dim=1) for k in range(2)]
-        columns = tuple(column for _, names in encoded for column in names)
+        encoded_columns = [encode(name, [train[name], rows[name]]) for name in features]
+        inputs = [torch.cat([values[k] for values, _ in encoded_columns], dim=1) for k in range(2)]
+        columns = tuple(column for _, names in encoded_columns for column in names)
         (y,), classes = self._convert_targets([train[self.label]])
         test = Examples(inputs[1], torch.zeros(len(rows), *y.shape[1:], dtype=y.dtype))
-        wide = _find_wide_columns([train, rows], columns)
+        wide_columns = _find_wide_columns([train, rows], columns)
         name = Path(self.path).name.split(".")[0]
-        clients = tuple(map(str, rows[self.client])) if self.client in rows.columns else None
+        row_clients = tuple(map(str, rows[self.client])) if self.client in rows.columns else None
         return TableDataset(
-            name, Examples(inputs[0], y), test, classes, wide_columns=wide, columns=columns
-        ), clients
+            name, Examples(inputs[0], y), test, classes, wide_columns=wide_columns, columns=columns
+        ), row_clients
 
     def _choose_features(self, table: DataFrame) -> tuple[str, ...]:
         """The columns of the inputs."""
@@ -187,36 +187,36 @@ class Csv(CheckedFields):
         return _read_table(path, self.decimal, self.separator, self.client)
 
     def _check_columns(self, table: DataFrame, features: Sequence[str]) -> None:
-        where = f"{table.attrs['path']!r}"
+        source = f"{table.attrs['path']!r}"
         for name in (self.label, self.client, *features):
             if name is not None and name not in table.columns:
                 hint = did_you_mean(name, map(str, table.columns))
-                raise DataError(f"{where} has no column {name!r}. {hint}")
+                raise DataError(f"{source} has no column {name!r}. {hint}")
         self._check_cells(table, features, [name for name in (self.label, self.client) if name is not None])
 
     def _check_cells(self, table: DataFrame, features: Sequence[str], required: Sequence[str]) -> None:
         """Refuse cells of features and required columns that are empty, infinite or hold several values."""
-        where = f"{table.attrs['path']!r}"
+        source = f"{table.attrs['path']!r}"
         for name in [*required, *(features if self.missing == "refuse" else ())]:
-            if (empty := table[name].isna()).any():
-                row = int(np.flatnonzero(empty)[0]) + 1
-                cure = (
+            if (is_empty := table[name].isna()).any():
+                row = int(np.flatnonzero(is_empty)[0]) + 1
+                advice = (
                     "Fill it in."
                     if name in required
                     else "Fill it in, or set data.missing to 'drop' or 'mean'."
                 )
-                count = int(empty.sum())
+                count = int(is_empty.sum())
                 cells = "1 empty cell," if count == 1 else f"{count} empty cells, the first"
                 text = self._read_cell(table.attrs["path"], name, row)
-                reads = f", which reads {text!r} and counts as empty" if text else ""
-                cure += " As a category write it in another way." if text else ""
+                quote = f", which reads {text!r} and counts as empty" if text else ""
+                advice += " As a category write it in another way." if text else ""
                 raise DataError(
-                    f"{where}: the column {name!r} has {cells} in row {row} of the data{reads}. {cure}"
+                    f"{source}: the column {name!r} has {cells} in row {row} of the data{quote}. {advice}"
                 )
         for name in features:
-            _refuse_lists(table[name], where)
+            _refuse_lists(table[name], source)
         for name in (*required, *features):
-            _refuse_infinities(table[name], where)
+            _refuse_infinities(table[name], source)
 
     def _read_cell(self, path: str, name: str, row: int) -> str:
         """The text of a cell that counts as empty; empty for one without text."""
@@ -244,8 +244,8 @@ class Csv(CheckedFields):
                     f"{self.path!r}: the column {name!r} is empty. Leave it out of data.features."
                 )
             numbers = [part.astype("float64") for part in parts]
-            filled = numbers if mean is None else [part.fillna(mean) for part in numbers]
-            arrays = [part.to_numpy(dtype=np.float32, copy=True)[:, None] for part in filled]
+            filled_numbers = numbers if mean is None else [part.fillna(mean) for part in numbers]
+            arrays = [part.to_numpy(dtype=np.float32, copy=True)[:, None] for part in filled_numbers]
             return [torch.from_numpy(array) for array in arrays], [name]
         for part in parts:
             self._refuse_decimal_commas(part)
@@ -253,20 +253,20 @@ class Csv(CheckedFields):
             part.astype("object").where(part.notna(), _MISSING_CATEGORY).astype(str).to_numpy()
             for part in parts
         ]
-        values = np.unique(texts[0])
-        if len(values) > _MAX_CATEGORIES:
+        categories = np.unique(texts[0])
+        if len(categories) > _MAX_CATEGORIES:
             raise DataError(
-                f"{self.path!r}: the column {name!r} is text with {len(values)} different values, at most "
+                f"{self.path!r}: the column {name!r} is text with {len(categories)} different values, at most "
                 f"{_MAX_CATEGORIES} become features. Name the columns to use in data.features."
             )
         for text in texts[1:]:
-            if unknown := sorted(set(text) - set(values)):
+            if unknown := sorted(set(text) - set(categories)):
                 raise DataError(
                     f"{self.test!r}: the column {name!r} has the value {unknown[0]!r}, which the training "
                     "part lacks."
                 )
-        inputs = [torch.from_numpy((text[:, None] == values).astype(np.float32)) for text in texts]
-        return inputs, [f"{name}={value}" for value in values]
+        inputs = [torch.from_numpy((text[:, None] == categories).astype(np.float32)) for text in texts]
+        return inputs, [f"{name}={value}" for value in categories]
 
     def _convert_targets(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
         """Targets [n, 1] of a regression, or the numbers of classes [n] and their names."""
@@ -299,15 +299,15 @@ class Csv(CheckedFields):
         if example is None or len(numbers) < _MIN_NUMBER_SHARE * len(values):
             return
         is_parquet = self.path.endswith(".parquet")
-        cure = "Write them as numbers." if is_parquet else 'Set data.decimal = "," to read them as numbers.'
+        advice = "Write them as numbers." if is_parquet else 'Set data.decimal = "," to read them as numbers.'
         if invalid_values:
             row, value = invalid_values[0]
-            cure = ("" if self.decimal == "," else f"{cure} ") + (
+            advice = ("" if self.decimal == "," else f"{advice} ") + (
                 f"The value {value!r} in row {row} of the data is no number: correct it or leave it empty."
             )
         raise DataError(
             f"{self.path!r}: the column {column.name!r} holds numbers with a decimal comma, such as "
-            f"{example!r}, which would become categories. {cure}"
+            f"{example!r}, which would become categories. {advice}"
         )
 
     def _refuse_thousands(self, column: Series, values: Sequence[str]) -> None:
@@ -330,8 +330,8 @@ class Csv(CheckedFields):
                 f"{self.path!r}: the label {self.label!r} has the value {unknown[0]!r}. "
                 + did_you_mean(unknown[0], self.classes)
             )
-        order = torch.tensor([self.classes.index(name) for name in names])
-        return [order[y] for y in labels], self.classes
+        class_indices = torch.tensor([self.classes.index(name) for name in names])
+        return [class_indices[y] for y in labels], self.classes
 
 
 def _number_values(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
@@ -357,61 +357,65 @@ def _number_clients(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]
     numbers = pandas.to_numeric(names, errors="coerce")
     if numbers.isna().any() or numbers.nunique() < len(names):
         return _number_values(texts)
-    order = names.iloc[np.argsort(numbers.to_numpy(), kind="stable")]
-    place = {name: i for i, name in enumerate(order)}
-    encoded = [torch.from_numpy(text.map(place).to_numpy(dtype=np.int64).copy()) for text in texts]
-    return encoded, tuple(map(str, order))
+    sorted_names = names.iloc[np.argsort(numbers.to_numpy(), kind="stable")]
+    number_by_name = {name: i for i, name in enumerate(sorted_names)}
+    client_numbers = [
+        torch.from_numpy(text.map(number_by_name).to_numpy(dtype=np.int64).copy()) for text in texts
+    ]
+    return client_numbers, tuple(map(str, sorted_names))
 
 
 def _find_wide_columns(tables: Sequence[DataFrame], columns: Sequence[str]) -> tuple[WideColumn, ...]:
     """The columns of numbers whose values float32 cannot tell apart."""
     wide_columns = []
-    for place, name in enumerate(columns):
+    for index, name in enumerate(columns):
         if name not in tables[0].columns or not all(_is_number(table[name]) for table in tables):
             continue
         values = tables[0][name].to_numpy(dtype=np.float64)
         mean = np.nanmean(values)
         parts = [table[name].to_numpy(dtype=np.float64, na_value=mean) for table in tables]
         if are_rounded(parts[0][:, None])[0]:
-            wide_columns.append(WideColumn(name, place, tuple(parts)))
+            wide_columns.append(WideColumn(name, index, tuple(parts)))
     return tuple(wide_columns)
 
 
-def _refuse_lists(column: Series, where: str) -> None:
+def _refuse_lists(column: Series, source: str) -> None:
     """Refuse a column of a Parquet file with several values in a cell."""
     if column.dtype.kind != "O":
         return
     example = next((value for value in column if value is not None), None)
     if isinstance(example, np.ndarray | list | dict | tuple):
         raise DataError(
-            f"{where}: the column {column.name!r} holds several values in a cell, such as {str(example)[:60]}. Save each value "
+            f"{source}: the column {column.name!r} holds several values in a cell, such as {str(example)[:60]}. Save each value "
             "as a column of its own, or leave the column out: name the others in data.features."
         )
 
 
-def _refuse_infinities(column: Series, where: str) -> None:
+def _refuse_infinities(column: Series, source: str) -> None:
     """Refuse a column of numbers with an infinity, or a number too large for float32."""
     if not _is_number(column):
         return
     values = column.to_numpy(dtype=np.float64, na_value=np.nan)
-    wrong = np.flatnonzero(np.abs(values) > np.finfo(np.float32).max)
-    if len(wrong):
+    rows = np.flatnonzero(np.abs(values) > np.finfo(np.float32).max)
+    if len(rows):
         raise DataError(
-            f"{where}: the column {column.name!r} holds {values[wrong[0]]:g} in row {wrong[0] + 1} of the data, which is "
+            f"{source}: the column {column.name!r} holds {values[rows[0]]:g} in row {rows[0] + 1} of the data, which is "
             "infinite or too large for float32. Correct it or leave the cell empty."
         )
 
 
 def _describe_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, ...]:
     """Notes that name the numeric features and the one-hot features with their numbers of categories."""
-    numeric = [name for name in features if _is_number(table[name])]
-    texts = [name for name in features if name not in numeric]
-    one_hot = [f"{name} ({table[name].nunique(dropna=False)})" for name in texts]
+    numeric_columns = [name for name in features if _is_number(table[name])]
+    text_columns = [name for name in features if name not in numeric_columns]
+    one_hot_columns = [f"{name} ({table[name].nunique(dropna=False)})" for name in text_columns]
     notes = []
-    if numeric:
-        notes.append(f"numeric columns: {list_first(numeric, _MAX_NAMES)}")
-    if one_hot:
-        notes.append(f"one-hot columns, with their numbers of categories: {list_first(one_hot, _MAX_NAMES)}")
+    if numeric_columns:
+        notes.append(f"numeric columns: {list_first(numeric_columns, _MAX_NAMES)}")
+    if one_hot_columns:
+        notes.append(
+            f"one-hot columns, with their numbers of categories: {list_first(one_hot_columns, _MAX_NAMES)}"
+        )
     return tuple(notes)
 
 
@@ -432,12 +436,12 @@ def _read_table(path: str, decimal: str, separator: str | None, client: str | No
     import pandas
 
     file = Path(expand_path(path))
-    kind = file.name.removesuffix(".gz").rsplit(".", 1)[-1]
-    if kind not in ("csv", "tsv", "parquet"):
+    extension = file.name.removesuffix(".gz").rsplit(".", 1)[-1]
+    if extension not in ("csv", "tsv", "parquet"):
         raise DataError(f"{str(file)!r} ends in none of .csv, .tsv, .parquet, .csv.gz, .tsv.gz.")
     check_file(file)
     try:
-        if kind == "parquet":
+        if extension == "parquet":
             table = _convert_decimals(pandas.read_parquet(file))
         else:
             sep = _choose_separator(file.name, separator)
@@ -476,15 +480,17 @@ def _convert_decimals(table: DataFrame) -> DataFrame:
     for name in table.columns:
         if table[name].dtype.kind != "O":
             continue
-        known = table[name].dropna()
-        if len(known) and all(isinstance(value, Decimal) for value in known):
+        values = table[name].dropna()
+        if len(values) and all(isinstance(value, Decimal) for value in values):
             table[name] = table[name].astype(np.float64)
     return table
 
 
 def _refuse_single_column(table: DataFrame, file: Path) -> None:
     """Refuse a table whose cells have another separator."""
-    if len(table.columns) == 1 and (other := next((c for c in ";|\t," if c in str(table.columns[0])), None)):
+    if len(table.columns) == 1 and (
+        separator := next((c for c in ";|\t," if c in str(table.columns[0])), None)
+    ):
         raise DataError(
-            f"{str(file)!r} has a single column, {str(table.columns[0])!r}. Set data.separator to {other!r}."
+            f"{str(file)!r} has a single column, {str(table.columns[0])!r}. Set data.separator to {separator!r}."
         )

@@ -33,26 +33,28 @@ def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> 
         import datasets as library
     except ImportError as error:
         raise DataError(f"{path!r} needs the library datasets: pip install 'fedlowrank[{extra}]'") from error
-    text = expand_path(path)
-    where = Path(text)
+    expanded_path = expand_path(path)
+    local_path = Path(expanded_path)
     # A misspelt path must not be looked up on the hub.
-    if not where.exists() and (where.is_absolute() or path.startswith((".", "~", "$"))):
-        raise DataError(explain_missing(where))
+    if not local_path.exists() and (local_path.is_absolute() or path.startswith((".", "~", "$"))):
+        raise DataError(explain_missing(local_path))
     try:
-        if where.is_file():
+        if local_path.is_file():
             # the library itself unpacks .gz
-            ending = Path(where.name.removesuffix(".gz")).suffix
-            if ending not in _BUILDERS:
-                raise DataError(f"{text!r} ends in none of {', '.join(_BUILDERS)}, with .gz or without.")
-            options = {"delimiter": "\t"} if ending == ".tsv" else {}
-            kind, files = _BUILDERS[ending], {"train": text}
+            suffix = Path(local_path.name.removesuffix(".gz")).suffix
+            if suffix not in _BUILDERS:
+                raise DataError(
+                    f"{expanded_path!r} ends in none of {', '.join(_BUILDERS)}, with .gz or without."
+                )
+            options = {"delimiter": "\t"} if suffix == ".tsv" else {}
+            builder, files = _BUILDERS[suffix], {"train": expanded_path}
             return library, library.load_dataset(
-                kind, data_files=files, split="train", cache_dir=cache, **options
+                builder, data_files=files, split="train", cache_dir=cache, **options
             )
-        if (where / "dataset_dict.json").is_file() or (where / "state.json").is_file():
-            return library, library.load_from_disk(text)
-        return library, library.load_dataset(text, name, cache_dir=cache)
+        if (local_path / "dataset_dict.json").is_file() or (local_path / "state.json").is_file():
+            return library, library.load_from_disk(expanded_path)
+        return library, library.load_dataset(expanded_path, name, cache_dir=cache)
     except (*_READ_ERRORS, library.exceptions.DatasetsError) as error:
         # an error of generating a data set says only that it failed; its cause says where and why
         cause = error.__cause__ or error
-        raise DataError(f"datasets cannot read {text!r}: {type(cause).__name__}: {cause}") from error
+        raise DataError(f"datasets cannot read {expanded_path!r}: {type(cause).__name__}: {cause}") from error

@@ -66,16 +66,23 @@ class HuggingFace(CheckedFields):
             DataError: if ``datasets`` is missing, nothing can be read from the path, or splits or columns do
                 not fit.
         """
-        library, opened = open_dataset(self.path, self.name, self.cache, "huggingface")
-        parts = [opened] if isinstance(opened, library.Dataset) else self._choose_splits(opened)
+        library, dataset = open_dataset(self.path, self.name, self.cache, "huggingface")
+        parts = [dataset] if isinstance(dataset, library.Dataset) else self._choose_splits(dataset)
         (train, *test), classes, notes = self.read_parts(library, parts)
         ids = [None if self.client is None else _read_column(part, self.client) for part in parts]
-        numbers, clients = encode_clients(ids, f"the column {self.client!r}")
-        natural = [*numbers, None]
+        client_numbers, client_names = encode_clients(ids, f"the column {self.client!r}")
+        natural_clients = [*client_numbers, None]
         name = Path(self.path).name or self.path
         test_part = test[0] if test else None
         return Dataset(
-            name, train, test_part, classes, natural[0], natural[1], notes=notes, natural_names=clients
+            name,
+            train,
+            test_part,
+            classes,
+            natural_clients[0],
+            natural_clients[1],
+            notes=notes,
+            natural_names=client_names,
         )
 
     def read_parts(
@@ -115,42 +122,48 @@ class HuggingFace(CheckedFields):
         """Columns of the inputs."""
         if self.features:
             return list(self.features)
-        free = {name: kind for name, kind in part.features.items() if name not in (self.label, self.client)}
-        images = [name for name, kind in free.items() if isinstance(kind, library.Image)]
+        candidates = {
+            name: feature for name, feature in part.features.items() if name not in (self.label, self.client)
+        }
+        images = [name for name, feature in candidates.items() if isinstance(feature, library.Image)]
         if len(images) > 1:
             raise DataError(f"{self.path!r} has several image columns, {images}. Set data.features.")
-        numbers = [name for name, kind in free.items() if _is_number(library, kind)]
+        numbers = [name for name, feature in candidates.items() if _is_number(library, feature)]
         if not images and not numbers:
-            kinds = ", ".join(f"{name}: {kind}" for name, kind in free.items())
-            raise DataError(f"{self.path!r} has no column of images or numbers ({kinds}). Set data.features.")
+            column_types = ", ".join(f"{name}: {feature}" for name, feature in candidates.items())
+            raise DataError(
+                f"{self.path!r} has no column of images or numbers ({column_types}). Set data.features."
+            )
         return images or numbers
 
     def _read_inputs(
         self, library: Any, part: Any, columns: list[str], types: InputTypes, losses: ImageLosses
     ) -> Tensor:
-        where = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(repr, columns))}"
+        description = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(repr, columns))}"
         if len(columns) == 1 and isinstance(part.features[columns[0]], library.Image):
             images = (row[columns[0]] for row in part.select_columns(columns))
             names = [f"image {i} (counted from 0)" for i in range(len(part))]
             return stack_images(images, names, self.size, self.channels, losses)
         values = [_read_column(part, column) for column in columns]
         if len(values) > 1 and any(v.ndim != 1 for v in values):
-            raise DataError(f"{where}: several columns must hold single numbers. Name one of lists alone.")
+            raise DataError(
+                f"{description}: several columns must hold single numbers. Name one of lists alone."
+            )
         if values[0].ndim == 1:
             # a table may store a feature in a byte
-            return to_float32(np.stack(values, axis=1), where)
+            return to_float32(np.stack(values, axis=1), description)
         # The library returns all whole numbers as int64, so the type on disk decides.
-        x, stored = values[0], _find_stored_type(part.features[columns[0]])
-        return convert_array(x.astype(np.uint8) if stored == "uint8" else x, where, types)
+        x, stored_type = values[0], _find_stored_type(part.features[columns[0]])
+        return convert_array(x.astype(np.uint8) if stored_type == "uint8" else x, description, types)
 
     def _read_labels(self, library: Any, parts: Sequence[Any]) -> tuple[list[Tensor], tuple[str, ...]]:
-        where = f"the column {self.label!r}"
-        labels, classes = encode_labels([_read_column(part, self.label) for part in parts], where)
-        kind = parts[0].features[self.label]
-        if isinstance(kind, library.ClassLabel):
-            if any(part.features[self.label] != kind for part in parts):
-                raise DataError(f"{where} has other classes in the test part or in another partition.")
-            classes = tuple(kind.names)
+        description = f"the column {self.label!r}"
+        labels, classes = encode_labels([_read_column(part, self.label) for part in parts], description)
+        feature = parts[0].features[self.label]
+        if isinstance(feature, library.ClassLabel):
+            if any(part.features[self.label] != feature for part in parts):
+                raise DataError(f"{description} has other classes in the test part or in another partition.")
+            classes = tuple(feature.names)
         return labels, classes
 
 
@@ -165,13 +178,13 @@ def _read_column(part: Any, column: str) -> np.ndarray:
     return array
 
 
-def _find_stored_type(kind: Any) -> str:
+def _find_stored_type(feature: Any) -> str:
     """Type of the numbers in nested lists or arrays."""
-    while hasattr(kind, "feature"):
-        kind = kind.feature
-    return str(getattr(kind, "dtype", ""))
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    return str(getattr(feature, "dtype", ""))
 
 
-def _is_number(library: Any, kind: Any) -> bool:
+def _is_number(library: Any, feature: Any) -> bool:
     types = ("int", "uint", "float", "double", "bool")
-    return isinstance(kind, library.Value) and kind.dtype.startswith(types)
+    return isinstance(feature, library.Value) and feature.dtype.startswith(types)

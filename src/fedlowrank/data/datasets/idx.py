@@ -48,32 +48,32 @@ class Mnist(CheckedFields):
             self.path, lambda f: all(_find_file(f, p, "images") for p in prefixes), "IDX files"
         )
         train, test = (_read_part(folder, prefix) for prefix in prefixes)
-        count = 1 + max(int(train.y.max()), int(test.y.max()))
-        return Dataset("mnist", train, test, self.classes or tuple(map(str, range(count))))
+        class_count = 1 + max(int(train.y.max()), int(test.y.max()))
+        return Dataset("mnist", train, test, self.classes or tuple(map(str, range(class_count))))
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
     """Read an IDX file of unsigned bytes with that many dimensions, compressed if it ends in ``.gz``."""
-    where = f"IDX file {str(path)!r}"
+    source = f"IDX file {str(path)!r}"
     magic = struct.pack(">I", 0x0800 + dims)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(4 + 4 * dims)
             if header[:4] != magic:
                 raise DataError(
-                    f"{where}: expected magic number {magic.hex()}, found {header[:4].hex() or '0 bytes'}."
+                    f"{source}: expected magic number {magic.hex()}, found {header[:4].hex() or '0 bytes'}."
                 )
             if len(header) < 4 + 4 * dims:
-                raise DataError(f"{where}: expected a header of {4 + 4 * dims} bytes, found {len(header)}.")
+                raise DataError(f"{source}: expected a header of {4 + 4 * dims} bytes, found {len(header)}.")
             shape = struct.unpack(f">{dims}I", header[4:])
             size = math.prod(shape)
             # One more byte than the header says shows that a file is too long.
             content = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{where} cannot be read or is cut short: {error}.") from error
+        raise DataError(f"{source} cannot be read or is cut short: {error}.") from error
     if len(content) != size:
         actual = str(len(content)) if len(content) < size else "more"
-        raise DataError(f"{where}: its header says {list(shape)}, {size} bytes; found {actual}.")
+        raise DataError(f"{source}: its header says {list(shape)}, {size} bytes; found {actual}.")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
@@ -90,6 +90,8 @@ def _read_part(folder: Path, prefix: str) -> Examples:
 
 
 def _find_file(folder: Path, prefix: str, kind: str) -> Path | None:
-    suffixes = (f"{dot}idx{_DIMENSIONS[kind]}-ubyte{end}" for dot in "-." for end in ("", ".gz"))
+    suffixes = (
+        f"{dot}idx{_DIMENSIONS[kind]}-ubyte{compression}" for dot in "-." for compression in ("", ".gz")
+    )
     files = (folder / f"{prefix}-{kind}{suffix}" for suffix in suffixes)
     return next((file for file in files if file.is_file()), None)

@@ -77,65 +77,69 @@ def find_images(root: Path, layout: FolderLayout) -> FoundImages:
         DataError: if the layout does not follow from the folders, a folder of a client or class is empty, or
             the test part has a class that the training part lacks.
     """
-    train_folder, test_folder, unused = _find_part_folders(root, _list_folders(root))
+    train_folder, test_folder, unused_folders = _find_part_folders(root, _list_folders(root))
     if train_folder is not None:
-        train, kind = _read_part(train_folder, layout)
+        train, detected_layout = _read_part(train_folder, layout)
         test = None
         if test_folder is not None:
             # the test part may belong to the clients, or be one for all
-            of_clients = {f.name for f in _list_folders(test_folder)} <= {f.client for f in train}
-            kind_of_test: FolderLayout = "client_class" if of_clients else "class"
-            test, _ = _read_part(test_folder, kind_of_test if layout == "auto" else layout)
+            has_clients = {f.name for f in _list_folders(test_folder)} <= {f.client for f in train}
+            test_layout: FolderLayout = "client_class" if has_clients else "class"
+            test, _ = _read_part(test_folder, test_layout if layout == "auto" else layout)
     elif layout != "class" and _has_parts_of_clients(root):
-        train, test, unused = _read_clients_with_parts(root)
-        kind = "client_class"
+        train, test, unused_folders = _read_clients_with_parts(root)
+        detected_layout = "client_class"
     else:
-        train, kind = _read_part(root, layout)
+        train, detected_layout = _read_part(root, layout)
         test = None
     classes = tuple(sorted({file.label for file in train}))
     if test is not None and (unknown := sorted({file.label for file in test} - {*classes})):
-        where = root if test_folder is None else test_folder
-        raise DataError(f"{str(where)!r} has classes that the training part lacks: {str(unknown)[1:-1]}.")
+        folder = root if test_folder is None else test_folder
+        raise DataError(f"{str(folder)!r} has classes that the training part lacks: {str(unknown)[1:-1]}.")
     names = {file.client for file in (*train, *(test or ())) if file.client is not None}
     clients = tuple(sorted(names, key=_split_numbers))
-    notes = _describe(root, kind, clients, classes, train, test)
-    if unused:
+    notes = _describe(root, detected_layout, clients, classes, train, test)
+    if unused_folders:
         notes += (
-            f"folders that are not used, for others are the training and test part: {list_first(unused, _SHOWN)}",
+            f"folders that are not used, for others are the training and test part: {list_first(unused_folders, _SHOWN)}",
         )
     return FoundImages(train, test, classes, clients, notes)
 
 
 def _read_part(folder: Path, layout: FolderLayout) -> tuple[list[ImageFile], FolderLayout]:
-    kind = _infer_layout(folder) if layout == "auto" else layout
-    first = _list_folders(folder)
-    if kind == "class":
-        return [ImageFile(path, f.name, None) for f in first for path in _find_class_images(f)], kind
-    return [file for client in first for file in _find_client_images(client, client.name)], kind
+    detected_layout = _infer_layout(folder) if layout == "auto" else layout
+    folders = _list_folders(folder)
+    if detected_layout == "class":
+        return [
+            ImageFile(path, f.name, None) for f in folders for path in _find_class_images(f)
+        ], detected_layout
+    return [
+        file for client_folder in folders for file in _find_client_images(client_folder, client_folder.name)
+    ], detected_layout
 
 
 def _infer_layout(folder: Path) -> FolderLayout:
-    first = _list_folders(folder)
-    direct = [f.name for f in first if any(_is_image(file) for file in f.iterdir())]
-    nested = {f.name: [sub.name for sub in _list_folders(f, required=False)] for f in first}
-    if len(direct) == len(first) or not any(nested.values()):
+    folders = _list_folders(folder)
+    flat_folders = [f.name for f in folders if any(_is_image(file) for file in f.iterdir())]
+    subdirs = {f.name: [sub.name for sub in _list_folders(f, required=False)] for f in folders}
+    if len(flat_folders) == len(folders) or not any(subdirs.values()):
         return "class"
     location = f"in {str(folder)!r} "
-    choice = "Set data.layout = 'class' for CLASS/file or 'client_class' for CLIENT/CLASS/file."
-    if direct:
-        deeper = sorted(set(nested) - set(direct))
+    advice = "Set data.layout = 'class' for CLASS/file or 'client_class' for CLIENT/CLASS/file."
+    if flat_folders:
+        deep_folders = sorted(set(subdirs) - set(flat_folders))
         raise DataError(
-            f"{location}images lie directly in some folders ({list_first(direct, _SHOWN)}) and deeper in others "
-            f"({list_first(deeper, _SHOWN)}), so it is not clear what is a class. {choice}"
+            f"{location}images lie directly in some folders ({list_first(flat_folders, _SHOWN)}) and deeper in others "
+            f"({list_first(deep_folders, _SHOWN)}), so it is not clear what is a class. {advice}"
         )
-    counts = Counter(name for names in nested.values() for name in names)
-    if len(first) > 1 and len(counts) == 1 and all(nested.values()):
+    counts = Counter(name for names in subdirs.values() for name in names)
+    if len(folders) > 1 and len(counts) == 1 and all(subdirs.values()):
         return "class"
     if any(count > 1 for count in counts.values()):
         return "client_class"
     raise DataError(
-        f"{location}images lie two folders deep, and no two of the folders {list_first(nested, _SHOWN)} have a subfolder "
-        f"of the same name, so it is not clear whether these are clients or classes. {choice}"
+        f"{location}images lie two folders deep, and no two of the folders {list_first(subdirs, _SHOWN)} have a subfolder "
+        f"of the same name, so it is not clear whether these are clients or classes. {advice}"
     )
 
 
@@ -146,39 +150,41 @@ def _has_parts_of_clients(root: Path) -> bool:
         for f in _list_folders(root)
     }
     if any(has_train.values()) and not all(has_train.values()):
-        lacking = [name for name, has in has_train.items() if not has]
+        names_without_train = [name for name, is_present in has_train.items() if not is_present]
         raise DataError(
-            f"in {str(root)!r} some folders have a folder 'train', but not {list_first(lacking, _SHOWN)}."
+            f"in {str(root)!r} some folders have a folder 'train', but not {list_first(names_without_train, _SHOWN)}."
         )
     return all(has_train.values())
 
 
 def _read_clients_with_parts(root: Path) -> tuple[list[ImageFile], list[ImageFile] | None, list[str]]:
     train: list[ImageFile] = []
-    tests: list[ImageFile] = []
-    unused: list[str] = []
-    for client in _list_folders(root):
-        train_folder, test_folder, unused_names = _find_part_folders(client, _list_folders(client))
-        unused += [f"{client.name}/{name}" for name in unused_names]
+    test: list[ImageFile] = []
+    unused_folders: list[str] = []
+    for client_folder in _list_folders(root):
+        train_folder, test_folder, unused_names = _find_part_folders(
+            client_folder, _list_folders(client_folder)
+        )
+        unused_folders += [f"{client_folder.name}/{name}" for name in unused_names]
         if train_folder is not None:
-            train += _find_client_images(train_folder, client.name)
+            train += _find_client_images(train_folder, client_folder.name)
         if test_folder is not None:
-            tests += _find_client_images(test_folder, client.name)
-    return train, tests or None, unused
+            test += _find_client_images(test_folder, client_folder.name)
+    return train, test or None, unused_folders
 
 
 def _find_part_folders(folder: Path, folders: Iterable[Path]) -> tuple[Path | None, Path | None, list[str]]:
     """The folders of the training and test part, and the names of the others, which are not used."""
     by_name = {f.name.lower(): f for f in folders}
     train = next((by_name[name] for name in _TRAIN_NAMES if name in by_name), None)
-    tests = [by_name[name] for name in _TEST_NAMES if name in by_name]
+    test_folders = [by_name[name] for name in _TEST_NAMES if name in by_name]
     if train is None:
-        if len(tests) > 1 and len(tests) == len(by_name):
+        if len(test_folders) > 1 and len(test_folders) == len(by_name):
             raise DataError(
-                f"{str(folder)!r} holds {list_first([f.name for f in tests], _SHOWN)}, but no folder 'train'."
+                f"{str(folder)!r} holds {list_first([f.name for f in test_folders], _SHOWN)}, but no folder 'train'."
             )
         return None, None, []
-    test = tests[0] if tests else None
+    test = test_folders[0] if test_folders else None
     return train, test, [f.name for f in by_name.values() if f not in (train, test)]
 
 
@@ -228,37 +234,39 @@ def _is_hidden(names: Sequence[str]) -> bool:
 
 def _describe(
     root: Path,
-    kind: FolderLayout,
+    folder_layout: FolderLayout,
     clients: Sequence[str],
     classes: Sequence[str],
     train: Sequence[ImageFile],
     test: Sequence[ImageFile] | None,
 ) -> tuple[str, ...]:
     """What was found, and image files that belong to no class."""
-    layout = "CLASS/file" if kind == "class" else "CLIENT/CLASS/file"
+    pattern = "CLASS/file" if folder_layout == "class" else "CLIENT/CLASS/file"
     listed_clients = (
         f"{format_count(len(clients), 'client')} ({list_first(clients, _SHOWN)}), " if clients else ""
     )
     listed_classes = f"{format_count(len(classes), 'class', 'classes')} ({list_first(classes, _SHOWN)}), "
-    tested = "no test part" if test is None else f"{len(test)} for testing"
+    test_text = "no test part" if test is None else f"{len(test)} for testing"
     notes = [
-        f"images laid out as {layout}: {listed_clients}{listed_classes}"
-        f"{len(train)} images for training, {tested}, first {str(train[0].path.relative_to(root))!r}"
+        f"images laid out as {pattern}: {listed_clients}{listed_classes}"
+        f"{len(train)} images for training, {test_text}, first {str(train[0].path.relative_to(root))!r}"
         + (
             ". Partition 'natural' makes them the clients; any other one divides the images anew"
             if clients
             else ""
         )
     ]
-    used = {file.path for file in (*train, *(test or ()))}
-    folders = {path.parent for path in used}
-    above = folders.union(*(folder.parents for folder in folders))
-    inside = [folder for folder in above if folder == root or root in folder.parents]
-    beside = sorted(f for folder in inside for f in folder.iterdir() if _is_image(f) and f not in used)
-    if beside:
-        first = str(beside[0].relative_to(root))
+    image_paths = {file.path for file in (*train, *(test or ()))}
+    folders = {path.parent for path in image_paths}
+    ancestors = folders.union(*(folder.parents for folder in folders))
+    inner_folders = [folder for folder in ancestors if folder == root or root in folder.parents]
+    unused_images = sorted(
+        f for folder in inner_folders for f in folder.iterdir() if _is_image(f) and f not in image_paths
+    )
+    if unused_images:
+        first_path = str(unused_images[0].relative_to(root))
         notes.append(
-            f"image files that lie in no folder of a class are not used: {len(beside)}, first {first!r}"
+            f"image files that lie in no folder of a class are not used: {len(unused_images)}, first {first_path!r}"
         )
     return tuple(notes)
 

@@ -37,13 +37,13 @@ class ImageLosses:
         animated: number of images with several frames, of which the first is used.
         transparent: number of images with transparency, which is dropped.
         deep: number of images of 16 bits, whose lower 8 bits are dropped.
-        deepest: largest value of the images of 16 bits.
+        max_16_bit: largest value of the images of 16 bits.
     """
 
     animated: int = 0
     transparent: int = 0
     deep: int = 0
-    deepest: int = 0
+    max_16_bit: int = 0
 
     def add(self, image: Image) -> None:
         """Count an image, as it was opened."""
@@ -51,13 +51,13 @@ class ImageLosses:
         self.transparent += image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
         if image.mode.startswith("I;16"):
             self.deep += 1
-            self.deepest = max(self.deepest, int(np.asarray(image).max()))
+            self.max_16_bit = max(self.max_16_bit, int(np.asarray(image).max()))
 
     def report(self) -> tuple[str, ...]:
         """Notes on what was lost; warns of images that become nearly black."""
-        if self.deep and self.deepest < _MAX_DARK_VALUE:
+        if self.deep and self.max_16_bit < _MAX_DARK_VALUE:
             warn_user(
-                f"the {self.deep} images of 16 bits have no value above {self.deepest}, and of 16 bits the upper 8 are kept: "
+                f"the {self.deep} images of 16 bits have no value above {self.max_16_bit}, and of 16 bits the upper 8 are kept: "
                 "they become dark and lose most levels. Scale their values to 0..65535, or save them with 8 bits."
             )
         counts = (
@@ -106,8 +106,8 @@ class Folder(CheckedFields):
         """
         root = check_folder(self.path)
         images, losses = find_images(root, self.layout), ImageLosses()
-        train, natural = self._read_part(images, images.train, losses)
-        test, natural_test = (
+        train, train_clients = self._read_part(images, images.train, losses)
+        test, test_clients = (
             (None, None) if images.test is None else self._read_part(images, images.test, losses)
         )
         return Dataset(
@@ -115,8 +115,8 @@ class Folder(CheckedFields):
             train,
             test,
             images.classes,
-            natural,
-            natural_test,
+            train_clients,
+            test_clients,
             notes=(*images.notes, *losses.report()),
             natural_names=images.clients,
         )
@@ -129,10 +129,10 @@ class Folder(CheckedFields):
         names = [f"image {str(file.path)!r}" for file in files]
         images = (pillow.open(file.path) for file in files)
         x = stack_images(images, names, self.size, self.channels, losses)
-        labels = {name: i for i, name in enumerate(found_images.classes)}
-        clients = {name: i for i, name in enumerate(found_images.clients)}
-        y = torch.tensor([labels[file.label] for file in files], dtype=torch.int64)
-        owners = [clients[file.client] for file in files if file.client is not None]
+        label_numbers = {name: i for i, name in enumerate(found_images.classes)}
+        client_numbers = {name: i for i, name in enumerate(found_images.clients)}
+        y = torch.tensor([label_numbers[file.label] for file in files], dtype=torch.int64)
+        owners = [client_numbers[file.client] for file in files if file.client is not None]
         return Examples(x, y), torch.tensor(owners, dtype=torch.int64) if owners else None
 
 
@@ -178,13 +178,13 @@ def stack_images(
         try:
             with next(images) as image:
                 losses.add(image)
-                converted = _to_bytes(image, name).convert("L" if channels == 1 else "RGB")
-            if size is not None and converted.size != (size, size):
-                converted = converted.resize((size, size), pillow.Resampling.BILINEAR)
+                converted_image = _to_bytes(image, name).convert("L" if channels == 1 else "RGB")
+            if size is not None and converted_image.size != (size, size):
+                converted_image = converted_image.resize((size, size), pillow.Resampling.BILINEAR)
         # Pillow's decoders report broken files by any of these.
         except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
             raise DataError(f"{name} cannot be decoded: {error}") from error
-        values = np.asarray(converted, dtype=np.uint8)
+        values = np.asarray(converted_image, dtype=np.uint8)
         values = values[None] if channels == 1 else values.transpose(2, 0, 1)
         if out is None:
             out = np.empty((len(names), *values.shape), dtype=np.uint8)
@@ -208,13 +208,13 @@ def image_to_array(image: Image, name: str) -> np.ndarray:
         DataError: if it has 32 bits a pixel, or cannot be decoded.
     """
     try:
-        converted = _to_bytes(image, name)
+        converted_image = _to_bytes(image, name)
         # other modes have bytes of their own
-        if other := {"P": "RGB", "PA": "RGBA", "1": "L"}.get(converted.mode):
-            converted = converted.convert(other)
+        if mode := {"P": "RGB", "PA": "RGBA", "1": "L"}.get(converted_image.mode):
+            converted_image = converted_image.convert(mode)
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{name} cannot be decoded: {error}") from error
-    values = np.array(converted, dtype=np.uint8)
+    values = np.array(converted_image, dtype=np.uint8)
     return values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
 
 
@@ -225,8 +225,8 @@ def _to_bytes(image: Image, name: str) -> Image:
         image = import_module("PIL.ImageOps").exif_transpose(image)
     if image.mode.startswith("I;16"):
         values = np.asarray(image)
-        converted: Image = import_pillow().fromarray((values // 256).astype(np.uint8))
-        return converted
+        byte_image: Image = import_pillow().fromarray((values // 256).astype(np.uint8))
+        return byte_image
     if image.mode in ("I", "F"):
         raise DataError(
             f"{name} has pixels of 32 bits (mode {image.mode!r}), whose range is not known. Save it with 8 or 16 bits, "

@@ -53,7 +53,7 @@ class Femnist(CheckedFields):
         """
         parts = read_leaf(self.path)
         names = list(parts[0])[: self.writers]
-        examples, natural = [], []
+        examples, natural_clients = [], []
         for part in parts:
             users = [(k, part[name]) for k, name in enumerate(names) if name in part]
             if not users:
@@ -62,10 +62,10 @@ class Femnist(CheckedFields):
             images = [_convert_images(user, names[k], self.path) for k, user in users]
             labels = [_convert_labels(user, names[k], self.path) for k, user in users]
             examples.append(Examples(torch.cat(images), torch.cat(labels)))
-            natural.append(torch.cat(clients))
-        train, *test = zip(examples, natural, strict=True)
-        own_test, natural_test = test[0] if test else (None, None)
-        return Dataset("femnist", train[0], own_test, CHARACTERS, train[1], natural_test)
+            natural_clients.append(torch.cat(clients))
+        train, *test = zip(examples, natural_clients, strict=True)
+        test_part, test_clients = test[0] if test else (None, None)
+        return Dataset("femnist", train[0], test_part, CHARACTERS, train[1], test_clients)
 
 
 def read_leaf(path: str) -> list[UserData]:
@@ -77,9 +77,9 @@ def read_leaf(path: str) -> list[UserData]:
     Returns:
         The users of the training part, and of the test part if there is one, in the order of the files.
     """
-    where = Path(expand_path(path))
-    if where.is_file():
-        return [_read_file(where)]
+    expanded_path = Path(expand_path(path))
+    if expanded_path.is_file():
+        return [_read_file(expanded_path)]
     root = check_folder(path)
     has_parts = (root / "train").is_dir() and (root / "test").is_dir()
     return [_read_folder(folder) for folder in ((root / "train", root / "test") if has_parts else (root,))]
@@ -101,27 +101,27 @@ def _read_folder(folder: Path) -> UserData:
 
 
 def _read_file(file: Path) -> UserData:
-    where = repr(str(file))
+    source = repr(str(file))
     try:
         content = json.loads(decode_text(file.read_bytes()))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {where} as JSON: {error}") from error
+        raise DataError(f"cannot read {source} as JSON: {error}") from error
     if not isinstance(content, dict) or not {"users", "num_samples", "user_data"} <= content.keys():
-        raise DataError(f"{where} is not of LEAF's form: it needs 'users', 'num_samples' and 'user_data'.")
+        raise DataError(f"{source} is not of LEAF's form: it needs 'users', 'num_samples' and 'user_data'.")
     users: UserData = {}
     for name, count in zip(content["users"], content["num_samples"], strict=False):
         data = content["user_data"].get(name)
         if not isinstance(data, dict) or not {"x", "y"} <= data.keys():
-            raise DataError(f"{where}: the user {name!r} has no lists 'x' and 'y' in 'user_data'.")
+            raise DataError(f"{source}: the user {name!r} has no lists 'x' and 'y' in 'user_data'.")
         if not len(data["x"]) == len(data["y"]) == count:
             raise DataError(
-                f"{where}: the user {name!r} has {len(data['x'])} inputs and {len(data['y'])} labels, but "
+                f"{source}: the user {name!r} has {len(data['x'])} inputs and {len(data['y'])} labels, but "
                 f"num_samples is {count}."
             )
         users[name] = data
     if len(users) != len(content["users"]):
         raise DataError(
-            f"{where}: 'users' and 'num_samples' must be as long as each other, without repetition."
+            f"{source}: 'users' and 'num_samples' must be as long as each other, without repetition."
         )
     return users
 

@@ -79,18 +79,18 @@ class Shakespeare(CheckedFields):
             raise DataError(
                 f"{self.path!r}: no role has more than {self.length} characters. Lower data.length."
             )
-        joined = [_join_roles(part, names, self.path) for part in parts]
-        test, natural_test = joined[1] if len(joined) > 1 else (None, None)
-        return Dataset("shakespeare", joined[0][0], test, CLASSES, joined[0][1], natural_test)
+        joined_parts = [_join_roles(part, names, self.path) for part in parts]
+        test, test_clients = joined_parts[1] if len(joined_parts) > 1 else (None, None)
+        return Dataset("shakespeare", joined_parts[0][0], test, CLASSES, joined_parts[0][1], test_clients)
 
     def _cut(self, roles: Roles) -> dict[str, np.ndarray]:
         """Windows [n, length + 1] of the text of each role that has enough."""
-        out = {}
+        windows = {}
         for name, speeches in roles.items():
             codes = encode_characters("\n".join(speeches))
             if len(codes) > self.length:
-                out[name] = np.lib.stride_tricks.sliding_window_view(codes, self.length + 1)[:: self.step]
-        return out
+                windows[name] = np.lib.stride_tricks.sliding_window_view(codes, self.length + 1)[:: self.step]
+        return windows
 
     def _read_rows(self) -> Roles:
         table = read_file(self.path)
@@ -114,14 +114,14 @@ def _join_roles(part: dict[str, np.ndarray], names: list[str], path: str) -> tup
     if not windows_of_roles:
         raise DataError(f"{path!r}: none of the {len(names)} roles has enough text for test examples.")
     windows = np.concatenate([rows for _, rows in windows_of_roles])
-    natural = np.repeat([k for k, _ in windows_of_roles], [len(rows) for _, rows in windows_of_roles])
+    role_numbers = np.repeat([k for k, _ in windows_of_roles], [len(rows) for _, rows in windows_of_roles])
     x = torch.from_numpy(windows[:, :-1].astype(np.float32))
-    return Examples(x, torch.from_numpy(windows[:, -1].astype(np.int64))), torch.from_numpy(natural)
+    return Examples(x, torch.from_numpy(windows[:, -1].astype(np.int64))), torch.from_numpy(role_numbers)
 
 
 def _encode_leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dict[str, np.ndarray]:
     """Windows [n, 81] of LEAF's pairs: a text and the next character."""
-    out = {}
+    windows = {}
     for name, user in users.items():
         pairs = list(zip(user["x"], user["y"], strict=True))
         if not all(
@@ -131,8 +131,8 @@ def _encode_leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dic
                 f"{path!r}: the user {name!r} needs texts of 80 characters, each with the next one."
             )
         if pairs:
-            out[name] = encode_characters("".join(x + y for x, y in pairs)).reshape(len(pairs), 81)
-    return out
+            windows[name] = encode_characters("".join(x + y for x, y in pairs)).reshape(len(pairs), 81)
+    return windows
 
 
 def _read_sqlite(file: Path, split: str) -> Roles:
@@ -144,8 +144,8 @@ def _read_sqlite(file: Path, split: str) -> Roles:
         raise DataError(f"{explain_missing(file)} `fedlowrank data get shakespeare` makes it.")
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            for client, message in database.execute(query, (split,)):
-                name = client.decode() if isinstance(client, bytes) else str(client)
+            for client_id, message in database.execute(query, (split,)):
+                name = client_id.decode() if isinstance(client_id, bytes) else str(client_id)
                 speeches = [text.decode("utf-8", "replace") for text in _parse_example(message)]
                 roles.setdefault(name, []).extend(speeches)
     except (sqlite3.Error, IndexError, ValueError) as error:
@@ -164,7 +164,7 @@ def _parse_example(message: bytes) -> Iterator[bytes]:
                     yield from _parse_fields(values, 1)
 
 
-def _parse_fields(message: bytes, wanted: int) -> Iterator[bytes]:
+def _parse_fields(message: bytes, field_number: int) -> Iterator[bytes]:
     """The contents of the length-delimited fields of a number in a message of Protocol Buffers."""
     offset = 0
     while offset < len(message):
@@ -174,7 +174,7 @@ def _parse_fields(message: bytes, wanted: int) -> Iterator[bytes]:
         size, offset = _parse_varint(message, offset)
         if offset + size > len(message):
             raise ValueError("a message is cut short")
-        if tag >> 3 == wanted:
+        if tag >> 3 == field_number:
             yield message[offset : offset + size]
         offset += size
 

@@ -107,9 +107,11 @@ class SyntheticMLP(Synthetic):
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
         key = _make_key("synthetic_mlp", self.seed)
         weights = _draw_weights(self, self.hidden, key)
-        top = _draw_normal(key / "phi", self.outputs, self.hidden) / self.hidden**0.5
+        top_weight = _draw_normal(key / "phi", self.outputs, self.hidden) / self.hidden**0.5
         size = self.hidden * self.inputs
-        return _draw_dataset(self, "synthetic_mlp", size, lambda x, c: (x @ weights[c].T).relu() @ top.T, key)
+        return _draw_dataset(
+            self, "synthetic_mlp", size, lambda x, c: (x @ weights[c].T).relu() @ top_weight.T, key
+        )
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ class LowRankTeacher(CheckedFields):
     seed: int | Literal["run"] = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("inputs", 1), ("classes", 2), ("rank", 1), ("examples", 1), ("test", 1)):
-            check_minimum(f"data.{name}", getattr(self, name), least)
+        for name, minimum in (("inputs", 1), ("classes", 2), ("rank", 1), ("examples", 1), ("test", 1)):
+            check_minimum(f"data.{name}", getattr(self, name), minimum)
         if self.rank > min(self.inputs, self.classes):
             raise ConfigError(
                 f"data.rank is {self.rank}, but a matrix of {self.classes} × {self.inputs} has at most rank "
@@ -171,12 +173,12 @@ def _make_key(name: str, seed: int | Literal["run"]) -> Key:
 def _draw_weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:
     """The first layer of each cluster, [outputs, inputs]."""
     scale = source.inputs**-0.5
-    common = _draw_normal(key / "W", outputs, source.inputs) * scale
+    common_weight = _draw_normal(key / "W", outputs, source.inputs) * scale
     weights = []
     for c in range(source.clusters):
         u = _draw_normal(key / "U" / c, outputs, source.rank) * scale
         v = _draw_normal(key / "V" / c, source.inputs, source.rank) * scale
-        weights.append(common + source.alpha * u @ v.T)
+        weights.append(common_weight + source.alpha * u @ v.T)
     return weights
 
 
@@ -185,10 +187,10 @@ def _draw_dataset(source: Synthetic, name: str, size: int, target: PixelTarget, 
     for part, n in (("train", max(1, int(source.share * size + 0.5))), ("test", source.test)):
         x = [_draw_normal(key / part / k, n, source.inputs).float() for k in range(source.clients)]
         y = [target(rows.double(), k % source.clusters).float() for k, rows in enumerate(x)]
-        client = torch.arange(source.clients).repeat_interleave(n)
-        parts.append((Examples(torch.cat(x), torch.cat(y)), client))
-    (train, natural), (test, natural_test) = parts
-    return Dataset(name, train, test, (), natural, natural_test)
+        client_ids = torch.arange(source.clients).repeat_interleave(n)
+        parts.append((Examples(torch.cat(x), torch.cat(y)), client_ids))
+    (train, train_clients), (test, test_clients) = parts
+    return Dataset(name, train, test, (), train_clients, test_clients)
 
 
 def _draw_normal(key: Key, *shape: int) -> Tensor:

@@ -13,8 +13,8 @@ from ...core.errors import DataError
 def expand_path(path: str) -> str:
     """Replace ``~`` and environment variables in a path; a variable that is not set is a DataError."""
     text = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 - a name on the hub is no path
-    if (unset := re.search(r"\$(\w+|\{\w+\})", text)) and not Path(text).exists():
-        raise DataError(f"the path {path!r} needs the environment variable {unset[0]}, which is not set.")
+    if (match := re.search(r"\$(\w+|\{\w+\})", text)) and not Path(text).exists():
+        raise DataError(f"the path {path!r} needs the environment variable {match[0]}, which is not set.")
     return text
 
 

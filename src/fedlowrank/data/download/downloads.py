@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import DataError, did_you_mean
-from .remote_files import RemoteFile, Report, download_file
+from .remote_files import ProgressReport, RemoteFile, download_file
 
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -48,7 +48,7 @@ class DataDownload:
     prepare: Callable[[Path], None] | None = None
 
 
-def download_dataset(name: str, folder: Path, report: Report) -> str:
+def download_dataset(name: str, folder: Path, report: ProgressReport) -> str:
     """Download a data set; files that are complete already are only checked.
 
     Args:
@@ -64,12 +64,12 @@ def download_dataset(name: str, folder: Path, report: Report) -> str:
     """
     if name not in DOWNLOADS:
         raise DataError(f"there is no data set {name!r} to download. {did_you_mean(name, DOWNLOADS)}")
-    chosen = DOWNLOADS[name]
-    for file in chosen.files:
+    download = DOWNLOADS[name]
+    for file in download.files:
         download_file(file, folder, report)
-    if chosen.prepare is not None:
-        chosen.prepare(folder)
-    return "[data]\n" + chosen.settings.format(folder=folder.as_posix())
+    if download.prepare is not None:
+        download.prepare(folder)
+    return "[data]\n" + download.settings.format(folder=folder.as_posix())
 
 
 def _unpack(folder: Path) -> None:
@@ -86,11 +86,11 @@ def _decompress(folder: Path) -> None:
     """Decompress the ``.lzma`` files of a folder."""
     for archive in sorted(folder.glob("*.lzma")):
         target = archive.with_suffix("")
-        part = target.with_name(target.name + ".part")
+        partial_file = target.with_name(target.name + ".part")
         try:
-            with lzma.open(archive) as source, part.open("wb") as sink:
+            with lzma.open(archive) as source, partial_file.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
-            part.replace(target)
+            partial_file.replace(target)
         except (OSError, EOFError, lzma.LZMAError) as error:
             raise DataError(f"cannot decompress {str(archive)!r}: {error}") from error
 
@@ -112,21 +112,21 @@ def _convert_ag_news(folder: Path) -> None:
             raise DataError(f"cannot convert {str(source)!r}: {error}") from error
 
 
-def _list_idx_files(host: str, *published: tuple[str, int]) -> tuple[RemoteFile, ...]:
+def _list_idx_files(host: str, *checksums: tuple[str, int]) -> tuple[RemoteFile, ...]:
     """The four files of MNIST's format, with the MD5 and the bytes of each in the order of ``_IDX_NAMES``."""
     return tuple(
         RemoteFile(f"{host}{name}-ubyte.gz", f"md5:{md5}", size)
-        for name, (md5, size) in zip(_IDX_NAMES, published, strict=True)
+        for name, (md5, size) in zip(_IDX_NAMES, checksums, strict=True)
     )
 
 
-def _describe_cifar(classes: int, md5: str, size: int) -> DataDownload:
-    name = f"cifar-{classes}-python.tar.gz"
+def _describe_cifar(class_count: int, md5: str, size: int) -> DataDownload:
+    name = f"cifar-{class_count}-python.tar.gz"
     return DataDownload(
-        f"color images of {classes} classes, 50,000 + 10,000 images 32×32",
+        f"color images of {class_count} classes, 50,000 + 10,000 images 32×32",
         (RemoteFile(_TORONTO + name, f"md5:{md5}", size),),
         "not stated",
-        f'source = "cifar{classes}"\npath = "{{folder}}"',
+        f'source = "cifar{class_count}"\npath = "{{folder}}"',
         f"{size // 1_000_000} MB",
         _unpack,
     )

@@ -37,10 +37,10 @@ class RemoteFile:
         return unquote(urlsplit(self.url).path.rsplit("/", 1)[-1])
 
 
-class Report(Protocol):
+class ProgressReport(Protocol):
     """Shows the progress of downloads."""
 
-    def progress(self, name: str, done: int, total: int | None) -> None:
+    def progress(self, name: str, byte_count: int, total: int | None) -> None:
         """Show how many bytes of a file are there; the total is None where the server states none."""
         ...
 
@@ -49,7 +49,7 @@ class Report(Protocol):
         ...
 
 
-def download_file(file: RemoteFile, folder: Path, report: Report) -> Path:
+def download_file(file: RemoteFile, folder: Path, report: ProgressReport) -> Path:
     """Download a file to a folder, going on with what an interrupted download left.
 
     The bytes go to ``NAME.part``, which is renamed to ``NAME`` once its size and checksum are right.
@@ -67,84 +67,90 @@ def download_file(file: RemoteFile, folder: Path, report: Report) -> Path:
             published.
     """
     target = folder / file.name
-    part = folder / (file.name + ".part")
+    partial_file = folder / (file.name + ".part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if target.exists():
             _verify(file, target, target.stat().st_size)
             report.message(f"{file.name}: already there")
             return target
-        done = part.stat().st_size if part.exists() else 0
+        byte_count = partial_file.stat().st_size if partial_file.exists() else 0
         total = (
-            file.size if file.size is not None and done == file.size else _receive(file, part, target, report)
+            file.size
+            if file.size is not None and byte_count == file.size
+            else _receive(file, partial_file, target, report)
         )
-        _verify(file, part, total)
+        _verify(file, partial_file, total)
         if not file.checksum:
-            digest = _hash_file(part, "sha256")
+            digest = _hash_file(partial_file, "sha256")
             report.message(f"{file.name}: no checksum is published for this file; its SHA-256 is {digest}")
-        part.replace(target)
+        partial_file.replace(target)
     except OSError as error:
         raise DataError(f"cannot write {str(target)!r}: {error}") from error
     return target
 
 
-def _receive(file: RemoteFile, part: Path, target: Path, report: Report) -> int | None:
+def _receive(file: RemoteFile, partial_file: Path, target: Path, report: ProgressReport) -> int | None:
     """Append what is missing to the part; returns the size of the whole file if the server states it."""
-    done = part.stat().st_size if part.exists() else 0
+    byte_count = partial_file.stat().st_size if partial_file.exists() else 0
     request = urllib.request.Request(file.url, headers={"User-Agent": "fedlowrank"})
-    if done:
-        request.add_header("Range", f"bytes={done}-")
+    if byte_count:
+        request.add_header("Range", f"bytes={byte_count}-")
     host = urlsplit(file.url).netloc
-    elsewhere = f"Download {file.url} elsewhere and put it at {str(target)!r}."
+    advice = f"Download {file.url} elsewhere and put it at {str(target)!r}."
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
             # a server that ignores the range sends the whole file with status 200
             if response.status != http.HTTPStatus.PARTIAL_CONTENT:
-                done = 0
+                byte_count = 0
             length = response.headers.get("Content-Length")
-            total = file.size if length is None else done + int(length)
-            with part.open("ab" if done else "wb") as sink:
+            total = file.size if length is None else byte_count + int(length)
+            with partial_file.open("ab" if byte_count else "wb") as sink:
                 while chunk := response.read(_CHUNK_BYTES):
                     sink.write(chunk)
-                    done += len(chunk)
-                    report.progress(file.name, done, total)
+                    byte_count += len(chunk)
+                    report.progress(file.name, byte_count, total)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise DataError(
-                f"{str(part)!r} does not belong to the file at {host}, which is not longer than it. Delete "
+                f"{str(partial_file)!r} does not belong to the file at {host}, which is not longer than it. Delete "
                 "it and run the same command again."
             ) from error
-        raise DataError(f"{host} answers {error.code} {error.reason} for {file.url}. {elsewhere}") from error
+        raise DataError(f"{host} answers {error.code} {error.reason} for {file.url}. {advice}") from error
     except urllib.error.URLError as error:
-        raise DataError(f"cannot reach {host} ({error.reason}). {elsewhere}") from error
+        raise DataError(f"cannot reach {host} ({error.reason}). {advice}") from error
     except (ConnectionError, TimeoutError, http.client.HTTPException) as error:
-        raise DataError(_describe_early_end(host, part, str(error) or type(error).__name__)) from error
-    if total is not None and done < total:
-        raise DataError(_describe_early_end(host, part, f"{done:,} of {total:,} bytes arrived"))
+        raise DataError(
+            _describe_early_end(host, partial_file, str(error) or type(error).__name__)
+        ) from error
+    if total is not None and byte_count < total:
+        raise DataError(_describe_early_end(host, partial_file, f"{byte_count:,} of {total:,} bytes arrived"))
     return total
 
 
-def _describe_early_end(host: str, part: Path, why: str) -> str:
-    again = f"Run the same command again: it goes on with {str(part)!r}."
-    return f"the connection to {host} ended early ({why}). {again}"
+def _describe_early_end(host: str, partial_file: Path, reason: str) -> str:
+    advice = f"Run the same command again: it goes on with {str(partial_file)!r}."
+    return f"the connection to {host} ended early ({reason}). {advice}"
 
 
 def _verify(file: RemoteFile, path: Path, total: int | None) -> None:
     """Reject content whose size or checksum differs from what is published; nothing is deleted."""
-    again = f"Delete {str(path)!r} and run the command again."
-    advice = f"The file is damaged, or another one is at {file.url} now. {again}"
-    size, expected = path.stat().st_size, file.size if file.size is not None else total
-    if expected is not None and size != expected:
-        raise DataError(f"{str(path)!r} has {size:,} bytes instead of {expected:,}. {advice}")
-    kind, _, published = file.checksum.partition(":")
-    if published and (digest := _hash_file(path, kind)) != published:
-        raise DataError(f"{str(path)!r} has the {kind.upper()} {digest} instead of {published}. {advice}")
+    retry_hint = f"Delete {str(path)!r} and run the command again."
+    advice = f"The file is damaged, or another one is at {file.url} now. {retry_hint}"
+    size, expected_size = path.stat().st_size, file.size if file.size is not None else total
+    if expected_size is not None and size != expected_size:
+        raise DataError(f"{str(path)!r} has {size:,} bytes instead of {expected_size:,}. {advice}")
+    algorithm, _, expected_digest = file.checksum.partition(":")
+    if expected_digest and (digest := _hash_file(path, algorithm)) != expected_digest:
+        raise DataError(
+            f"{str(path)!r} has the {algorithm.upper()} {digest} instead of {expected_digest}. {advice}"
+        )
 
 
-def _hash_file(path: Path, kind: str) -> str:
-    state = hashlib.new(kind, usedforsecurity=False)
+def _hash_file(path: Path, algorithm: str) -> str:
+    hasher = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
+            hasher.update(chunk)
+    return hasher.hexdigest()

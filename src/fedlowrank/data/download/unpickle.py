@@ -18,12 +18,12 @@ import numpy as np
 from ...core.errors import DataError
 
 
-def unpickle(data: bytes, where: str) -> Any:
+def unpickle(data: bytes, source: str) -> Any:
     """Read a pickle of plain data and numpy arrays.
 
     Args:
         data: a pickle of any protocol, of Python 2 or 3; strings of Python 2 become bytes.
-        where: name of the file, for messages.
+        source: name of the file, for messages.
 
     Returns:
         Dictionaries, lists, tuples, bytes, text, numbers; arrays as `PickledArray` (see its ``value``).
@@ -32,12 +32,12 @@ def unpickle(data: bytes, where: str) -> Any:
         DataError: if the pickle is damaged or names anything else; nothing of it is called then.
     """
     try:
-        return _Reader(data, where).load()
+        return _Reader(data, source).load()
     except DataError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"{where} is not a whole pickle of plain data ({reason}).") from error
+        raise DataError(f"{source} is not a whole pickle of plain data ({reason}).") from error
 
 
 class PickledArray:
@@ -49,8 +49,8 @@ class PickledArray:
         self.value = np.empty(0, dtype=np.uint8) if value is None else value
 
     def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, fortran, raw = state
-        self.value = _make_array(raw, dtype, shape, "F" if fortran else "C")
+        _, shape, dtype, is_fortran, buffer = state
+        self.value = _make_array(buffer, dtype, shape, "F" if is_fortran else "C")
 
 
 class _PickledType:
@@ -67,17 +67,17 @@ class _PickledType:
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes, where: str) -> None:
+    def __init__(self, data: bytes, source: str) -> None:
         super().__init__(io.BytesIO(data), encoding="bytes")
-        self._where = where
+        self._where = source
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _KNOWN:
+        if (module, name) not in _ALLOWED:
             raise DataError(
                 f"{self._where} is a pickle that asks for {module}.{name}, which is no plain data; it was "
                 "rejected, and nothing of it was run. Get the file from its authors."
             )
-        return _KNOWN[module, name]
+        return _ALLOWED[module, name]
 
 
 class _Function:
@@ -100,27 +100,27 @@ class _Function:
 _NDARRAY = object()
 
 
-def _make_array(raw: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
-    if not isinstance(dtype, _PickledType) or not isinstance(raw, bytes | bytearray):
+def _make_array(buffer: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+    if not isinstance(dtype, _PickledType) or not isinstance(buffer, bytes | bytearray):
         raise ValueError("an array must hold plain numbers")
     sizes = [int(n) for n in shape]
-    if min(sizes, default=0) < 0 or math.prod(sizes) * dtype.value.itemsize != len(raw):
-        raise ValueError(f"an array of {sizes} {dtype.value} has {len(raw)} bytes")
-    return np.frombuffer(raw, dtype=dtype.value).reshape(sizes, order="F" if order in ("F", b"F") else "C")
+    if min(sizes, default=0) < 0 or math.prod(sizes) * dtype.value.itemsize != len(buffer):
+        raise ValueError(f"an array of {sizes} {dtype.value} has {len(buffer)} bytes")
+    return np.frombuffer(buffer, dtype=dtype.value).reshape(sizes, order="F" if order in ("F", b"F") else "C")
 
 
-def _reconstruct(kind: Any, _shape: Any, _code: Any) -> PickledArray:
+def _reconstruct(array_type: Any, _shape: Any, _code: Any) -> PickledArray:
     """`numpy.core.multiarray._reconstruct`: an empty array, whose content follows as its state."""
-    if kind is not _NDARRAY:
+    if array_type is not _NDARRAY:
         raise ValueError("an array must be a plain one")
     return PickledArray()
 
 
-def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> PickledArray:
+def _from_buffer(buffer: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> PickledArray:
     """`numpy.core.numeric._frombuffer`: an array with its content, since protocol 5."""
     if axes is not None:
         raise ValueError("an array must be in C or Fortran order")
-    return PickledArray(_make_array(raw, dtype, shape, order))
+    return PickledArray(_make_array(buffer, dtype, shape, order))
 
 
 def _make_type(code: Any, _align: Any = False, _copy: Any = True) -> _PickledType:
@@ -150,7 +150,7 @@ def _decode(text: Any) -> Any:
     return text.decode("latin1") if isinstance(text, bytes) else text
 
 
-_KNOWN: dict[tuple[str, str], object] = {
+_ALLOWED: dict[tuple[str, str], object] = {
     ("numpy", "ndarray"): _NDARRAY,
     ("numpy", "dtype"): _Function(_make_type),
     ("_codecs", "encode"): _Function(_encode),

@@ -29,16 +29,16 @@ def round_shares(weights: npt.ArrayLike, total: int) -> IntArray:
         equal remainders the first is rounded up.
     """
     w = np.asarray(weights, dtype=np.float64)
-    exact = w / w.sum() * total
-    counts: IntArray = np.floor(exact).astype(np.int64)
-    largest = np.argsort(-(exact - counts), kind="stable")[: total - int(counts.sum())]
-    counts[largest] += 1
+    exact_shares = w / w.sum() * total
+    counts: IntArray = np.floor(exact_shares).astype(np.int64)
+    indices = np.argsort(-(exact_shares - counts), kind="stable")[: total - int(counts.sum())]
+    counts[indices] += 1
     return counts
 
 
-def shuffle_classes(labels: np.ndarray, classes: int, generator: np.random.Generator) -> list[IntArray]:
+def shuffle_classes(labels: np.ndarray, class_count: int, generator: np.random.Generator) -> list[IntArray]:
     """Positions of the examples of each class, in random order."""
-    return [generator.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
+    return [generator.permutation(np.flatnonzero(labels == c)) for c in range(class_count)]
 
 
 def spread_classes(shares: FloatArray, totals: IntArray) -> IntArray:
@@ -51,21 +51,21 @@ def spread_classes(shares: FloatArray, totals: IntArray) -> IntArray:
     Returns:
         Integers [clients, classes] that add up to the totals; rounding gives each example to exactly one client.
     """
-    of_class = totals[:, None]
-    ends = np.rint(np.cumsum(shares, axis=1)[:, :-1] * of_class).astype(np.int64)
-    counts: IntArray = np.diff(ends, axis=1, prepend=0, append=of_class).T
+    class_totals = totals[:, None]
+    boundaries = np.rint(np.cumsum(shares, axis=1)[:, :-1] * class_totals).astype(np.int64)
+    counts: IntArray = np.diff(boundaries, axis=1, prepend=0, append=class_totals).T
     return counts
 
 
 def redraw_until_large(
-    draw: Callable[[], IntArray], n: int, clients: int, min_size: int, max_redraws: int, alpha: float
+    draw: Callable[[], IntArray], n: int, client_count: int, min_size: int, max_redraws: int, alpha: float
 ) -> IntArray:
     """Draw counts until every client is large enough.
 
     Args:
         draw: gives examples per client and class, [clients, classes].
         n: number of all examples.
-        clients: number of clients.
+        client_count: number of clients.
         min_size: smallest number of examples of a client.
         max_redraws: number of draws before giving up.
         alpha: concentration by which the counts are drawn, for messages.
@@ -73,21 +73,21 @@ def redraw_until_large(
     Raises:
         DataError: if no draw is large enough.
     """
-    if clients * min_size > n:
+    if client_count * min_size > n:
         raise DataError(
-            f"{n} examples cannot give {clients} clients {min_size} each. "
+            f"{n} examples cannot give {client_count} clients {min_size} each. "
             "Lower partition.clients or partition.min_size."
         )
-    best = -1
+    best_size = -1
     for _ in range(max_redraws):
         counts = draw()
         smallest = int(counts.sum(axis=1).min())
-        best = max(best, smallest)
+        best_size = max(best_size, smallest)
         if smallest >= min_size:
             return counts
     raise DataError(
-        f"none of {max_redraws} draws of the partition gave each of {clients} clients at least "
-        f"{min_size} examples; in the best one the smallest client had {best}. Raise "
+        f"none of {max_redraws} draws of the partition gave each of {client_count} clients at least "
+        f"{min_size} examples; in the best one the smallest client had {best_size}. Raise "
         f"partition.alpha (now {alpha:g}) or partition.max_redraws, or lower partition.clients or "
         "partition.min_size."
     )
@@ -103,7 +103,7 @@ def deal_classes(positions: Sequence[IntArray], counts: IntArray) -> Parts:
     Returns:
         The sorted positions of each client.
     """
-    pieces = [
+    class_splits = [
         np.split(class_positions, np.cumsum(counts[:, c]))[:-1] for c, class_positions in enumerate(positions)
     ]
-    return [np.sort(np.concatenate(client)) for client in zip(*pieces, strict=True)]
+    return [np.sort(np.concatenate(client_positions)) for client_positions in zip(*class_splits, strict=True)]

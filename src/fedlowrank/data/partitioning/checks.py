@@ -13,32 +13,38 @@ from torch import Tensor
 from ...core.errors import ConfigError, DataError
 
 
-def check_positive(name: str, value: float, *, zero: bool = False) -> None:
-    """Reject a setting that is not a finite number above 0, or of at least 0 with ``zero``."""
+def check_positive(name: str, value: float, *, allow_zero: bool = False) -> None:
+    """Reject a setting that is not a finite number above 0, or of at least 0 with ``allow_zero``."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{name} must be a number {'of at least' if zero else 'above'} 0, not {value!r}.")
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
+        raise ConfigError(
+            f"{name} must be a number {'of at least' if allow_zero else 'above'} 0, not {value!r}."
+        )
 
 
-def check_labels(labels: np.ndarray, classes: int, clients: int, *, regression: bool = False) -> int:
+def check_labels(
+    labels: np.ndarray, class_count: int, client_count: int, *, ignores_labels: bool = False
+) -> int:
     """Reject examples without the class labels that a partition needs, and more clients than examples.
 
     Args:
         labels: one row per example.
-        classes: number of classes; 0 for a regression.
-        clients: number of clients.
-        regression: whether the partition ignores labels.
+        class_count: number of classes; 0 for a regression.
+        client_count: number of clients.
+        ignores_labels: whether the partition ignores labels.
 
     Returns:
         The number of examples.
     """
-    if classes == 0 and not regression:
+    if class_count == 0 and not ignores_labels:
         raise DataError(
             "this partition needs class labels or categories, but these data (a regression, labels of pixels or "
             "tokens, or texts without categories) have none. Use partition 'iid' or 'natural'."
         )
-    if clients > len(labels):
-        raise DataError(f"{clients} clients cannot share {len(labels)} examples. Lower partition.clients.")
+    if client_count > len(labels):
+        raise DataError(
+            f"{client_count} clients cannot share {len(labels)} examples. Lower partition.clients."
+        )
     return len(labels)
 
 
@@ -52,24 +58,24 @@ def check_finite_values(name: str, x: Tensor) -> None:
     # a sum is finite only if all its terms are; where it overflows, the terms decide
     if not x.is_floating_point() or math.isfinite(x.sum().item()):
         return
-    wrong = [
+    invalid_rows = [
         start + i
         for start, rows in split_rows(x)
         if not bool((finite := torch.isfinite(rows)).all())
         for i in (~finite).reshape(len(rows), -1).any(1).nonzero()[:, 0].tolist()
     ]
-    if wrong:
+    if invalid_rows:
         raise DataError(
-            f"there is a NaN or an infinity in {name}, in {len(wrong)} of {len(x)} examples, first in "
-            f"example {wrong[0]} (counted from 0); leave such examples out, or fill the gap."
+            f"there is a NaN or an infinity in {name}, in {len(invalid_rows)} of {len(x)} examples, first in "
+            f"example {invalid_rows[0]} (counted from 0); leave such examples out, or fill the gap."
         )
 
 
-def split_rows(x: Tensor, values: int = 2**20) -> Iterator[tuple[int, Tensor]]:
+def split_rows(x: Tensor, max_values: int = 2**20) -> Iterator[tuple[int, Tensor]]:
     """Consecutive rows of x with at most that many values, each with the position of its first row.
 
     Temporary results of a chunk stay small beside a data set of many hundred megabytes.
     """
-    rows = max(1, values // max(1, x[:1].numel()))
-    for start in range(0, len(x), rows):
-        yield start, x[start : start + rows]
+    row_count = max(1, max_values // max(1, x[:1].numel()))
+    for start in range(0, len(x), row_count):
+        yield start, x[start : start + row_count]

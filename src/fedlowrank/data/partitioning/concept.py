@@ -27,7 +27,7 @@ from .partition import LabelGroups, Natural, Partition
 class Concept(CheckedFields):
     """No concept: all clients see their examples unchanged, and there are no clusters."""
 
-    def cluster(self, client: int) -> int | None:
+    def cluster(self, client_id: int) -> int | None:
         """The ground-truth task of a client, or None if there are no clusters."""
         return None
 
@@ -38,13 +38,13 @@ class Concept(CheckedFields):
         """Number of counter-clockwise quarter turns of a cluster's images, 0..3."""
         return 0
 
-    def transform(self, examples: Examples, cluster: int, classes: int) -> Examples:
+    def transform(self, examples: Examples, cluster: int, class_count: int) -> Examples:
         """The examples as a cluster sees them; the same object if nothing changes.
 
         Args:
             examples: of one client, any number.
             cluster: from 0 on.
-            classes: number of classes; 0 for a regression.
+            class_count: number of classes; 0 for a regression.
 
         Raises:
             DataError: if the concept does not apply to such examples.
@@ -69,9 +69,9 @@ class ClusteredConcept(Concept):
     def __post_init__(self) -> None:
         check_minimum("concept.clusters", self.clusters, 1)
 
-    def cluster(self, client: int) -> int | None:
+    def cluster(self, client_id: int) -> int | None:
         """See `Concept.cluster`."""
-        return client % self.clusters
+        return client_id % self.clusters
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class Rotation(ClusteredConcept):
 
     def quarter_turns(self, cluster: int) -> int:
         """See `Concept.quarter_turns`; 0 for angles that are no quarter turns."""
-        turns, rest = divmod(4 * (cluster % self.clusters), self.clusters)
-        return 0 if rest else turns
+        turns, remainder = divmod(4 * (cluster % self.clusters), self.clusters)
+        return 0 if remainder else turns
 
-    def transform(self, examples: Examples, cluster: int, classes: int) -> Examples:
+    def transform(self, examples: Examples, cluster: int, class_count: int) -> Examples:
         """See `Concept.transform`."""
         x = examples.inputs
         if isinstance(x, dict) or x.ndim != 4:
@@ -142,16 +142,16 @@ class LabelShift(ClusteredConcept):
         clusters: number C of clusters, from 1 to the number of classes.
     """
 
-    def transform(self, examples: Examples, cluster: int, classes: int) -> Examples:
+    def transform(self, examples: Examples, cluster: int, class_count: int) -> Examples:
         """See `Concept.transform`."""
-        if classes == 0:
+        if class_count == 0:
             raise DataError("concept 'label_shift' needs class labels, but these data are a regression.")
-        if self.clusters > classes:
+        if self.clusters > class_count:
             raise DataError(
-                f"concept 'label_shift': {self.clusters} clusters cannot all differ with {classes} classes. "
-                f"Lower concept.clusters to {classes} or less."
+                f"concept 'label_shift': {self.clusters} clusters cannot all differ with {class_count} classes. "
+                f"Lower concept.clusters to {class_count} or less."
             )
-        return Examples(examples.x, (examples.y + cluster) % classes) if cluster else examples
+        return Examples(examples.x, (examples.y + cluster) % class_count) if cluster else examples
 
     def note(self, cluster: int) -> str:
         """See `Concept.note`."""
@@ -195,8 +195,8 @@ CONCEPTS: dict[str, type] = {
 """Concepts by name."""
 
 
-def apply_concept(concept: Concept, clients: Sequence[ClientData], classes: int) -> list[ClientData]:
-    """Transform the examples of every client as its cluster sees them; ``classes`` is 0 for a regression.
+def apply_concept(concept: Concept, clients: Sequence[ClientData], class_count: int) -> list[ClientData]:
+    """Transform the examples of every client as its cluster sees them; ``class_count`` is 0 for a regression.
 
     Clients of one cluster still share the tensors that they shared before.
 
@@ -204,20 +204,20 @@ def apply_concept(concept: Concept, clients: Sequence[ClientData], classes: int)
         DataError: if the concept does not apply to the examples.
     """
     # A test part that all clients share is transformed once per cluster, not once per client, to save memory.
-    known: dict[tuple[int, int], Examples] = {}
-    out = []
+    cache: dict[tuple[int, int], Examples] = {}
+    transformed_clients = []
     for k, data in enumerate(clients):
         c = concept.cluster(k)
         if c is not None:
             parts = (data.train, data.val, data.test)
             for part in parts:
-                if (id(part), c) not in known:
-                    known[id(part), c] = concept.transform(part, c, classes)
-            train, val, test = (known[id(part), c] for part in parts)
+                if (id(part), c) not in cache:
+                    cache[id(part), c] = concept.transform(part, c, class_count)
+            train, val, test = (cache[id(part), c] for part in parts)
             notes = tuple(note + concept.note(c) for note in data.notes)
             data = ClientData(train, val, test, notes, concept.quarter_turns(c), data.name)
-        out.append(data)
-    return out
+        transformed_clients.append(data)
+    return transformed_clients
 
 
 def rotate_images(x: Tensor, angle: float, fill: float) -> Tensor:

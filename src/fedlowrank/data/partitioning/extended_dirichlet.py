@@ -52,15 +52,17 @@ class ExtendedDirichlet(CheckedFields):
         for name in ("clients", "classes_per_client", "min_size", "max_redraws"):
             check_minimum(name, getattr(self, name), 1)
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See :meth:`fedlowrank.data.partitioning.partition.Partition.assign`."""
-        check_labels(labels, classes, self.clients)
-        totals = np.bincount(labels, minlength=classes)
-        is_owner = self._draw_owners(np.flatnonzero(totals), classes, (key / "owners").numpy())
+        check_labels(labels, class_count, self.clients)
+        totals = np.bincount(labels, minlength=class_count)
+        is_owner = self._draw_owners(np.flatnonzero(totals), class_count, (key / "owners").numpy())
         generator = (key / "proportions").numpy()
 
         def draw() -> IntArray:
-            shares = np.zeros((classes, self.clients))
+            shares = np.zeros((class_count, self.clients))
             for c in np.flatnonzero(totals):
                 shares[c, is_owner[:, c]] = generator.dirichlet(np.full(is_owner[:, c].sum(), self.alpha))
             return spread_classes(shares, totals)
@@ -68,23 +70,27 @@ class ExtendedDirichlet(CheckedFields):
         counts = redraw_until_large(
             draw, len(labels), self.clients, self.min_size, self.max_redraws, self.alpha
         )
-        return deal_classes(shuffle_classes(labels, classes, (key / "order").numpy()), counts)
+        return deal_classes(shuffle_classes(labels, class_count, (key / "order").numpy()), counts)
 
-    def _draw_owners(self, present: IntArray, classes: int, generator: np.random.Generator) -> np.ndarray:
+    def _draw_owners(
+        self, nonempty_classes: IntArray, class_count: int, generator: np.random.Generator
+    ) -> np.ndarray:
         """Whether each client has each class, bool [clients, classes]."""
-        k, wanted = self.classes_per_client, len(present)
-        if k > wanted:
-            raise DataError(f"partition.classes_per_client is {k}, but only {wanted} classes have examples.")
-        if self.clients * k < wanted:
+        k, nonempty_count = self.classes_per_client, len(nonempty_classes)
+        if k > nonempty_count:
             raise DataError(
-                f"{self.clients} clients with {k} classes each cannot have all {wanted} classes. Raise "
+                f"partition.classes_per_client is {k}, but only {nonempty_count} classes have examples."
+            )
+        if self.clients * k < nonempty_count:
+            raise DataError(
+                f"{self.clients} clients with {k} classes each cannot have all {nonempty_count} classes. Raise "
                 "partition.clients or partition.classes_per_client."
             )
         for _ in range(self.max_redraws):
-            order = generator.permuted(np.tile(np.arange(wanted), (self.clients, 1)), axis=1)[:, :k]
-            is_owner = np.zeros((self.clients, classes), dtype=bool)
-            is_owner[np.arange(self.clients)[:, None], present[order]] = True
-            if is_owner[:, present].any(axis=0).all():
+            order = generator.permuted(np.tile(np.arange(nonempty_count), (self.clients, 1)), axis=1)[:, :k]
+            is_owner = np.zeros((self.clients, class_count), dtype=bool)
+            is_owner[np.arange(self.clients)[:, None], nonempty_classes[order]] = True
+            if is_owner[:, nonempty_classes].any(axis=0).all():
                 return is_owner
         raise DataError(
             f"in none of {self.max_redraws} draws did every class belong to one of {self.clients} clients with {k} "

@@ -68,28 +68,36 @@ class OwnPartition(CheckedFields):
         """The table that it is read from."""
         return {"kind": self.kind, **self.options}
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See :meth:`fedlowrank.data.partitioning.partition.Partition.assign`.
 
         Raises:
             DataError: if the function returns something else than the positions of each client.
         """
-        n = check_labels(labels, classes, 1, regression=True)
+        n = check_labels(labels, class_count, 1, ignores_labels=True)
         function = self.with_function().function
         if function is None:
             raise AssertionError("an imported partition has a function")
         # copies: what the function does to them is its own affair
-        arguments = labels.copy(), None if natural is None else natural.copy(), (key / "own").numpy()
+        arguments = (
+            labels.copy(),
+            None if natural_clients is None else natural_clients.copy(),
+            (key / "own").numpy(),
+        )
         return self._check_positions(function(*arguments, **self.options), n)
 
-    def _check_positions(self, returned: Any, n: int) -> Parts:
+    def _check_positions(self, result: Any, n: int) -> Parts:
         """The sorted positions of each client."""
         name = f"partition {self.kind!r}"
-        if isinstance(returned, (str, Mapping)) or not hasattr(returned, "__iter__"):
+        if isinstance(result, (str, Mapping)) or not hasattr(result, "__iter__"):
             raise DataError(
-                f"{name} must return a list with the positions of each client's examples, not a {type(returned).__name__}."
+                f"{name} must return a list with the positions of each client's examples, not a {type(result).__name__}."
             )
-        parts = [self._check_client_positions(name, client, part, n) for client, part in enumerate(returned)]
+        parts = [
+            self._check_client_positions(name, client_id, part, n) for client_id, part in enumerate(result)
+        ]
         if not parts:
             raise DataError(
                 f"{name} returned no client. Return a list with the positions of each client's examples."
@@ -99,38 +107,40 @@ class OwnPartition(CheckedFields):
                 f"{name} returned {len(parts)} clients, but partition.clients is {self.clients}. Return as many, or "
                 "leave partition.clients out."
             )
-        owner = np.full(n, -1)
-        for client, part in enumerate(parts):
-            if (is_taken := owner[part] >= 0).any():
+        owners = np.full(n, -1)
+        for client_id, part in enumerate(parts):
+            if (is_taken := owners[part] >= 0).any():
                 position = part[is_taken][0]
                 raise DataError(
-                    f"{name} gave example {position} to client {owner[position]} and to client {client}. Give each "
+                    f"{name} gave example {position} to client {owners[position]} and to client {client_id}. Give each "
                     "example to one client at most."
                 )
-            owner[part] = client
+            owners[part] = client_id
         return parts
 
     @staticmethod
-    def _check_client_positions(name: str, client: int, part: Any, n: int) -> IntArray:
-        whose = f"{name}: the positions of client {client}"
+    def _check_client_positions(name: str, client_id: int, part: Any, n: int) -> IntArray:
+        title = f"{name}: the positions of client {client_id}"
         try:
             positions = np.asarray(part)
         except (ValueError, TypeError, RuntimeError) as error:
-            raise DataError(f"{whose} are no list of integers: {error}") from error
+            raise DataError(f"{title} are no list of integers: {error}") from error
         if positions.size == 0:
-            raise DataError(f"{name} gave client {client} no examples. Leave such clients out of the list.")
-        if positions.dtype == bool:
-            raise DataError(f"{whose} are truth values. Return np.flatnonzero(mask) in the place of a mask.")
-        if positions.ndim != 1 or not np.issubdtype(positions.dtype, np.integer):
-            raise DataError(f"{whose} must be integers [n_k], not {positions.dtype} {list(positions.shape)}.")
-        if positions.min() < 0 or positions.max() >= n:
-            wrong = positions[(positions < 0) | (positions >= n)][0]
             raise DataError(
-                f"{whose} must lie between 0 and {n - 1}, for there are {n} examples; one is {wrong}."
+                f"{name} gave client {client_id} no examples. Leave such clients out of the list."
+            )
+        if positions.dtype == bool:
+            raise DataError(f"{title} are truth values. Return np.flatnonzero(mask) in the place of a mask.")
+        if positions.ndim != 1 or not np.issubdtype(positions.dtype, np.integer):
+            raise DataError(f"{title} must be integers [n_k], not {positions.dtype} {list(positions.shape)}.")
+        if positions.min() < 0 or positions.max() >= n:
+            invalid_position = positions[(positions < 0) | (positions >= n)][0]
+            raise DataError(
+                f"{title} must lie between 0 and {n - 1}, for there are {n} examples; one is {invalid_position}."
             )
         positions = np.sort(positions.astype(np.int64))
-        if (repeated := positions[1:] == positions[:-1]).any():
-            raise DataError(f"{whose} hold example {positions[1:][repeated][0]} more than once.")
+        if (is_repeated := positions[1:] == positions[:-1]).any():
+            raise DataError(f"{title} hold example {positions[1:][is_repeated][0]} more than once.")
         return positions
 
 
@@ -146,8 +156,8 @@ def as_partition(value: Any, options: Mapping[str, Any] | None = None) -> Any:
     """
     if not callable(value) or isinstance(value, type) or hasattr(value, "assign"):
         return value
-    inner = value.func if isinstance(value, functools.partial) else value
-    named_object = inner if hasattr(inner, "__qualname__") else type(inner)
+    function = value.func if isinstance(value, functools.partial) else value
+    named_object = function if hasattr(function, "__qualname__") else type(function)
     return _set_function(
         OwnPartition(f"{named_object.__module__}:{named_object.__qualname__}", options or {}), value
     )

@@ -41,14 +41,16 @@ class Partition(Protocol):
 
     repeatable: ClassVar[bool]
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """Assign n examples to clients.
 
         Args:
             labels: label of each example, integers [n] in 0..classes-1; the targets [n, d] of a regression.
-            classes: number of classes; 0 for a regression, which only ``iid`` and ``natural`` accept.
+            class_count: number of classes; 0 for a regression, which only ``iid`` and ``natural`` accept.
             key: randomness.
-            natural: natural client of each example, integers [n], or None. A negative id means no client.
+            natural_clients: natural client of each example, integers [n], or None. A negative id means no client.
 
         Returns:
             The sorted positions of each client's examples; no position occurs twice.
@@ -74,9 +76,11 @@ class Iid(CheckedFields):
     def __post_init__(self) -> None:
         check_minimum("clients", self.clients, 1)
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See `Partition.assign`."""
-        n = check_labels(labels, classes, self.clients, regression=True)
+        n = check_labels(labels, class_count, self.clients, ignores_labels=True)
         order = (key / "order").numpy().permutation(n)
         return [np.sort(part) for part in np.array_split(order, self.clients)]
 
@@ -108,19 +112,21 @@ class Dirichlet(CheckedFields):
         for name in ("clients", "min_size", "max_redraws"):
             check_minimum(name, getattr(self, name), 1)
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See `Partition.assign`."""
-        n = check_labels(labels, classes, self.clients)
-        totals = np.bincount(labels, minlength=classes)
+        n = check_labels(labels, class_count, self.clients)
+        totals = np.bincount(labels, minlength=class_count)
         generator = (key / "proportions").numpy()
 
         def draw() -> IntArray:
             return spread_classes(
-                generator.dirichlet(np.full(self.clients, self.alpha), size=classes), totals
+                generator.dirichlet(np.full(self.clients, self.alpha), size=class_count), totals
             )
 
         counts = redraw_until_large(draw, n, self.clients, self.min_size, self.max_redraws, self.alpha)
-        return deal_classes(shuffle_classes(labels, classes, (key / "order").numpy()), counts)
+        return deal_classes(shuffle_classes(labels, class_count, (key / "order").numpy()), counts)
 
 
 @dataclass(frozen=True)
@@ -147,31 +153,33 @@ class EqualDirichlet(CheckedFields):
         check_minimum("clients", self.clients, 1)
         check_positive("alpha", self.alpha)
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See `Partition.assign`."""
-        n = check_labels(labels, classes, self.clients)
-        remaining = np.bincount(labels, minlength=classes)
-        prior = remaining / n
-        present = np.flatnonzero(remaining)
-        counts = np.zeros((self.clients, classes), dtype=np.int64)
-        for client in range(self.clients):
-            generator = (key / "client" / client).numpy()
-            mixture = np.zeros(classes)
-            mixture[present] = generator.dirichlet(self.alpha * prior[present])
-            counts[client] = self._draw_counts(
-                mixture, self.alpha * prior, remaining, n // self.clients, generator
+        n = check_labels(labels, class_count, self.clients)
+        remaining_counts = np.bincount(labels, minlength=class_count)
+        prior = remaining_counts / n
+        nonempty_classes = np.flatnonzero(remaining_counts)
+        counts = np.zeros((self.clients, class_count), dtype=np.int64)
+        for client_id in range(self.clients):
+            generator = (key / "client" / client_id).numpy()
+            mixture = np.zeros(class_count)
+            mixture[nonempty_classes] = generator.dirichlet(self.alpha * prior[nonempty_classes])
+            counts[client_id] = self._draw_counts(
+                mixture, self.alpha * prior, remaining_counts, n // self.clients, generator
             )
-            remaining = remaining - counts[client]
-        shuffled = shuffle_classes(labels, classes, (key / "order").numpy())
-        return deal_classes([positions[::-1] for positions in shuffled], counts)
+            remaining_counts = remaining_counts - counts[client_id]
+        class_positions = shuffle_classes(labels, class_count, (key / "order").numpy())
+        return deal_classes([positions[::-1] for positions in class_positions], counts)
 
     @staticmethod
     def _draw_counts(
         mixture: FloatArray,
         concentration: FloatArray,
-        available: IntArray,
+        available_counts: IntArray,
         size: int,
-        random: np.random.Generator,
+        generator: np.random.Generator,
     ) -> IntArray:
         """Counts of each class among ``size`` draws without replacement, [classes].
 
@@ -179,34 +187,34 @@ class EqualDirichlet(CheckedFields):
         draws. Where the mixture of all remaining classes underflows, it is drawn anew from their Dirichlet
         distribution, in log space: the renormalized mixture of some classes does not depend on the others.
         """
-        counts, logs = np.zeros_like(available), None
+        counts, log_gammas = np.zeros_like(available_counts), None
         while (missing_count := size - int(counts.sum())) > 0:
-            weights = np.where(available > counts, mixture, 0.0)
+            weights = np.where(available_counts > counts, mixture, 0.0)
             if weights.sum() <= 0:
-                logs = _draw_log_gamma(concentration, random) if logs is None else logs
-                log_weights = np.where(available > counts, logs, -np.inf)
+                log_gammas = _draw_log_gamma(concentration, generator) if log_gammas is None else log_gammas
+                log_weights = np.where(available_counts > counts, log_gammas, -np.inf)
                 weights = np.exp(log_weights - log_weights.max())
             counts = np.minimum(
-                counts + random.multinomial(missing_count, weights / weights.sum()), available
+                counts + generator.multinomial(missing_count, weights / weights.sum()), available_counts
             )
         return counts
 
 
-def _draw_log_gamma(shape: FloatArray, random: np.random.Generator) -> FloatArray:
+def _draw_log_gamma(shape: FloatArray, generator: np.random.Generator) -> FloatArray:
     """Logarithms of gamma variates: log G(a) = log G(a + 1) + log(U) / a, at least the smallest float64."""
-    lowest = np.finfo(np.float64).min
-    logs = np.full(len(shape), lowest)
+    minimum = np.finfo(np.float64).min
+    logs = np.full(len(shape), minimum)
     a = shape[shape > 0]
     with np.errstate(over="ignore"):
-        logs[shape > 0] = np.log(random.gamma(a + 1)) + np.log(random.random(len(a))) / a
-    return np.maximum(logs, lowest)
+        logs[shape > 0] = np.log(generator.gamma(a + 1)) + np.log(generator.random(len(a))) / a
+    return np.maximum(logs, minimum)
 
 
 @dataclass(frozen=True)
 class Pathological(CheckedFields):
     """Every client has exactly k classes, and the owners of a class share its examples in similar parts.
 
-    Clients take in turn the k classes with the most free places, with random ties, so the numbers of owners
+    Clients take in turn the k classes with the most free slots, with random ties, so the numbers of owners
     of two classes differ by at most one. An owner's weight within a class is drawn from U(0.4, 0.6). All
     examples of classes with an owner are used; with fewer than ``classes / k`` clients, some classes have no
     owner. Source: Shamsian et al., "Personalized Federated Learning using Hypernetworks" (pFedHN, ICML 2021).
@@ -225,20 +233,22 @@ class Pathological(CheckedFields):
         check_minimum("clients", self.clients, 1)
         check_minimum("classes_per_client", self.classes_per_client, 1)
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See `Partition.assign`."""
-        check_labels(labels, classes, self.clients)
-        totals = np.bincount(labels, minlength=classes)
-        present = np.flatnonzero(totals)
-        if self.classes_per_client > len(present):
+        check_labels(labels, class_count, self.clients)
+        totals = np.bincount(labels, minlength=class_count)
+        nonempty_classes = np.flatnonzero(totals)
+        if self.classes_per_client > len(nonempty_classes):
             raise DataError(
-                f"partition.classes_per_client is {self.classes_per_client}, but only {len(present)} classes "
+                f"partition.classes_per_client is {self.classes_per_client}, but only {len(nonempty_classes)} classes "
                 "have examples."
             )
-        is_owner = self._draw_owners(present, classes, (key / "owners").numpy())
-        weights, order = (key / "weights").numpy(), (key / "order").numpy()
-        counts = np.zeros((self.clients, classes), dtype=np.int64)
-        shuffled = [np.empty(0, dtype=np.int64)] * classes
+        is_owner = self._draw_owners(nonempty_classes, class_count, (key / "owners").numpy())
+        weight_generator, order_generator = (key / "weights").numpy(), (key / "order").numpy()
+        counts = np.zeros((self.clients, class_count), dtype=np.int64)
+        class_positions = [np.empty(0, dtype=np.int64)] * class_count
         for c in np.flatnonzero(is_owner.any(axis=0)):
             owners = np.flatnonzero(is_owner[:, c])
             if totals[c] < len(owners):
@@ -248,22 +258,24 @@ class Pathological(CheckedFields):
                 )
             # With at least as many examples as owners, every owner gets one: weights differ by a factor below
             # 1.5, so a share below 1 has a larger remainder than any share above 1.
-            counts[owners, c] = round_shares(weights.uniform(0.4, 0.6, len(owners)), int(totals[c]))
-            shuffled[c] = order.permutation(np.flatnonzero(labels == c))
-        return deal_classes(shuffled, counts)
+            counts[owners, c] = round_shares(weight_generator.uniform(0.4, 0.6, len(owners)), int(totals[c]))
+            class_positions[c] = order_generator.permutation(np.flatnonzero(labels == c))
+        return deal_classes(class_positions, counts)
 
-    def _draw_owners(self, present: IntArray, classes: int, generator: np.random.Generator) -> np.ndarray:
+    def _draw_owners(
+        self, nonempty_classes: IntArray, class_count: int, generator: np.random.Generator
+    ) -> np.ndarray:
         """Whether each client owns each class, bool [clients, classes]."""
-        places, extra = divmod(self.clients * self.classes_per_client, len(present))
-        free = np.full(len(present), places)
-        free[generator.permutation(len(present))[:extra]] += 1
-        is_owner = np.zeros((self.clients, classes), dtype=bool)
-        for client in range(self.clients):
-            ties = generator.random(len(present))
-            # Free places differ by at most one at any time, so k classes always have one.
-            chosen = np.lexsort((ties, -free))[: self.classes_per_client]
-            free[chosen] -= 1
-            is_owner[client, present[chosen]] = True
+        slots, extra = divmod(self.clients * self.classes_per_client, len(nonempty_classes))
+        free_slots = np.full(len(nonempty_classes), slots)
+        free_slots[generator.permutation(len(nonempty_classes))[:extra]] += 1
+        is_owner = np.zeros((self.clients, class_count), dtype=bool)
+        for client_id in range(self.clients):
+            ties = generator.random(len(nonempty_classes))
+            # Free slots differ by at most one at any time, so k classes always have one.
+            class_indices = np.lexsort((ties, -free_slots))[: self.classes_per_client]
+            free_slots[class_indices] -= 1
+            is_owner[client_id, nonempty_classes[class_indices]] = True
         return is_owner
 
 
@@ -286,27 +298,31 @@ class Natural(CheckedFields):
             check_minimum("clients", self.clients, 1)
         check_minimum("min_examples", self.min_examples, 1)
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See `Partition.assign`; clients are in the order of their ids."""
-        check_labels(labels, classes, 1, regression=True)
-        if natural is None:
+        check_labels(labels, class_count, 1, ignores_labels=True)
+        if natural_clients is None:
             raise DataError(
                 "the data set has no natural clients. Name the column of the clients in data.client (of source 'text': "
                 "data.client_column, or set data.client_by_file; in an .npz file: save an array 'client'), or use another "
                 "partition, e.g. 'dirichlet'."
             )
-        ids, counts = np.unique(natural[natural >= 0], return_counts=True)
+        ids, counts = np.unique(natural_clients[natural_clients >= 0], return_counts=True)
         ids = ids[counts >= self.min_examples]
-        wanted = len(ids) if self.clients is None else self.clients
-        if len(ids) == 0 or wanted > len(ids):
+        client_count = len(ids) if self.clients is None else self.clients
+        if len(ids) == 0 or client_count > len(ids):
             raise DataError(
                 f"{len(ids)} natural clients have at least {self.min_examples} examples, but "
-                f"{max(wanted, 1)} are required. Lower partition.clients or partition.min_examples."
+                f"{max(client_count, 1)} are required. Lower partition.clients or partition.min_examples."
             )
-        chosen = np.sort((key / "clients").numpy().permutation(ids)[:wanted])
-        order = np.argsort(natural, kind="stable")
-        first, last = (np.searchsorted(natural[order], chosen, side=side) for side in ("left", "right"))
-        return [order[i:j] for i, j in zip(first, last, strict=True)]
+        client_ids = np.sort((key / "clients").numpy().permutation(ids)[:client_count])
+        order = np.argsort(natural_clients, kind="stable")
+        starts, ends = (
+            np.searchsorted(natural_clients[order], client_ids, side=side) for side in ("left", "right")
+        )
+        return [order[i:j] for i, j in zip(starts, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -336,26 +352,28 @@ class LabelGroups(CheckedFields):
                 "labels. Raise partition.clients or lower partition.groups."
             )
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See `Partition.assign`."""
-        check_labels(labels, classes, self.clients)
-        if classes % self.groups:
+        check_labels(labels, class_count, self.clients)
+        if class_count % self.groups:
             raise DataError(
-                f"{classes} classes cannot be divided into {self.groups} groups of equal size. "
+                f"{class_count} classes cannot be divided into {self.groups} groups of equal size. "
                 "Set partition.groups to a divisor of the number of classes."
             )
-        group = labels // (classes // self.groups)
+        group_ids = labels // (class_count // self.groups)
         parts: list[IntArray] = [np.empty(0, dtype=np.int64)] * self.clients
         for g in range(self.groups):
             members = range(g, self.clients, self.groups)
-            positions = (key / "order" / g).numpy().permutation(np.flatnonzero(group == g))
+            positions = (key / "order" / g).numpy().permutation(np.flatnonzero(group_ids == g))
             if len(positions) < len(members):
                 raise DataError(
                     f"the {len(members)} clients of group {g} cannot share the {len(positions)} examples of its "
                     "classes. Lower partition.clients."
                 )
-            for client, part in zip(members, np.array_split(positions, len(members)), strict=True):
-                parts[client] = np.sort(part)
+            for client_id, part in zip(members, np.array_split(positions, len(members)), strict=True):
+                parts[client_id] = np.sort(part)
         return parts
 
 

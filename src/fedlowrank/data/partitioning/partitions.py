@@ -29,13 +29,13 @@ def read_partitions(
         raise DataError(
             "partitions need the library datasets: pip install 'fedlowrank[huggingface]'"
         ) from error
-    loaded = _load_partitions(partitions, split)
+    client_partitions = _load_partitions(partitions, split)
     # classes are numbered over all parts of all clients together
     keys: list[tuple[int, str]] = []
     parts: list[Any] = []
-    for client, partition in enumerate(loaded):
-        splits = _list_splits(library, partition, client)
-        keys += [(client, name) for name in splits]
+    for client_id, partition in enumerate(client_partitions):
+        splits = _list_splits(library, partition, client_id)
+        keys += [(client_id, name) for name in splits]
         parts += splits.values()
     reader = HuggingFace(
         "the partitions", features=tuple(features), label=label, size=size, channels=channels
@@ -43,12 +43,12 @@ def read_partitions(
     examples, classes, notes = reader.read_parts(library, parts)
     for note in notes:
         warn_user(note)
-    clients: list[Any] = [{} for _ in loaded]
-    for (client, name), part in zip(keys, examples, strict=True):
+    clients: list[Any] = [{} for _ in client_partitions]
+    for (client_id, name), part in zip(keys, examples, strict=True):
         if name:
-            clients[client][name] = (part.inputs, part.y)
+            clients[client_id][name] = (part.inputs, part.y)
         else:
-            clients[client] = (part.inputs, part.y)
+            clients[client_id] = (part.inputs, part.y)
     return clients, classes
 
 
@@ -60,31 +60,33 @@ def _load_partitions(partitions: Any, split: str) -> list[Any]:
                 "expected a list of datasets.Dataset, one for each client, or a FederatedDataset of "
                 f"flwr-datasets, not a {type(partitions).__name__}."
             )
-        loaded = list(partitions)
+        client_partitions = list(partitions)
     elif hasattr(partitions, "partitioners"):
-        known = partitions.partitioners
-        if split not in known:
+        partitioners = partitions.partitioners
+        if split not in partitioners:
             raise DataError(
-                f"the FederatedDataset has no partitioner of {split!r}. {did_you_mean(split, known)}"
+                f"the FederatedDataset has no partitioner of {split!r}. {did_you_mean(split, partitioners)}"
             )
         # the number may be known only once the partitioner has its data
-        first = partitions.load_partition(0, split)
-        indices = range(1, known[split].num_partitions)
-        loaded = [first, *(partitions.load_partition(i, split) for i in indices)]
+        first_partition = partitions.load_partition(0, split)
+        indices = range(1, partitioners[split].num_partitions)
+        client_partitions = [first_partition, *(partitions.load_partition(i, split) for i in indices)]
     else:
-        loaded = [partitions.load_partition(i) for i in range(partitions.num_partitions)]
-    if not loaded:
+        client_partitions = [partitions.load_partition(i) for i in range(partitions.num_partitions)]
+    if not client_partitions:
         raise DataError("a federation needs at least one partition.")
-    return loaded
+    return client_partitions
 
 
-def _list_splits(library: Any, partition: Any, client: int) -> dict[str, Any]:
+def _list_splits(library: Any, partition: Any, client_id: int) -> dict[str, Any]:
     """The splits of a partition by name; a single data set has the empty name."""
     if isinstance(partition, library.Dataset):
         return {"": partition}
     if not isinstance(partition, library.DatasetDict):
-        raise DataError(f"client {client}: expected a datasets.Dataset, not a {type(partition).__name__}.")
+        raise DataError(f"client {client_id}: expected a datasets.Dataset, not a {type(partition).__name__}.")
     if "train" not in partition or (unknown := sorted(set(partition) - set(_SPLITS))):
-        shown = sorted(partition) if "train" not in partition else unknown
-        raise DataError(f"client {client}: splits are 'train' and optionally 'val' and 'test', not {shown}.")
+        split_names = sorted(partition) if "train" not in partition else unknown
+        raise DataError(
+            f"client {client_id}: splits are 'train' and optionally 'val' and 'test', not {split_names}."
+        )
     return dict(partition)

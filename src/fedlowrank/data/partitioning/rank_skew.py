@@ -66,13 +66,15 @@ class RankSkew(CheckedFields):
         check_minimum("clients", self.clients, 1)
         check_positive("alpha", self.alpha)
         check_minimum("min_size", self.min_size, 1)
-        check_positive("partition.size_exponent", self.size_exponent, zero=True)
-        check_positive("partition.skew", self.skew, zero=True)
+        check_positive("partition.size_exponent", self.size_exponent, allow_zero=True)
+        check_positive("partition.skew", self.skew, allow_zero=True)
         assign_ranks(self.ranks, self.clients)
 
-    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+    def assign(
+        self, labels: np.ndarray, class_count: int, key: Key, natural_clients: IntArray | None = None
+    ) -> Parts:
         """See `Partition.assign`."""
-        n = check_labels(labels, classes, self.clients)
+        n = check_labels(labels, class_count, self.clients)
         ranks = np.array(assign_ranks(self.ranks, self.clients), dtype=np.float64)
         sizes = round_shares((ranks / ranks.max()) ** self.size_exponent, n)
         if sizes.min() < self.min_size:
@@ -81,65 +83,65 @@ class RankSkew(CheckedFields):
                 f"less than partition.min_size = {self.min_size}. Lower partition.clients, "
                 "partition.size_exponent or partition.min_size."
             )
-        totals = np.bincount(labels, minlength=classes)
+        totals = np.bincount(labels, minlength=class_count)
         counts = _fit_counts(self._draw_mixtures(ranks, totals, key / "mixture"), sizes, totals)
-        return deal_classes(shuffle_classes(labels, classes, (key / "order").numpy()), counts)
+        return deal_classes(shuffle_classes(labels, class_count, (key / "order").numpy()), counts)
 
     def _draw_mixtures(self, ranks: FloatArray, totals: IntArray, key: Key) -> FloatArray:
         """Class mixture of each client, [clients, classes]; rows add up to 1."""
-        present = np.flatnonzero(totals)
-        prior = totals[present] / totals.sum()
+        nonempty_classes = np.flatnonzero(totals)
+        prior = totals[nonempty_classes] / totals.sum()
         alphas = self.alpha * (ranks.mean() / ranks) ** self.skew
         mixtures = np.zeros((len(ranks), len(totals)))
-        for client, alpha in enumerate(alphas):
-            draw = (key / client).numpy().dirichlet(alpha * len(present) * prior)
-            mixtures[client, present] = (1 - _MIN_PRIOR_SHARE) * draw + _MIN_PRIOR_SHARE * prior
+        for client_id, alpha in enumerate(alphas):
+            draw = (key / client_id).numpy().dirichlet(alpha * len(nonempty_classes) * prior)
+            mixtures[client_id, nonempty_classes] = (1 - _MIN_PRIOR_SHARE) * draw + _MIN_PRIOR_SHARE * prior
         return mixtures
 
 
-def assign_ranks(ranks: Sequence[int], clients: int) -> list[int]:
+def assign_ranks(ranks: Sequence[int], client_count: int) -> list[int]:
     """Rank of each client: client k has ``ranks[floor(k·len(ranks)/clients)]``."""
     if not ranks:
         raise ConfigError("partition.ranks must name at least one rank.")
-    for place, rank in enumerate(ranks):
-        check_minimum(f"partition.ranks, value {place}", rank, 1)
-    if len(ranks) > clients:
-        raise ConfigError(f"partition.ranks names {len(ranks)} ranks for {clients} clients; name fewer.")
-    return [ranks[k * len(ranks) // clients] for k in range(clients)]
+    for index, rank in enumerate(ranks):
+        check_minimum(f"partition.ranks, value {index}", rank, 1)
+    if len(ranks) > client_count:
+        raise ConfigError(f"partition.ranks names {len(ranks)} ranks for {client_count} clients; name fewer.")
+    return [ranks[k * len(ranks) // client_count] for k in range(client_count)]
 
 
 def _fit_counts(mixtures: FloatArray, sizes: IntArray, totals: IntArray) -> IntArray:
     """Integers [clients, classes] near the mixtures, with the sizes as row and the totals as column sums."""
     table = mixtures * sizes[:, None]
-    present = totals > 0
+    is_nonempty = totals > 0
     for _ in range(_MAX_ITERATIONS):
-        table[:, present] *= totals[present] / table[:, present].sum(0)
-        rows = table.sum(1)
-        if (np.abs(rows - sizes) <= _MAX_RELATIVE_ERROR * sizes).all():
+        table[:, is_nonempty] *= totals[is_nonempty] / table[:, is_nonempty].sum(0)
+        row_sums = table.sum(1)
+        if (np.abs(row_sums - sizes) <= _MAX_RELATIVE_ERROR * sizes).all():
             break
-        table *= (sizes / rows)[:, None]
+        table *= (sizes / row_sums)[:, None]
     # No sum may exceed its target, so that examples need only be added.
     table *= np.minimum(1, sizes / table.sum(1))[:, None]
-    table[:, present] *= np.minimum(1, totals[present] / table[:, present].sum(0))
+    table[:, is_nonempty] *= np.minimum(1, totals[is_nonempty] / table[:, is_nonempty].sum(0))
     counts: IntArray = np.floor(table).astype(np.int64)
     return _add_missing(counts, table - counts, sizes, totals)
 
 
 def _add_missing(counts: IntArray, fractions: FloatArray, sizes: IntArray, totals: IntArray) -> IntArray:
     """Add examples, the largest fractions first, until rows and columns have their sums."""
-    by_client, by_class = sizes - counts.sum(1), totals - counts.sum(0)
+    missing_by_client, missing_by_class = sizes - counts.sum(1), totals - counts.sum(0)
 
-    def add(client: int, label: int, count: int) -> None:
-        counts[client, label] += count
-        by_client[client] -= count
-        by_class[label] -= count
+    def add(client_id: int, label: int, count: int) -> None:
+        counts[client_id, label] += count
+        missing_by_client[client_id] -= count
+        missing_by_class[label] -= count
 
     for cell in np.argsort(-fractions, axis=None, kind="stable"):
-        client, label = divmod(int(cell), counts.shape[1])
-        if by_client[client] > 0 and by_class[label] > 0:
-            add(client, label, 1)
+        client_id, label = divmod(int(cell), counts.shape[1])
+        if missing_by_client[client_id] > 0 and missing_by_class[label] > 0:
+            add(client_id, label, 1)
     # One more per cell may not be enough. If a client misses examples, so does a class.
-    while by_client.any():
-        client, label = int(by_client.argmax()), int(by_class.argmax())
-        add(client, label, min(by_client[client], by_class[label]))
+    while missing_by_client.any():
+        client_id, label = int(missing_by_client.argmax()), int(missing_by_class.argmax())
+        add(client_id, label, min(missing_by_client[client_id], missing_by_class[label]))
     return counts

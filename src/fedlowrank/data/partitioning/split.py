@@ -88,14 +88,14 @@ class Split(Protocol):
         """Use of the official test part."""
         ...
 
-    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client_id: int, key: Key) -> Positions:
         """Divide the examples of one client.
 
         Args:
             pool: the whole data set.
             positions: sorted positions that the partition assigned to the client; test examples are among them if
                 the official test part is merged or shared.
-            client: its number, for messages.
+            client_id: its number, for messages.
             key: randomness of this client.
 
         Raises:
@@ -134,25 +134,27 @@ class LocalSplit(CheckedFields):
         """See `Split.official_test`."""
         return "merged" if self.pool == "all" else "unused"
 
-    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002 - Split
+    def divide(self, pool: Pool, positions: IntArray, client_id: int, key: Key) -> Positions:  # noqa: ARG002 - Split
         """See `Split.divide`."""
-        parts = sum(share > 0 for share in (self.train, self.val, self.test))
-        if len(positions) < parts:
+        part_count = sum(share > 0 for share in (self.train, self.val, self.test))
+        if len(positions) < part_count:
             raise DataError(
-                f"client {client} has {len(positions)} examples, too few for one in each of {parts} parts. "
+                f"client {client_id} has {len(positions)} examples, too few for one in each of {part_count} parts. "
                 "Raise the smallest size of a client in the partition, or lower the number of clients."
             )
         order = (key / "order").numpy().permutation(positions)
-        first, last = self._find_ends(len(positions))
-        return Positions(np.sort(order[:first]), np.sort(order[first:last]), np.sort(order[last:]))
+        train_end, val_end = self._find_ends(len(positions))
+        return Positions(
+            np.sort(order[:train_end]), np.sort(order[train_end:val_end]), np.sort(order[val_end:])
+        )
 
     @lru_cache(maxsize=1024)  # noqa: B019 - clients of one size are divided alike; a split is small
     def _find_ends(self, size: int) -> tuple[int, int]:
         """Where training and validation examples end, of that many examples in random order."""
         shares = np.array([self.train, self.val, self.test])
-        counts, least = round_shares(shares, size), shares > 0
-        while (missing := counts < least).any():
-            counts[np.argmax(missing)] += 1
+        counts, min_counts = round_shares(shares, size), shares > 0
+        while (is_missing := counts < min_counts).any():
+            counts[np.argmax(is_missing)] += 1
             counts[np.argmax(counts)] -= 1
         return int(counts[0]), int(counts[:2].sum())
 
@@ -173,14 +175,14 @@ class _OfficialTest(CheckedFields):
         if not 0 <= self.val < 1:
             raise ConfigError(f"split.val must be a share from 0 to below 1, not {self.val!r}.")
 
-    def _hold_out(self, positions: IntArray, client: int, key: Key) -> tuple[IntArray, IntArray]:
+    def _hold_out(self, positions: IntArray, client_id: int, key: Key) -> tuple[IntArray, IntArray]:
         """Sorted positions for training and for validation."""
         val = self.val
         if val == 0:
             return positions, positions[:0]
         if len(positions) < 2:
             raise DataError(
-                f"client {client} has {len(positions)} examples, too few for two parts. Set split.val to 0, "
+                f"client {client_id} has {len(positions)} examples, too few for two parts. Set split.val to 0, "
                 "or raise the smallest size of a client in the partition."
             )
         size = int(np.clip(round_shares([1 - val, val], len(positions))[1], 1, len(positions) - 1))
@@ -207,7 +209,7 @@ class Matched(_OfficialTest):
         super().__post_init__()
         check_minimum("test_per_client", self.test_per_client, 1)
 
-    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client_id: int, key: Key) -> Positions:
         """See `Split.divide`."""
         names = pool.names
         if not names:
@@ -215,21 +217,25 @@ class Matched(_OfficialTest):
                 "split 'matched' draws test examples by class labels, but these data have none. Use split "
                 "'local', 'whole_test' or 'own_test'."
             )
-        train, val = self._hold_out(positions, client, key)
-        wanted = round_shares(np.bincount(pool.labels[positions], minlength=len(names)), self.test_per_client)
+        train, val = self._hold_out(positions, client_id, key)
+        test_counts = round_shares(
+            np.bincount(pool.labels[positions], minlength=len(names)), self.test_per_client
+        )
         generator = (key / "test").numpy()
         test, notes = [], []
-        for c in np.flatnonzero(wanted):
-            available = pool.test[pool.labels[pool.test] == c]
-            if len(available) < wanted[c]:
+        for c in np.flatnonzero(test_counts):
+            candidates = pool.test[pool.labels[pool.test] == c]
+            if len(candidates) < test_counts[c]:
                 notes.append(
-                    f"client {client}: {len(available)} test examples of class {names[c]!r} instead of "
-                    f"{wanted[c]}; the official test part has no more"
+                    f"client {client_id}: {len(candidates)} test examples of class {names[c]!r} instead of "
+                    f"{test_counts[c]}; the official test part has no more"
                 )
-            test.append(generator.permutation(available)[: wanted[c]])
+            test.append(generator.permutation(candidates)[: test_counts[c]])
         test_positions = np.sort(np.concatenate(test))
         if len(test_positions) == 0:
-            raise DataError(f"client {client} gets no test example: the test part has none of its classes.")
+            raise DataError(
+                f"client {client_id} gets no test example: the test part has none of its classes."
+            )
         return Positions(train, val, test_positions, tuple(notes))
 
 
@@ -237,26 +243,28 @@ class Matched(_OfficialTest):
 class WholeTest(_OfficialTest):
     """Every client is tested on the whole official test part."""
 
-    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client_id: int, key: Key) -> Positions:
         """See `Split.divide`."""
-        return Positions(*self._hold_out(positions, client, key), pool.test)
+        return Positions(*self._hold_out(positions, client_id, key), pool.test)
 
 
 @dataclass(frozen=True)
 class OwnTest(_OfficialTest):
     """Every natural client is tested on its own part of the official test set; for ``natural``."""
 
-    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client_id: int, key: Key) -> Positions:
         """See `Split.divide`."""
         if pool.natural is None:
             raise DataError("split 'own_test' needs natural clients in both the training and the test part.")
         ids = np.unique(pool.natural[positions])
         if len(ids) != 1:
-            raise DataError(f"client {client} mixes natural clients; 'own_test' needs partition 'natural'.")
+            raise DataError(
+                f"client {client_id} mixes natural clients; 'own_test' needs partition 'natural'."
+            )
         test = pool.test[pool.natural[pool.test] == ids[0]]
         if len(test) == 0:
-            raise DataError(f"client {client} (natural client {ids[0]}) has no example in the test part.")
-        return Positions(*self._hold_out(positions, client, key), test)
+            raise DataError(f"client {client_id} (natural client {ids[0]}) has no example in the test part.")
+        return Positions(*self._hold_out(positions, client_id, key), test)
 
 
 @dataclass(frozen=True)
@@ -272,10 +280,10 @@ class TestShare(_OfficialTest):
 
     val: float = 0.0
 
-    def divide(self, pool: Pool, positions: IntArray, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, positions: IntArray, client_id: int, key: Key) -> Positions:
         """See `Split.divide`."""
         is_train = positions < pool.train_size
-        return Positions(*self._hold_out(positions[is_train], client, key), positions[~is_train])
+        return Positions(*self._hold_out(positions[is_train], client_id, key), positions[~is_train])
 
 
 SPLITS: dict[str, type] = {
@@ -289,5 +297,5 @@ SPLITS: dict[str, type] = {
 
 
 def _concatenate(train: torch.Tensor, test: torch.Tensor | None) -> npt.NDArray[Any]:
-    joined: npt.NDArray[Any] = torch.cat([train] if test is None else [train, test]).numpy()
-    return joined
+    values: npt.NDArray[Any] = torch.cat([train] if test is None else [train, test]).numpy()
+    return values

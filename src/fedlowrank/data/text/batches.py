@@ -57,8 +57,8 @@ def measure_lengths(mask: Tensor) -> Tensor:
     positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
     if mask.ndim > 1 and mask.numel() > _LARGE_MASK:
         # a temporary of the mask's size would not fit beside tokens on disk
-        rows = max(1, _LARGE_MASK // mask[0].numel())
-        return torch.cat([(part != 0).mul(positions).amax(-1) for part in mask.split(rows)])
+        row_count = max(1, _LARGE_MASK // mask[0].numel())
+        return torch.cat([(chunk != 0).mul(positions).amax(-1) for chunk in mask.split(row_count)])
     return (mask != 0).mul(positions).amax(-1)
 
 
@@ -70,5 +70,5 @@ def round_up_width(length: int) -> int:
 def truncate_columns(x: dict[str, Tensor], y: Tensor, width: int) -> tuple[dict[str, Tensor], Tensor]:
     """Views of the first columns of token inputs and token labels; see :func:`trim_padding`."""
     shape = x["attention_mask"].shape
-    short = {name: t[..., :width] if t.shape == shape else t for name, t in x.items()}
-    return short, y[..., :width] if y.shape == shape else y
+    truncated_inputs = {name: t[..., :width] if t.shape == shape else t for name, t in x.items()}
+    return truncated_inputs, y[..., :width] if y.shape == shape else y

@@ -22,35 +22,35 @@ from .text_records import Labeled, Record, TextPair, Texts, TokenLabeled
 def tokenize_labeled(texts: Texts, tokenizer: Any, context: int) -> Dataset:
     """Tokens of labeled texts; see :func:`.tokens.tokenize`."""
     notes = list(texts.notes)
-    pads = _choose_padding(tokenizer, notes)
+    pad_values = _choose_padding(tokenizer, notes)
     parts = [[r for r in part if isinstance(r, Labeled)] for part in texts.parts]
     labels, classes = _number_labels(texts, [[record.label for record in part] for part in parts])
-    encoded = []
+    encodings = []
     for name, records in zip(("training", "test"), parts, strict=False):
-        rows, truncated = _encode_truncated(tokenizer, [r.text for r in records], context)
-        _note_truncated(f"{name} part of {texts.name!r}", truncated, len(records), context, notes)
-        encoded.append(rows)
+        encoding, truncated_count = _encode_truncated(tokenizer, [r.text for r in records], context)
+        _note_truncated(f"{name} part of {texts.name!r}", truncated_count, len(records), context, notes)
+        encodings.append(encoding)
     targets = [torch.tensor(numbers) for numbers in labels]
-    examples = _make_examples(encoded, targets, pads)
+    examples = _make_examples(encodings, targets, pad_values)
     return _make_dataset(texts.name, examples, classes, parts, notes)
 
 
 def tokenize_pairs(texts: Texts, tokenizer: Any, context: int) -> Dataset:
     """Tokens of pairs of texts; see :func:`.tokens.tokenize`."""
     notes = list(texts.notes)
-    pads = _choose_padding(tokenizer, notes)
+    pad_values = _choose_padding(tokenizer, notes)
     parts = [[r for r in part if isinstance(r, TextPair)] for part in texts.parts]
-    encoded = []
+    encodings = []
     for name, records in zip(("training", "test"), parts, strict=False):
-        where = f"{name} part of {texts.name!r}"
+        description = f"{name} part of {texts.name!r}"
         # anchor and positive of a pair one after the other
-        rows, truncated = _encode_truncated(
+        encoding, truncated_count = _encode_truncated(
             tokenizer, [text for r in records for text in (r.anchor, r.positive)], context
         )
-        _note_truncated(where, truncated, 2 * len(records), context, notes)
-        encoded.append(rows)
-    nothing = [torch.zeros(2 * len(records), dtype=torch.int64) for records in parts]
-    examples = [_group_pairs(part) for part in _make_examples(encoded, nothing, pads)]
+        _note_truncated(description, truncated_count, 2 * len(records), context, notes)
+        encodings.append(encoding)
+    dummy_labels = [torch.zeros(2 * len(records), dtype=torch.int64) for records in parts]
+    examples = [_group_pairs(part) for part in _make_examples(encodings, dummy_labels, pad_values)]
     strata, strata_names = number_strata(texts.name, parts)
     dataset = _make_dataset(texts.name, examples, (), parts, notes)
     train, test = split_parts(strata)
@@ -79,12 +79,12 @@ def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
             "transformers.AutoTokenizer.from_pretrained(name, use_fast=True)."
         )
     notes = list(texts.notes)
-    pads = _choose_padding(tokenizer, notes)
+    pad_values = _choose_padding(tokenizer, notes)
     parts = [[r for r in part if isinstance(r, TokenLabeled)] for part in texts.parts]
     for record in chain.from_iterable(parts):
         if len(record.words) != len(record.labels):
             raise DataError(
-                f"{record.place} has {len(record.words)} words and {len(record.labels)} labels. Give one for each."
+                f"{record.location} has {len(record.words)} words and {len(record.labels)} labels. Give one for each."
             )
     space = _find_word_separator(tokenizer)
     if space:
@@ -92,32 +92,36 @@ def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
             "a space is written before each word, as in running text (what add_prefix_space = True does for tokenizers "
             "that have it)"
         )
-    flat, classes = _number_labels(texts, [[label for r in part for label in r.labels] for part in parts])
-    encoded, rows_of_labels = [], []
-    for name, records, numbers in zip(("training", "test"), parts, flat, strict=False):
-        where = f"{name} part of {texts.name!r}"
-        rows, truncated = _encode_truncated(
+    flat_labels, classes = _number_labels(
+        texts, [[label for r in part for label in r.labels] for part in parts]
+    )
+    encodings, label_rows = [], []
+    for name, records, part_labels in zip(("training", "test"), parts, flat_labels, strict=False):
+        description = f"{name} part of {texts.name!r}"
+        encoding, truncated_count = _encode_truncated(
             tokenizer, [[space + word for word in r.words] for r in records], context
         )
-        _note_truncated(where, truncated, len(records), context, notes)
-        labels_of_texts, start = [], 0
+        _note_truncated(description, truncated_count, len(records), context, notes)
+        text_labels, start = [], 0
         for i, record in enumerate(records):
-            words = rows.word_ids(i)
-            of_words = numbers[start : start + len(record.words)]
+            word_ids = encoding.word_ids(i)
+            word_labels = part_labels[start : start + len(record.words)]
             start += len(record.words)
-            labels_of_texts.append(
+            text_labels.append(
                 [
-                    IGNORE_INDEX if word is None or word == before or of_words[word] < 0 else of_words[word]
-                    for word, before in zip(words, [None, *words], strict=False)
+                    IGNORE_INDEX
+                    if word is None or word == previous_word or word_labels[word] < 0
+                    else word_labels[word]
+                    for word, previous_word in zip(word_ids, [None, *word_ids], strict=False)
                 ]
             )
-        if all(label == IGNORE_INDEX for row in labels_of_texts for label in row):
-            raise DataError(f"{where}: no token has a label. Check the labels, or raise context.")
-        encoded.append(rows)
-        rows_of_labels.append(labels_of_texts)
-    width = max(len(row) for rows in encoded for row in rows["input_ids"])
-    targets = [pad_rows(rows, width, IGNORE_INDEX)[0] for rows in rows_of_labels]
-    examples = _make_examples(encoded, targets, pads)
+        if all(label == IGNORE_INDEX for row in text_labels for label in row):
+            raise DataError(f"{description}: no token has a label. Check the labels, or raise context.")
+        encodings.append(encoding)
+        label_rows.append(text_labels)
+    width = max(len(row) for encoding in encodings for row in encoding["input_ids"])
+    targets = [pad_rows(encoding, width, IGNORE_INDEX)[0] for encoding in label_rows]
+    examples = _make_examples(encodings, targets, pad_values)
     return _make_dataset(texts.name, examples, classes, parts, notes)
 
 
@@ -145,34 +149,36 @@ def _make_dataset(
     parts: Sequence[Sequence[Record]],
     notes: Sequence[str],
 ) -> Dataset:
-    natural, clients = number_clients(parts)
+    client_ids, client_names = number_clients(parts)
     return Dataset(
         name,
         *split_parts(examples),
         classes,
-        *split_parts(natural),
+        *split_parts(client_ids),
         notes=tuple(notes),
-        natural_names=clients,
+        natural_names=client_names,
     )
 
 
-def _make_examples(encoded: Sequence[Any], targets: Sequence[Tensor], pads: dict[str, int]) -> list[Examples]:
+def _make_examples(
+    encodings: Sequence[Any], targets: Sequence[Tensor], pad_values: dict[str, int]
+) -> list[Examples]:
     """Padded inputs of each part, of the width of the longest text of all, with the targets."""
-    width = max(len(row) for rows in encoded for row in rows["input_ids"])
+    width = max(len(row) for encoding in encodings for row in encoding["input_ids"])
     examples = []
-    for rows, y in zip(encoded, targets, strict=True):
-        x = {name: pad_rows(rows[name], width, value)[0] for name, value in pads.items()}
-        mask = pad_rows(rows["input_ids"], width, pads["input_ids"])[1]
+    for encoding, y in zip(encodings, targets, strict=True):
+        x = {name: pad_rows(encoding[name], width, value)[0] for name, value in pad_values.items()}
+        mask = pad_rows(encoding["input_ids"], width, pad_values["input_ids"])[1]
         examples.append(Examples({**x, "attention_mask": mask}, y))
     return examples
 
 
 def _choose_padding(tokenizer: Any, notes: list[str]) -> dict[str, int]:
     """The inputs of the model, each with the value that pads it."""
-    pads = {"input_ids": choose_pad_token(tokenizer, notes)}
+    pad_values = {"input_ids": choose_pad_token(tokenizer, notes)}
     if "token_type_ids" in tokenizer.model_input_names:
-        pads["token_type_ids"] = getattr(tokenizer, "pad_token_type_id", 0)
-    return pads
+        pad_values["token_type_ids"] = getattr(tokenizer, "pad_token_type_id", 0)
+    return pad_values
 
 
 def _number_labels(
@@ -184,39 +190,43 @@ def _number_labels(
     if not texts.classes:
         arrays = [np.array(part) for part in labels]
         if arrays[0].dtype.kind in "iu" and min(int(part.min(initial=0)) for part in arrays) < 0:
-            largest = max(int(part.max(initial=0)) for part in arrays)
-            return [part.tolist() for part in arrays], tuple(map(str, range(largest + 1)))
-        encoded, classes = encode_labels(arrays, f"the labels of {texts.name!r}")
-        return [part.tolist() for part in encoded], classes
-    numbers: dict[str | int, int] = {name: i for i, name in enumerate(texts.classes)}
+            max_label = max(int(part.max(initial=0)) for part in arrays)
+            return [part.tolist() for part in arrays], tuple(map(str, range(max_label + 1)))
+        label_tensors, classes = encode_labels(arrays, f"the labels of {texts.name!r}")
+        return [part.tolist() for part in label_tensors], classes
+    number_by_name: dict[str | int, int] = {name: i for i, name in enumerate(texts.classes)}
     for label in chain.from_iterable(labels):
-        if isinstance(label, str) and label not in numbers:
+        if isinstance(label, str) and label not in number_by_name:
             hint = did_you_mean(label, texts.classes)
             raise DataError(f"{texts.name!r} has a label {label!r} that is no class. {hint}")
-    class_numbers = [[int(numbers.get(label, label)) for label in part] for part in labels]
+    class_numbers = [[int(number_by_name.get(label, label)) for label in part] for part in labels]
     return class_numbers, texts.classes
 
 
 def _encode_truncated(tokenizer: Any, texts: Sequence[str | list[str]], context: int) -> tuple[Any, int]:
     """Inputs of the texts with special tokens, at most ``context``; and the number of truncated texts."""
-    words: dict[str, Any] = {"is_split_into_words": True} if isinstance(texts[0], list) else {}
-    rows = tokenizer(texts, verbose=False, **words)
-    truncated = sum(len(row) > context for row in rows["input_ids"])
-    if truncated:
+    options: dict[str, Any] = {"is_split_into_words": True} if isinstance(texts[0], list) else {}
+    encoding = tokenizer(texts, verbose=False, **options)
+    truncated_count = sum(len(row) > context for row in encoding["input_ids"])
+    if truncated_count:
         # The tokenizer itself truncates, because it knows which special tokens must stay.
         side, tokenizer.truncation_side = tokenizer.truncation_side, "right"
         try:
-            rows = tokenizer(texts, truncation=True, max_length=context, **words)
+            encoding = tokenizer(texts, truncation=True, max_length=context, **options)
         finally:
             tokenizer.truncation_side = side
-    if empty := sum(not row for row in rows["input_ids"]):
-        raise DataError(f"{empty} of {len(texts)} texts have no token. Use a tokenizer for their characters.")
-    return rows, truncated
+    if empty_count := sum(not row for row in encoding["input_ids"]):
+        raise DataError(
+            f"{empty_count} of {len(texts)} texts have no token. Use a tokenizer for their characters."
+        )
+    return encoding, truncated_count
 
 
-def _note_truncated(where: str, truncated: int, count: int, context: int, notes: list[str]) -> None:
-    if truncated:
+def _note_truncated(
+    description: str, truncated_count: int, text_count: int, context: int, notes: list[str]
+) -> None:
+    if truncated_count:
         notes.append(
-            f"{where}: {truncated} of {count} texts are longer than {context} tokens and were truncated on "
+            f"{description}: {truncated_count} of {text_count} texts are longer than {context} tokens and were truncated on "
             "the right"
         )

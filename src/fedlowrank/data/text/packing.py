@@ -52,17 +52,17 @@ def pack_sequences(samples: Sequence[Sample], context: int) -> list[Sample]:
     """
     rows: list[list[int]] = []
     # (free tokens, row) in ascending order; of rows with equal room the oldest comes first.
-    free: list[tuple[int, int]] = []
+    free_rows: list[tuple[int, int]] = []
     for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].ids)):
-        need = len(samples[i].ids)
-        at = bisect_left(free, (need, -1))
-        if at < len(free):
-            room, fullest = free.pop(at)
-            rows[fullest].append(i)
-            insort(free, (room - need, fullest))
+        length = len(samples[i].ids)
+        index = bisect_left(free_rows, (length, -1))
+        if index < len(free_rows):
+            free_tokens, fullest_row = free_rows.pop(index)
+            rows[fullest_row].append(i)
+            insort(free_rows, (free_tokens - length, fullest_row))
         else:
             rows.append([i])
-            insort(free, (context - need, len(rows) - 1))
+            insort(free_rows, (context - length, len(rows) - 1))
     return [_join_samples([samples[i] for i in row]) for row in sorted(sorted(row) for row in rows)]
 
 

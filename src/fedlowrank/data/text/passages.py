@@ -40,25 +40,25 @@ class Lines(CheckedFields):
 
     def load(self) -> Texts:
         """The passages in order, as responses without a prompt; see `TextSource.load`."""
-        records, blank = self._cut(read_text(self.path), None)
+        records, blank_count = self._cut(read_text(self.path), None)
         path = expand_path(self.path)
         if not records:
             raise DataError(f"{path!r} holds no text.")
         train, test = self._split(records)
         if self.test_share and not test:
             raise DataError(f"{path!r}: too few passages for a test part: {len(records)}. Lower length.")
-        return Texts(Path(path).name, train, test or None, notes=_describe_blank(blank))
+        return Texts(Path(path).name, train, test or None, notes=_describe_blank(blank_count))
 
     def _cut(self, text: str, client: str | None) -> tuple[list[Instruction], int]:
         """The passages that are not blank, and the number of blank ones."""
-        pieces = cut_passages(text, self.unit, self.length)
-        records = [Instruction("", piece, client=client) for piece in pieces if piece.strip()]
-        return records, len(pieces) - len(records)
+        passages = cut_passages(text, self.unit, self.length)
+        records = [Instruction("", passage, client=client) for passage in passages if passage.strip()]
+        return records, len(passages) - len(records)
 
     def _split(self, records: list[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
         """All but the last share of the records, and these; at least one of the former."""
-        at = len(records) - min(round(self.test_share * len(records)), max(0, len(records) - 1))
-        return records[:at], records[at:]
+        boundary = len(records) - min(round(self.test_share * len(records)), max(0, len(records) - 1))
+        return records[:boundary], records[boundary:]
 
 
 @dataclass(frozen=True)
@@ -88,33 +88,37 @@ class Speakers(Lines):
         table = read_file(self.path)
         table.require(*self.speaker, self.text)
         speakers: dict[str, list[Instruction]] = {}
-        blank = 0
+        blank_count = 0
         for i in range(len(table.rows)):
             names = [table.name(i, column) for column in self.speaker]
             if None in names:
-                raise DataError(f"{table.place(i)} names no speaker in {', '.join(map(repr, self.speaker))}.")
+                raise DataError(
+                    f"{table.locate(i)} names no speaker in {', '.join(map(repr, self.speaker))}."
+                )
             speaker = ", ".join(name for name in names if name is not None)
-            records, empty = self._cut(table.text(i, self.text), speaker)
+            records, row_blank_count = self._cut(table.text(i, self.text), speaker)
             speakers.setdefault(speaker, []).extend(records)
-            blank += empty
+            blank_count += row_blank_count
         parts = [self._split(records) for records in speakers.values()]
         train, test = ([record for part in parts for record in part[k]] for k in (0, 1))
         if not train:
             raise DataError(f"{table.source!r} holds no text in the column {self.text!r}.")
-        notes = list(_describe_blank(blank))
+        notes = list(_describe_blank(blank_count))
         if self.test_share:
             if not test:
                 raise DataError(f"{table.source!r}: too few passages per speaker for a test. Lower length.")
-            if without := sum(not part[1] for part in parts):
-                notes.append(f"{without} of {len(parts)} speakers have too few passages for the test part")
+            if untested_count := sum(not part[1] for part in parts):
+                notes.append(
+                    f"{untested_count} of {len(parts)} speakers have too few passages for the test part"
+                )
         return Texts(Path(table.source).name.split(".")[0], train, test or None, notes=tuple(notes))
 
 
 def cut_passages(text: str, unit: Unit, length: int) -> list[str]:
     """Cut a text into consecutive pieces of that many characters or lines; a line ends with its break."""
-    parts = text if unit == "characters" else re.findall(r"[^\n]*\n|[^\n]+", text)
-    return ["".join(parts[i : i + length]) for i in range(0, len(parts), length)]
+    units = text if unit == "characters" else re.findall(r"[^\n]*\n|[^\n]+", text)
+    return ["".join(units[i : i + length]) for i in range(0, len(units), length)]
 
 
-def _describe_blank(blank: int) -> tuple[str, ...]:
-    return (f"{blank} blank passages dropped",) if blank else ()
+def _describe_blank(blank_count: int) -> tuple[str, ...]:
+    return (f"{blank_count} blank passages dropped",) if blank_count else ()

@@ -42,14 +42,16 @@ def describe_rows(data: Dataset | Sequence[ClientData], tokenizer: Any, count: i
             raise DataError("these data hold no tokens of a text, so there are no samples to decode.")
     table = [["client", "rows", "tokens", "learnt", "longest"]]
     table += [[name, *map(str, _count_tokens(examples))] for name, examples in clients.items()]
-    shown = table[: _MAX_LISTED_CLIENTS + 1]
-    if len(table) > len(shown):
-        shown.append([f"and {len(table) - len(shown)} more", "", "", "", ""])
+    table_rows = table[: _MAX_LISTED_CLIENTS + 1]
+    if len(table) > len(table_rows):
+        table_rows.append([f"and {len(table) - len(table_rows)} more", "", "", "", ""])
     totals = [_count_tokens(examples) for examples in clients.values()]
     sums = [sum(column) for column in zip(*(total[:3] for total in totals), strict=True)]
-    shown.append(["all", *map(str, sums), str(max(total[3] for total in totals))])
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
+    table_rows.append(["all", *map(str, sums), str(max(total[3] for total in totals))])
+    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table_rows
+    ]
     for name, examples, row in _choose_rows(clients, count):
         lines += ["", f"client {name}, row {row + 1}:", _decode_row(examples, row, tokenizer)]
     return "\n".join(lines)
@@ -64,14 +66,14 @@ def mark_learnt(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> st
             it.
         tokenizer: of ``transformers``.
     """
-    pieces: list[tuple[bool, list[int]]] = []
-    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        learnt = label >= 0 and place > 0
-        if not pieces or pieces[-1][0] != learnt:
-            pieces.append((learnt, []))
-        pieces[-1][1].append(token)
-    texts = [(learnt, tokenizer.decode(tokens, skip_special_tokens=False)) for learnt, tokens in pieces]
-    return "".join(f"{OPEN}{text}{CLOSE}" if learnt else text for learnt, text in texts)
+    spans: list[tuple[bool, list[int]]] = []
+    for position, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        is_learnt = label >= 0 and position > 0
+        if not spans or spans[-1][0] != is_learnt:
+            spans.append((is_learnt, []))
+        spans[-1][1].append(token)
+    texts = [(is_learnt, tokenizer.decode(tokens, skip_special_tokens=False)) for is_learnt, tokens in spans]
+    return "".join(f"{OPEN}{text}{CLOSE}" if is_learnt else text for is_learnt, text in texts)
 
 
 def _group_by_client(data: Dataset | Sequence[ClientData]) -> dict[str, Examples]:
@@ -79,9 +81,11 @@ def _group_by_client(data: Dataset | Sequence[ClientData]) -> dict[str, Examples
         return {str(i): _add_token_labels(client.train) for i, client in enumerate(data)}
     if data.natural is None:
         return {"all": data.train}
-    numbers = data.natural.unique().tolist()
-    names = {n: data.natural_names[n] if data.natural_names else str(n) for n in numbers if n >= 0}
-    return {names.get(n, "none"): data.train.take((data.natural == n).nonzero().flatten()) for n in numbers}
+    client_ids = data.natural.unique().tolist()
+    names = {n: data.natural_names[n] if data.natural_names else str(n) for n in client_ids if n >= 0}
+    return {
+        names.get(n, "none"): data.train.take((data.natural == n).nonzero().flatten()) for n in client_ids
+    }
 
 
 def _add_token_labels(examples: Examples) -> Examples:
@@ -98,18 +102,18 @@ def _count_tokens(examples: Examples) -> tuple[int, int, int, int]:
     mask = examples.x["attention_mask"] != 0
     if not len(examples):
         return 0, 0, 0, 0
-    learnt = len(examples) if examples.y.ndim == 1 else int(_find_learnt(examples).sum())
-    return len(examples), int(mask.sum()), learnt, int(mask.sum(-1).max())
+    learnt_count = len(examples) if examples.y.ndim == 1 else int(_find_learnt(examples).sum())
+    return len(examples), int(mask.sum()), learnt_count, int(mask.sum(-1).max())
 
 
 def _find_learnt(examples: Examples) -> Tensor:
     """Which tokens are learnt, [..., T]."""
-    learnt = examples.y >= 0
+    mask = examples.y >= 0
     if _predicts_own(examples):
-        learnt = learnt.clone()
+        mask = mask.clone()
         # nothing predicts the first token
-        learnt[..., 0] = False
-    return learnt
+        mask[..., 0] = False
+    return mask
 
 
 def _predicts_own(examples: Examples) -> bool:
@@ -121,15 +125,15 @@ def _predicts_own(examples: Examples) -> bool:
 
 def _choose_rows(clients: dict[str, Examples], count: int) -> list[tuple[str, Examples, int]]:
     """The first rows of the clients in turn."""
-    longest = max(len(examples) for examples in clients.values())
-    chosen: list[tuple[str, Examples, int]] = []
-    for row in range(longest):
+    max_rows = max(len(examples) for examples in clients.values())
+    selected_rows: list[tuple[str, Examples, int]] = []
+    for row in range(max_rows):
         for name, examples in clients.items():
-            if len(chosen) == count:
-                return chosen
+            if len(selected_rows) == count:
+                return selected_rows
             if row < len(examples):
-                chosen.append((name, examples, row))
-    return chosen
+                selected_rows.append((name, examples, row))
+    return selected_rows
 
 
 def _decode_row(examples: Examples, row: int, tokenizer: Any) -> str:

@@ -27,16 +27,16 @@ class Draft(NamedTuple):
 
     Attributes:
         sample: its tokens and labels.
-        first: the first token of the response, or of all that may be learnt.
-        last: the position after the last one.
-        place: file and row of the record, for messages.
+        response_start: the first token of the response, or of all that may be learnt.
+        response_end: the position after the last one.
+        location: file and row of the record, for messages.
         client: natural client, or None.
     """
 
     sample: Sample
-    first: int
-    last: int
-    place: str
+    response_start: int
+    response_end: int
+    location: str
     client: str | None
 
 
@@ -55,7 +55,7 @@ class LengthLimit(NamedTuple):
 
 
 def fit_samples(
-    where: str,
+    description: str,
     drafts: Iterable[Draft],
     limit: LengthLimit,
     drop_turns: Callable[[int], Sample] | None,
@@ -64,7 +64,7 @@ def fit_samples(
     """Shorten samples to the context, one after another; those without a token left to learn are None.
 
     Args:
-        where: name of the data, for messages.
+        description: name of the data, for messages.
         drafts: samples of any length, read once.
         limit: the context and what to do.
         drop_turns: gives sample ``i`` without its oldest turns; None for samples that have no turns.
@@ -74,51 +74,56 @@ def fit_samples(
         DataError: if a sample is too long and ``truncate`` is ``refuse``, or nothing is left to learn.
     """
     count = 0
-    shortened: Counter[str | None] = Counter()
-    dropped: Counter[str | None] = Counter()
+    shortened_counts: Counter[str | None] = Counter()
+    dropped_counts: Counter[str | None] = Counter()
     for i, draft in enumerate(drafts):
         count = i + 1
-        sample, first, last, context = draft.sample, draft.first, draft.last, limit.context
+        sample, response_start, response_end, context = (
+            draft.sample,
+            draft.response_start,
+            draft.response_end,
+            limit.context,
+        )
         if len(sample.ids) > context:
             if limit.truncate == "refuse":
                 raise DataError(
-                    f"{draft.place} has {len(sample.ids)} tokens, and the context is {context}. Raise context, "
+                    f"{draft.location} has {len(sample.ids)} tokens, and the context is {context}. Raise context, "
                     "shorten the row, or set truncate to 'right', 'left' or 'turns'."
                 )
-            shortened[draft.client] += 1
+            shortened_counts[draft.client] += 1
             if limit.truncate == "turns" and drop_turns is not None:
                 sample = drop_turns(i)
-                first, last = 0, len(sample.ids)
+                response_start, response_end = 0, len(sample.ids)
         low = max(0, len(sample.ids) - context) if limit.truncate == "left" else 0
         high = min(len(sample.ids), low + context)
         # Nothing predicts the first token of a sample.
-        has_response = max(first, low + 1) < min(last, high)
+        has_response = max(response_start, low + 1) < min(response_end, high)
         if has_response and any(label != IGNORE_INDEX for label in sample.labels[low + 1 : high]):
             yield Sample(sample.ids[low:high], sample.labels[low:high], sample.record)
         else:
-            dropped[draft.client] += 1
+            dropped_counts[draft.client] += 1
             yield None
-    if shortened:
+    if shortened_counts:
         notes.append(
-            f"{where}: {shortened.total()} of {count} samples are longer than {limit.context} tokens and "
-            f"{_DESCRIPTIONS[limit.truncate]}{_format_counts(shortened)}"
+            f"{description}: {shortened_counts.total()} of {count} samples are longer than {limit.context} tokens and "
+            f"{_DESCRIPTIONS[limit.truncate]}{_format_counts(shortened_counts)}"
         )
-    if dropped:
+    if dropped_counts:
         notes.append(
-            f"{where}: {dropped.total()} of {count} samples dropped: no response token is left"
-            f"{_format_counts(dropped)}"
+            f"{description}: {dropped_counts.total()} of {count} samples dropped: no response token is left"
+            f"{_format_counts(dropped_counts)}"
         )
-    if dropped.total() == count:
+    if dropped_counts.total() == count:
         raise DataError(
-            f"{where}: within {limit.context} tokens no sample has a token of its response. Raise context."
+            f"{description}: within {limit.context} tokens no sample has a token of its response. Raise context."
         )
 
 
 def _format_counts(counts: Counter[str | None]) -> str:
     """The counts of natural clients in parentheses; empty without such clients."""
-    named = [(client, n) for client, n in counts.most_common() if client is not None]
-    if not named:
+    client_counts = [(client, n) for client, n in counts.most_common() if client is not None]
+    if not client_counts:
         return ""
-    shown = ", ".join(f"{client} {n}" for client, n in named[:_MAX_NAMED_CLIENTS])
-    rest = len(named) - _MAX_NAMED_CLIENTS
-    return f" (by client: {shown}{f', and {rest} more clients' if rest > 0 else ''})"
+    clients_text = ", ".join(f"{client} {n}" for client, n in client_counts[:_MAX_NAMED_CLIENTS])
+    remaining_count = len(client_counts) - _MAX_NAMED_CLIENTS
+    return f" (by client: {clients_text}{f', and {remaining_count} more clients' if remaining_count > 0 else ''})"

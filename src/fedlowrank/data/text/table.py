@@ -47,19 +47,19 @@ class Table:
     @cached_property
     def _columns(self) -> tuple[set[str], set[str]]:
         """Columns that a row has, and those with a value, found in one pass over the rows."""
-        known: set[str] = set()
-        filled: set[str] = set()
+        columns: set[str] = set()
+        filled_columns: set[str] = set()
         for row in self.rows:
-            known.update(row)
-            filled.update(name for name, value in row.items() if value is not None)
-        return known, filled
+            columns.update(row)
+            filled_columns.update(name for name, value in row.items() if value is not None)
+        return columns, filled_columns
 
     @property
     def columns_with_values(self) -> set[str]:
         """Columns that have a value in some row."""
         return self._columns[1]
 
-    def place(self, i: int) -> str:
+    def locate(self, i: int) -> str:
         """Source and number of row ``i``, for messages."""
         number = f"line {self.lines[i]}" if len(self.lines) else f"row {i + 1}"
         return f"{self.source!r}, {number}"
@@ -68,20 +68,22 @@ class Table:
         """Reject a table without rows, or without one of these columns in any row."""
         if not len(self.rows):
             raise DataError(f"{self.source!r} holds no rows.")
-        known = self._columns[0]
+        table_columns = self._columns[0]
         for column in columns:
-            if column is not None and column not in known:
-                raise DataError(f"{self.source!r} has no column {column!r}. {did_you_mean(column, known)}")
+            if column is not None and column not in table_columns:
+                raise DataError(
+                    f"{self.source!r} has no column {column!r}. {did_you_mean(column, table_columns)}"
+                )
 
     def text(self, i: int, column: str, *, optional: bool = False) -> str:
         """The text in a column of row ``i``; empty for a null, and with ``optional`` for a missing column."""
         row = self.rows[i]
         if column not in row and not optional:
             columns = ", ".join(map(repr, row)) or "nothing"
-            raise DataError(f"{self.place(i)} has no {column!r}; it has {columns}.")
+            raise DataError(f"{self.locate(i)} has no {column!r}; it has {columns}.")
         value = row.get(column)
         if value is not None and not isinstance(value, str):
-            raise DataError(f"{self.place(i)}: {column!r} must be text, not {_shorten(value)}.")
+            raise DataError(f"{self.locate(i)}: {column!r} must be text, not {_shorten(value)}.")
         return value or ""
 
     def name(self, i: int, column: str | None) -> str | None:
@@ -90,8 +92,8 @@ class Table:
         if value is None or value == "":
             return None
         if isinstance(value, bool) or not isinstance(value, str | int):
-            shown = _shorten(value)
-            raise DataError(f"{self.place(i)}: {column!r} must be text or a whole number, not {shown}.")
+            value_text = _shorten(value)
+            raise DataError(f"{self.locate(i)}: {column!r} must be text or a whole number, not {value_text}.")
         return str(value)
 
 
@@ -144,8 +146,8 @@ def read_split(path: str, name: str | None, split: str, cache: str | None, on_di
         cache: folder of the library's cache, or None for its usual one.
         on_disk: leave the rows in the library's memory-mapped files.
     """
-    library, opened = open_dataset(path, name, cache, "language")
-    return _make_table(library, opened, path, split, on_disk)
+    library, dataset = open_dataset(path, name, cache, "language")
+    return _make_table(library, dataset, path, split, on_disk)
 
 
 def read_data_file(path: str, cache: str | None, on_disk: bool = False) -> Table:
@@ -177,19 +179,21 @@ def read_data_file(path: str, cache: str | None, on_disk: bool = False) -> Table
         return read_file(path)
     if ending in (".csv", ".tsv"):
         return _read_csv(Path(expand_path(path)), "\t" if ending == ".tsv" else ",")
-    library, opened = open_dataset(path, None, cache, "language")
-    return replace(_make_table(library, opened, path, "train", on_disk), source=expand_path(path))
+    library, dataset = open_dataset(path, None, cache, "language")
+    return replace(_make_table(library, dataset, path, "train", on_disk), source=expand_path(path))
 
 
-def _make_table(library: Any, opened: Any, path: str, split: str, on_disk: bool) -> Table:
-    splits = {"train": opened} if isinstance(opened, library.Dataset) else dict(opened)
+def _make_table(library: Any, dataset: Any, path: str, split: str, on_disk: bool) -> Table:
+    splits = {"train": dataset} if isinstance(dataset, library.Dataset) else dict(dataset)
     if split not in splits:
         raise DataError(f"{path!r} has no split {split!r}. {did_you_mean(split, splits)}")
     part = splits[split]
     # of a list of labels the feature of its items
-    items = {column: getattr(kind, "feature", kind) for column, kind in part.features.items()}
-    kinds = {column: kind for column, kind in items.items() if isinstance(kind, library.ClassLabel)}
-    classes = {column: tuple(kind.names) for column, kind in kinds.items()}
+    features = {column: getattr(feature, "feature", feature) for column, feature in part.features.items()}
+    class_features = {
+        column: feature for column, feature in features.items() if isinstance(feature, library.ClassLabel)
+    }
+    classes = {column: tuple(feature.names) for column, feature in class_features.items()}
     return Table(f"{expand_path(path)} ({split})", RecentRows(part) if on_disk else part.to_list(), classes)
 
 
@@ -201,21 +205,21 @@ def _open_text(file: Path) -> Iterator[IO[str]]:
         with opener(file, "rt", encoding="utf-8-sig", newline="\n") as stream:
             yield stream
     except UnicodeDecodeError as error:
-        why = explain_encoding(file) or error
-        raise DataError(f"{str(file)!r} is not text in UTF-8: {why}.") from error
+        reason = explain_encoding(file) or error
+        raise DataError(f"{str(file)!r} is not text in UTF-8: {reason}.") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {str(file)!r}: {error}.") from error
 
 
 def _read_lines(file: Path) -> Table:
-    rows, numbers = [], []
+    rows, line_numbers = [], []
     with _open_text(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                where = f"{str(file)!r}, line {number}"
-                rows.append(_check_object(_parse(line, where), where))
-                numbers.append(number)
-    return Table(str(file), rows, lines=numbers)
+                location = f"{str(file)!r}, line {number}"
+                rows.append(_check_object(_parse(line, location), location))
+                line_numbers.append(number)
+    return Table(str(file), rows, lines=line_numbers)
 
 
 def _read_csv(file: Path, delimiter: str) -> Table:
@@ -230,12 +234,12 @@ def _read_csv(file: Path, delimiter: str) -> Table:
     for number, row in enumerate(rows, 1):
         if None in row:
             raise DataError(f"{str(file)!r}, row {number} has more cells than the header has names.")
-    cleaned = [{name: value or None for name, value in row.items()} for row in rows]
+    clean_rows = [{name: value or None for name, value in row.items()} for row in rows]
     for name in ("label", "labels"):
-        values = [row.get(name) for row in cleaned]
+        values = [row.get(name) for row in clean_rows]
         if values and all(value is not None and _WHOLE_NUMBER.fullmatch(value) for value in values):
-            cleaned = [{**row, name: int(str(row[name]))} for row in cleaned]
-    return Table(str(file), cleaned)
+            clean_rows = [{**row, name: int(str(row[name]))} for row in clean_rows]
+    return Table(str(file), clean_rows)
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:
@@ -247,17 +251,17 @@ def _read_list(file: Path) -> list[dict[str, Any]]:
     return [_check_object(row, f"{str(file)!r}, row {number}") for number, row in enumerate(rows, 1)]
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         hint = " A file with an object per line must end in .jsonl." if "Extra data" in str(error) else ""
-        raise DataError(f"{where} is not JSON: {error}.{hint}") from error
+        raise DataError(f"{location} is not JSON: {error}.{hint}") from error
 
 
-def _check_object(row: Any, where: str) -> dict[str, Any]:
+def _check_object(row: Any, location: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise DataError(f"{where} must be an object with named values, not {_shorten(row)}.")
+        raise DataError(f"{location} must be an object with named values, not {_shorten(row)}.")
     return row
 
 

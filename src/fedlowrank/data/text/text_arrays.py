@@ -39,16 +39,16 @@ def number_strata(
     name: str, parts: Sequence[Sequence[Record]]
 ) -> tuple[Sequence[Tensor | None], tuple[str, ...]]:
     """Category number of each record in each part, int64 [n], and the names of the categories."""
-    values = [
+    categories = [
         [None if isinstance(record, Labeled | TokenLabeled) else record.category for record in part]
         for part in parts
     ]
-    missing = sum(value is None for part in values for value in part)
-    if missing == sum(map(len, values)):
+    missing_count = sum(value is None for part in categories for value in part)
+    if missing_count == sum(map(len, categories)):
         return [None] * len(parts), ()
-    if missing:
-        raise DataError(f"{missing} records of {name!r} have no category, but others have one.")
-    return encode_labels([np.array(part) for part in values], f"the categories of {name!r}")
+    if missing_count:
+        raise DataError(f"{missing_count} records of {name!r} have no category, but others have one.")
+    return encode_labels([np.array(part) for part in categories], f"the categories of {name!r}")
 
 
 def number_clients(
@@ -59,9 +59,9 @@ def number_clients(
     A part without clients has None for its numbers.
     """
     names = tuple(sorted({record.client for part in parts for record in part if record.client is not None}))
-    numbers: dict[str | None, int] = {name: i for i, name in enumerate(names)}
-    ids = [torch.tensor([numbers.get(record.client, -1) for record in part]) for part in parts]
-    return [part if bool((part >= 0).any()) else None for part in ids], names
+    number_by_name: dict[str | None, int] = {name: i for i, name in enumerate(names)}
+    client_ids = [torch.tensor([number_by_name.get(record.client, -1) for record in part]) for part in parts]
+    return [part if bool((part >= 0).any()) else None for part in client_ids], names
 
 
 def split_parts(parts: Sequence[T]) -> tuple[T, T | None]:

@@ -78,8 +78,10 @@ def choose_format(texts: Texts, format: Format) -> Format:
 
 def holds_messages(texts: Texts) -> bool:
     """Whether records are lists of messages, also those of preference pairs."""
-    first = texts.train[0]
-    return isinstance(first.chosen if isinstance(first, Preference) else first, Conversation)
+    first_record = texts.train[0]
+    return isinstance(
+        first_record.chosen if isinstance(first_record, Preference) else first_record, Conversation
+    )
 
 
 def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
@@ -90,24 +92,26 @@ def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
         )
     message = "\n\n".join(text for text in (record.prompt, record.input) if text)
     turns = [{"role": "user", "content": message}]
-    prompt = _apply_template(tokenizer, turns, generate=True)
+    prompt = _apply_template(tokenizer, turns, add_generation_prompt=True)
     if not record.response:
         return prompt, ""
     turns.append({"role": "assistant", "content": record.response})
-    whole = _apply_template(tokenizer, turns, generate=False)
-    if not whole.startswith(prompt):
+    full_text = _apply_template(tokenizer, turns, add_generation_prompt=False)
+    if not full_text.startswith(prompt):
         raise ConfigError(
             "the chat template of the tokenizer writes another prompt when a response follows, so the "
             "prompts of training and generation would differ: the whole text does not start with "
             f"{prompt[-60:]!r}. Use format 'alpaca' or 'plain', or another template."
         )
-    response, end = whole[len(prompt) :], tokenizer.eos_token
+    response, eos_token = full_text[len(prompt) :], tokenizer.eos_token
     # White space after the EOS is no part of the turn.
-    return prompt, response.rstrip() if end and response.rstrip().endswith(end) else response
+    return prompt, response.rstrip() if eos_token and response.rstrip().endswith(eos_token) else response
 
 
-def _apply_template(tokenizer: Any, turns: list[dict[str, str]], *, generate: bool) -> str:
+def _apply_template(tokenizer: Any, turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate))
+        return str(
+            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
     except TemplateError as error:
         raise ConfigError(f"the tokenizer's chat template fails: {error}. Use another format.") from error

@@ -63,7 +63,7 @@ class Conversation:
             those of the assistant.
         category: kind of the task, which partitions can use like a class, or None.
         client: natural client to whom the record belongs, or None.
-        place: file and row, for messages.
+        location: file and row, for messages.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -71,7 +71,7 @@ class Conversation:
     learn_from: int = 0
     category: str | None = None
     client: str | None = None
-    place: str = "a conversation"
+    location: str = "a conversation"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,13 +116,13 @@ class TokenLabeled:
         words: the words of the text.
         labels: class of each word: names, or numbers from 0 on. Negative numbers are words without a label.
         client: natural client to whom the record belongs, or None.
-        place: file and row, for messages.
+        location: file and row, for messages.
     """
 
     words: tuple[str, ...]
     labels: tuple[str | int, ...]
     client: str | None = None
-    place: str = "a text"
+    location: str = "a text"
 
 
 Record: TypeAlias = Instruction | Conversation | Preference | Labeled | TokenLabeled | TextPair
@@ -205,17 +205,17 @@ def hold_out(records: Sequence[T], share: float, key: Key) -> tuple[list[T], lis
         DataError: if no record would be left to train on.
     """
     if share == 0:
-        same: Any = records if isinstance(records, LazyList) else list(records)
-        return same, None
-    size = max(1, round(share * len(records)))
-    if size >= len(records):
-        raise DataError(f"{len(records)} records cannot spare {size} for the test. Lower test_share.")
-    places = (key / "test").numpy().permutation(len(records))[:size]
+        all_records: Any = records if isinstance(records, LazyList) else list(records)
+        return all_records, None
+    test_count = max(1, round(share * len(records)))
+    if test_count >= len(records):
+        raise DataError(f"{len(records)} records cannot spare {test_count} for the test. Lower test_share.")
+    test_indices = (key / "test").numpy().permutation(len(records))[:test_count]
     if isinstance(records, LazyList):
         is_test = np.zeros(len(records), dtype=bool)
-        is_test[places] = True
+        is_test[test_indices] = True
         lazy_parts: Any = records.select(np.flatnonzero(~is_test)), records.select(np.flatnonzero(is_test))
         return lazy_parts[0], lazy_parts[1]
-    chosen = set(places.tolist())
-    train = [record for i, record in enumerate(records) if i not in chosen]
-    return train, [record for i, record in enumerate(records) if i in chosen]
+    test_index_set = set(test_indices.tolist())
+    train = [record for i, record in enumerate(records) if i not in test_index_set]
+    return train, [record for i, record in enumerate(records) if i in test_index_set]

@@ -199,11 +199,15 @@ class _FileOrHub(CheckedFields):
 
     def _choose_title(self) -> str:
         """A name for reports: of the file, or of its folder if the file is only the training part."""
-        where = Path(expand_path(self.path))
-        stem = where.name
-        for end in (".gz", ".jsonl", ".json", ".parquet"):
-            stem = stem.removesuffix(end)
-        return where.parent.name if stem.startswith("train") and where.parent.name else stem or self.path
+        expanded_path = Path(expand_path(self.path))
+        stem = expanded_path.name
+        for ending in (".gz", ".jsonl", ".json", ".parquet"):
+            stem = stem.removesuffix(ending)
+        return (
+            expanded_path.parent.name
+            if stem.startswith("train") and expanded_path.parent.name
+            else stem or self.path
+        )
 
 
 @dataclass(frozen=True)
@@ -237,8 +241,8 @@ class Instructions(_FileOrHub):
         notes: list[str] = []
         columns = (self.prompt, self.response, self.input, self.category, self.client)
         records, *test = [_read_instructions(table, notes, *columns) for table in self._read_tables()]
-        train, share = hold_out(records, self.test_share, Key(("instructions", self.seed)))
-        return Texts(self._choose_title(), train, test[0] if test else share, notes=tuple(notes))
+        train, test_records = hold_out(records, self.test_share, Key(("instructions", self.seed)))
+        return Texts(self._choose_title(), train, test[0] if test else test_records, notes=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -277,16 +281,16 @@ class TextClasses(_FileOrHub):
         records = []
         for i, row in enumerate(table.rows):
             # Of several columns some may be missing, e.g. the title.
-            columns = [table.text(i, column, optional=len(self.text) > 1) for column in self.text]
+            texts = [table.text(i, column, optional=len(self.text) > 1) for column in self.text]
             label = row.get(self.label)
             if isinstance(label, bool) or not isinstance(label, str | int):
-                place = table.place(i)
-                raise DataError(f"{place}: {self.label!r} must be text or a whole number, not {label!r}.")
-            text = self.separator.join(column for column in columns if column)
+                location = table.locate(i)
+                raise DataError(f"{location}: {self.label!r} must be text or a whole number, not {label!r}.")
+            text = self.separator.join(column for column in texts if column)
             records.append(Labeled(text, label, table.name(i, self.client)))
-        nonempty = [record for record in records if record.text.strip()]
-        _note_dropped(table, len(nonempty), "no text", notes)
-        return nonempty
+        nonempty_records = [record for record in records if record.text.strip()]
+        _note_dropped(table, len(nonempty_records), "no text", notes)
+        return nonempty_records
 
 
 TEXT_SOURCES: dict[str, type] = {
@@ -323,16 +327,16 @@ def _read_instructions(
             table.name(i, client),
         )
         if category is not None and record.category is None:
-            raise DataError(f"{table.place(i)} has no {category!r}, which partitions use. Fill it in.")
+            raise DataError(f"{table.locate(i)} has no {category!r}, which partitions use. Fill it in.")
         records.append(record)
-    nonempty = [record for record in records if record.response.strip()]
-    _note_dropped(table, len(nonempty), "an empty response", notes)
-    return nonempty
+    nonempty_records = [record for record in records if record.response.strip()]
+    _note_dropped(table, len(nonempty_records), "an empty response", notes)
+    return nonempty_records
 
 
-def _note_dropped(table: Table, kept_count: int, why: str, notes: list[str]) -> None:
+def _note_dropped(table: Table, kept_count: int, reason: str, notes: list[str]) -> None:
     count = len(table.rows)
     if kept_count == 0:
-        raise DataError(f"{table.source!r}: each of the {count} records has {why}; nothing is left.")
+        raise DataError(f"{table.source!r}: each of the {count} records has {reason}; nothing is left.")
     if kept_count < count:
-        notes.append(f"{table.source}: {count - kept_count} of {count} records dropped, which have {why}")
+        notes.append(f"{table.source}: {count - kept_count} of {count} records dropped, which have {reason}")

@@ -122,34 +122,38 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT_SETT
 
 def _tokenize_causal(texts: Texts, tokenizer: Any, settings: TextSettings) -> Dataset:
     notes = list(texts.notes)
-    pad, eos = choose_pad_token(tokenizer, notes), tokenizer.eos_token_id
-    if eos is None:
+    pad_token_id, eos_token_id = choose_pad_token(tokenizer, notes), tokenizer.eos_token_id
+    if eos_token_id is None:
         notes.append("the tokenizer has no EOS: responses end without one")
     settings = replace(settings, format=choose_format(texts, settings.format))
     strata, strata_names = number_strata(texts.name, texts.parts)
-    natural, clients = number_clients(texts.parts)
+    client_ids, client_names = number_clients(texts.parts)
     if texts.folder is not None:
         files = [
-            TokenFile(_make_samples(where, records, tokenizer, settings, notes), texts.folder)
-            for _, where, records in _name_parts(texts)
+            TokenFile(_make_samples(description, records, tokenizer, settings, notes), texts.folder)
+            for _, description, records in _name_parts(texts)
         ]
         width = max(file.width for file in files)
-        mapped: list[Examples] = [file.pad(width, pad) for file in files]
-        numbers = [file.records for file in files]
-        return _make_dataset(texts, mapped, numbers, (strata, strata_names), (natural, clients), notes)
+        mapped_examples: list[Examples] = [file.pad(width, pad_token_id) for file in files]
+        file_records = [file.records for file in files]
+        return _make_dataset(
+            texts, mapped_examples, file_records, (strata, strata_names), (client_ids, client_names), notes
+        )
     parts: list[list[list[Sample]]] = []
-    for name, where, records in _name_parts(texts):
-        columns = _make_columns(where, records, tokenizer, settings, notes)
+    for name, description, records in _name_parts(texts):
+        columns = _make_columns(description, records, tokenizer, settings, notes)
         if settings.packing:
             (samples,) = columns
-            packed = _pack_groups(samples, records, settings.context)
-            notes.append(f"{name} part: {len(samples)} samples packed into {len(packed)} rows")
-            columns = [packed]
+            packed_rows = _pack_groups(samples, records, settings.context)
+            notes.append(f"{name} part: {len(samples)} samples packed into {len(packed_rows)} rows")
+            columns = [packed_rows]
         parts.append(columns)
     width = max(len(sample.ids) for columns in parts for samples in columns for sample in samples)
-    examples = [_make_examples(columns, width, pad, packed=settings.packing) for columns in parts]
+    examples = [_make_examples(columns, width, pad_token_id, is_packed=settings.packing) for columns in parts]
     record_numbers = [torch.tensor([sample.record for sample in columns[0]]) for columns in parts]
-    return _make_dataset(texts, examples, record_numbers, (strata, strata_names), (natural, clients), notes)
+    return _make_dataset(
+        texts, examples, record_numbers, (strata, strata_names), (client_ids, client_names), notes
+    )
 
 
 def _name_parts(texts: Texts) -> Iterator[tuple[str, str, Sequence[Record]]]:
@@ -163,7 +167,7 @@ def _make_dataset(
     examples: Sequence[Examples],
     record_numbers: Sequence[Tensor],
     strata: tuple[Sequence[Tensor | None], tuple[str, ...]],
-    natural: tuple[Sequence[Tensor | None], tuple[str, ...]],
+    natural_clients: tuple[Sequence[Tensor | None], tuple[str, ...]],
     notes: Sequence[str],
 ) -> Dataset:
     """Make the data set of the examples of each part, and of the numbers of their records.
@@ -173,12 +177,12 @@ def _make_dataset(
         examples: examples of each part.
         record_numbers: number of the record of each example, int64 [n], of each part.
         strata: category number of each record of each part, and the names of the categories.
-        natural: client number of each record of each part, and the names of the clients.
+        natural_clients: client number of each record of each part, and the names of the clients.
         notes: warnings for the reader of results.
     """
     strata_of_examples, clients_of_examples = (
         [None if v is None else v[index] for v, index in zip(values, record_numbers, strict=True)]
-        for values, _ in (strata, natural)
+        for values, _ in (strata, natural_clients)
     )
     return Dataset(
         texts.name,
@@ -188,46 +192,54 @@ def _make_dataset(
         *split_parts(strata_of_examples),
         strata[1],
         tuple(notes),
-        natural[1],
+        natural_clients[1],
     )
 
 
 def _make_columns(
-    where: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
+    description: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
 ) -> list[list[Sample]]:
     """The samples of the records: a list of them, or for preference pairs two of equal length."""
     if not isinstance(records[0], Preference):
-        samples = _make_samples(where, records, tokenizer, settings, notes)
+        samples = _make_samples(description, records, tokenizer, settings, notes)
         return [[sample for sample in samples if sample is not None]]
     pairs = [record for record in records if isinstance(record, Preference)]
     chosen, rejected = (
         list(
             _make_samples(
-                f"{side} responses, {where}", [getattr(p, side) for p in pairs], tokenizer, settings, notes
+                f"{side} responses, {description}",
+                [getattr(p, side) for p in pairs],
+                tokenizer,
+                settings,
+                notes,
             )
         )
         for side in ("chosen", "rejected")
     )
-    both = [(a, b) for a, b in zip(chosen, rejected, strict=True) if a is not None and b is not None]
-    if not both:
-        raise DataError(f"{where}: within {settings.context} tokens no pair is left. Raise context.")
-    if len(both) < len(pairs):
+    complete_pairs = [
+        (a, b) for a, b in zip(chosen, rejected, strict=True) if a is not None and b is not None
+    ]
+    if not complete_pairs:
+        raise DataError(f"{description}: within {settings.context} tokens no pair is left. Raise context.")
+    if len(complete_pairs) < len(pairs):
         notes.append(
-            f"{where}: {len(pairs) - len(both)} of {len(pairs)} pairs dropped: a response has no token"
+            f"{description}: {len(pairs) - len(complete_pairs)} of {len(pairs)} pairs dropped: a response has no token"
         )
-    return [[a for a, _ in both], [b for _, b in both]]
+    return [[a for a, _ in complete_pairs], [b for _, b in complete_pairs]]
 
 
-def _make_examples(columns: Sequence[Sequence[Sample]], width: int, pad: int, *, packed: bool) -> Examples:
+def _make_examples(
+    columns: Sequence[Sequence[Sample]], width: int, pad_token_id: int, *, is_packed: bool
+) -> Examples:
     """Padded tokens; two columns are stacked along axis 1."""
     x: dict[str, list[Tensor]] = {"input_ids": [], "attention_mask": []}
     y = []
     for samples in columns:
-        ids, mask = pad_rows([sample.ids for sample in samples], width, pad)
+        ids, mask = pad_rows([sample.ids for sample in samples], width, pad_token_id)
         x["input_ids"].append(ids)
         x["attention_mask"].append(mask)
         y.append(pad_rows([sample.labels for sample in samples], width, IGNORE_INDEX)[0])
-        if packed:
+        if is_packed:
             positions = pad_rows([sample.positions for sample in samples], width, 0)[0]
             x.setdefault("position_ids", []).append(positions)
     if len(columns) == 1:
@@ -246,12 +258,12 @@ def _pack_groups(samples: Sequence[Sample], records: Sequence[Record], context: 
 
 
 def _make_samples(
-    where: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
+    description: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
 ) -> Iterator[Sample | None]:
     """Tokens and labels of each record, truncated, one after another; None of those with nothing to learn."""
     limit = LengthLimit(settings.context, settings.truncate)
     if isinstance(records[0], Conversation):
-        return _make_talks(where, records, tokenizer, settings, limit, notes)
+        return _make_conversation_samples(description, records, tokenizer, settings, limit, notes)
     if settings.truncate == "turns":
         raise ConfigError(
             "truncate = 'turns' leaves out turns of conversations, and these rows have none. Set it to 'right', "
@@ -267,11 +279,13 @@ def _make_samples(
             "loss_on = 'last' is for conversations, and these rows have no turns. Set loss_on to 'response' or "
             "'all'."
         )
-    return fit_samples(where, _draft_instructions(where, records, tokenizer, settings), limit, None, notes)
+    return fit_samples(
+        description, _draft_instructions(description, records, tokenizer, settings), limit, None, notes
+    )
 
 
-def _make_talks(
-    where: str,
+def _make_conversation_samples(
+    description: str,
     records: Sequence[Any],
     tokenizer: Any,
     settings: TextSettings,
@@ -283,33 +297,33 @@ def _make_talks(
 
     def draft_all() -> Iterator[Draft]:
         nonlocal endless
-        for i, talk in enumerate(records):
-            draft = _draft_conversation(chat, talk, i)
+        for i, conversation in enumerate(records):
+            draft = _draft_conversation(chat, conversation, i)
             endless += not chat.has_end(draft.sample)
             yield draft
         if endless and settings.loss_on != "all":
             notes.append(
-                f"{where}: in {endless} of {len(records)} conversations no special token ends the last answer, so "
+                f"{description}: in {endless} of {len(records)} conversations no special token ends the last answer, so "
                 "a model does not learn where to stop: check the chat template"
             )
         if chat.unread_keys:
             notes.append(
-                f"{where}: the chat template reads no {', '.join(map(repr, chat.unread_keys))} of the messages"
+                f"{description}: the chat template reads no {', '.join(map(repr, chat.unread_keys))} of the messages"
             )
 
     def drop_turns(i: int) -> Sample:
         return chat.fit_turns(records[i], settings.context, i)
 
-    return fit_samples(where, draft_all(), limit, drop_turns, notes)
+    return fit_samples(description, draft_all(), limit, drop_turns, notes)
 
 
 def _draft_conversation(chat: ChatTemplate, conversation: Conversation, record: int) -> Draft:
     sample = chat.sample(conversation, record)
-    return Draft(sample, 0, len(sample.ids), conversation.place, conversation.client)
+    return Draft(sample, 0, len(sample.ids), conversation.location, conversation.client)
 
 
 def _draft_instructions(
-    where: str, records: Sequence[Any], tokenizer: Any, settings: TextSettings
+    description: str, records: Sequence[Any], tokenizer: Any, settings: TextSettings
 ) -> Iterator[Draft]:
     """Samples of any length of each instruction, tokenized in chunks."""
     # A chat template writes its BOS itself.
@@ -317,21 +331,29 @@ def _draft_instructions(
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for start in range(0, len(records), _CHUNK_RECORDS):
         chunk: Sequence[Instruction] = records[start : start + _CHUNK_RECORDS]
-        rendered = [render_instruction(record, settings.format, tokenizer) for record in chunk]
-        prompts = _encode(tokenizer, [prompt for prompt, _ in rendered])
-        responses = _encode(tokenizer, [response for _, response in rendered])
+        text_pairs = [render_instruction(record, settings.format, tokenizer) for record in chunk]
+        prompts = _encode(tokenizer, [prompt for prompt, _ in text_pairs])
+        responses = _encode(tokenizer, [response for _, response in text_pairs])
         for i, record, prompt, response in zip(
             range(start, start + len(chunk)), chunk, prompts, responses, strict=True
         ):
             # a text may have both special tokens already
-            has_begin, has_end = [*prompt, *response][:1] == bos, response[-1:] == eos
-            head = [*([] if has_begin else bos), *prompt]
-            ids = [*head, *response, *([] if has_end else eos)]
+            has_bos, has_eos = [*prompt, *response][:1] == bos, response[-1:] == eos
+            prompt_ids = [*([] if has_bos else bos), *prompt]
+            ids = [*prompt_ids, *response, *([] if has_eos else eos)]
             labels = (
-                ids.copy() if settings.loss_on == "all" else [IGNORE_INDEX] * len(head) + ids[len(head) :]
+                ids.copy()
+                if settings.loss_on == "all"
+                else [IGNORE_INDEX] * len(prompt_ids) + ids[len(prompt_ids) :]
             )
-            place = f"{where}, record {i + 1}"
-            yield Draft(Sample(ids, labels, i), len(head), len(head) + len(response), place, record.client)
+            location = f"{description}, record {i + 1}"
+            yield Draft(
+                Sample(ids, labels, i),
+                len(prompt_ids),
+                len(prompt_ids) + len(response),
+                location,
+                record.client,
+            )
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
@@ -344,5 +366,5 @@ def _find_added_bos(tokenizer: Any) -> list[int]:
     """The BOS that a tokenizer adds by itself, or nothing."""
     # Kinds of tokenizers have different settings for it, so see what this one does.
     bos = [tokenizer.bos_token_id]
-    with_special, without = list(tokenizer("a")["input_ids"]), _encode(tokenizer, ["a"])[0]
-    return bos if with_special[:1] == bos and without[:1] != bos else []
+    special_ids, plain_ids = list(tokenizer("a")["input_ids"]), _encode(tokenizer, ["a"])[0]
+    return bos if special_ids[:1] == bos and plain_ids[:1] != bos else []

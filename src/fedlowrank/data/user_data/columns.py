@@ -28,43 +28,47 @@ class Columns:
     features: Sequence[Any] | None = None
     split: Any = None
 
-    def choose(self, known: Sequence[Any], who: str, has: str) -> tuple[Any, list[Any]]:
+    def choose(self, keys: Sequence[Any], prefix: str, description: str) -> tuple[Any, list[Any]]:
         """The target and the inputs among the keys of a dict.
 
         Args:
-            known: the keys.
-            who: begins a message.
-            has: what has the keys, for messages.
+            keys: the keys.
+            prefix: begins a message.
+            description: what has the keys, for messages.
 
         Raises:
             DataError: if a key does not exist, or none is named as targets usually are.
         """
         target = self.target
         if target is None:
-            targets = [key for key in known if key in _TARGET_NAMES]
+            targets = [key for key in keys if key in _TARGET_NAMES]
             if len(targets) != 1:
-                raise DataError(f"{who}{has} {[*known]}; name the target among them: target={known[-1]!r}")
+                raise DataError(
+                    f"{prefix}{description} {[*keys]}; name the target among them: target={keys[-1]!r}"
+                )
             target = targets[0]
         if isinstance(target, list | tuple):
-            raise DataError(f"{who}several targets are columns of a DataFrame; name one key: target=...")
-        features = [key for key in known if key != target] if self.features is None else [*self.features]
-        check_columns([target, *features], known, f"{who}{has} {[*known]}")
+            raise DataError(f"{prefix}several targets are columns of a DataFrame; name one key: target=...")
+        features = [key for key in keys if key != target] if self.features is None else [*self.features]
+        check_columns([target, *features], keys, f"{prefix}{description} {[*keys]}")
         if not features or target in features:
-            raise DataError(f"{who}{has} {[*known]}; besides the target {target!r} it needs an input")
+            raise DataError(
+                f"{prefix}{description} {[*keys]}; besides the target {target!r} it needs an input"
+            )
         return target, features
 
-    def refuse(self, who: str, description: str) -> None:
+    def refuse(self, prefix: str, description: str) -> None:
         """Reject a choice of columns where there are none."""
         for name, value in (("target", self.target), ("features", self.features)):
             if value is not None:
                 raise DataError(
-                    f"{who}{name}= names a column of a DataFrame or a key of a dict, but these examples {description}; "
+                    f"{prefix}{name}= names a column of a DataFrame or a key of a dict, but these examples {description}; "
                     "leave it out"
                 )
 
 
-def check_columns(names: Sequence[Any], known: Sequence[Hashable], where: str) -> None:
+def check_columns(names: Sequence[Any], columns: Sequence[Hashable], prefix: str) -> None:
     """Reject a column that does not exist."""
     for name in names:
-        if name not in known:
-            raise DataError(f"{where}, but none is {name!r}. {did_you_mean(str(name), map(str, known))}")
+        if name not in columns:
+            raise DataError(f"{prefix}, but none is {name!r}. {did_you_mean(str(name), map(str, columns))}")

@@ -36,117 +36,117 @@ def read_frame_clients(frame: DataFrame, columns: Columns) -> list[tuple[str, di
     Raises:
         DataError: if a column does not exist, is no column of numbers, or has empty cells.
     """
-    known = [*frame.columns]
+    column_names = [*frame.columns]
     if columns.client is None or columns.target is None:
-        lacking = "client" if columns.client is None else "target"
+        missing_name = "client" if columns.client is None else "target"
         raise DataError(
             "a DataFrame needs the names of two columns, client=... and target=...; "
-            f"{lacking}= is missing. Its columns are {known}. Without a column of clients give a list of frames, one "
+            f"{missing_name}= is missing. Its columns are {column_names}. Without a column of clients give a list of frames, one "
             "for each client, and target=..."
         )
     key_columns = [columns.client, *([] if columns.split is None else [columns.split])]
     targets, features = _choose_columns(frame, columns, key_columns, "the DataFrame")
     for name in key_columns:
-        if empty := int(frame[name].isna().sum()):
+        if empty_count := int(frame[name].isna().sum()):
             raise DataError(
-                f"the column {name!r} has {format_count(empty, 'empty cell')}, first in row "
+                f"the column {name!r} has {format_count(empty_count, 'empty cell')}, first in row "
                 f"{_find_first_row(frame[name].isna())!r}. Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
     if columns.split is not None:
         _check_splits(frame[columns.split])
     clients = []
     for i, (key, rows) in enumerate(frame.groupby(frame[columns.client].astype(object), sort=True)):
-        who = f"{client_title(i, str(key))}: "
+        prefix = f"{client_title(i, str(key))}: "
         parts = {"": rows}
         if columns.split is not None:
             parts = {str(part): part_rows for part, part_rows in rows.groupby(columns.split, observed=True)}
             if "train" not in parts:
                 raise DataError(
-                    f"{who}the column {columns.split!r} names no row 'train', only {sorted(parts)}"
+                    f"{prefix}the column {columns.split!r} names no row 'train', only {sorted(parts)}"
                 )
-        pairs = {part: _take_pair(part_rows, targets, features, who) for part, part_rows in parts.items()}
+        pairs = {part: _take_pair(part_rows, targets, features, prefix) for part, part_rows in parts.items()}
         clients.append((str(key), pairs))
     if not clients:
         raise DataError("the DataFrame has no rows")
     names = [name for name, _ in clients]
-    if repeated := [name for name in names if names.count(name) > 1]:
+    if duplicates := [name for name in names if names.count(name) > 1]:
         raise DataError(
-            f"the column {columns.client!r} has several values that read {repeated[0]!r}, such as a number and a text, so two "
+            f"the column {columns.client!r} has several values that read {duplicates[0]!r}, such as a number and a text, so two "
             f"clients would have one name. Give them one type: frame[{columns.client!r}].astype(str)"
         )
     return clients
 
 
-def read_frame_pair(frame: DataFrame, columns: Columns, who: str) -> tuple[Any, Any]:
-    """Inputs, a data frame, and targets of one client's data frame; ``who`` is the client, for messages."""
-    targets, features = _choose_columns(frame, columns, [], f"{who}: its DataFrame")
-    return _take_pair(frame, targets, features, f"{who}: ")
+def read_frame_pair(frame: DataFrame, columns: Columns, title: str) -> tuple[Any, Any]:
+    """Inputs, a data frame, and targets of one client's data frame; ``title`` is the client, for messages."""
+    targets, features = _choose_columns(frame, columns, [], f"{title}: its DataFrame")
+    return _take_pair(frame, targets, features, f"{title}: ")
 
 
-def convert_frame(frame: DataFrame, who: str = "") -> Any:
+def convert_frame(frame: DataFrame, prefix: str = "") -> Any:
     """All columns as an array: int64 if they hold whole numbers, else float64.
 
     Raises:
         DataError: if a column holds no numbers, or has empty cells; the message names it.
     """
-    kinds = [_check_numbers(frame.iloc[:, i], who) for i in range(frame.shape[1])]
+    kinds = [_check_numbers(frame.iloc[:, i], prefix) for i in range(frame.shape[1])]
     return frame.to_numpy(dtype=np.int64 if all(kind in "iu" for kind in kinds) else np.float64)
 
 
 def _choose_columns(
-    frame: DataFrame, columns: Columns, key_columns: list[Any], owner: str
+    frame: DataFrame, columns: Columns, key_columns: list[Any], title: str
 ) -> tuple[list[Any], list[Any]]:
     """Columns of targets and of inputs."""
-    known = [*frame.columns]
+    column_names = [*frame.columns]
     targets = [*columns.target] if isinstance(columns.target, list | tuple) else [columns.target]
-    named = [*key_columns, *targets, *(columns.features or ())]
-    check_columns(named, known, f"{owner} has the columns {known}")
-    if twice := [name for name in known if known.count(name) > 1]:
-        raise DataError(f"{owner} has several columns {twice[0]!r}; rename one of them")
-    features = [name for name in known if name not in (*key_columns, *targets)]
+    required_names = [*key_columns, *targets, *(columns.features or ())]
+    check_columns(required_names, column_names, f"{title} has the columns {column_names}")
+    if duplicates := [name for name in column_names if column_names.count(name) > 1]:
+        raise DataError(f"{title} has several columns {duplicates[0]!r}; rename one of them")
+    features = [name for name in column_names if name not in (*key_columns, *targets)]
     if columns.features is not None:
         features = [*columns.features]
     if not features or {*features} & {*key_columns, *targets}:
-        raise DataError(f"{owner}: features must be columns besides client, target and split, not {features}")
+        raise DataError(f"{title}: features must be columns besides client, target and split, not {features}")
     return targets, features
 
 
 def _take_pair(
-    frame: DataFrame, targets: Sequence[Any], features: Sequence[Any], who: str
+    frame: DataFrame, targets: Sequence[Any], features: Sequence[Any], prefix: str
 ) -> tuple[Any, Any]:
     for name in targets:
-        if empty := int(frame[name].isna().sum()):
+        if empty_count := int(frame[name].isna().sum()):
             raise DataError(
-                f"{who}the target {name!r} has {format_count(empty, 'empty cell')}, first in row "
+                f"{prefix}the target {name!r} has {format_count(empty_count, 'empty cell')}, first in row "
                 f"{_find_first_row(frame[name].isna())!r}. Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
     x = frame[[*features]]
     if len(targets) > 1:
-        return x, convert_frame(frame[[*targets]], who).astype(np.float64)
+        return x, convert_frame(frame[[*targets]], prefix).astype(np.float64)
     y = frame[targets[0]]
     if getattr(y.dtype, "numpy_dtype", y.dtype).kind == "f":
         return x, y.to_numpy(dtype=np.float64)[:, None]
     return x, y
 
 
-def _check_numbers(column: Series, who: str) -> str:
+def _check_numbers(column: Series, prefix: str) -> str:
     """The kind of numpy of a column of numbers."""
     # the type below pandas' own types of numbers, which know empty cells
     kind = str(getattr(column.dtype, "numpy_dtype", column.dtype).kind)
     name = column.name
     if kind not in "biuf" or str(column.dtype) == "category":
         raise DataError(
-            f"{who}the column {name!r} holds no numbers but {column.dtype}, such as {_find_example(column)!r}. "
+            f"{prefix}the column {name!r} holds no numbers but {column.dtype}, such as {_find_example(column)!r}. "
             f"{_advise_encoding(column)}, or leave it out: frame.drop(columns=[{name!r}])"
         )
-    if empty := int(column.isna().sum()):
+    if empty_count := int(column.isna().sum()):
         raise DataError(
-            f"{who}the column {name!r} has {format_count(empty, 'empty cell')}, first in row "
+            f"{prefix}the column {name!r} has {format_count(empty_count, 'empty cell')}, first in row "
             f"{_find_first_row(column.isna())!r}. Fill them in (fillna), or leave such rows out: frame.dropna()."
         )
-    if kind == "f" and (infinite := np.isinf(column.astype("float64"))).any():
+    if kind == "f" and (mask := np.isinf(column.astype("float64"))).any():
         raise DataError(
-            f"{who}the column {name!r} holds an infinity, first in row {_find_first_row(infinite)!r}. Correct it, or leave such "
+            f"{prefix}the column {name!r} holds an infinity, first in row {_find_first_row(mask)!r}. Correct it, or leave such "
             "rows out"
         )
     return kind
@@ -161,17 +161,19 @@ def _check_splits(column: Series) -> None:
             )
 
 
-def _find_first_row(which: Series) -> Any:
+def _find_first_row(mask: Series) -> Any:
     """The index of the first row where the column is true."""
-    row = which.index[which.to_numpy()][0]
+    row = mask.index[mask.to_numpy()][0]
     return row.item() if isinstance(row, np.generic) else row
 
 
 def _advise_encoding(column: Series) -> str:
     """How to make numbers of a column that holds none."""
     if column.dtype.kind == "M":
-        since = f"(frame[{column.name!r}] - pandas.Timestamp('2020-01-01', tz={_name_time_zone(column)!r}))"
-        return f"Make a small number of it, the same for all clients, such as days: {since}.dt.total_seconds() / 86400"
+        difference = (
+            f"(frame[{column.name!r}] - pandas.Timestamp('2020-01-01', tz={_name_time_zone(column)!r}))"
+        )
+        return f"Make a small number of it, the same for all clients, such as days: {difference}.dt.total_seconds() / 86400"
     if column.dtype.kind == "m":
         return f"Make a number of it: frame[{column.name!r}].dt.total_seconds()"
     if all(isinstance(value, int | float) for value in column.dropna()):

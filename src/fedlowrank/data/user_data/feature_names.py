@@ -33,26 +33,26 @@ def match_columns(clients: Sequence[GivenClient]) -> tuple[list[GivenClient], Fe
     """
     inputs: dict[str, tuple[Any, ...]] = {}
     targets: dict[str, tuple[Any, ...]] = {}
-    matched = []
+    matched_clients = []
     for client in clients:
         parts = {}
         for part, (x, y) in client.parts.items():
-            who = client.title + (f" ({part})" if part else "")
+            title = client.title + (f" ({part})" if part else "")
             parts[part] = (
-                _match_all(x, inputs, f"{who}: its inputs"),
-                _match_all(y, targets, f"{who}: its targets"),
+                _match_all(x, inputs, f"{title}: its inputs"),
+                _match_all(y, targets, f"{title}: its targets"),
             )
-        matched.append(replace(client, parts=parts))
-    return matched, inputs
+        matched_clients.append(replace(client, parts=parts))
+    return matched_clients, inputs
 
 
-def order_columns(frame: DataFrame, names: Sequence[Any], owner: str) -> DataFrame:
+def order_columns(frame: DataFrame, names: Sequence[Any], title: str) -> DataFrame:
     """The columns of a data frame in the order of these names.
 
     Args:
         frame: the data frame.
         names: of all columns, each once.
-        owner: whose columns they are; the message begins with it.
+        title: whose columns they are; the message begins with it.
 
     Raises:
         DataError: if it has other columns, or several of one name.
@@ -60,44 +60,47 @@ def order_columns(frame: DataFrame, names: Sequence[Any], owner: str) -> DataFra
     columns = [*frame.columns]
     if columns == [*names]:
         return frame
-    _refuse_repeated(columns, owner)
-    missing = [name for name in names if name not in columns]
-    extra = [name for name in columns if name not in names]
-    if not missing and not extra:
+    _refuse_repeated(columns, title)
+    missing_columns = [name for name in names if name not in columns]
+    extra_columns = [name for name in columns if name not in names]
+    if not missing_columns and not extra_columns:
         return frame[[*names]]
-    lacks = f"lack the columns {_list_names(missing)}" if missing else ""
-    has = f"have the columns {_list_names(extra)} besides" if extra else ""
-    cure = "" if missing else f" Leave them out: frame.drop(columns={_list_names(extra)})."
-    dummies = (
+    missing_text = f"lack the columns {_list_names(missing_columns)}" if missing_columns else ""
+    extra_text = f"have the columns {_list_names(extra_columns)} besides" if extra_columns else ""
+    advice = "" if missing_columns else f" Leave them out: frame.drop(columns={_list_names(extra_columns)})."
+    encoding_hint = (
         " Encode text (pandas.get_dummies) in one frame of all clients, so that all get the same columns."
-        if any("_" in str(name) for name in (*missing, *extra))
+        if any("_" in str(name) for name in (*missing_columns, *extra_columns))
         else ""
     )
     raise DataError(
-        f"{owner} {' and '.join(filter(None, (lacks, has)))}; columns are matched by name, and the model takes "
-        f"{_list_names(names)}.{cure}{dummies}"
+        f"{title} {' and '.join(filter(None, (missing_text, extra_text)))}; columns are matched by name, and the model takes "
+        f"{_list_names(names)}.{advice}{encoding_hint}"
     )
 
 
-def _match_all(values: Any, known: dict[str, tuple[Any, ...]], owner: str) -> Any:
+def _match_all(values: Any, names_by_input: dict[str, tuple[Any, ...]], title: str) -> Any:
     """Inputs or targets with ordered columns; notes the names of those that are seen first."""
     if isinstance(values, Mapping):
-        return {name: _match_one(value, known, name, f"{owner} {name!r}") for name, value in values.items()}
-    return _match_one(values, known, "", owner)
+        return {
+            name: _match_one(value, names_by_input, name, f"{title} {name!r}")
+            for name, value in values.items()
+        }
+    return _match_one(values, names_by_input, "", title)
 
 
-def _match_one(value: Any, known: dict[str, tuple[Any, ...]], name: str, owner: str) -> Any:
+def _match_one(value: Any, names_by_input: dict[str, tuple[Any, ...]], name: str, title: str) -> Any:
     if not is_frame(value):
         return value
-    if name not in known:
-        _refuse_repeated([*value.columns], owner)
-        known[name] = tuple(value.columns)
-    return order_columns(value, known[name], owner)
+    if name not in names_by_input:
+        _refuse_repeated([*value.columns], title)
+        names_by_input[name] = tuple(value.columns)
+    return order_columns(value, names_by_input[name], title)
 
 
-def _refuse_repeated(names: Sequence[Any], owner: str) -> None:
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"{owner} have several columns {repeated[0]!r}; rename one of them")
+def _refuse_repeated(names: Sequence[Any], title: str) -> None:
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{title} have several columns {duplicates[0]!r}; rename one of them")
 
 
 def _list_names(names: Sequence[Any]) -> str:

@@ -49,7 +49,7 @@ _MAX_SHOWN_CLIENTS = 5
 
 def make_client(
     user_client: GivenClient,
-    client: int,
+    client_id: int,
     val: float,
     test: float,
     key: Key,
@@ -60,27 +60,27 @@ def make_client(
 
     Args:
         user_client: its arrays, one pair to divide at random or several by part.
-        client: its number, which with ``key`` determines the division.
+        client_id: its number, which with ``key`` determines the division.
         val: share for validation, if there is one pair.
         test: share for the test, likewise.
         key: root of all randomness.
         types: converts the inputs.
         loss: of the task; says what the targets are.
     """
-    who = user_client.title
-    parts = {part: make_examples(pair, who, types, part, loss) for part, pair in user_client.parts.items()}
+    title = user_client.title
+    parts = {part: make_examples(pair, title, types, part, loss) for part, pair in user_client.parts.items()}
     if "train" in parts:
-        empty = parts["train"].take(torch.arange(0)) if len(parts) < 3 else parts["train"]
-        parts = {"val": empty, "test": empty, **parts}
+        empty_examples = parts["train"].take(torch.arange(0)) if len(parts) < 3 else parts["train"]
+        parts = {"val": empty_examples, "test": empty_examples, **parts}
         return ClientData(parts["train"], parts["val"], parts["test"])
     examples = parts[""]
     n = len(examples)
     if not n:
-        raise DataError(f"{who} has no examples; leave it out")
+        raise DataError(f"{title} has no examples; leave it out")
     n_val, n_test = round(n * val), round(n * test)
     if n - n_val - n_test < 1:
-        raise DataError(f"{who} has {n} examples, too few for shares of {val} and {test}")
-    order = torch.randperm(n, generator=(key / "split" / client).generator())
+        raise DataError(f"{title} has {n} examples, too few for shares of {val} and {test}")
+    order = torch.randperm(n, generator=(key / "split" / client_id).generator())
     val_index, test_index, train_index = torch.split(order, [n_val, n_test, n - n_val - n_test])
     return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
 
@@ -97,23 +97,23 @@ def find_untested_warning(
     """
     if not test:
         return None
-    lacking = [
+    titles = [
         user_client.title
         for user_client, client_data in zip(user_clients, data, strict=True)
         if "" in user_client.parts and not len(client_data.test)
     ]
-    if not lacking:
+    if not titles:
         return None
-    shown = list_first(lacking, _MAX_SHOWN_CLIENTS)
-    have = "client has" if len(lacking) == 1 else "clients have"
+    titles_text = list_first(titles, _MAX_SHOWN_CLIENTS)
+    subject = "client has" if len(titles) == 1 else "clients have"
     return (
-        f"{len(lacking)} of {len(data)} {have} no test part, for a share of {test:g} of so few examples rounds to none: "
-        f"{shown}. Means of test scores leave them out. Raise test=, or give parts of your own."
+        f"{len(titles)} of {len(data)} {subject} no test part, for a share of {test:g} of so few examples rounds to none: "
+        f"{titles_text}. Means of test scores leave them out. Raise test=, or give parts of your own."
     )
 
 
 def make_examples(
-    pair: tuple[Any, Any], who: str, types: InputTypes | None = None, part: str = "", loss: Loss = AUTO
+    pair: tuple[Any, Any], title: str, types: InputTypes | None = None, part: str = "", loss: Loss = AUTO
 ) -> Examples:
     """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
 
@@ -122,21 +122,21 @@ def make_examples(
     says whether whole numbers are labels or real targets.
     """
     types = InputTypes() if types is None else types
-    where = who + (f" ({part})" if part else "")
+    part_title = title + (f" ({part})" if part else "")
     x, y = pair
     try:
         targets = _convert_targets(to_tensor(y, "the targets"), isinstance(x, Mapping), loss)
         if isinstance(x, Mapping):
-            named = {name: to_input_tensor(a, f"input {name!r}") for name, a in x.items()}
-            inputs: Inputs = {name: types.convert(t, where, name) for name, t in named.items()}
+            input_tensors = {name: to_input_tensor(a, f"input {name!r}") for name, a in x.items()}
+            inputs: Inputs = {name: types.convert(t, part_title, name) for name, t in input_tensors.items()}
         else:
-            inputs = types.convert(to_input_tensor(x, "the inputs"), where)
+            inputs = types.convert(to_input_tensor(x, "the inputs"), part_title)
         examples = Examples(inputs, targets)
         for name, tensor in inputs.items() if isinstance(inputs, dict) else [("its inputs", inputs)]:
             check_finite_values(name, tensor)
         check_finite_values("its targets", targets)
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{part_title}: {error}") from error
     return examples
 
 
@@ -157,8 +157,8 @@ def to_tensor(array: Any, title: str) -> Tensor:
         is_usable = values.flags.writeable and values.flags.c_contiguous
         return torch.as_tensor(values if is_usable else values.copy("C"))
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = _describe_type(array)
-        raise DataError(f"{title} must be an array of numbers, not {kind}: {error}") from error
+        description = _describe_type(array)
+        raise DataError(f"{title} must be an array of numbers, not {description}: {error}") from error
 
 
 def _advise_conversion(array: Any, values: np.ndarray) -> str:
@@ -167,11 +167,11 @@ def _advise_conversion(array: Any, values: np.ndarray) -> str:
         return "a sparse matrix is given as toarray()"
     if values.dtype.kind in "mM":
         return "make a small number of times, the same for all clients, such as days since a fixed date"
-    items = values.ravel().tolist() if values.dtype.kind == "O" else []
-    if items and all(isinstance(item, int | float) for item in items):
+    elements = values.ravel().tolist() if values.dtype.kind == "O" else []
+    if elements and all(isinstance(element, int | float) for element in elements):
         return "give x.astype(float)"
-    if items and all(hasattr(item, "shape") for item in items):
-        shapes = sorted({str([*item.shape]) for item in items})[:3]
+    if elements and all(hasattr(element, "shape") for element in elements):
+        shapes = sorted({str([*element.shape]) for element in elements})[:3]
         return f"its examples have the shapes {', '.join(shapes)}; give examples of one shape, numpy.stack(x)"
     return "encode text as numbers first"
 
@@ -229,29 +229,29 @@ def name_classes(
         return ()
     if loss.kind == "next_token":
         return ()
-    first = clients[0].train
-    if loss.kind == "auto" and first.has_token_labels:
+    first_examples = clients[0].train
+    if loss.kind == "auto" and first_examples.has_token_labels:
         raise DataError(
-            f"{titles[0]} has a label for each token, {describe_array(first.y)}. Set loss='cross_entropy' for the class "
+            f"{titles[0]} has a label for each token, {describe_array(first_examples.y)}. Set loss='cross_entropy' for the class "
             "of each token, or loss='next_token' for a language model, whose labels are the tokens themselves."
         )
-    numbers = concatenate_labels(clients)
-    if first.is_dense or loss.kind in ("cross_entropy", "focal"):
-        numbers = numbers[numbers != loss.ignore_index]
-        if not len(numbers):
+    labels = concatenate_labels(clients)
+    if first_examples.is_dense or loss.kind in ("cross_entropy", "focal"):
+        labels = labels[labels != loss.ignore_index]
+        if not len(labels):
             raise DataError(
                 f"no label counts: all are {loss.ignore_index}, which loss.ignore_index leaves out"
             )
-    count = int(numbers.max()) + 1
-    if int(numbers.min()) < 0:
+    class_count = int(labels.max()) + 1
+    if int(labels.min()) < 0:
         _reject_negative_labels(clients, titles, loss)
     if classes is None:
-        classes = count
+        classes = class_count
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
-    if count > len(names):
-        place = next(i for i, c in enumerate(clients) if int(concatenate_labels([c]).max()) >= len(names))
+    if class_count > len(names):
+        client_id = next(i for i, c in enumerate(clients) if int(concatenate_labels([c]).max()) >= len(names))
         raise DataError(
-            f"{titles[place]}: there is a label {count - 1} but only {len(names)} classes; labels count from 0. "
+            f"{titles[client_id]}: there is a label {class_count - 1} but only {len(names)} classes; labels count from 0. "
             "Leave classes= out to number labels in their order"
         )
     return names
@@ -311,13 +311,13 @@ def find_target_warning(parts: Sequence[Tensor]) -> str | None:
 
 def find_label_warning(parts: Sequence[Tensor]) -> str | None:
     """What a user should know of class labels of all clients that do not count from 0, or None."""
-    numbers = [y for y in parts if len(y) and y.ndim == 1 and not y.is_floating_point()]
-    low = min((int(y.min()) for y in numbers), default=0)
-    if low <= 0:
+    labels = [y for y in parts if len(y) and y.ndim == 1 and not y.is_floating_point()]
+    min_label = min((int(y.min()) for y in labels), default=0)
+    if min_label <= 0:
         return None
     return (
-        f"the smallest label is {low}, but labels count from 0, so the model has scores that are never right. Give "
-        f"y - {low}, or name all classes (classes=...)."
+        f"the smallest label is {min_label}, but labels count from 0, so the model has scores that are never right. Give "
+        f"y - {min_label}, or name all classes (classes=...)."
     )
 
 

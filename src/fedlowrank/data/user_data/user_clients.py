@@ -62,8 +62,8 @@ def read_user_clients(clients: Any, columns: Columns, key: Key) -> list[GivenCli
                 "dicts, one for each client"
             )
         names = [str(name) for name in clients]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise DataError(f"two clients have the name {twice[0]!r}")
+        if duplicates := [name for name in names if names.count(name) > 1]:
+            raise DataError(f"two clients have the name {duplicates[0]!r}")
         values = list(clients.values())
     elif isinstance(clients, str | bytes) or not isinstance(clients, Iterable):
         raise DataError(
@@ -81,7 +81,7 @@ def read_user_clients(clients: Any, columns: Columns, key: Key) -> list[GivenCli
     ]
 
 
-def _read_parts(value: Any, who: str, columns: Columns, key: Key) -> dict[str, tuple[Any, Any]]:
+def _read_parts(value: Any, title: str, columns: Columns, key: Key) -> dict[str, tuple[Any, Any]]:
     """The pairs of one client by part."""
     if (
         isinstance(value, tuple | list)
@@ -92,12 +92,12 @@ def _read_parts(value: Any, who: str, columns: Columns, key: Key) -> dict[str, t
     if isinstance(value, Mapping) and ("train" in value or {*value} <= {*SPLITS}):
         if "train" not in value or {*value} - {*SPLITS}:
             raise DataError(
-                f"{who}: splits are 'train' and optionally 'val' and 'test', not {sorted(map(str, value))}"
+                f"{title}: splits are 'train' and optionally 'val' and 'test', not {sorted(map(str, value))}"
             )
         return {
-            part: _read_pair(pair, f"{who} ({part})", columns, key / part) for part, pair in value.items()
+            part: _read_pair(pair, f"{title} ({part})", columns, key / part) for part, pair in value.items()
         }
-    return {"": _read_pair(value, who, columns, key)}
+    return {"": _read_pair(value, title, columns, key)}
 
 
 def _are_parts(values: tuple[Any, ...] | list[Any], columns: Columns) -> bool:
@@ -114,30 +114,32 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") or (isinstance(value, Mapping) and all(map(_is_array, value.values())))
 
 
-def _read_pair(value: Any, who: str, columns: Columns, key: Key) -> tuple[Any, Any]:
+def _read_pair(value: Any, title: str, columns: Columns, key: Key) -> tuple[Any, Any]:
     """Inputs and targets of one part of a client."""
     if is_torch_data(value):
-        return read_dataset(value, who, columns, key)
+        return read_dataset(value, title, columns, key)
     if is_frame(value) and columns.target is not None:
-        return read_frame_pair(value, columns, who)
+        return read_frame_pair(value, columns, title)
     if isinstance(value, Mapping):
-        target, features = columns.choose(list(value), f"{who}: ", "its dict has the keys")
+        target, features = columns.choose(list(value), f"{title}: ", "its dict has the keys")
         x = {name: value[name] for name in features}
         return (x if len(features) > 1 else x[features[0]]), value[target]
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise DataError(f"{who}: expected a pair (x, y) of arrays, not {_describe(value)}")
-    columns.refuse(f"{who}: ", "are a pair (x, y)")
+        raise DataError(f"{title}: expected a pair (x, y) of arrays, not {_describe(value)}")
+    columns.refuse(f"{title}: ", "are a pair (x, y)")
     return value[0], value[1]
 
 
 def _describe(value: Any) -> str:
     """What was given, and how to give it."""
-    kind = type(value)
+    value_type = type(value)
     if is_frame(value):
-        return f"a {kind.__name__}; name its column of targets, target=..., for a frame as a client"
-    if kind.__module__.partition(".")[0] in ("datasets", "flwr_datasets"):
-        return f"a {kind.__name__} of {kind.__module__.partition('.')[0]}; use Federation.from_partitions"
+        return f"a {value_type.__name__}; name its column of targets, target=..., for a frame as a client"
+    if value_type.__module__.partition(".")[0] in ("datasets", "flwr_datasets"):
+        return f"a {value_type.__name__} of {value_type.__module__.partition('.')[0]}; use Federation.from_partitions"
     if hasattr(value, "shape"):
-        return f"a {kind.__name__}; the clients are a list with a pair for each, [(x0, y0), (x1, y1)]"
+        return f"a {value_type.__name__}; the clients are a list with a pair for each, [(x0, y0), (x1, y1)]"
     length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"a {kind.__name__}{length}; a client may also be a torch.utils.data.Dataset or a dict of parts"
+    return (
+        f"a {value_type.__name__}{length}; a client may also be a torch.utils.data.Dataset or a dict of parts"
+    )

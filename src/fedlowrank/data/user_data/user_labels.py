@@ -21,7 +21,7 @@ _MAX_SHOWN_LABELS = 6
 """Labels that a message lists."""
 
 
-def number_words(
+def number_text_labels(
     clients: Sequence[GivenClient], classes: Sequence[str] | int | None
 ) -> tuple[list[GivenClient], Sequence[str] | int | None]:
     """Replace labels that are text or truth values by the numbers of their classes, over all clients.
@@ -43,20 +43,23 @@ def number_words(
         for part, (_, y) in client.parts.items()
     }
     # a part without examples fits all kinds
-    kinds = {place: _find_kind(y) for place, y in labels.items() if 0 not in getattr(y, "shape", ())}
-    words = [place for place, kind in kinds.items() if kind == "U"]
-    if words:
-        if other_places := [place for place, kind in kinds.items() if kind != "U"]:
-            text, number = (_describe_part(clients[i], part) for i, part in (words[0], other_places[0]))
-            raise DataError(
-                f"the labels of {text} are text, but those of {number} are not. Give all as text: y.astype(str)."
+    kinds = {key: _find_kind(y) for key, y in labels.items() if 0 not in getattr(y, "shape", ())}
+    text_keys = [key for key, kind in kinds.items() if kind == "U"]
+    if text_keys:
+        if other_keys := [key for key, kind in kinds.items() if kind != "U"]:
+            text_title, number_title = (
+                _describe_part(clients[i], part) for i, part in (text_keys[0], other_keys[0])
             )
-        names = _name_words(clients, labels, classes)
-        order = {name: i for i, name in enumerate(names)}
-        numbered = {
-            place: np.array([order[word] for word in y.tolist()], np.int64) for place, y in labels.items()
+            raise DataError(
+                f"the labels of {text_title} are text, but those of {number_title} are not. Give all as text: y.astype(str)."
+            )
+        names = _name_text_classes(clients, labels, classes)
+        number_by_name = {name: i for i, name in enumerate(names)}
+        numbered_labels = {
+            key: np.array([number_by_name[word] for word in y.tolist()], np.int64)
+            for key, y in labels.items()
         }
-        return _replace_labels(clients, numbered), names
+        return _replace_labels(clients, numbered_labels), names
     if classes is None and {*kinds.values()} == {"b"} and all(labels[p].ndim == 1 for p in kinds):
         # their numbers are 0 and 1
         classes = ("False", "True")
@@ -64,13 +67,13 @@ def number_words(
 
 
 def number_labels(
-    data: Sequence[ClientData], outputs: int, loss: Loss
+    data: Sequence[ClientData], output_count: int, loss: Loss
 ) -> tuple[list[ClientData], tuple[str, ...] | None, str | None]:
-    """Number whole labels from 0 on, in their order, if a label is no place among the scores of the models.
+    """Number whole labels from 0 on, in their order, if a label is no index of the scores of the models.
 
     Args:
         data: of all clients.
-        outputs: number of scores that the models make.
+        output_count: number of scores that the models make.
         loss: of the task; labels of which some do not count stay as they are.
 
     Returns:
@@ -81,23 +84,23 @@ def number_labels(
         return list(data), None, None
     values = concatenate_labels(data).unique()
     leaves_out = loss.kind in ("cross_entropy", "focal") and bool((values == loss.ignore_index).any())
-    if int(values[0]) < 0 or int(values[-1]) < outputs or leaves_out:
+    if int(values[0]) < 0 or int(values[-1]) < output_count or leaves_out:
         return list(data), None, None
 
     def number(examples: Examples) -> Examples:
         return replace(examples, y=torch.searchsorted(values.to(examples.y.device), examples.y))
 
-    numbered = [replace(c, train=number(c.train), val=number(c.val), test=number(c.test)) for c in data]
+    numbered_data = [replace(c, train=number(c.train), val=number(c.val), test=number(c.test)) for c in data]
     names = tuple(map(str, values.tolist()))
     pairs = list_first([f"{name} is class {i}" for i, name in enumerate(names)], _MAX_SHOWN_LABELS)
     note = (
         f"the labels do not count from 0 to {len(names) - 1}, so they are numbered in their order: {pairs}. "
         "Federation.classes names them. Give labels from 0 on to number them otherwise."
     )
-    return numbered, names, note
+    return numbered_data, names, note
 
 
-def _to_labels(y: Any, where: str) -> Any:
+def _to_labels(y: Any, title: str) -> Any:
     """Labels as a tensor or an array without objects; anything else as it was."""
     if isinstance(y, Tensor):
         return y
@@ -107,12 +110,12 @@ def _to_labels(y: Any, where: str) -> Any:
         # the conversion of numbers reports it
         return y
     if array.dtype.kind == "S":
-        raise DataError(f"the labels of {where} are bytes; decode them: y.astype(str)")
+        raise DataError(f"the labels of {title} are bytes; decode them: y.astype(str)")
     if array.dtype.kind == "O" and array.ndim == 1:
-        array = _convert_objects(array, where)
+        array = _convert_objects(array, title)
     if array.dtype.kind == "U" and array.ndim != 1:
         raise DataError(
-            f"the labels of {where} are text {list(array.shape)}; one label an example is needed, [n]: y[:, 0]"
+            f"the labels of {title} are text {list(array.shape)}; one label an example is needed, [n]: y[:, 0]"
         )
     return array if array.ndim else y
 
@@ -124,30 +127,33 @@ def _find_kind(y: Any) -> str:
     return y.dtype.kind if isinstance(y, np.ndarray) else ""
 
 
-def _convert_objects(array: np.ndarray, where: str) -> np.ndarray:
+def _convert_objects(array: np.ndarray, title: str) -> np.ndarray:
     """An array of objects, such as a column of pandas, as one of text or numbers."""
     values = array.tolist()
-    missing = [
+    missing_rows = [
         i
         for i, value in enumerate(values)
         if value is None or type(value).__name__ == "NAType" or value != value
     ]
-    if missing:
+    if missing_rows:
         raise DataError(
-            f"{len(missing)} of the {len(values)} labels of {where} {'are' if len(missing) > 1 else 'is'} missing, "
-            f"first that of example {missing[0]} (counted from 0); leave such examples out"
+            f"{len(missing_rows)} of the {len(values)} labels of {title} {'are' if len(missing_rows) > 1 else 'is'} missing, "
+            f"first that of example {missing_rows[0]} (counted from 0); leave such examples out"
         )
-    kinds = {type(value) for value in values}
-    if any(all(issubclass(kind, base) for kind in kinds) for base in (str, bool | int | float | np.number)):
+    types = {type(value) for value in values}
+    if any(
+        all(issubclass(value_type, base) for value_type in types)
+        for base in (str, bool | int | float | np.number)
+    ):
         return np.array(values)
-    names = sorted(kind.__name__ for kind in kinds)
+    names = sorted(value_type.__name__ for value_type in types)
     raise DataError(
-        f"the labels of {where} are objects of the types {', '.join(names)}; give text or whole numbers [n], such as "
+        f"the labels of {title} are objects of the types {', '.join(names)}; give text or whole numbers [n], such as "
         "y.astype(str)"
     )
 
 
-def _name_words(
+def _name_text_classes(
     clients: Sequence[GivenClient], labels: dict[tuple[int, str], Any], classes: Sequence[str] | int | None
 ) -> tuple[str, ...]:
     """Names of the classes of text labels."""

@@ -57,21 +57,21 @@ def upload_model(folder: Path, repository: str, message: str) -> str:
     api = hub.HfApi()
     # huggingface_hub raises OSError and errors of its HTTP client, ValueError for invalid metadata, and RuntimeError for
     # a file that cannot be uploaded
-    unreachable = (OSError, ValueError, RuntimeError, getattr(hub.errors, "HTTPError", OSError))
+    error_types = (OSError, ValueError, RuntimeError, getattr(hub.errors, "HTTPError", OSError))
     try:
         address = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(
             repo_id=str(getattr(address, "repo_id", repository)), folder_path=folder, commit_message=message
         )
-    except unreachable as error:
+    except error_types as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        cure = "Check the connection, and HF_ENDPOINT if it is set, and try again."
+        advice = "Check the connection, and HF_ENDPOINT if it is set, and try again."
         if status in (401, 403):
-            cure = f"The token may not write there. {LOG_IN}"
+            advice = f"The token may not write there. {LOG_IN}"
         elif status is not None or isinstance(error, ValueError):
-            cure = f"The Hub refused it. The folder {folder} is complete and can be uploaded later."
-        why = f"{error}" if error.__cause__ is None else f"{error} ({error.__cause__})"
+            advice = f"The Hub refused it. The folder {folder} is complete and can be uploaded later."
+        reason = f"{error}" if error.__cause__ is None else f"{error} ({error.__cause__})"
         raise DataError(
-            f"cannot upload to {repository} at {api.endpoint}: {why.rstrip('.')}. {cure}"
+            f"cannot upload to {repository} at {api.endpoint}: {reason.rstrip('.')}. {advice}"
         ) from error
     return str(address)

@@ -129,22 +129,22 @@ def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] 
         ranks: LoRA ranks of the clients.
         records: records of its rounds; without them a card has no metrics.
     """
-    completed = [r for r in records if r.round <= run.round]
-    evaluated = [r for r in completed if r.is_evaluated]
-    best = max(evaluated, key=_compute_validation_order, default=None)
-    if best is not None and best.validation() is None:
-        best = None
-    last = evaluated[-1] if evaluated else None
+    completed_records = [r for r in records if r.round <= run.round]
+    evaluated_records = [r for r in completed_records if r.is_evaluated]
+    best_record = max(evaluated_records, key=_compute_validation_order, default=None)
+    if best_record is not None and best_record.validation() is None:
+        best_record = None
+    last_record = evaluated_records[-1] if evaluated_records else None
     software_versions = {**versions(), **{p: metadata.version(p) for p in CARD_PACKAGES}}
     return RunFacts(
         run.method.title,
         unwrap(run.method).citation,
         run.round,
         tuple((info.examples, rank) for info, rank in zip(run.federation.infos, ranks, strict=True)),
-        _describe_privacy(run, completed),
-        tuple(_make_metric_rows(last, best)),
-        None if best is None else best.round,
-        None if last is None else last.round,
+        _describe_privacy(run, completed_records),
+        tuple(_make_metric_rows(last_record, best_record)),
+        None if best_record is None else best_record.round,
+        None if last_record is None else last_record.round,
         software_versions,
         _describe_objective(run.federation.loss, run.federation.classes),
         (run.federation.loss.kind,) if run.federation.loss.is_preference else (),
@@ -158,12 +158,12 @@ def format_card(model: CardModel, facts: RunFacts) -> str:
         model: the model in the folder.
         facts: facts of its run.
     """
-    whose = "the server" if model.client is None else f"client {model.client}"
-    kind = f"LoRA adapter of rank {model.rank}" if model.is_adapter else "Model"
+    owner = "the server" if model.client is None else f"client {model.client}"
+    description = f"LoRA adapter of rank {model.rank}" if model.is_adapter else "Model"
     sections = [
         _format_front_matter(model, facts.tags),
-        f"# {kind} for {model.base}" if model.is_adapter else f"# {model.base}, fine-tuned",
-        f"The model of {whose} after {facts.rounds} rounds of federated fine-tuning by {facts.method}"
+        f"# {description} for {model.base}" if model.is_adapter else f"# {model.base}, fine-tuned",
+        f"The model of {owner} after {facts.rounds} rounds of federated fine-tuning by {facts.method}"
         + (f" ({facts.citation})" if facts.citation else "")
         + ".",
         _format_use(model),
@@ -197,11 +197,13 @@ def _describe_privacy(run: Run, records: Sequence[RoundRecord]) -> str | None:
     return f"({kind} differential privacy) ε = {privacy['epsilon']:.4g} at δ = {privacy['delta']:g}"
 
 
-def _make_metric_rows(last: RoundRecord | None, best: RoundRecord | None) -> list[tuple[str, str, str]]:
+def _make_metric_rows(
+    last_record: RoundRecord | None, best_record: RoundRecord | None
+) -> list[tuple[str, str, str]]:
     rows = []
     for name in (ACCURACY, LOSS):
         for split, title in (("test", "test"), ("val", "validation")):
-            values = [None if r is None else r.mean(name, split=split) for r in (last, best)]
+            values = [None if r is None else r.mean(name, split=split) for r in (last_record, best_record)]
             if any(v is not None for v in values):
                 last_value, best_value = ("-" if v is None else f"{v:.4g}" for v in values)
                 rows.append((f"{title} {name}", last_value, best_value))
@@ -210,7 +212,7 @@ def _make_metric_rows(last: RoundRecord | None, best: RoundRecord | None) -> lis
 
 def _describe_objective(loss: Loss, classes: Sequence[str]) -> str:
     """Describe the loss in words, with its most important option."""
-    if loss.is_own:
+    if loss.is_custom:
         return f"a loss of the user's own, `{loss.kind}`"
     if loss.kind in _OBJECTIVES:
         title, option = _OBJECTIVES[loss.kind]
@@ -244,24 +246,24 @@ _RESIZE_CODE = (
 
 
 def _format_use(model: CardModel) -> str:
-    auto, name = _PIPELINES[model.task][1], json.dumps(model.base, ensure_ascii=False)
+    auto_class, name = _PIPELINES[model.task][1], json.dumps(model.base, ensure_ascii=False)
     if not model.is_adapter:
-        code = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")'
+        code = f'from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained("FOLDER")'
     elif not model.classes:
         code = (
-            f"from peft import PeftModel\nfrom transformers import {auto}\n\n"
-            f"base = {auto}.from_pretrained({name})\n"
+            f"from peft import PeftModel\nfrom transformers import {auto_class}\n\n"
+            f"base = {auto_class}.from_pretrained({name})\n"
             'model = PeftModel.from_pretrained(base, "FOLDER")'
         )
     else:
-        pad = "" if model.pad_token is None else f"    pad_token_id={model.pad_token},\n"
+        pad_line = "" if model.pad_token is None else f"    pad_token_id={model.pad_token},\n"
         code = (
-            f"from peft import PeftModel\nfrom transformers import {auto}\n\n"
+            f"from peft import PeftModel\nfrom transformers import {auto_class}\n\n"
             f"classes = {json.dumps(model.classes, ensure_ascii=False)}\n"
-            f"base = {auto}.from_pretrained(\n    {name},\n    num_labels=len(classes),\n"
+            f"base = {auto_class}.from_pretrained(\n    {name},\n    num_labels=len(classes),\n"
             "    id2label=dict(enumerate(classes)),\n"
             "    label2id={name: i for i, name in enumerate(classes)},\n"
-            f"{pad}    ignore_mismatched_sizes=True,  # the adapter has the head\n)\n"
+            f"{pad_line}    ignore_mismatched_sizes=True,  # the adapter has the head\n)\n"
             'model = PeftModel.from_pretrained(base, "FOLDER")'
         )
     if model.is_adapter and model.has_new_tokens:
@@ -294,19 +296,26 @@ def _format_training(facts: RunFacts) -> list[str]:
 
 
 def _format_metrics(facts: RunFacts) -> str:
-    best = "best round" if facts.best is None else f"best round by validation ({facts.best})"
+    best_title = "best round" if facts.best is None else f"best round by validation ({facts.best})"
     lines = ["## Metrics", "", "Means over the clients, of the models that the method evaluates first.", ""]
-    lines += [f"| metric | last round ({facts.last}) | {best} |", "| --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| {name} | {last} | {at} |" for name, last, at in facts.metrics)])
+    lines += [f"| metric | last round ({facts.last}) | {best_title} |", "| --- | --- | --- |"]
+    return "\n".join(
+        [
+            *lines,
+            *(f"| {name} | {last_value} | {best_value} |" for name, last_value, best_value in facts.metrics),
+        ]
+    )
 
 
 def _format_truncation(model: CardModel) -> str:
     title = "## Truncation\n\n"
     if model.truncation is None:
-        whole = (
+        layer_note = (
             f" These layers are stored whole: {', '.join(model.whole_layers)}." if model.whole_layers else ""
         )
-        return f"{title}Nothing is truncated: the folder holds the model of the run, up to rounding.{whole}"
+        return (
+            f"{title}Nothing is truncated: the folder holds the model of the run, up to rounding.{layer_note}"
+        )
     error, rank = model.truncation["error"], model.truncation["rank"]
     if error == 0:
         return f"{title}Nothing is truncated: the model of the run is an adapter of rank {rank}. The relative error is 0."

@@ -29,9 +29,9 @@ def find_server_model(run: Run) -> Params | None:
     first_model = run.local_model(first_client)
     if first_model.server is not None:
         return first_model.server
-    shared = first_model.personal()
-    if other_clients and all(_are_equal(shared, run.personal(info)) for info in other_clients):
-        return shared
+    shared_params = first_model.personal()
+    if other_clients and all(_are_equal(shared_params, run.personal(info)) for info in other_clients):
+        return shared_params
     return None
 
 

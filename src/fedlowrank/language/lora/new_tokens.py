@@ -66,7 +66,7 @@ def check_new_tokens(tokens: Sequence[str]) -> None:
 
 
 def find_token_layers(
-    model: Any, ids: Sequence[int], whole: Sequence[str] = (), targets: Sequence[str] = ()
+    model: Any, ids: Sequence[int], saved_modules: Sequence[str] = (), targets: Sequence[str] = ()
 ) -> dict[str, list[int]]:
     """Find the layers whose rows of some tokens are trained: ``trainable_token_indices`` of PEFT.
 
@@ -75,7 +75,7 @@ def find_token_layers(
     Args:
         model: a base without adapters.
         ids: ids of the tokens.
-        whole: modules that are trained whole; their rows are trained already.
+        saved_modules: modules that are trained whole; their rows are trained already.
         targets: layers that get factors.
 
     Raises:
@@ -89,7 +89,7 @@ def find_token_layers(
     layers: dict[str, list[int]] = {}
     for layer in (embedding, output):
         name = "" if layer is None else names[id(layer)]
-        if layer is None or any(is_within(name, module) for module in whole):
+        if layer is None or any(is_within(name, module) for module in saved_modules):
             continue
         if name in targets:
             raise ConfigError(

@@ -45,7 +45,7 @@ def attach_adapter(
     config: Any,
     key: Key,
     head: Sequence[str] = (),
-    saved: Sequence[str] = (),
+    saved_modules: Sequence[str] = (),
     token_ids: Sequence[int] = (),
 ) -> Any:
     """Attach LoRA factors to the target layers of a base, in place. The initial factors do not change the outputs.
@@ -58,7 +58,7 @@ def attach_adapter(
         key: source of randomness, see :func:`sample_initial_factors`. torch's global generator does
             not change.
         head: names of the modules that are trained whole (``LoadedBase.head``); they get no adapter.
-        saved: further modules that are trained whole (:func:`.saved_modules.find_saved_modules`).
+        saved_modules: further modules that are trained whole (:func:`.saved_modules.find_saved_modules`).
         token_ids: tokens whose rows of the embedding are trained (:mod:`.new_tokens`).
 
     Returns:
@@ -80,31 +80,31 @@ def attach_adapter(
         )
     adapter_config = copy.deepcopy(config)
     user_excluded, adapter_config.inference_mode = adapter_config.exclude_modules, False
-    whole_modules = [*head, *saved]
+    whole_modules = [*head, *saved_modules]
     adapter_config.exclude_modules = _exclude_head(user_excluded, whole_modules)
     # PEFT would copy these modules; their parameters are trained in place
     adapter_config.modules_to_save = None
     init, adapter_config.init_lora_weights = adapter_config.init_lora_weights, True
     adaptable = _find_adaptable_layers(model)
-    chosen = _find_targets(model, adapter_config, adaptable)
-    token_layers = find_token_layers(model, token_ids, whole_modules, chosen)
+    target_names = _find_targets(model, adapter_config, adaptable)
+    token_layers = find_token_layers(model, token_ids, whole_modules, target_names)
     adapter_config.trainable_token_indices = token_layers or None
-    shapes = {name: _compute_matrix_shape(name, adaptable[name]) for name in chosen}
-    wanted_ranks = _match_patterns(adapter_config, "rank_pattern", chosen, adapter_config.r)
-    alphas = _match_patterns(adapter_config, "alpha_pattern", chosen, adapter_config.lora_alpha)
-    warn_lowered_ranks("LoRA", wanted_ranks, shapes)
-    ranks = {name: min(wanted_ranks[name], *shape) for name, shape in shapes.items()}
+    shapes = {name: _compute_matrix_shape(name, adaptable[name]) for name in target_names}
+    requested_ranks = _match_patterns(adapter_config, "rank_pattern", target_names, adapter_config.r)
+    alphas = _match_patterns(adapter_config, "alpha_pattern", target_names, adapter_config.lora_alpha)
+    warn_lowered_ranks("LoRA", requested_ranks, shapes)
+    ranks = {name: min(requested_ranks[name], *shape) for name, shape in shapes.items()}
     # a layer whose rank is lowered gets the scale of the largest rank that a layer has
     max_rank = max(ranks.values())
     scales = {
         name: alphas[name] / (math.sqrt(r) if adapter_config.use_rslora else r)
-        for name, r in ((name, min(wanted_ranks[name], max_rank)) for name in chosen)
+        for name, r in ((name, min(requested_ranks[name], max_rank)) for name in target_names)
     }
     adapter_config.r = max_rank
     # patterns of whole names, because PEFT matches a plain key with the end of a name
     adapter_config.rank_pattern = {f"^{re.escape(n)}$": r for n, r in ranks.items() if r < max_rank}
     adapter_config.alpha_pattern = {}
-    transposed_flags = {_find_layer_kind(adaptable[name]) == "conv1d" for name in chosen}
+    transposed_flags = {_find_layer_kind(adaptable[name]) == "conv1d" for name in target_names}
     # PEFT sets it for each layer and warns if the value does not fit the layer
     adapter_config.fan_in_fan_out = any(transposed_flags)
     is_causal = not head and hasattr(model, "prepare_inputs_for_generation")
@@ -124,23 +124,26 @@ def attach_adapter(
         return wrapped
 
     try:
-        tuned: Any = build_module(wrap, key)
+        peft_model: Any = build_module(wrap, key)
     except ValueError as error:
         raise TaskError(f"PEFT cannot adapt the {type(model).__name__}: {error}") from error
-    slot = tuned.peft_config[ADAPTER]
-    slot.exclude_modules, slot.fan_in_fan_out = user_excluded, any(transposed_flags)
-    slot.rank_pattern, slot.alpha_pattern = dict(config.rank_pattern), dict(config.alpha_pattern)
-    for name in chosen:
-        tuned.get_submodule(f"{PEFT_PREFIX}{name}").scaling[ADAPTER] = scales[name]
-    parameters, adapted = dict(tuned.named_parameters()), find_lora(tuned, None).layers
+    model_config = peft_model.peft_config[ADAPTER]
+    model_config.exclude_modules, model_config.fan_in_fan_out = user_excluded, any(transposed_flags)
+    model_config.rank_pattern, model_config.alpha_pattern = (
+        dict(config.rank_pattern),
+        dict(config.alpha_pattern),
+    )
+    for name in target_names:
+        peft_model.get_submodule(f"{PEFT_PREFIX}{name}").scaling[ADAPTER] = scales[name]
+    parameters, adapted_layers = dict(peft_model.named_parameters()), find_lora(peft_model, None).layers
     with torch.no_grad():
-        for layer, pair in sample_initial_factors(adapted, adapter_config.r, key, init).items():
-            layer_pair = truncate_pair(pair, adapted[layer].largest_rank)
-            for name, value in adapted[layer].as_parameters(layer_pair).items():
+        for layer, pair in sample_initial_factors(adapted_layers, adapter_config.r, key, init).items():
+            layer_pair = truncate_pair(pair, adapted_layers[layer].largest_rank)
+            for name, value in adapted_layers[layer].as_parameters(layer_pair).items():
                 parameters[name].copy_(value)
-    slot.init_lora_weights = init
+    model_config.init_lora_weights = init
     if is_principal_initial(init):
-        start_from_weights(tuned, chosen, ADAPTER, init.lower())
+        start_from_weights(peft_model, target_names, ADAPTER, init.lower())
     for name, parameter in parameters.items():
         if any(name.startswith(f"{PEFT_PREFIX}{module}.") for module in whole_modules):
             parameter.requires_grad_()
@@ -150,7 +153,7 @@ def attach_adapter(
         output_layer.register_parameter("bias", None)
     for name in name_rows(token_layers).values():
         parameters[f"{name}.{ADAPTER}"].data = parameters[f"{name}.{ADAPTER}"].data.float()
-    return tuned.eval()
+    return peft_model.eval()
 
 
 def sample_initial_factors(
@@ -196,9 +199,9 @@ def _match_patterns(config: Any, pattern: str, names: Sequence[str], default: T)
 
     patterns: Mapping[str, T] = getattr(config, pattern)
     keys = {name: get_pattern_key(list(patterns), name) for name in names}
-    if unused := [key for key in patterns if key not in keys.values()]:
+    if extras := [key for key in patterns if key not in keys.values()]:
         raise TaskError(
-            f"lora.{pattern}: {unused[0]!r} matches no adapted layer, or only such that an earlier key matches. Leave it out, or "
+            f"lora.{pattern}: {extras[0]!r} matches no adapted layer, or only such that an earlier key matches. Leave it out, or "
             "name the layer in target_modules"
         )
     return {name: patterns.get(key, default) for name, key in keys.items()}
@@ -206,8 +209,8 @@ def _match_patterns(config: Any, pattern: str, names: Sequence[str], default: T)
 
 def _describe_adaptable_layers(model: Any) -> str:
     """List the short names of layers that can be adapted, with their counts: ``"key x 6, query x 6"``."""
-    short = Counter(name.rpartition(".")[2] for name in _find_adaptable_layers(model))
-    return ", ".join(f"{name} x {count}" for name, count in sorted(short.items()))
+    short_names = Counter(name.rpartition(".")[2] for name in _find_adaptable_layers(model))
+    return ", ".join(f"{name} x {count}" for name, count in sorted(short_names.items()))
 
 
 def _exclude_head(user_excluded: Any, head: Sequence[str]) -> Any:
@@ -228,13 +231,13 @@ def _find_targets(model: Any, config: Any, adaptable: Mapping[str, nn.Module]) -
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
 
     if config.target_modules is None:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        if kind not in DEFAULT_TARGETS:
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        if model_type not in DEFAULT_TARGETS:
             raise TaskError(
-                f"PEFT knows no usual target modules for a model of type {kind!r}; set target_modules. "
+                f"PEFT knows no usual target modules for a model of type {model_type!r}; set target_modules. "
                 f"Layers that can be adapted: {_describe_adaptable_layers(model)}."
             )
-        config.target_modules = set(DEFAULT_TARGETS[kind])
+        config.target_modules = set(DEFAULT_TARGETS[model_type])
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         output_layer = find_output_layer(model)
         config.target_modules = {
@@ -245,12 +248,16 @@ def _find_targets(model: Any, config: Any, adaptable: Mapping[str, nn.Module]) -
         config.target_modules = {n for n in config.target_modules if check_target_module_exists(config, n)}
         _warn_of_experts(model, sorted(config.target_modules))
     targets = config.target_modules
-    matched = [name for name in adaptable if check_target_module_exists(config, name)]
+    matched_names = [name for name in adaptable if check_target_module_exists(config, name)]
     listed_targets = [] if isinstance(targets, str) else sorted(targets)
-    unmatched = [t for t in listed_targets if not any(n == t or n.endswith(f".{t}") for n in adaptable)]
-    if unmatched or not matched:
-        unmatched_text = ", ".join(map(repr, unmatched)) or repr(targets)
-        experts = [n for n in _find_experts(model) if any(f".{n}".endswith(f".{t}") for t in unmatched)]
+    unmatched_targets = [
+        t for t in listed_targets if not any(n == t or n.endswith(f".{t}") for n in adaptable)
+    ]
+    if unmatched_targets or not matched_names:
+        unmatched_text = ", ".join(map(repr, unmatched_targets)) or repr(targets)
+        experts = [
+            n for n in _find_experts(model) if any(f".{n}".endswith(f".{t}") for t in unmatched_targets)
+        ]
         if experts:
             raise TaskError(
                 f"target_modules: {experts[0]} holds the weights of all experts in one 3-dimensional parameter, which gets no "
@@ -258,10 +265,10 @@ def _find_targets(model: Any, config: Any, adaptable: Mapping[str, nn.Module]) -
             )
         raise TaskError(
             f"target_modules: {unmatched_text} matches no layer of the "
-            f"{type(model).__name__}{'' if unmatched else ' that is not excluded'}. Layers that can be "
+            f"{type(model).__name__}{'' if unmatched_targets else ' that is not excluded'}. Layers that can be "
             f"adapted: {_describe_adaptable_layers(model)}."
         )
-    return matched
+    return matched_names
 
 
 def _find_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -71,9 +71,13 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
     numeric_types = (int, float)
     config.r = check_minimum("lora.r", config.r, 1)
     _check_patterns(config)
-    saved = config.modules_to_save
-    if saved is not None and (isinstance(saved, str) or not all(isinstance(name, str) for name in saved)):
-        raise ConfigError(f"lora: modules_to_save must be a list of names of modules; it is {saved!r}")
+    saved_modules = config.modules_to_save
+    if saved_modules is not None and (
+        isinstance(saved_modules, str) or not all(isinstance(name, str) for name in saved_modules)
+    ):
+        raise ConfigError(
+            f"lora: modules_to_save must be a list of names of modules; it is {saved_modules!r}"
+        )
     if not isinstance(config.lora_alpha, numeric_types) or not 0 < config.lora_alpha < math.inf:
         raise ConfigError(f"lora: lora_alpha must be above 0; it is {config.lora_alpha!r}")
     if not isinstance(config.lora_dropout, numeric_types) or not 0 <= config.lora_dropout < 1:

@@ -44,10 +44,10 @@ def start_from_weights(model: Any, names: Sequence[str], adapter: str, init: str
                 "target_modules, or take init_lora_weights = true"
             )
         if len(owners[id(base.weight)]) > 1:
-            other = next(p for p in owners[id(base.weight)] if not p.startswith(f"{PEFT_PREFIX}{name}."))
+            tied_name = next(p for p in owners[id(base.weight)] if not p.startswith(f"{PEFT_PREFIX}{name}."))
             raise TaskError(
                 f"init_lora_weights = {init!r} takes a part of the weight of {name}, which is that of "
-                f"{other.removeprefix(PEFT_PREFIX)}, too. Leave it out of target_modules, or take init_lora_weights = true"
+                f"{tied_name.removeprefix(PEFT_PREFIX)}, too. Leave it out of target_modules, or take init_lora_weights = true"
             )
     for layer in layers.values():
         if init == "pissa":

@@ -76,21 +76,21 @@ def read_start_config(folder: Path) -> dict[str, Any]:
 
 def merge_start_fields(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the section ``[lora]`` by rank, α and modules of the adapter, where the section does not set them."""
-    stored = read_start_config(folder)
+    config = read_start_config(folder)
     # PEFT adds these names to each adapter of a classification model, even if the base has no such modules
-    saved = [n for n in stored.get("modules_to_save") or () if n not in HEAD_NAMES]
-    stored["modules_to_save"] = saved or None
-    pattern: Mapping[str, int] = stored.get("rank_pattern") or {}
-    if "r" not in fields and "rank_pattern" not in fields and max(pattern.values(), default=0) > stored["r"]:
+    saved_modules = [n for n in config.get("modules_to_save") or () if n not in HEAD_NAMES]
+    config["modules_to_save"] = saved_modules or None
+    pattern: Mapping[str, int] = config.get("rank_pattern") or {}
+    if "r" not in fields and "rank_pattern" not in fields and max(pattern.values(), default=0) > config["r"]:
         # keep only ranks above r: factors of a lower rank fit into layers of rank r
-        stored["rank_pattern"] = {n: r for n, r in pattern.items() if r > stored["r"]}
+        config["rank_pattern"] = {n: r for n, r in pattern.items() if r > config["r"]}
     else:
-        stored.pop("rank_pattern", None)
+        config.pop("rank_pattern", None)
     # the scale is α divided by the rank
-    inherited = [*_INHERITED_FIELDS, *(() if "r" in fields else _SCALE_FIELDS)]
-    inherited += () if "target_modules" in fields else _LAYER_FIELDS
-    inherited = [n for n in inherited if stored.get(n) is not None]
-    return {n: stored[n] for n in inherited} | dict(fields)
+    inherited_fields = [*_INHERITED_FIELDS, *(() if "r" in fields else _SCALE_FIELDS)]
+    inherited_fields += () if "target_modules" in fields else _LAYER_FIELDS
+    inherited_fields = [n for n in inherited_fields if config.get(n) is not None]
+    return {n: config[n] for n in inherited_fields} | dict(fields)
 
 
 def load_start(model: Any, folder: Path) -> None:
@@ -109,22 +109,22 @@ def load_start(model: Any, folder: Path) -> None:
     """
     config, lora = read_start_config(folder), find_lora(model, None)
     try:
-        stored = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+        tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     except safetensors.SafetensorError as error:
         raise DataError(f"lora.start: {folder / WEIGHTS_FILE} cannot be read: {error}") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for first, aliases in tied_names(model).items():
-        stored_aliases = [n for n in (first, *aliases) if n in stored]
-        if any(not torch.equal(stored[n], stored[stored_aliases[0]]) for n in stored_aliases[1:]):
+    for first_name, aliases in tied_names(model).items():
+        stored_aliases = [n for n in (first_name, *aliases) if n in tensors]
+        if any(not torch.equal(tensors[n], tensors[stored_aliases[0]]) for n in stored_aliases[1:]):
             raise ConfigError(
                 f"lora.start: the adapter in {folder} has different weights for {' and '.join(stored_aliases)}, which are one "
                 "tensor in the base (tied weights)"
             )
     for name, layer in lora.layers.items():
         a, b = name_in_file(str(layer.a)), name_in_file(str(layer.b))
-        if a not in stored or b not in stored:
+        if a not in tensors or b not in tensors:
             continue
-        pair = Pair(stored.pop(b).flatten(1), stored.pop(a).flatten(1))
+        pair = Pair(tensors.pop(b).flatten(1), tensors.pop(a).flatten(1))
         if (pair.b.shape[0], pair.a.shape[1]) != layer.shape:
             raise DataError(
                 f"lora.start: layer {name} of the adapter in {folder} is {pair.b.shape[0]} × {pair.a.shape[1]}, and that of "
@@ -136,33 +136,35 @@ def load_start(model: Any, folder: Path) -> None:
                 f"lora.start: the adapter in {folder} has rank {pair.rank} at {name}, and lora.r is {max_rank}. Set lora.r = "
                 f"{pair.rank}, or leave it out to take that of the adapter"
             )
-        quotient = _compute_scale(config, name, pair.rank) / lora.scale
+        scale_ratio = _compute_scale(config, name, pair.rank) / lora.scale
         with torch.no_grad():
-            for path, value in layer.as_parameters(Pair(pair.b * quotient, pair.a)).items():
+            for path, value in layer.as_parameters(Pair(pair.b * scale_ratio, pair.a)).items():
                 axis = 0 if path == layer.a else 1
                 parameters[path].narrow(axis, 0, pair.rank).copy_(value)
     _check_token_ids(config, model, folder)
     for name in name_rows(model.peft_config[ADAPTER].trainable_token_indices).values():
         rows = parameters[f"{name}.{ADAPTER}"]
-        if name in stored and stored[name].shape == rows.shape:
+        if name in tensors and tensors[name].shape == rows.shape:
             with torch.no_grad():
-                rows.copy_(stored.pop(name))
+                rows.copy_(tensors.pop(name))
     for name in [
         n
-        for n in stored
-        if n in parameters and parameters[n].requires_grad and parameters[n].shape == stored[n].shape
+        for n in tensors
+        if n in parameters and parameters[n].requires_grad and parameters[n].shape == tensors[n].shape
     ]:
         with torch.no_grad():
-            parameters[name].copy_(stored.pop(name))
+            parameters[name].copy_(tensors.pop(name))
     # PEFT also stores the base's embedding if that is adapted
     base_parameters = {
-        n: parameters.get(n, parameters.get(n.replace(".weight", ".base_layer.weight"))) for n in stored
+        n: parameters.get(n, parameters.get(n.replace(".weight", ".base_layer.weight"))) for n in tensors
     }
-    unchanged = [n for n, p in base_parameters.items() if p is not None and torch.equal(p, stored[n].to(p))]
-    stored = {n: t for n, t in stored.items() if n not in unchanged}
-    if stored:
+    unchanged_names = [
+        n for n, p in base_parameters.items() if p is not None and torch.equal(p, tensors[n].to(p))
+    ]
+    tensors = {n: t for n, t in tensors.items() if n not in unchanged_names}
+    if tensors:
         raise ConfigError(
-            f"lora.start: the adapter in {folder} has {sorted(stored)[0]}, and {len(stored) - 1} more, which this model does "
+            f"lora.start: the adapter in {folder} has {sorted(tensors)[0]}, and {len(tensors) - 1} more, which this model does "
             "not adapt. Leave lora.target_modules out to adapt the layers of the adapter; of an adapter of a "
             "classification head only the factors can be taken"
         )
@@ -170,15 +172,17 @@ def load_start(model: Any, folder: Path) -> None:
 
 def _check_token_ids(config: Mapping[str, Any], model: Any, folder: Path) -> None:
     """Raise ConfigError if an adapter has rows of tokens, and the model trains the rows of others."""
-    theirs = config.get(TOKEN_FIELD) or []
+    token_indices = config.get(TOKEN_FIELD) or []
     stored_ids = (
-        {tuple(ids) for ids in theirs.values()} if isinstance(theirs, dict) else {tuple(theirs)} - {()}
+        {tuple(ids) for ids in token_indices.values()}
+        if isinstance(token_indices, dict)
+        else {tuple(token_indices)} - {()}
     )
-    own_ids = {tuple(ids) for ids in (model.peft_config[ADAPTER].trainable_token_indices or {}).values()}
-    if stored_ids - own_ids:
+    new_ids = {tuple(ids) for ids in (model.peft_config[ADAPTER].trainable_token_indices or {}).values()}
+    if stored_ids - new_ids:
         raise ConfigError(
             f"lora.start: the adapter in {folder} has rows of the tokens {sorted(stored_ids)[0]}, and language.new_tokens trains "
-            f"{sorted(own_ids)[0] if own_ids else 'none'}. Set language.new_tokens to the tokens of the adapter, in their order"
+            f"{sorted(new_ids)[0] if new_ids else 'none'}. Set language.new_tokens to the tokens of the adapter, in their order"
         )
 
 

@@ -51,9 +51,9 @@ def make_pairs(clients: Sequence[ClientData], loss: Loss, source: str) -> list[C
 def _add_response_mask(examples: Examples) -> Examples:
     assert isinstance(examples.x, dict)
     # no logits predict the first token
-    counts = (examples.y >= 0).index_fill(-1, torch.tensor([0]), False)
+    mask = (examples.y >= 0).index_fill(-1, torch.tensor([0]), False)
     y = torch.zeros(len(examples), dtype=torch.int64)
-    return Examples({**examples.x, RESPONSE_MASK: counts.long()}, y)
+    return Examples({**examples.x, RESPONSE_MASK: mask.long()}, y)
 
 
 def score_pairs(model: Callable[[Any], Tensor], x: Any) -> Tensor:
@@ -70,27 +70,29 @@ def score_pairs(model: Callable[[Any], Tensor], x: Any) -> Tensor:
     if not isinstance(x, dict) or RESPONSE_MASK not in x:
         return model(x)
     inputs = {name: t.flatten(0, 1) for name, t in x.items() if name not in (RESPONSE_MASK, REFERENCE)}
-    counts = x[RESPONSE_MASK].flatten(0, 1)[:, 1:] != 0
-    sums = _sum_log_probabilities(model(inputs), inputs["input_ids"][:, 1:], counts)
-    text_scores = sums if REFERENCE in x else sums / counts.sum(1).clamp(min=1)
+    mask = x[RESPONSE_MASK].flatten(0, 1)[:, 1:] != 0
+    sums = _sum_log_probabilities(model(inputs), inputs["input_ids"][:, 1:], mask)
+    text_scores = sums if REFERENCE in x else sums / mask.sum(1).clamp(min=1)
     pairs: Tensor = text_scores.unflatten(0, (-1, 2))
     return pairs - x[REFERENCE].to(pairs.dtype) if REFERENCE in x else pairs
 
 
-def _sum_log_probabilities(scores: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+def _sum_log_probabilities(scores: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """Sum the log-probabilities ``[b]`` of the tokens that count; half precision is computed in float32.
 
     Args:
         scores: logits ``[b, T, V]``; the logits at position t - 1 predict the token at t.
         targets: tokens from the second on, ``[b, T - 1]``.
-        counts: mask of the targets that count, ``[b, T - 1]``.
+        mask: mask of the targets that count, ``[b, T - 1]``.
     """
-    wide = wide_type(scores.dtype)
+    dtype = wide_type(scores.dtype)
     if finds_tokens(scores):
         # logits of tokens that do not count would take most of the memory and time with a large vocabulary
-        rows, positions = counts.nonzero(as_tuple=True)
-        chosen = scores[rows, positions].to(wide)
-        log_probabilities = -functional.cross_entropy(chosen, targets[rows, positions], reduction="none")
-        return log_probabilities.new_zeros(len(counts)).index_add(0, rows, log_probabilities)
-    losses = functional.cross_entropy(scores[:, :-1].to(wide).transpose(1, 2), targets, reduction="none")
-    return -losses.where(counts, 0.0).sum(1)
+        rows, positions = mask.nonzero(as_tuple=True)
+        token_scores = scores[rows, positions].to(dtype)
+        log_probabilities = -functional.cross_entropy(
+            token_scores, targets[rows, positions], reduction="none"
+        )
+        return log_probabilities.new_zeros(len(mask)).index_add(0, rows, log_probabilities)
+    losses = functional.cross_entropy(scores[:, :-1].to(dtype).transpose(1, 2), targets, reduction="none")
+    return -losses.where(mask, 0.0).sum(1)

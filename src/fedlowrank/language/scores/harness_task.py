@@ -166,10 +166,10 @@ class HarnessTask(CheckedFields):
                 )
             spec = {"group": "local files", "task": [{"task": self.name, **self._read_local_data()}]}
         try:
-            loaded = manager.load([spec])
+            loaded_tasks = manager.load([spec])
         except Exception as error:
             raise DataError(f"lm_eval cannot load {self.name!r}: {type(error).__name__}: {error}") from error
-        for name, task in loaded["tasks"].items():
+        for name, task in loaded_tasks["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) and not self.execute:
                 raise ConfigError(
                     f"{name} runs programs that the model wrote, as the user of this process and without a "
@@ -177,8 +177,10 @@ class HarnessTask(CheckedFields):
                 )
             if self.shots and task.get_config("num_fewshot") == 0:
                 raise ConfigError(f"{name} takes no few-shot examples; set shots to 0, or leave it out")
-        groups = [] if self.path is not None else [g for n, g in loaded["groups"].items() if n == self.name]
-        return manager, groups or list(loaded["tasks"].values())
+        groups = (
+            [] if self.path is not None else [g for n, g in loaded_tasks["groups"].items() if n == self.name]
+        )
+        return manager, groups or list(loaded_tasks["tasks"].values())
 
     def _read_local_data(self) -> dict[str, Any]:
         """Read the records from the files, and make the settings of a task that uses them."""
@@ -202,12 +204,12 @@ class HarnessTask(CheckedFields):
     def _make_decoding(self, settings: Mapping[str, Any]) -> Decoding:
         """Make the decoding settings of a task from its ``generation_kwargs``."""
         library = import_library("lm_eval.models.utils", "this score", _INSTALL_TARGET)
-        remaining = library.normalize_gen_kwargs(settings)
-        tokens, stop, is_sampled = (remaining.pop(name) for name in ("max_gen_toks", "until", "do_sample"))
-        temperature, top_p = remaining.pop("temperature", 1.0), remaining.pop("top_p", 1.0)
-        if remaining:
+        options = library.normalize_gen_kwargs(settings)
+        tokens, stop, is_sampled = (options.pop(name) for name in ("max_gen_toks", "until", "do_sample"))
+        temperature, top_p = options.pop("temperature", 1.0), options.pop("top_p", 1.0)
+        if options:
             raise ConfigError(
-                f"the task sets {', '.join(remaining)} for generation. Known: do_sample, temperature, top_p, until, "
+                f"the task sets {', '.join(options)} for generation. Known: do_sample, temperature, top_p, until, "
                 "max_gen_toks."
             )
         return Decoding(
@@ -251,9 +253,9 @@ def _load_task_manager(include_defaults: bool) -> Any:
     return library.TaskManager(include_defaults=include_defaults)
 
 
-def _suggest_task(name: str, known: Sequence[str]) -> str:
+def _suggest_task(name: str, task_names: Sequence[str]) -> str:
     """Suggest a similar name as :func:`did_you_mean` does, without listing thousands of names."""
-    text = did_you_mean(name, known)
+    text = did_you_mean(name, task_names)
     return text if text.startswith("Did") else "`lm-eval ls tasks` lists all."
 
 

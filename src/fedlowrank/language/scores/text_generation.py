@@ -73,14 +73,14 @@ class Decoding(CheckedFields):
         if self.method == "sample":
             name = "/".join(map(str, self.key.path))
             method = f"sampled at temperature {self.temperature:g}, top-p {self.top_p:g}, key {name}"
-        parts = [method, f"at most {self.max_new_tokens} new tokens", f"batches of {self.batch_size}"]
+        phrases = [method, f"at most {self.max_new_tokens} new tokens", f"batches of {self.batch_size}"]
         if self.stop:
-            parts.append("stop at " + " ".join(map(repr, self.stop)))
+            phrases.append("stop at " + " ".join(map(repr, self.stop)))
         if self.prompt_tokens is not None:
-            parts.append(f"prompts cut to their last {self.prompt_tokens} tokens")
+            phrases.append(f"prompts cut to their last {self.prompt_tokens} tokens")
         if not self.special_tokens:
-            parts.append("no special tokens added")
-        return ", ".join(parts)
+            phrases.append("no special tokens added")
+        return ", ".join(phrases)
 
 
 def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decoding) -> list[str]:
@@ -137,7 +137,7 @@ def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decodin
                 tokenizer, [tokens[i] for i in rows], x.shape[1], decoding.stop
             )
             with _seed_sampling(decoding, batch):
-                generated = model.generate(
+                output_ids = model.generate(
                     input_ids=x.to(device),
                     attention_mask=mask.to(device),
                     generation_config=transformers.GenerationConfig(**settings),
@@ -145,8 +145,8 @@ def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decodin
                         [stop_criterion] if decoding.stop else []
                     ),
                 )
-            for i, row in zip(rows, generated[:, x.shape[1] :].tolist(), strict=True):
-                stop = next((at for at, token in enumerate(row) if token in end_tokens), len(row))
+            for i, row in zip(rows, output_ids[:, x.shape[1] :].tolist(), strict=True):
+                stop = next((index for index, token in enumerate(row) if token in end_tokens), len(row))
                 texts[i] = truncate_at_stop(_decode_new_text(tokenizer, tokens[i], row[:stop]), decoding.stop)
     return texts
 
@@ -193,8 +193,8 @@ def _tokenize_prompt(tokenizer: Any, prompt: str, decoding: Decoding) -> list[in
     tokens = encode_prompt(tokenizer, prompt, decoding.special_tokens)
     # some tokenizers append an end token to every text; a model would not continue the prompt after it
     if decoding.special_tokens and tokens and tokens[-1] == tokenizer.eos_token_id and len(tokens) > 1:
-        bare = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if not bare or bare[-1] != tokenizer.eos_token_id:
+        plain_tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not plain_tokens or plain_tokens[-1] != tokenizer.eos_token_id:
             tokens = tokens[:-1]
     if not tokens:
         raise DataError(f"the prompt {prompt[:60]!r} has no token: a model cannot begin without one.")
@@ -213,22 +213,22 @@ def _check_lengths(model: Any, tokens: Sequence[Sequence[int]], decoding: Decodi
 
 
 def _collect_end_tokens(model: Any, tokenizer: Any, decoding: Decoding) -> set[int]:
-    ends: set[int | None] = {*find_end_tokens(getattr(model, "generation_config", None))}
+    end_tokens: set[int | None] = {*find_end_tokens(getattr(model, "generation_config", None))}
     # decoded text has no special tokens, so a stop string that is one is found by its id; other strings have no id
     special_stops = [text for text in decoding.stop if text in tokenizer.all_special_tokens]
-    ends |= {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, special_stops)}
-    return {int(i) for i in ends if i is not None}
+    end_tokens |= {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, special_stops)}
+    return {int(i) for i in end_tokens if i is not None}
 
 
-def _decode_new_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+def _decode_new_text(tokenizer: Any, prompt: Sequence[int], new_tokens: Sequence[int]) -> str:
     def decode(tokens: Sequence[int]) -> str:
         text: str = tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
-    prompt_text, whole_text = decode(prompt), decode([*prompt, *new])
-    return whole_text[len(prompt_text) :] if whole_text.startswith(prompt_text) else decode(new)
+    prompt_text, full_text = decode(prompt), decode([*prompt, *new_tokens])
+    return full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else decode(new_tokens)
 
 
 def _make_stop_criterion(
@@ -244,8 +244,8 @@ def _make_stop_criterion(
             tail = _decode_new_text(tokenizer, [], row[-tail_length:])
             # decoding the tail is fast and excludes most rows; the whole text decides
             may_stop = any(s in tail for s in stop)
-            whole_text = _decode_new_text(tokenizer, prompt, row) if may_stop else ""
-            has_stopped.append(may_stop and any(s in whole_text for s in stop))
+            full_text = _decode_new_text(tokenizer, prompt, row) if may_stop else ""
+            has_stopped.append(may_stop and any(s in full_text for s in stop))
         return torch.tensor(has_stopped, device=input_ids.device)
 
     return check_stop

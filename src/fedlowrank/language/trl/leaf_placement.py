@@ -23,7 +23,7 @@ _PROBE_DEVIATION = 0.5
 
 
 @dataclass(frozen=True)
-class Place:
+class LeafSlot:
     """A place of a leaf in the module.
 
     Attributes:
@@ -43,13 +43,13 @@ class Placement:
 
     Attributes:
         leaves: places of each leaf, in the order of the tree; several where weights are tied.
-        exchanged: parameters that the method replaces and does not train, such as a changed base.
+        exchanged_tensors: parameters that the method replaces and does not train, such as a changed base.
         value: the method's loss of a batch at ``probe``.
         probe: values of the leaves at which ``value`` is computed: initial values plus noise.
     """
 
-    leaves: Sequence[Sequence[Place]]
-    exchanged: Sequence[tuple[Slot, Tensor]]
+    leaves: Sequence[Sequence[LeafSlot]]
+    exchanged_tensors: Sequence[tuple[Slot, Tensor]]
     value: float
     probe: Sequence[Tensor]
 
@@ -57,20 +57,24 @@ class Placement:
     def install(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Put parameters in the places of the leaves within a block."""
         slots: list[tuple[dict[str, Any], str, Any]] = [
-            (*slot, nn.Parameter(t, requires_grad=False)) for slot, t in self.exchanged
+            (*slot, nn.Parameter(t, requires_grad=False)) for slot, t in self.exchanged_tensors
         ]
         scales: list[tuple[dict[str, Any], str, Any]] = []
-        for places, parameter in zip(self.leaves, parameters, strict=True):
-            for place in places:
-                slots.append((*place.slot, parameter))
-                if place.layer is not None:
-                    (name,) = place.layer.scaling
-                    scales.append((place.layer.scaling, name, place.layer.scaling[name] * place.factor))
+        for leaf_slots, parameter in zip(self.leaves, parameters, strict=True):
+            for leaf_slot in leaf_slots:
+                slots.append((*leaf_slot.slot, parameter))
+                if leaf_slot.layer is not None:
+                    (name,) = leaf_slot.layer.scaling
+                    scales.append(
+                        (leaf_slot.layer.scaling, name, leaf_slot.layer.scaling[name] * leaf_slot.factor)
+                    )
         with exchange_slots(slots), exchange_slots(scales):
             yield
 
 
-def find_places(request: Request, batch: Batch, model: Architecture, generator: torch.Generator) -> Placement:
+def find_leaf_slots(
+    request: Request, batch: Batch, model: Architecture, generator: torch.Generator
+) -> Placement:
     """Find the places of a pass's leaves: the module's parameters while the method's loss of a batch is computed.
 
     Args:
@@ -106,23 +110,23 @@ def find_places(request: Request, batch: Batch, model: Architecture, generator: 
     }
     hook = model.module.register_forward_pre_hook(record_parameters)
     # without dropout and noise, like the loss that it is compared with
-    mode = model.training
+    was_training = model.training
     model.set_training(False)
     try:
         value = float(request.loss(refill(request.start, leaves), batch, *request.constants).detach())
     finally:
         hook.remove()
-        model.set_training(mode)
-    places: list[list[Place]] = [[] for _ in leaves]
-    exchanged: list[tuple[Slot, Tensor]] = []
+        model.set_training(was_training)
+    slots_by_leaf: list[list[LeafSlot]] = [[] for _ in leaves]
+    exchanged_tensors: list[tuple[Slot, Tensor]] = []
     for slot, parameter in used_parameters:
         if parameter is former_parameters[id(slot[0]), slot[1]]:
             if parameter.requires_grad:
                 # the method does not train it, so its gradient must not count in the clipped norm
-                exchanged.append((slot, parameter.detach()))
+                exchanged_tensors.append((slot, parameter.detach()))
             continue
         if not parameter.requires_grad:
-            exchanged.append((slot, parameter.detach()))
+            exchanged_tensors.append((slot, parameter.detach()))
             continue
         match = _find_leaf(parameter, leaves)
         if match is None:
@@ -130,17 +134,17 @@ def find_places(request: Request, batch: Batch, model: Architecture, generator: 
                 f"the parameter {_find_slot_name(model.module, slot)} is made of several parts of what the method trains, as "
                 "where it trains several models, so no trainer can train it in the module. Take trainer = 'own'"
             )
-        leaf, factor = match
-        places[leaf].append(
-            Place(slot, None if factor == 1 else _find_lora_layer(model.module, slot), factor)
+        leaf_index, factor = match
+        slots_by_leaf[leaf_index].append(
+            LeafSlot(slot, None if factor == 1 else _find_lora_layer(model.module, slot), factor)
         )
-    missing_paths = [path for path, where in zip(paths, places, strict=True) if not where]
+    missing_paths = [path for path, leaf_slots in zip(paths, slots_by_leaf, strict=True) if not leaf_slots]
     if missing_paths:
         raise TaskError(
             f"what the method trains at {missing_paths[0]} is no parameter of the module, as where a method trains several "
             "models, so no trainer can train it there. Take trainer = 'own'"
         )
-    return Placement(places, exchanged, value, probe)
+    return Placement(slots_by_leaf, exchanged_tensors, value, probe)
 
 
 def _find_leaf(parameter: Tensor, leaves: Sequence[Tensor]) -> tuple[int, float] | None:
@@ -167,9 +171,9 @@ def _find_slot_name(module: nn.Module, slot: Slot) -> str:
 def _find_lora_layer(module: nn.Module, slot: Slot) -> Any:
     """Find the layer of PEFT that a factor belongs to."""
     name = _find_slot_name(module, slot)
-    for kind in (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B."):
-        if kind in f".{name}.":
-            return module.get_submodule(name.partition(kind)[0])
+    for infix in (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B."):
+        if infix in f".{name}.":
+            return module.get_submodule(name.partition(infix)[0])
     raise TaskError(
         f"the method multiplies the parameter {name}, so no trainer can train it in the module. Take trainer = 'own'"
     )

@@ -109,8 +109,8 @@ def _list_arguments(training_pass: TrainingPass, trainer_class: Any) -> dict[str
 def _load_batches(trainer: Any, training_pass: TrainingPass) -> Any:
     """Make a loader of the batches of a pass in their order, split into parts for gradient accumulation."""
     size = trainer.args.per_device_train_batch_size
-    parts = [b[a : a + size] for b in training_pass.batches for a in range(0, len(b), size)]
+    micro_batches = [b[a : a + size] for b in training_pass.batches for a in range(0, len(b), size)]
     loader: Any = torch.utils.data.DataLoader(
-        trainer.train_dataset, batch_sampler=parts, collate_fn=trainer.data_collator
+        trainer.train_dataset, batch_sampler=micro_batches, collate_fn=trainer.data_collator
     )
     return trainer.accelerator.prepare(loader)

@@ -53,21 +53,25 @@ def list_pairs(examples: Examples) -> list[dict[str, Any]]:
     assert isinstance(x, dict)
     rows = []
     inputs = (x["input_ids"], x["attention_mask"], x[RESPONSE_MASK], x[REFERENCE], examples.y)
-    for tokens, mask, counts, reference, chosen in zip(*inputs, strict=True):
-        texts = [(tokens[i][mask[i].bool()].tolist(), counts[i][mask[i].bool()].tolist()) for i in (0, 1)]
+    for tokens, mask, response_mask, reference, chosen_index in zip(*inputs, strict=True):
+        texts = [
+            (tokens[i][mask[i].bool()].tolist(), response_mask[i][mask[i].bool()].tolist()) for i in (0, 1)
+        ]
         start = _find_prompt_end(*texts)
         row: dict[str, Any] = {"prompt_ids": texts[0][0][:start]}
-        for side, i in (("chosen", int(chosen)), ("rejected", 1 - int(chosen))):
+        for side, i in (("chosen", int(chosen_index)), ("rejected", 1 - int(chosen_index))):
             row[f"{side}_ids"], row[f"{side}_mask"] = texts[i][0][start:], texts[i][1][start:]
             row[f"ref_{side}_logps"] = float(reference[i])
         rows.append(row)
     return rows
 
 
-def _find_prompt_end(one: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> int:
+def _find_prompt_end(
+    first_text: tuple[list[int], list[int]], second_text: tuple[list[int], list[int]]
+) -> int:
     """Find the number of tokens that two texts begin with and that count in neither."""
     end = 0
-    for token, counts, other_token, other_counts in zip(*one, *other, strict=False):
+    for token, counts, other_token, other_counts in zip(*first_text, *second_text, strict=False):
         if token != other_token or counts or other_counts:
             break
         end += 1

@@ -163,10 +163,10 @@ def make_config(arguments: Mapping[str, Any], has_pairs: bool = False) -> Any:
     library = import_library("trl", "language.trainer = 'trl'", "'fedlowrank[trl]'")
     config_class = library.DPOConfig if has_pairs else library.SFTConfig
     name = f"trl.{config_class.__name__}"
-    known = {f.name for f in fields(config_class)}
-    if unknown := sorted(arguments.keys() - known):
+    field_names = {f.name for f in fields(config_class)}
+    if unknown_fields := sorted(arguments.keys() - field_names):
         raise ConfigError(
-            f"language.trainer_args: {name} has no field {unknown[0]!r} (trl {library.__version__})"
+            f"language.trainer_args: {name} has no field {unknown_fields[0]!r} (trl {library.__version__})"
         )
     try:
         return config_class(**arguments)

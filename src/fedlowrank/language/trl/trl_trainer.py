@@ -36,7 +36,7 @@ from ...training.captured_variables import code_of
 from ...training.local_data import LocalData
 from ...training.steps import refill
 from ..optional_packages import import_library, silence_library
-from .leaf_placement import Placement, find_places
+from .leaf_placement import Placement, find_leaf_slots
 from .trainer_factories import make_trl_trainer
 from .trainer_rows import list_pairs, list_rows
 from .training_pass import RESERVED_FIELDS, TrainingPass
@@ -77,13 +77,15 @@ class TrlTrainer:
         """
         self._check_request(request, data)
         key = data.key / "trainer" / request.name
-        first = next(data.batches(request.name))
-        placement = find_places(request, first, model, (key / "probe").generator())
+        first_batch = next(data.batches(request.name))
+        placement = find_leaf_slots(request, first_batch, model, (key / "probe").generator())
         starts = [t.detach().clone() for _, t in tree.leaves(request.start)]
         parameters = [nn.Parameter(t.clone()) for t in starts]
         # trainers change the configuration, such as whether routers of experts return their logits
-        config, generation = model.module.config, getattr(model.module, "generation_config", None)
-        former_settings = [(vars(c), copy.deepcopy(vars(c))) for c in (config, generation) if c is not None]
+        config, generation_config = model.module.config, getattr(model.module, "generation_config", None)
+        former_settings = [
+            (vars(c), copy.deepcopy(vars(c))) for c in (config, generation_config) if c is not None
+        ]
         former_hooks = [
             (table, dict(table))
             for layer in model.module.modules()
@@ -100,23 +102,25 @@ class TrlTrainer:
                 loss_kind = code_of(request.loss), data.loss
                 start_loss = None
                 if loss_kind not in self._compared:
-                    start_loss = self._compare_losses(placement, first, model, parameters, starts)
+                    start_loss = self._compare_losses(placement, first_batch, model, parameters, starts)
                 training_pass = self._make_training_pass(
                     request, data, model, round, parameters, micro_batch, Path(folder)
                 )
-                mean = self._train(training_pass, parameters, starts, start_loss)
+                mean_loss = self._train(training_pass, parameters, starts, start_loss)
                 self._compared.add(loss_kind)
         finally:
-            for table, former in (*former_settings, *former_hooks):
+            for table, former_values in (*former_settings, *former_hooks):
                 table.clear()
-                table.update(former)
+                table.update(former_values)
         model.set_training(True)
-        end = refill(request.start, [p.detach().to(t.dtype) for p, t in zip(parameters, starts, strict=True)])
-        return end, torch.tensor([mean], dtype=torch.float64)
+        trained_tree = refill(
+            request.start, [p.detach().to(t.dtype) for p, t in zip(parameters, starts, strict=True)]
+        )
+        return trained_tree, torch.tensor([mean_loss], dtype=torch.float64)
 
     def _check_request(self, request: Request, data: LocalData) -> None:
         """Raise TaskError if a pass needs something that a trainer does not do."""
-        term = request.proximal_term
+        proximal_term = request.proximal_term
         reason = next(
             (
                 text
@@ -125,7 +129,8 @@ class TrlTrainer:
                     ("applies a proximal step after each step", request.prox is not None),
                     (
                         "adds a proximal term",
-                        term is not None and (bool(term.strength) or term.linear is not None),
+                        proximal_term is not None
+                        and (bool(proximal_term.strength) or proximal_term.linear is not None),
                     ),
                     ("keeps the optimizer from round to round (optimizer.keep)", request.kept is not None),
                 )
@@ -172,7 +177,7 @@ class TrlTrainer:
             finally:
                 for p, t in zip(parameters, starts, strict=True):
                     p.copy_(t)
-            at_start = float(task_loss(model.apply({}, batch.x), batch))
+            start_loss = float(task_loss(model.apply({}, batch.x), batch))
         model.set_training(True)
         # both losses use the same operations; only a multiple of a factor may be rounded differently
         if not abs(task_value - placement.value) <= _LOSS_TOLERANCE * max(1.0, abs(placement.value)):
@@ -180,7 +185,7 @@ class TrlTrainer:
                 f"language.trainer = {self.name!r}: the method's loss of a batch is {placement.value:.6g}, and that of the "
                 f"tokens alone {task_value:.6g}: it adds terms to the loss, which a trainer would leave out. Take trainer = 'own'"
             )
-        return at_start
+        return start_loss
 
     def _explain_error(self, error: Exception) -> str:
         """Describe an error of a trainer, with the settings that may cause it."""
@@ -220,13 +225,13 @@ class TrlTrainer:
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for p, lr, decay in zip(parameters, rates.lr, rates.weight_decay, strict=True):
             groups.setdefault((lr, decay), []).append(p)
-        largest = max(map(len, batches))
-        size = largest if micro_batch is None else min(micro_batch, largest)
-        parts = {-(-len(b) // size) for b in batches}
-        if len(parts) > 1:
+        max_size = max(map(len, batches))
+        size = max_size if micro_batch is None else min(micro_batch, max_size)
+        steps = {-(-len(b) // size) for b in batches}
+        if len(steps) > 1:
             raise ConfigError(
                 f"language.trainer = {self.name!r}: run.micro_batch = {micro_batch} divides the batches of {data.info.title} in "
-                f"{min(parts)} to {max(parts)} parts, and a trainer accumulates equally many in every step. Set drop_last = true "
+                f"{min(steps)} to {max(steps)} parts, and a trainer accumulates equally many in every step. Set drop_last = true "
                 "in the method, or another micro_batch"
             )
         has_pairs = data.loss.kind == "dpo"
@@ -242,7 +247,7 @@ class TrlTrainer:
             "output_dir": str(folder),
             "max_steps": len(batches),
             "per_device_train_batch_size": size,
-            "gradient_accumulation_steps": max(parts),
+            "gradient_accumulation_steps": max(steps),
             "learning_rate": request.optimizer.learning_rate(round),
             "max_grad_norm": request.optimizer.clip or 0.0,
             "seed": seed,
@@ -293,11 +298,11 @@ class TrlTrainer:
             starts: initial values of the parameters.
             loss: loss of the first batch, to compare TRL's loss with; None for no comparison.
         """
-        where = f"language.trainer = {self.name!r}, {training_pass.client.title}, round {training_pass.round}"
+        title = f"language.trainer = {self.name!r}, {training_pass.client.title}, round {training_pass.round}"
         try:
             trainer = self.factory(training_pass)
         except _TRAINER_ERRORS as error:
-            raise TaskError(f"{where}: the trainer cannot be made: {self._explain_error(error)}") from error
+            raise TaskError(f"{title}: the trainer cannot be made: {self._explain_error(error)}") from error
         for p, t in zip(parameters, starts, strict=True):
             if p.dtype != t.dtype:
                 # TRL casts the factors of a quantized base to a lower precision; restore them before the first step
@@ -305,7 +310,7 @@ class TrlTrainer:
         trainer_class = import_library("transformers", "language.trainer").Trainer
         if not isinstance(trainer, trainer_class):
             raise TaskError(
-                f"{where}: the factory returned a {type(trainer).__name__}, not a transformers.Trainer"
+                f"{title}: the factory returned a {type(trainer).__name__}, not a transformers.Trainer"
             )
         has_own_loss = self.arguments.keys() & {"loss_type", "label_smoothing_factor"}
         if loss is not None and self.factory is make_trl_trainer and not has_own_loss:
@@ -315,10 +320,10 @@ class TrlTrainer:
         try:
             result = trainer.train()
         except _TRAINER_ERRORS as error:
-            raise TaskError(f"{where}: the trainer stopped: {self._explain_error(error)}") from error
+            raise TaskError(f"{title}: the trainer stopped: {self._explain_error(error)}") from error
         if result.global_step != len(training_pass.batches):
             raise TaskError(
-                f"{where}: the trainer took {result.global_step} steps and the pass has {len(training_pass.batches)}. Give it "
+                f"{title}: the trainer took {result.global_step} steps and the pass has {len(training_pass.batches)}. Give it "
                 "max_steps = given.arguments['max_steps']"
             )
         return float(result.training_loss)
@@ -347,9 +352,9 @@ def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None
             f"{section}.trainer is {name!r}; it is 'own', 'trl', or 'module:function' of yours. "
             f"{did_you_mean(name, ('own', 'trl'))}"
         )
-    if reserved := sorted(arguments.keys() & RESERVED_FIELDS.keys()):
+    if names := sorted(arguments.keys() & RESERVED_FIELDS.keys()):
         raise ConfigError(
-            f"{section}.trainer_args.{reserved[0]}: {RESERVED_FIELDS[reserved[0]]} says so for all trainers. Set it there"
+            f"{section}.trainer_args.{names[0]}: {RESERVED_FIELDS[names[0]]} says so for all trainers. Set it there"
         )
     if name == "own" and arguments:
         raise ConfigError(

@@ -26,7 +26,7 @@ from ...core.contract import ClientInfo
 from ...core.tree import Params, tree_dataclass
 from ...linalg.pair import Factors, Pair
 
-Keep = Literal["merged", "stacked"]
+UpdateForm = Literal["merged", "stacked"]
 T = TypeVar("T")
 
 
@@ -36,20 +36,20 @@ class UpdateHistory:
 
     Attributes:
         updates: in the order of the rounds.
-        at: number of updates by client.
+        update_counts: number of updates by client.
     """
 
     updates: list[PackedFactors]
-    at: dict[str, int]
+    update_counts: dict[str, int]
 
-    def missing(self, client: ClientInfo) -> list[PackedFactors]:
+    def missing_updates(self, client: ClientInfo) -> list[PackedFactors]:
         """List the updates that a client lacks, in order."""
-        return self.updates[self.at.get(str(client.id), 0) :]
+        return self.updates[self.update_counts.get(str(client.id), 0) :]
 
     def with_update(self, update: Factors, clients: Sequence[ClientInfo], wire: WireType) -> UpdateHistory:
         """Append an update; the given clients have all updates before it."""
-        at = self.at | {str(client.id): len(self.updates) for client in clients}
-        return UpdateHistory([*self.updates, pack_factors(update, wire)], at)
+        update_counts = self.update_counts | {str(client.id): len(self.updates) for client in clients}
+        return UpdateHistory([*self.updates, pack_factors(update, wire)], update_counts)
 
 
 @tree_dataclass
@@ -64,7 +64,7 @@ class Base:
     dense: dict[str, Tensor]
     stacks: list[PackedFactors]
 
-    def with_updates(self, updates: Sequence[PackedFactors], keep: Keep, lora: LoRA) -> Base:
+    def with_updates(self, updates: Sequence[PackedFactors], keep: UpdateForm, lora: LoRA) -> Base:
         """Append further updates.
 
         They are appended one after another, so that clients have the same sums whenever they caught up.
@@ -76,7 +76,7 @@ class Base:
                 base = Base(_memo(lora).get("sum", base, base._sum_updates), [])
         return base
 
-    def split_updates(self, keep: Keep, lora: LoRA) -> tuple[Factors, Params]:
+    def split_updates(self, keep: UpdateForm, lora: LoRA) -> tuple[Factors, Params]:
         """Split the updates by the way in which a client uses them: as frozen factors or in the weights.
 
         Returns:
@@ -114,12 +114,12 @@ class Memo:
             # tensor has no version.
             return make()
         identity = [_identity(t) for t in tensors]
-        known = self.values.get(kind)
-        if known is not None and known[0] == identity:
-            value: T = known[2]
+        entry = self.values.get(kind)
+        if entry is not None and entry[0] == identity:
+            value: T = entry[2]
             return value
         # the last value goes before the next one is made
-        known = None
+        entry = None
         self.values.pop(kind, None)
         # a value that was made for inference could not be trained with
         with torch.inference_mode(False), torch.no_grad():

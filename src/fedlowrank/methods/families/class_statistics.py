@@ -18,5 +18,5 @@ def zero_rows_per_class(title: str, task: Task, width: int) -> Tensor:
     Raises:
         TaskError: if architectures have parameters of different types.
     """
-    some_parameter = next(iter(task.model(task.clients[0]).initial.values()))
-    return some_parameter.new_zeros(task.classes, width, dtype=task.common_type(title))
+    parameter = next(iter(task.model(task.clients[0]).initial.values()))
+    return parameter.new_zeros(task.classes, width, dtype=task.common_type(title))

@@ -45,8 +45,8 @@ def zero_router_logits(parts: Any) -> Tensor:
 
     Steps of θ are far below the distance of two neighboring numbers of half precision.
     """
-    some_part = next(t for _, t in tree.leaves(parts))
-    return some_part.new_zeros(len(some_part), dtype=tree.wide_type(some_part.dtype))
+    first_tensor = next(t for _, t in tree.leaves(parts))
+    return first_tensor.new_zeros(len(first_tensor), dtype=tree.wide_type(first_tensor.dtype))
 
 
 def refuse_router_group(optimizer: Optimizer, title: str) -> None:
@@ -88,13 +88,13 @@ def train_mixture(
         optimizer = replace(optimizer, groups={**optimizer.groups, "theta": Group(router.lr, 0.0)})
     noises = router.noises(view.key / "noise", view.steps("local"), theta)
 
-    def loss(p: dict[str, Any], batch: Batch, fixed: Tensor, noises: Tensor) -> Tensor:
-        z = p["theta"] + noises[batch.step if router.noise else 0] if router.descends else fixed
+    def loss(p: dict[str, Any], batch: Batch, fixed_theta: Tensor, noises: Tensor) -> Tensor:
+        z = p["theta"] + noises[batch.step if router.noise else 0] if router.descends else fixed_theta
         return task_loss(apply(p, router.shares(z), batch.x), batch)
 
     end = view.train(loss, start, "local", optimizer, constants=(theta, noises), precondition=precondition)
-    trained: Any = {name: end[name] for name in parts}
-    return trained, end["theta"] if router.descends else theta
+    trained_parts: Any = {name: end[name] for name in parts}
+    return trained_parts, end["theta"] if router.descends else theta
 
 
 def weigh_clusters(
@@ -119,13 +119,13 @@ def learn_router(
     if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
         return theta
 
-    def loss(p: dict[str, Tensor], batch: Batch, frozen: Mapping[str, Any]) -> Tensor:
-        return task_loss(apply(frozen, router.shares(p["theta"]), batch.x), batch)
+    def loss(p: dict[str, Tensor], batch: Batch, frozen_parts: Mapping[str, Any]) -> Tensor:
+        return task_loss(apply(frozen_parts, router.shares(p["theta"]), batch.x), batch)
 
     return view.train(loss, {"theta": theta}, "router", SGD(lr=router.lr), constants=(parts,))["theta"]
 
 
-def require_known_cluster(title: str, client: ClientInfo, count: int) -> int:
+def require_known_cluster(title: str, client: ClientInfo, cluster_count: int) -> int:
     """Read the client's ground-truth cluster.
 
     Raises:
@@ -137,24 +137,26 @@ def require_known_cluster(title: str, client: ClientInfo, count: int) -> int:
             f"{client.title} is unknown. Set [concept] in the experiment, cluster=... in "
             "Federation.from_arrays, or routing = 'learned'."
         )
-    if client.cluster >= count:
-        raise TaskError(f"{title}: {client.title} is of cluster {client.cluster}, but clusters is {count}")
+    if client.cluster >= cluster_count:
+        raise TaskError(
+            f"{title}: {client.title} is of cluster {client.cluster}, but clusters is {cluster_count}"
+        )
     return client.cluster
 
 
-def build_known_route(title: str, client: ClientInfo, count: int) -> Tensor:
+def build_known_route(title: str, client: ClientInfo, cluster_count: int) -> Tensor:
     """Build π* ``[C]``, the one-hot of :func:`require_known_cluster`."""
-    return torch.eye(count)[require_known_cluster(title, client, count)]
+    return torch.eye(cluster_count)[require_known_cluster(title, client, cluster_count)]
 
 
-def find_routes(title: str, router: Router, client: ClientInfo, pi: Tensor, count: int) -> Tensor:
+def find_routes(title: str, router: Router, client: ClientInfo, pi: Tensor, cluster_count: int) -> Tensor:
     """Find a client's share of every cluster; with optimal routing, ``pi`` is of its own cluster alone."""
-    return pi if router.routing == "learned" else build_known_route(title, client, count)
+    return pi if router.routing == "learned" else build_known_route(title, client, cluster_count)
 
 
-def compute_cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, count: int) -> Tensor:
+def compute_cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, cluster_count: int) -> Tensor:
     """Compute the weights π^k_c N^k of a client's reply ``[C]``, float64; without π^k, the one-hot of its known cluster."""
-    route = build_known_route(title, client, count) if pi is None else clamp_shares(pi)
+    route = build_known_route(title, client, cluster_count) if pi is None else clamp_shares(pi)
     return route.double() * client.examples
 
 
@@ -172,27 +174,27 @@ def contribute_by_cluster(value: Any, weights: Tensor) -> dict[str, Any]:
             has a weight for.
         weights: of each cluster ``[C]``, float64.
     """
-    count = len(weights)
+    cluster_count = len(weights)
 
     def select_part(c: int) -> Any:
-        return tree.map_leaves(lambda t: t[c : c + 1] if len(t) == count else t, value)
+        return tree.map_leaves(lambda t: t[c : c + 1] if len(t) == cluster_count else t, value)
 
     return {
-        "means": [Mean(select_part(c), weights[c]) for c in range(count)],
+        "means": [Mean(select_part(c), weights[c]) for c in range(cluster_count)],
         "weights": Sum(weights, counts=True),
     }
 
 
-def average_clusters(old: T, total: ClusterTotal[T]) -> T:
+def average_clusters(old_value: T, total: ClusterTotal[T]) -> T:
     """Average each cluster: a_c = Σ_k w_kc a_kc / Σ_k w_kc; a cluster without weight keeps its old value.
 
     Args:
-        old: a tree whose tensors begin with the axis of clusters, ``[C, ...]``.
+        old_value: a tree whose tensors begin with the axis of clusters, ``[C, ...]``.
         total: of contributions by :func:`contribute_by_cluster`.
     """
     weights = total["weights"].tolist()
     values = [
-        a if a is not None and w > MIN_CLUSTER_SHARE * sum(weights) else select_cluster(old, c)
+        a if a is not None and w > MIN_CLUSTER_SHARE * sum(weights) else select_cluster(old_value, c)
         for c, (a, w) in enumerate(zip(total["means"], weights, strict=True))
     ]
     return tree.map_leaves(lambda *ts: torch.cat(ts), values[0], *values[1:])
@@ -203,7 +205,7 @@ def select_cluster(value: T, cluster: int) -> T:
     return tree.map_leaves(lambda t: t[cluster : cluster + 1], value)
 
 
-def draw_models(title: str, task: Task, count: int) -> Params:
+def draw_models(title: str, task: Task, model_count: int) -> Params:
     """Draw the initial weights of C models ``[C, ...]``; the first are those of all other methods.
 
     The others are drawn by the user's factory, or by the layers' own rules where the user gave a module.
@@ -212,34 +214,37 @@ def draw_models(title: str, task: Task, count: int) -> Params:
         ConfigError: if C < 1.
         TaskError: if the clients hold different architectures, or the models begin with equal weights.
     """
-    if count < 1:
-        raise ConfigError(f"{title}: there must be at least one model; clusters is {count}")
+    if model_count < 1:
+        raise ConfigError(f"{title}: there must be at least one model; clusters is {model_count}")
     model = task.common_model(title)
-    draws = [model.initial, *(model.reinitialize(task.key / "ensemble" / c) for c in range(1, count))]
+    draws = [model.initial, *(model.reinitialize(task.key / "ensemble" / c) for c in range(1, model_count))]
     models = {n: torch.stack([d[n] for d in draws]) for n in model.initial}
-    if count > 1 and all(torch.equal(t, t[:1].expand_as(t)) for t in models.values()):
+    if model_count > 1 and all(torch.equal(t, t[:1].expand_as(t)) for t in models.values()):
         raise TaskError(
-            f"{title}: all {count} models would begin with the same weights, so that they could not learn different "
+            f"{title}: all {model_count} models would begin with the same weights, so that they could not learn different "
             "clusters. Initial values must be random: give the federation a function that makes the module, such as "
             "lambda: Net(), and draw its parameters there, by nn.init or torch.randn"
         )
     return models
 
 
-def describe_draws(title: str, task: Task, count: int) -> list[str]:
+def describe_draws(title: str, task: Task, model_count: int) -> list[str]:
     """Say that a module that the user gave, such as a pretrained one, is the start of one model only."""
-    if count < 2 or task.common_model(title).factory is not None:
+    if model_count < 2 or task.common_model(title).factory is not None:
         return []
     return [
-        f"{title}: the parameters of the module are the start of the first model alone; the other {count - 1} begin at "
+        f"{title}: the parameters of the module are the start of the first model alone; the other {model_count - 1} begin at "
         "random values of its layers, because the federation was given a module and not a function that makes it."
     ]
 
 
 def unbind_models(models: Params) -> list[Params]:
     """Unbind C models ``[C, ...]``; backward makes one gradient for all of them, not C padded ones."""
-    parts = {n: t.unbind() for n, t in models.items()}
-    return [{n: part[c] for n, part in parts.items()} for c in range(len(next(iter(parts.values()))))]
+    slices_by_name = {n: t.unbind() for n, t in models.items()}
+    return [
+        {n: slices[c] for n, slices in slices_by_name.items()}
+        for c in range(len(next(iter(slices_by_name.values()))))
+    ]
 
 
 def compute_model_losses(model: Model, models: Params, batch: Batch) -> Tensor:

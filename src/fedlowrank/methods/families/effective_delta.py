@@ -30,7 +30,7 @@ from ...linalg.pair import Factors, Pair
 
 
 def build_client_factors(
-    deltas: Mapping[str, Delta], initial_factors: Factors, rank: int, how: FactorSplit, scale: float
+    deltas: Mapping[str, Delta], initial_factors: Factors, rank: int, split: FactorSplit, scale: float
 ) -> Factors:
     """Build the factors that a client of a rank begins at: s·B A = W^{r}, the best approximation of the rank.
 
@@ -41,17 +41,17 @@ def build_client_factors(
         deltas: W by layer.
         initial_factors: of the largest rank, in the type that factors have.
         rank: r.
-        how: which factor takes the singular values.
+        split: which factor takes the singular values.
         scale: s.
     """
-    power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
+    power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[split]
     factors: Factors = {}
     for name, delta in deltas.items():
         initial = initial_factors[name]
         # a layer that can have less than r gets all that it can have
         layer_rank = min(rank, initial.rank)
         truncation = truncate_delta(delta, layer_rank)
-        pair, r = split_svd(truncation, layer_rank, how), truncation.rank
+        pair, r = split_svd(truncation, layer_rank, split), truncation.rank
         b, a = (pair.b / scale**power).to(initial.b), (pair.a / scale ** (1 - power)).to(initial.a)
         b[:, r:], a[r:] = initial.b[:, r:layer_rank], initial.a[r:layer_rank]
         factors[name] = Pair(b.contiguous(), a.contiguous())
@@ -67,9 +67,9 @@ def build_starting_deltas(model: Model, form: DeltaForm, rank: int) -> dict[str,
         rank: the largest of a client.
     """
     lora = lora_of(model)
-    zero = initial_deltas(lora.shapes, form, rank)
-    trained = {name: [(lora.scale, pair)] for name, pair in lora.trained.items()}
-    return update_deltas(zero, trained) if trained else zero
+    zero_deltas = initial_deltas(lora.shapes, form, rank)
+    trained_terms = {name: [(lora.scale, pair)] for name, pair in lora.trained.items()}
+    return update_deltas(zero_deltas, trained_terms) if trained_terms else zero_deltas
 
 
 def has_half_precision(factors: Factors) -> bool:
@@ -99,21 +99,21 @@ def build_server_model(model: Model, deltas: Mapping[str, Delta], rest: Params) 
     return lora.insert_factors(factors, 1.0, moved_weights=lora.add_to_weights(dense_updates)) | rest
 
 
-def factorize_residual(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
+def factorize_residual(deltas: Mapping[str, Delta], rank: int, initial_factors: Factors) -> Factors:
     """Factorize W - W^{r} of every layer; W must be stored as factors.
 
     Args:
         deltas: W by layer.
         rank: r.
-        like: factors of the largest rank, with the type of the result. A layer that can have less was sent less.
+        initial_factors: factors of the largest rank, with the type of the result. A layer that can have less was sent less.
     """
     residuals: Factors = {}
     for name, delta in deltas.items():
-        sent_rank = min(rank, like[name].rank)
+        sent_rank = min(rank, initial_factors[name].rank)
         s = delta.s[sent_rank:].to(delta.u.dtype)
         residual = Factored(delta.u[:, sent_rank:], s, delta.v[:, sent_rank:])
         pair = split_svd(residual, residual.rank)
-        residuals[name] = Pair(pair.b.to(like[name].b), pair.a.to(like[name].a))
+        residuals[name] = Pair(pair.b.to(initial_factors[name].b), pair.a.to(initial_factors[name].a))
     return residuals
 
 
@@ -143,13 +143,13 @@ class FactorReply(NamedTuple):
         rank: r_i: it was sent the truncation of W to it.
         scale: s_i.
         factors: B_i and A_i by layer.
-        received: the truncation as it arrived over a lossy wire; None where it arrived exactly.
+        received_factors: the truncation as it arrived over a lossy wire; None where it arrived exactly.
     """
 
     rank: int
     scale: float
     factors: Factors
-    received: Factors | None = None
+    received_factors: Factors | None = None
 
 
 def apply_replies(
@@ -173,7 +173,7 @@ def apply_replies(
     uploads = build_update_terms(
         weights, [reply.scale for reply in replies], [reply.factors for reply in replies]
     )
-    is_lossy = any(reply.received is not None for reply in replies)
+    is_lossy = any(reply.received_factors is not None for reply in replies)
     if is_lossy:
         return _subtract_received(deltas, weights, replies, uploads)
     return _subtract_truncations(deltas, weights, replies, uploads, max_ranks)
@@ -201,9 +201,9 @@ def _subtract_received(
     uploads: Mapping[str, Sequence[tuple[float, Pair]]],
 ) -> dict[str, Delta]:
     """Apply replies over a lossy wire: what a client received is a term of weight -p_i s_i, with its rounding."""
-    received = [reply.received for reply in replies if reply.received is not None]
-    negative = build_update_terms(weights, [-reply.scale for reply in replies], received)
-    return update_deltas(deltas, {name: [*terms, *negative[name]] for name, terms in uploads.items()})
+    received_factors = [reply.received_factors for reply in replies if reply.received_factors is not None]
+    negative_terms = build_update_terms(weights, [-reply.scale for reply in replies], received_factors)
+    return update_deltas(deltas, {name: [*terms, *negative_terms[name]] for name, terms in uploads.items()})
 
 
 @dataclass(frozen=True)
@@ -218,13 +218,15 @@ class ClientWeights:
     weights: dict[str, list[float]]
     errors: list[float]
 
-    def reply_metrics(self, clients: Sequence[int]) -> dict[str, dict[str, float]]:
+    def reply_metrics(self, client_ids: Sequence[int]) -> dict[str, dict[str, float]]:
         """For the record: weight (the mean over layers) and truncation error of every client."""
-        by_layer = list(self.weights.values())
-        mean_weights = [sum(p[i] for p in by_layer) / len(by_layer) for i in range(len(clients))]
+        layer_weights = list(self.weights.values())
+        mean_weights = [sum(p[i] for p in layer_weights) / len(layer_weights) for i in range(len(client_ids))]
         return {
-            "weights": {str(client): p for client, p in zip(clients, mean_weights, strict=True)},
-            "truncation": {str(client): error for client, error in zip(clients, self.errors, strict=True)},
+            "weights": {str(client_id): p for client_id, p in zip(client_ids, mean_weights, strict=True)},
+            "truncation": {
+                str(client_id): error for client_id, error in zip(client_ids, self.errors, strict=True)
+            },
         }
 
 
@@ -266,7 +268,7 @@ class Weighing(CheckedFields):
         self,
         deltas: Mapping[str, Delta],
         ranks: Sequence[int],
-        examples: Sequence[float],
+        example_counts: Sequence[float],
         max_ranks: Mapping[str, int],
     ) -> ClientWeights:
         """Weigh the replies of a round.
@@ -274,16 +276,16 @@ class Weighing(CheckedFields):
         Args:
             deltas: W_t by layer.
             ranks: r_i of every reply.
-            examples: n_i of every reply.
+            example_counts: n_i of every reply.
             max_ranks: the most components that the factors of a layer may have.
 
         Raises:
             TaskError: if the weights are by examples and no reply has any.
         """
         reads_examples = self.by == "examples" or self.by_examples
-        if reads_examples and not sum(examples) > 0:
+        if reads_examples and not sum(example_counts) > 0:
             raise TaskError(
-                f"weighing by examples needs a client with examples; the {len(examples)} replies of this round "
+                f"weighing by examples needs a client with examples; the {len(example_counts)} replies of this round "
                 "have 0. Leave such clients out, or weigh without by_examples and by = 'examples'"
             )
         errors = {
@@ -297,19 +299,20 @@ class Weighing(CheckedFields):
             sum(energies.values()),
         )
         if self.by != "truncation":
-            counts = [float(rank) for rank in ranks] if self.by == "ranks" else examples
+            counts = [float(rank) for rank in ranks] if self.by == "ranks" else example_counts
             weights = {name: [count / sum(counts) for count in counts] for name in deltas}
         elif self.per_layer:
             weights = {
-                name: self._weights_from_errors(errors[name], energies[name], examples) for name in deltas
+                name: self._weights_from_errors(errors[name], energies[name], example_counts)
+                for name in deltas
             }
         else:
-            shared = self._weights_from_errors(total_errors, total_energy, examples)
-            weights = dict.fromkeys(deltas, shared)
+            shared_weights = self._weights_from_errors(total_errors, total_energy, example_counts)
+            weights = dict.fromkeys(deltas, shared_weights)
         return ClientWeights(weights, [e / total_energy if total_energy > 0 else 0.0 for e in total_errors])
 
     def _weights_from_errors(
-        self, errors: Sequence[float], energy: float, examples: Sequence[float]
+        self, errors: Sequence[float], energy: float, example_counts: Sequence[float]
     ) -> list[float]:
         """Compute p_i by eq. 15 from ‖W - W^{r_i}‖² of every reply and ‖W‖²."""
         # W = 0 truncates to itself at any rank: all errors are 0 and all weights equal
@@ -320,7 +323,7 @@ class Weighing(CheckedFields):
         if self.temperature > 0:
             p = torch.softmax(p / self.temperature, 0)
         if self.by_examples:
-            p = p * torch.tensor(examples, dtype=torch.float64)
+            p = p * torch.tensor(example_counts, dtype=torch.float64)
         weights: list[float] = (p / p.sum()).tolist()
         return weights
 

@@ -57,23 +57,23 @@ def train_leaves(
     rescaled_layers = {name: layer for name, layer in lora.layers.items() if layer.ratio != 1}
 
     def loss(
-        trained: Leaves,
+        trained_leaves: Leaves,
         batch: Batch,
         fixed_leaves: Leaves,
         frozen_factors: Factors,
         moved_weights: Params,
         client_scale: Tensor | None,
     ) -> Tensor:
-        trained = _scale_layers(trained, rescaled_layers, 1)
-        all_leaves = fixed_leaves | trained
+        trained_leaves = _scale_layers(trained_leaves, rescaled_layers, 1)
+        all_leaves = fixed_leaves | trained_leaves
         s = lora_of(model).scale if client_scale is None else client_scale
         params = insert_leaves(model, all_leaves, s, frozen_factors, moved_weights)
         value = task_loss(model.apply(params, batch.x), batch)
-        return value if penalty is None else value + penalty(trained)
+        return value if penalty is None else value + penalty(trained_leaves)
 
     # A tensor, not a number: clients with unequal scales are still trained together.
-    some_b = next(iter(start["b"].values()))
-    client_scale = None if scale == lora.scale else some_b.new_tensor(scale, dtype=torch.float64)
+    first_b = next(iter(start["b"].values()))
+    client_scale = None if scale == lora.scale else first_b.new_tensor(scale, dtype=torch.float64)
     frozen_factors = frozen_factors or {}
     constants = fixed_leaves or {}, frozen_factors, moved_weights or {}, client_scale
     start = _scale_layers(start, rescaled_layers, -1)
@@ -107,13 +107,15 @@ def check_factors_changed(view: ClientView, start: Leaves, end: Leaves, optimize
 
 def _rank_dimensions(frozen_factors: Factors) -> PaddedDimensions:
     """The dimensions that differ between clients: the ranks of trained, fixed and frozen factors."""
-    ranks = {"a": 0, "b": 1}
-    leaves = {f"/{factor}": axis for factor, axis in ranks.items()}
-    frozen = {
-        f"{join_path('', name)}/{factor}": axis for name in frozen_factors for factor, axis in ranks.items()
+    rank_axes = {"a": 0, "b": 1}
+    leaf_axes = {f"/{factor}": axis for factor, axis in rank_axes.items()}
+    frozen_axes = {
+        f"{join_path('', name)}/{factor}": axis
+        for name in frozen_factors
+        for factor, axis in rank_axes.items()
     }
     # of the constants of train_leaves: the fixed leaves, the frozen factors
-    return PaddedDimensions(leaves, (leaves, frozen))
+    return PaddedDimensions(leaf_axes, (leaf_axes, frozen_axes))
 
 
 def _has_learning_rate(view: ClientView, start: Leaves, optimizer: Optimizer) -> bool:

@@ -131,7 +131,7 @@ def build_factors_of_rank(method: TrainsFactors, task: Task, rank: int) -> Facto
     Raises:
         TaskError: if models differ, or trained factors have a higher rank.
     """
-    scale = method.training.build_scaling(lora_of(task.common_model(method.title))).at(rank)
+    scale = method.training.build_scaling(lora_of(task.common_model(method.title))).scale_at(rank)
     return build_starting_factors(task, method.title, rank, scale)
 
 
@@ -140,10 +140,10 @@ def read_leaves(message: Message, personal_rest: Params) -> Leaves:
     return join_leaves(unpack_factors(message.factors), personal_rest | message.rest)
 
 
-def split_trained_leaves(method: TrainsFactors, end: Leaves) -> tuple[Params, Message]:
+def split_trained_leaves(method: TrainsFactors, leaves: Leaves) -> tuple[Params, Message]:
     """Split trained leaves into what the client keeps and what it sends."""
-    upload = method.training.pack_message(read_factors(end), end["rest"])
-    return method.training.select_personal_rest(end), upload
+    upload = method.training.pack_message(read_factors(leaves), leaves["rest"])
+    return method.training.select_personal_rest(leaves), upload
 
 
 def build_client_model(

@@ -44,7 +44,7 @@ class Scaling:
     rank0: int
     power: float
 
-    def at(self, rank: int) -> float:
+    def scale_at(self, rank: int) -> float:
         """The scale s of a client of that rank."""
         return self.scale * float((self.rank0 / rank) ** self.power)
 
@@ -106,8 +106,8 @@ class LoRATraining(CheckedFields):
             factors: those of the client with the largest rank. Where no client has a rank of its own and ``rank`` is None,
                 all clients have this one: :meth:`resolve_ranks` refuses clients of which only some have a rank.
         """
-        largest = measure_rank(factors)
-        return min(self._find_set_rank(client) or largest, largest)
+        largest_rank = measure_rank(factors)
+        return min(self._find_set_rank(client) or largest_rank, largest_rank)
 
     def _find_set_rank(self, client: ClientInfo) -> int | None:
         """Find the rank that the client or the method sets; it is at least 1."""
@@ -133,21 +133,21 @@ class LoRATraining(CheckedFields):
             TaskError: if models differ, or some clients bring a rank and others have none.
         """
         lora = lora_of(task.common_model(method))
-        without = [client.id for client in task.clients if client.rank is None]
-        if self.rank is None and 0 < len(without) < len(task.clients):
+        unranked_ids = [client.id for client in task.clients if client.rank is None]
+        if self.rank is None and 0 < len(unranked_ids) < len(task.clients):
             raise TaskError(
-                f"{method}: client {without[0]} has no rank, and others have one. Give all clients a rank, or set "
+                f"{method}: client {unranked_ids[0]} has no rank, and others have one. Give all clients a rank, or set "
                 "training.rank for those without"
             )
         for remark in self.describe_ranks(task, method):
             warn_user(f"{method}: {remark}", LoweredRankWarning)
         ranks = [self.find_rank(client, lora) for client in task.clients]
-        smallest = min(ranks)
-        if lora.principal and lora.rank is not None and smallest < lora.rank:
-            client = task.clients[ranks.index(smallest)]
+        min_rank = min(ranks)
+        if lora.principal and lora.rank is not None and min_rank < lora.rank:
+            client = task.clients[ranks.index(min_rank)]
             raise TaskError(
                 f"{method}: the factors begin at the {lora.rank} principal components of each weight (init_lora_weights), and "
-                f"client {client.id} of rank {smallest} would begin without some of them. Give all clients rank {lora.rank}, "
+                f"client {client.id} of rank {min_rank} would begin without some of them. Give all clients rank {lora.rank}, "
                 "or take init_lora_weights = true"
             )
         return ranks
@@ -160,11 +160,11 @@ class LoRATraining(CheckedFields):
         """
         ranks = self.resolve_ranks(task, method)
         if len(set(ranks)) > 1:
-            other = next(i for i, rank in enumerate(ranks) if rank != ranks[0])
+            index = next(i for i, rank in enumerate(ranks) if rank != ranks[0])
             raise TaskError(
                 f"{method} averages factors entry by entry, so all clients need one rank, but client "
-                f"{task.clients[0].id} has {ranks[0]} and client {task.clients[other].id} has "
-                f"{ranks[other]}. Give all the same rank, or choose a method for unequal ranks: fedhl, "
+                f"{task.clients[0].id} has {ranks[0]} and client {task.clients[index].id} has "
+                f"{ranks[index]}. Give all the same rank, or choose a method for unequal ranks: fedhl, "
                 "hetlora, flexlora or flora."
             )
         return ranks[0]
@@ -180,12 +180,12 @@ class LoRATraining(CheckedFields):
     def compute_scale(self, view: ClientView, rank: int | None = None) -> float:
         """Compute the scale s of the client of a view, at the client's own rank or at another one."""
         lora = lora_of(view.model)
-        return self.build_scaling(lora).at(self.find_rank(view.info, lora) if rank is None else rank)
+        return self.build_scaling(lora).scale_at(self.find_rank(view.info, lora) if rank is None else rank)
 
     def compute_client_scale(self, task: Task, client: ClientInfo) -> float:
         """Compute the scale s of a client of a task, at the client's own rank."""
         lora = lora_of(task.model(client))
-        return self.build_scaling(lora).at(self.find_rank(client, lora))
+        return self.build_scaling(lora).scale_at(self.find_rank(client, lora))
 
     def select_personal_rest(self, leaves: Leaves) -> Params:
         """Select what a client keeps of its trained leaves: a personal rest."""
@@ -247,17 +247,17 @@ def build_starting_factors(task: Task, method: str, rank: int, scale: float) -> 
     """
     lora = lora_of(next(iter(task.architectures.values())))
     factors = draw_initial_factors(task, rank)
-    for name, trained in lora.trained.items():
-        drawn = factors[name]
-        if trained.rank > drawn.rank:
+    for name, trained_pair in lora.trained.items():
+        initial_pair = factors[name]
+        if trained_pair.rank > initial_pair.rank:
             raise TaskError(
-                f"{method}: the adapter that the model starts from has rank {trained.rank} (layer {name}), and clients have "
-                f"rank {rank}. Set lora.ranks to at least {trained.rank}, or choose fedhl, flexlora or flora, whose server "
+                f"{method}: the adapter that the model starts from has rank {trained_pair.rank} (layer {name}), and clients have "
+                f"rank {rank}. Set lora.ranks to at least {trained_pair.rank}, or choose fedhl, flexlora or flora, whose server "
                 "holds an update of any rank"
             )
         # Beyond the trained rank B is zero (of an embedding A is), so the product is that of the trained factors.
-        b = torch.cat([trained.b * (lora.scale / scale), drawn.b[:, trained.rank :]], 1)
-        factors[name] = Pair(b, torch.cat([trained.a, drawn.a[trained.rank :]]))
+        b = torch.cat([trained_pair.b * (lora.scale / scale), initial_pair.b[:, trained_pair.rank :]], 1)
+        factors[name] = Pair(b, torch.cat([trained_pair.a, initial_pair.a[trained_pair.rank :]]))
     return factors
 
 

@@ -65,17 +65,17 @@ class CNN(nn.Module):
             nn.Flatten(),
         )
         with torch.no_grad():
-            flat = self.features(torch.zeros(1, *shape)).shape[1]
+            flat_width = self.features(torch.zeros(1, *shape)).shape[1]
         layers = [f"fc{i + 1}" for i in range(len(hidden))]
         if not hidden or (split is not None and split not in layers):
             raise ConfigError(
                 f"model.split: the representation can end at {', '.join(layers)}, not at {split!r}"
             )
-        below = len(hidden) if split is None else layers.index(split) + 1
-        blocks = [[nn.Linear(i, o), nn.ReLU()] for i, o in zip((flat, *hidden), hidden, strict=False)]
-        self.hidden = nn.Sequential(*(m for block in blocks[:below] for m in block))
+        split_index = len(hidden) if split is None else layers.index(split) + 1
+        blocks = [[nn.Linear(i, o), nn.ReLU()] for i, o in zip((flat_width, *hidden), hidden, strict=False)]
+        self.hidden = nn.Sequential(*(m for block in blocks[:split_index] for m in block))
         self.head = nn.Sequential(
-            *(m for block in blocks[below:] for m in block), nn.Linear(hidden[-1], classes)
+            *(m for block in blocks[split_index:] for m in block), nn.Linear(hidden[-1], classes)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ class FloralCNN(nn.Module):
             nn.Flatten(),
         )
         with torch.no_grad():
-            flat = self.features(torch.zeros(1, *shape)).shape[1]
-        self.hidden = nn.Sequential(nn.Linear(flat, 64), nn.ReLU())
+            flat_width = self.features(torch.zeros(1, *shape)).shape[1]
+        self.hidden = nn.Sequential(nn.Linear(flat_width, 64), nn.ReLU())
         self.head = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ class VGG8(nn.Module):
     Args:
         shape: of one image, channels × height × width, at least 32×32.
         classes: number of classes.
-        norm: whether a BatchNorm2d follows each convolution.
+        batch_norm: whether a BatchNorm2d follows each convolution.
     """
 
     head_name = "head"
 
-    def __init__(self, shape: tuple[int, int, int], classes: int, norm: bool = False) -> None:
+    def __init__(self, shape: tuple[int, int, int], classes: int, batch_norm: bool = False) -> None:
         super().__init__()
         inputs, height, width = shape
         cells = (height // 2 ** len(CHANNELS)) * (width // 2 ** len(CHANNELS))
@@ -37,7 +37,7 @@ class VGG8(nn.Module):
         layers: list[nn.Module] = []
         for outputs in CHANNELS:
             layers.append(nn.Conv2d(inputs, outputs, 3, padding=1))
-            if norm:
+            if batch_norm:
                 layers.append(nn.BatchNorm2d(outputs))
             layers += [nn.ReLU(), nn.MaxPool2d(2)]
             inputs = outputs

@@ -46,6 +46,6 @@ def install_buffers(task: Task, client_state: Any) -> tuple[Any, Task]:
 
 def collect_buffers(task: Task, state: Any) -> Any:
     """What a client stores: the method's state, and the buffers that its models have changed, if any."""
-    changed = {n: a.changed_buffers for n, a in task.architectures.items()}
-    changed = {n: buffers for n, buffers in changed.items() if buffers}
-    return StateWithBuffers(state, changed) if changed else state
+    changed_buffers = {n: a.changed_buffers for n, a in task.architectures.items()}
+    changed_buffers = {n: buffers for n, buffers in changed_buffers.items() if buffers}
+    return StateWithBuffers(state, changed_buffers) if changed_buffers else state

@@ -23,11 +23,11 @@ class LocalStatistics:
 
     Args:
         chunks: inputs of the data.
-        whose: the client, for errors.
+        owner: the client, for errors.
     """
 
-    def __init__(self, chunks: Chunks, whose: str = "") -> None:
-        self._chunks, self._whose = chunks, whose
+    def __init__(self, chunks: Chunks, owner: str = "") -> None:
+        self._chunks, self._whose = chunks, owner
         self._known: list[tuple[FunctionalModule, Params, Params]] = []
 
     def complete(self, code: FunctionalModule, params: Params, buffers: Params) -> Params:
@@ -56,9 +56,9 @@ _OF_TOTALS: ContextVar[LocalStatistics | None] = ContextVar("statistics of total
 
 
 @contextlib.contextmanager
-def infer_by(chunks: Chunks, whose: str = "") -> Iterator[None]:
+def infer_by(chunks: Chunks, owner: str = "") -> Iterator[None]:
     """Within this block, every model normalizes by the statistics of these data, as a client does where it infers."""
-    token = _OF_TOTALS.set(LocalStatistics(chunks, whose))
+    token = _OF_TOTALS.set(LocalStatistics(chunks, owner))
     try:
         yield
     finally:

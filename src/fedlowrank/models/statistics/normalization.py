@@ -33,12 +33,12 @@ class FunctionalModule:
 
     Args:
         module: left as it is, but for what its own ``forward`` changes.
-        without: dotted name of a submodule that passes its input on instead, such as the head. It stays in
+        skipped_name: dotted name of a submodule that passes its input on instead, such as the head. It stays in
             place: ``forward`` may read its attributes. Its hooks do not run.
-        frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left
+        frozen_layers: batch normalizations that the module keeps in evaluation mode, and which are therefore left
             alone.
         backward_slots: the module's slots before a backward pass, shared by all that call the same module.
-        running: whether batch normalizations use and change their running statistics as in PyTorch, like any
+        track_running_stats: whether batch normalizations use and change their running statistics as in PyTorch, like any
             other buffer.
 
     Attributes:
@@ -48,25 +48,27 @@ class FunctionalModule:
     def __init__(
         self,
         module: nn.Module,
-        without: str | None = None,
-        frozen: frozenset[nn.Module] = frozenset(),
+        skipped_name: str | None = None,
+        frozen_layers: frozenset[nn.Module] = frozenset(),
         backward_slots: SavedSlots | None = None,
-        running: bool = False,
+        track_running_stats: bool = False,
     ) -> None:
         self._module = module
         self._stateless = Stateless(module)
         self._coupling = {
             n: m
             for n, m in module.named_modules()
-            if isinstance(m, _BATCH) and m not in frozen and not is_within(n, without)
+            if isinstance(m, _BATCH) and m not in frozen_layers and not is_within(n, skipped_name)
         }
-        self._layers = {n: m for n, m in self._coupling.items() if _has_statistics(m) and not running}
+        self._layers = {
+            n: m for n, m in self._coupling.items() if _has_statistics(m) and not track_running_stats
+        }
         self._untracked = {n: m for n, m in self._coupling.items() if not _has_statistics(m)}
         self.names = tuple(s for n in self._layers for s in _statistics_of(n))
         self._aliases = tied_names(module)
         self._complex = complex_names(module)
         # the module itself: its __dict__ would be another object after pickling
-        self._skipped = None if without is None else module.get_submodule(without)
+        self._skipped = None if skipped_name is None else module.get_submodule(skipped_name)
         self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots
 
     def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
@@ -78,11 +80,11 @@ class FunctionalModule:
             buffers: further buffers by name; replaced by what ``forward`` makes of them.
         """
         self.release()
-        saved: SavedSlots = []
+        saved_slots: SavedSlots = []
         tensors = {**self._with_aliases(params), **(buffers or {})}
         args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
         try:
-            self._install(tensors, saved)
+            self._install(tensors, saved_slots)
             out: Any = self._module(*args, **kwargs)
             if buffers is not None:
                 for name in buffers:
@@ -94,7 +96,7 @@ class FunctionalModule:
                 self.layer_with_single_value(params, x) or type(self._module).__name__
             ) from error
         finally:
-            restore_slots(saved)
+            restore_slots(saved_slots)
         # Hugging Face's models return their scores as an attribute
         scores = out if isinstance(out, Tensor) else getattr(out, "logits", None)
         if not isinstance(scores, Tensor):
@@ -125,38 +127,40 @@ class FunctionalModule:
 
     def _with_aliases(self, params: Params) -> Params:
         params = with_complex(params, self._complex) if self._complex else params
-        tied = {alias: params[n] for n, others in self._aliases.items() if n in params for alias in others}
-        return params | tied if tied else params
+        tied_params = {
+            alias: params[n] for n, aliases in self._aliases.items() if n in params for alias in aliases
+        }
+        return params | tied_params if tied_params else params
 
-    def _install(self, params: Params, saved: SavedSlots) -> None:
+    def _install(self, params: Params, saved_slots: SavedSlots) -> None:
         """Exchange tensors, the head, and the mode of batch normalizations."""
-        by_batch = bool(self.names) and self.names[0] not in params
+        uses_batch = bool(self.names) and self.names[0] not in params
         for layer in self._layers.values():
             # by the batch, and without a change to the running statistics; or by the statistics that are
             # given
-            for flag, value in (("training", by_batch), ("track_running_stats", not by_batch)):
-                saved.append((layer.__dict__, flag, layer.__dict__[flag]))
+            for flag, value in (("training", uses_batch), ("track_running_stats", not uses_batch)):
+                saved_slots.append((layer.__dict__, flag, layer.__dict__[flag]))
                 layer.__dict__[flag] = value
         if self._skipped is not None:
             table = self._skipped.__dict__
-            exchanged: dict[str, Any] = {
+            replacements: dict[str, Any] = {
                 "forward": _pass_on,
                 **{hooks: OrderedDict() for hooks in HOOK_TABLES},
             }
-            for name, replacement in exchanged.items():
-                saved.append((table, name, table.get(name, ABSENT)))
+            for name, replacement in replacements.items():
+                saved_slots.append((table, name, table.get(name, ABSENT)))
                 table[name] = replacement
-        self._stateless.install(params, saved)
+        self._stateless.install(params, saved_slots)
 
     def neutral(self) -> Params:
         """Statistics that change nothing: mean 0 and variance 1, for inputs that are no batch.
 
         Those of normalizations without running statistics are included.
         """
-        like = next(self._module.parameters(), torch.zeros(()))
+        reference = next(self._module.parameters(), torch.zeros(()))
         statistics = {n: torch.zeros_like(self._stateless.current(n)) for n in self.names}
         for name, layer in self._untracked.items():
-            parameter = like if layer.weight is None else layer.weight
+            parameter = reference if layer.weight is None else layer.weight
             for n in _statistics_of(name):
                 statistics[n] = torch.zeros(
                     layer.num_features, dtype=parameter.dtype, device=parameter.device
@@ -173,34 +177,34 @@ class FunctionalModule:
         Raises:
             SingleValueError: if a layer sees one value of each channel, which has no variance.
         """
-        saved: SavedSlots = []
+        saved_slots: SavedSlots = []
         try:
-            self._stateless.install(self._with_aliases(params), saved)
-            pooled = pooled_statistics(self._module, self._layers | self._untracked, chunks)
+            self._stateless.install(self._with_aliases(params), saved_slots)
+            pooled_by_layer = pooled_statistics(self._module, self._layers | self._untracked, chunks)
         finally:
-            restore_slots(saved)
+            restore_slots(saved_slots)
         statistics = self.neutral()
-        for name in self._layers.keys() & pooled.keys():
-            for n, t in zip(_statistics_of(name), pooled[name], strict=True):
+        for name in self._layers.keys() & pooled_by_layer.keys():
+            for n, t in zip(_statistics_of(name), pooled_by_layer[name], strict=True):
                 statistics[n] = t.to(statistics[n])
         return {n: statistics[n] for n in self.names}
 
     def layer_with_single_value(self, params: Params, x: Any) -> str | None:
         """Name of the first batch normalization for which these inputs are one value of each channel."""
-        saved: SavedSlots = []
+        saved_slots: SavedSlots = []
         try:
-            self._stateless.install(self._with_aliases(params), saved)
+            self._stateless.install(self._with_aliases(params), saved_slots)
             return single_value(self._module, self._coupling, x)
         finally:
-            restore_slots(saved)
+            restore_slots(saved_slots)
 
 
 def refuse_instance_statistics(name: str, module: nn.Module) -> None:
     """Raise TaskError if an InstanceNorm keeps running statistics, which have no owner."""
-    for layer, m in module.named_modules():
+    for layer_name, m in module.named_modules():
         if isinstance(m, _INSTANCE) and m.track_running_stats:
             raise TaskError(
-                f"model {name}: {layer} is an InstanceNorm with running statistics, which have no owner in a "
+                f"model {name}: {layer_name} is an InstanceNorm with running statistics, which have no owner in a "
                 "federation. Set track_running_stats=False, or use GroupNorm."
             )
 
@@ -208,9 +212,9 @@ def refuse_instance_statistics(name: str, module: nn.Module) -> None:
 def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
     """Batch normalizations that the module's own ``train`` keeps in evaluation mode."""
     module.train()
-    frozen = frozenset(m for m in module.modules() if _has_statistics(m) and not m.training)
+    frozen_layers = frozenset(m for m in module.modules() if _has_statistics(m) and not m.training)
     module.eval()
-    return frozen
+    return frozen_layers
 
 
 def batch_normalizations(module: nn.Module) -> dict[str, nn.Module]:

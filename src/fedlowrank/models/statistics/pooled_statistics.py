@@ -115,34 +115,37 @@ def _all_calls(module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunk
             *((layer._buffers, n, layer._buffers[n]) for n in ("running_mean", "running_var")),
         )
     ]
-    known: dict[Call, Moments] = {}
+    moments_by_call: dict[Call, Moments] = {}
     with exchange_slots(slots), torch.no_grad():
         while True:
-            pending, count = _sweep(module, layers, chunks, known)
+            new_moments, count = _sweep(module, layers, chunks, moments_by_call)
             # what a later call sees is right only once all calls before it are known
-            final = dict(list(pending.items())[: None if count == 1 else 1])
-            known |= final
-            if len(final) == len(pending):
-                return known
+            final_moments = dict(list(new_moments.items())[: None if count == 1 else 1])
+            moments_by_call |= final_moments
+            if len(final_moments) == len(new_moments):
+                return moments_by_call
 
 
 def _sweep(
-    module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunks, known: Mapping[Call, Moments]
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    chunks: Chunks,
+    moments_by_call: Mapping[Call, Moments],
 ) -> tuple[dict[Call, Moments], int]:
     """The moments of all calls that are not known yet, in the order of calls, and the number of chunks."""
-    pending: dict[Call, Moments] = {}
+    new_moments: dict[Call, Moments] = {}
     calls: Counter[str] = Counter()
 
     def normalize_by_moments(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
         call, x = (name, calls[name]), args[0] if args else kwargs["input"]
         calls[name] += 1
-        moments = known.get(call)
+        moments = moments_by_call.get(call)
         if moments is None:
             moments = Moments.of(x)
-            pending[call] = pending[call].pooled_with(moments) if call in pending else moments
-        like: Any = x if layer.weight is None else layer.weight
-        layer._buffers["running_mean"] = moments.mean.to(like)
-        layer._buffers["running_var"] = (moments.squares / moments.count).to(like)
+            new_moments[call] = new_moments[call].pooled_with(moments) if call in new_moments else moments
+        reference: Any = x if layer.weight is None else layer.weight
+        layer._buffers["running_mean"] = moments.mean.to(reference)
+        layer._buffers["running_var"] = (moments.squares / moments.count).to(reference)
 
     # before there are hooks: how data are cut may depend on what the module is
     count, inputs = 0, iter(chunks())
@@ -158,4 +161,4 @@ def _sweep(
     finally:
         for hook in hooks:
             hook.remove()
-    return pending, count
+    return new_moments, count

@@ -38,31 +38,32 @@ class Connections:
 
     def admits(self, address: str) -> bool:
         """Whether one more connection of an address is accepted."""
-        strangers = Counter(
+        unproven_counts = Counter(
             connection.network for connection in self._open.values() if connection.owner is None
         )
         network = find_network(address)
         # strangers cannot keep out clients that have called before
-        return strangers[network] < MAX_UNPROVEN_BY_ADDRESS and (
-            network in self._known or strangers.total() < MAX_UNPROVEN
+        return unproven_counts[network] < MAX_UNPROVEN_BY_ADDRESS and (
+            network in self._known or unproven_counts.total() < MAX_UNPROVEN
         )
 
-    def add(self, connection: CountedConnection, place: tuple[str, int]) -> None:
+    def add(self, connection: CountedConnection, address: tuple[str, int]) -> None:
         """Note a connection by its address and port."""
-        self._open[place] = connection
+        self._open[address] = connection
 
-    def remove(self, place: tuple[str, int]) -> None:
+    def remove(self, address: tuple[str, int]) -> None:
         """Forget a connection that is closed."""
-        self._open.pop(place, None)
+        self._open.pop(address, None)
 
-    def prove(self, place: tuple[str, int] | None, owner: Hashable) -> bool:
+    def prove(self, address: tuple[str, int] | None, owner: Hashable) -> bool:
         """Record the owner of a connection; False if the owner has too many, True if the connection is unknown."""
-        connection = None if place is None else self._open.get((place[0], place[1]))
+        connection = None if address is None else self._open.get((address[0], address[1]))
         if connection is None or connection.owner == owner:
             return True
         if (
             owner != SERVER_OWNER
-            and sum(other.owner == owner for other in self._open.values()) >= MAX_BY_CLIENT
+            and sum(open_connection.owner == owner for open_connection in self._open.values())
+            >= MAX_BY_CLIENT
         ):
             return False
         connection.owner = owner
@@ -80,12 +81,14 @@ SERVER_OWNER = "server"
 def find_network(address: str) -> str:
     """An IPv4 address, or the network of an IPv6 address, whose owner has all of its addresses."""
     try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
+        ip_address = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(parsed, ipaddress.IPv6Address):
-        mapped = parsed.ipv4_mapped
-        return str(mapped) if mapped else str(ipaddress.ip_network((parsed, 64), strict=False))
+    if isinstance(ip_address, ipaddress.IPv6Address):
+        ipv4_address = ip_address.ipv4_mapped
+        return (
+            str(ipv4_address) if ipv4_address else str(ipaddress.ip_network((ip_address, 64), strict=False))
+        )
     return address
 
 
@@ -98,10 +101,10 @@ class CountedConnection(socket.socket):
     _all: Connections
     _timer: asyncio.TimerHandle | None = None
 
-    def watch(self, all_: Connections, place: tuple[str, int]) -> None:
+    def watch(self, connections: Connections, address: tuple[str, int]) -> None:
         """Count it, and end it if it has not proven who it is in time."""
-        self._all, self._place, self.network = all_, place, find_network(place[0])
-        all_.add(self, place)
+        self._all, self._place, self.network = connections, address, find_network(address[0])
+        connections.add(self, address)
         self._timer = asyncio.get_running_loop().call_later(PROOF_SECONDS, self._expire)
 
     def close(self) -> None:
@@ -130,17 +133,19 @@ class Listener(socket.socket):
         """Listen on an address."""
         with socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        ) as opened:
-            listener = cls(opened.family, opened.type, opened.proto, fileno=opened.detach())
+        ) as server_socket:
+            listener = cls(
+                server_socket.family, server_socket.type, server_socket.proto, fileno=server_socket.detach()
+            )
         listener.setblocking(False)
         listener.connections = connections
         return listener
 
     def accept(self) -> tuple[CountedConnection, tuple[str, int]]:
         """Accept the next connection that is not beyond the limits; see the base class."""
-        accepted, address = super().accept()
+        client_socket, address = super().accept()
         connection = CountedConnection(
-            accepted.family, accepted.type, accepted.proto, fileno=accepted.detach()
+            client_socket.family, client_socket.type, client_socket.proto, fileno=client_socket.detach()
         )
         connection.setblocking(False)
         if not self.connections.admits(address[0]):

@@ -89,11 +89,11 @@ class Refusal(Exception):  # noqa: N818 - no error of the program
 
     Args:
         status: of HTTP.
-        why: for the caller.
+        reason: for the caller.
     """
 
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
         self.status = status
 
 
@@ -124,18 +124,18 @@ class Gate:
         name = str(scope["path"]).removeprefix(CLIENT_PATHS)
         try:
             caller = self._identify(scope, name)
-            kinds = _CALLS if self.roster is not None else _CALLS | _UNREGISTERED_CALLS
-            if scope["method"] != "POST" or name not in kinds:
+            request_types = _CALLS if self.roster is not None else _CALLS | _UNREGISTERED_CALLS
+            if scope["method"] != "POST" or name not in request_types:
                 raise Refusal(404, "clients call nothing of that name")
             body = await read_body(
                 scope, receive, MAX_PIECE_BODY_BYTES if name == "push-object" else MAX_BODY_BYTES
             )
-            request = _parse(kinds[name], body)
-            if (why := self._find_objection(caller, request)) is not None:
-                if self.log(f"{caller} was refused: {why} ({name})"):
-                    append_event(self.audit, "denied", client=caller.client, call=name, why=why)
+            request = _parse(request_types[name], body)
+            if (reason := self._find_objection(caller, request)) is not None:
+                if self.log(f"{caller} was refused: {reason} ({name})"):
+                    append_event(self.audit, "denied", client=caller.client, call=name, why=reason)
                 # by 403, Flower's SuperNode takes its run to be over, and passes on no text
-                raise Refusal(413 if why.startswith(TOO_LARGE_PREFIX) else 403, why)
+                raise Refusal(413 if reason.startswith(TOO_LARGE_PREFIX) else 403, reason)
         except Refusal as refusal:
             await send_answer(send, refusal.status, str(refusal))
             return
@@ -165,19 +165,23 @@ class Gate:
         elif path == f"{SERVER_PATHS}pull-messages":
             request = _parse(PullAppMessagesRequest, await read_body(scope, receive))
             # Flower hands out a reply once it is announced, and the server would wait for its pieces
-            complete = [name for name in request.message_ids if not self.instructions.is_incomplete(name)]
+            complete_names = [
+                name for name in request.message_ids if not self.instructions.is_incomplete(name)
+            ]
             del request.message_ids[:]
-            request.message_ids.extend(complete)
+            request.message_ids.extend(complete_names)
             await self._forward(scope, request.SerializeToString(), receive, send, is_kept=False)
         else:
             await self.app(scope, receive, send)
 
     async def answer_replies(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Set limits and close instructions as the server asks; answer with the refused replies."""
-        asked = json.loads(await read_body(scope, receive))
-        self.instructions.set_limits({int(node): int(most) for node, most in asked["limits"].items()})
-        dropped = self.instructions.close(asked["close"])
-        reply = {"refused": self.instructions.take_refused(), "dropped": dropped}
+        command = json.loads(await read_body(scope, receive))
+        self.instructions.set_limits(
+            {int(node_id): int(max_bytes) for node_id, max_bytes in command["limits"].items()}
+        )
+        dropped_replies = self.instructions.close(command["close"])
+        reply = {"refused": self.instructions.take_refused(), "dropped": dropped_replies}
         await send_answer(send, 200, json.dumps(reply), "application/json")
 
     def _identify(self, scope: AsgiMessage, name: str) -> Caller:
@@ -185,15 +189,15 @@ class Gate:
         try:
             caller = identify_caller(scope.get("headers", ()), self.roster)
         except RefusedCallerError as error:
-            who = "a caller without a key" if error.client is None else f"client {error.client}"
-            self.log(f"{who} was refused: {error}")
+            caller_name = "a caller without a key" if error.client is None else f"client {error.client}"
+            self.log(f"{caller_name} was refused: {error}")
             if name == "activate-node":
-                told = {
+                error_body = {
                     "code": _ACTIVATION_FAILED_CODE,
                     "detail": "Failed to activate SuperNode.",
                     "extra": str(error),
                 }
-                raise Refusal(412, json.dumps(told)) from error
+                raise Refusal(412, json.dumps(error_body)) from error
             # which ends Flower's SuperNode, and the next one is told why
             raise Refusal(401, str(error)) from error
         if not self.prove(scope, caller.key):
@@ -208,32 +212,36 @@ class Gate:
         """Return why a client may not make a call, or None if it may."""
         if isinstance(request, (ActivateNodeRequest, RegisterNodeFleetRequest)):
             return None if request.public_key == caller.key else "it spoke for another node"
-        node, noted = (
+        node_id, orders = (
             int(request.node.node_id if hasattr(request, "node") else request.node_id),
             self.instructions,
         )
         # without keys, Flower alone knows whose node it is
-        if caller.node not in (None, node):
+        if caller.node not in (None, node_id):
             return "it spoke for another node"
         if isinstance(request, PushMessagesRequest):
-            return noted.find_reply_fault(node, request)
+            return orders.find_reply_fault(node_id, request)
         if isinstance(request, PushObjectRequest):
-            return noted.find_piece_fault(node, request)
-        if isinstance(request, PullObjectRequest) and not noted.may_fetch(node, request.object_id):
+            return orders.find_piece_fault(node_id, request)
+        if isinstance(request, PullObjectRequest) and not orders.may_fetch(node_id, request.object_id):
             return "it fetched what was not sent to it"
-        if isinstance(request, ConfirmMessageReceivedRequest) and not noted.may_delete(
-            node, request.message_object_id
+        if isinstance(request, ConfirmMessageReceivedRequest) and not orders.may_delete(
+            node_id, request.message_object_id
         ):
             return "it deleted what was not sent to it, or not yet"
         return None
 
     def log(self, text: str, key: str = "") -> bool:
         """Log a refusal, those of one key (by default the text) at most once a minute; whether it was logged."""
-        now, key = time.monotonic(), key or text
-        self._logged = {old: at for old, at in self._logged.items() if now - at < LOG_INTERVAL_SECONDS}
+        current_time, key = time.monotonic(), key or text
+        self._logged = {
+            logged_key: log_time
+            for logged_key, log_time in self._logged.items()
+            if current_time - log_time < LOG_INTERVAL_SECONDS
+        }
         if key in self._logged or len(self._logged) >= MAX_KNOWN_ADDRESSES:
             return False
-        self._logged[key] = now
+        self._logged[key] = current_time
         print(text, flush=True)
         return True
 
@@ -279,7 +287,7 @@ async def read_body(scope: AsgiMessage, receive: Receive, max_bytes: int | None 
     ]
     if max_bytes is not None and max(lengths, default=0) > max_bytes:
         raise Refusal(413, f"this call may have {max_bytes} bytes")
-    parts, read = [], 0
+    chunks, byte_count = [], 0
     try:
         async with asyncio.timeout(None if max_bytes is None else MAX_BODY_SECONDS):
             has_more = True
@@ -288,32 +296,32 @@ async def read_body(scope: AsgiMessage, receive: Receive, max_bytes: int | None 
                     message = await receive()
                 if message["type"] != "http.request":
                     raise Refusal(400, "the call was broken off")
-                parts.append(bytes(message.get("body", b"")))
-                read += len(parts[-1])
+                chunks.append(bytes(message.get("body", b"")))
+                byte_count += len(chunks[-1])
                 has_more = message.get("more_body", False)
-                if max_bytes is not None and read > max_bytes:
+                if max_bytes is not None and byte_count > max_bytes:
                     raise Refusal(413, f"this call may have {max_bytes} bytes")
     except TimeoutError:
         raise Refusal(408, "the call came too slowly") from None
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
-def _parse(kind: type[P], body: bytes) -> P:
-    message: P = kind()
+def _parse(message_type: type[P], body: bytes) -> P:
+    message: P = message_type()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise Refusal(400, f"this is no {kind.__name__}") from error
+        raise Refusal(400, f"this is no {message_type.__name__}") from error
     return message
 
 
-async def send_answer(send: Send, status: int, text: str, kind: str = "text/plain") -> None:
+async def send_answer(send: Send, status: int, text: str, content_type: str = "text/plain") -> None:
     """Answer a call, and end its connection unless all is well."""
     body = text.encode()
     headers = [(b"content-length", str(len(body)).encode())]
     if body:
-        kind = "application/json" if text.startswith("{") else kind
-        headers.append((b"content-type", kind.encode()))
+        content_type = "application/json" if text.startswith("{") else content_type
+        headers.append((b"content-type", content_type.encode()))
     if status >= 400:
         # the body of the call may not have been read
         headers.append((b"connection", b"close"))

@@ -52,13 +52,13 @@ class RefusedCallerError(Exception):
     """A call is not answered; the text says why.
 
     Args:
-        why: for the caller, who has not proven anything yet.
-        client: whose key it was, or None if the key is unknown.
+        reason: for the caller, who has not proven anything yet.
+        client_id: whose key it was, or None if the key is unknown.
     """
 
-    def __init__(self, why: str, client: int | None = None) -> None:
-        super().__init__(why)
-        self.client = client
+    def __init__(self, reason: str, client_id: int | None = None) -> None:
+        super().__init__(reason)
+        self.client = client_id
 
 
 class Member(NamedTuple):
@@ -74,11 +74,11 @@ class Roster:
 
     Args:
         folder: of the public keys, each a file ``3.pub`` for client 3.
-        nodes: file of Flower's numbers of the public keys, in JSON.
+        nodes_path: file of Flower's numbers of the public keys, in JSON.
     """
 
-    def __init__(self, folder: Path, nodes: Path) -> None:
-        self.folder, self.nodes = folder, nodes
+    def __init__(self, folder: Path, nodes_path: Path) -> None:
+        self.folder, self.nodes = folder, nodes_path
         self._members: dict[bytes, Member] = {}
         self._state: tuple[int, int] | None = None
 
@@ -93,7 +93,7 @@ class Roster:
 
     def _read(self) -> dict[bytes, Member]:
         members = {}
-        numbers = json.loads(self.nodes.read_text()) if self.nodes.exists() else {}
+        node_ids = json.loads(self.nodes.read_text()) if self.nodes.exists() else {}
         for path in self.folder.glob("*.pub"):
             # it may be revoked while it is read, or not be registered yet; a file that is no key admits nobody
             with contextlib.suppress(OSError, ValueError, LookupError):
@@ -101,7 +101,7 @@ class Roster:
                 key = load_ssh_public_key(line.encode())
                 if isinstance(key, ec.EllipticCurvePublicKey):
                     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-                    members[pem] = Member(int(path.stem), int(numbers[line]), key)
+                    members[pem] = Member(int(path.stem), int(node_ids[line]), key)
         return members
 
 
@@ -149,11 +149,11 @@ def identify_caller(headers: Iterable[tuple[bytes, bytes]], roster: Roster | Non
             "this server has no such key. It was revoked, or never accepted, or the server is still starting. "
             "Ask the server's operator whether the key is in `keys/server/clients`."
         )
-    client = None if member is None else member.client
+    client_id = None if member is None else member.client
     try:
         key.verify(signature, stamp, ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:
-        raise RefusedCallerError("the signature is wrong", client) from None
+        raise RefusedCallerError("the signature is wrong", client_id) from None
     clock_error = (signed_at - datetime.datetime.now(datetime.UTC)).total_seconds()
     # only now: who has no key is not told the time
     if abs(clock_error) >= MAX_CLOCK_ERROR:
@@ -161,6 +161,6 @@ def identify_caller(headers: Iterable[tuple[bytes, bytes]], roster: Roster | Non
         raise RefusedCallerError(
             f"the clock of this client is {abs(clock_error):.0f} s {direction} the server's; {MAX_CLOCK_ERROR:.0f} s are "
             "allowed. Set it right, for instance by NTP, and start again.",
-            client,
+            client_id,
         )
-    return Caller(client, None if member is None else member.node, pem)
+    return Caller(client_id, None if member is None else member.node, pem)

@@ -34,7 +34,7 @@ class OpenOrder:
         announced: objects of the reply.
         missing: those of them that have not arrived.
         sizes: bytes of those that were sent.
-        refused: why the reply is refused, or "".
+        refusal_reason: why the reply is refused, or "".
     """
 
     node: int
@@ -46,7 +46,7 @@ class OpenOrder:
     announced: frozenset[str] = frozenset()
     missing: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
-    refused: str = ""
+    refusal_reason: str = ""
 
 
 class OpenOrders:
@@ -63,81 +63,85 @@ class OpenOrders:
 
     def add(self, request: PushAppMessagesRequest) -> None:
         """Note what the server's half sends."""
-        now = time.time()
+        current_time = time.time()
         self._open = {
-            name: order for name, order in self._open.items() if order.expires + REMEMBERED_SECONDS > now
+            name: order
+            for name, order in self._open.items()
+            if order.expires + REMEMBERED_SECONDS > current_time
         }
         for message, tree in zip(request.messages_list, request.message_object_trees, strict=False):
             metadata = message.metadata
             limit = self._limits.get(metadata.dst_node_id)
-            end = metadata.created_at + metadata.ttl
+            expiry_time = metadata.created_at + metadata.ttl
             self._open[metadata.message_id] = OpenOrder(
-                metadata.dst_node_id, limit, end, frozenset(_list_pieces(tree))
+                metadata.dst_node_id, limit, expiry_time, frozenset(_list_pieces(tree))
             )
 
     def note_unsent(self, response: PushAppMessagesResponse) -> None:
         """Note the objects that the server's half will send now; it sends the next message after the last of them."""
         self._unsent = set(response.objects_to_push)
 
-    def note_sent(self, piece: str) -> None:
+    def note_sent(self, object_id: str) -> None:
         """Note that the server's half has sent an object."""
-        self._unsent.discard(piece)
+        self._unsent.discard(object_id)
 
     def close(self, names: Iterable[str]) -> list[str]:
         """Take no more of the replies to these instructions; returns the replies that were announced."""
-        known = [self._open[name] for name in names if name in self._open]
-        for order in known:
+        orders = [self._open[name] for name in names if name in self._open]
+        for order in orders:
             order.is_closed = True
-        return [order.reply for order in known if order.reply]
+        return [order.reply for order in orders if order.reply]
 
     def take_refused(self) -> dict[str, tuple[str, str]]:
         """Identifier and reason of every refused reply, by the instruction; each is returned once."""
-        orders = {name: order for name, order in self._open.items() if order.refused and not order.is_closed}
+        orders = {
+            name: order for name, order in self._open.items() if order.refusal_reason and not order.is_closed
+        }
         self.close(orders)
-        return {name: (order.reply, order.refused) for name, order in orders.items()}
+        return {name: (order.reply, order.refusal_reason) for name, order in orders.items()}
 
     def is_incomplete(self, name: str) -> bool:
         """Whether pieces of the reply to an instruction are missing; Flower would wait for them for minutes."""
         order = self._open.get(name)
-        return order is not None and bool(order.missing or order.refused)
+        return order is not None and bool(order.missing or order.refusal_reason)
 
-    def may_fetch(self, node: int, piece: str) -> bool:
+    def may_fetch(self, node_id: int, object_id: str) -> bool:
         """Whether an object belongs to an instruction to a node."""
-        return any(piece in order.pieces for order in self._open.values() if order.node == node)
+        return any(object_id in order.pieces for order in self._open.values() if order.node == node_id)
 
-    def may_delete(self, node: int, name: str) -> bool:
+    def may_delete(self, node_id: int, name: str) -> bool:
         """Whether an instruction is to a node, and there: the server's half fails if it is deleted before."""
         order = self._open.get(name)
-        return order is not None and order.node == node and not order.pieces & self._unsent
+        return order is not None and order.node == node_id and not order.pieces & self._unsent
 
-    def find_reply_fault(self, node: int, request: PushMessagesRequest) -> str | None:
+    def find_reply_fault(self, node_id: int, request: PushMessagesRequest) -> str | None:
         """Check a reply that a node announces: return why it is refused, or record it and return None."""
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             return f"it announced {len(request.messages_list)} messages in one call"
         metadata, tree = request.messages_list[0].metadata, request.message_object_trees[0]
-        if metadata.src_node_id != node:
+        if metadata.src_node_id != node_id:
             return "it spoke for another node"
         if metadata.dst_node_id != SUPERLINK_NODE_ID:
             return "it wrote to another node"
         if not metadata.reply_to_message_id:
             return "it gave an order"
         order = self._open.get(metadata.reply_to_message_id)
-        if order is None or order.node != node:
+        if order is None or order.node != node_id:
             return "its reply answers nothing that it was asked, or comes too late"
         if order.is_closed:
             return "its reply comes too late"
         if order.reply not in ("", metadata.message_id):
             return "it replied twice, and differently"
-        pieces = _list_pieces(tree)
+        object_ids = _list_pieces(tree)
         if tree.object_id != metadata.message_id:
             return "the objects of its reply are those of another message"
         if (
             order.limit is not None
-            and len(pieces) > (max_bytes := order.limit + FRAME_BYTES) // CHUNK_BYTES + EXTRA_PIECES
+            and len(object_ids) > (max_bytes := order.limit + FRAME_BYTES) // CHUNK_BYTES + EXTRA_PIECES
         ):
-            order.refused = _describe_excess(f"{len(pieces)} pieces", max_bytes)
-            return order.refused
-        order.reply, order.announced = metadata.message_id, frozenset(pieces)
+            order.refusal_reason = _describe_excess(f"{len(object_ids)} pieces", max_bytes)
+            return order.refusal_reason
+        order.reply, order.announced = metadata.message_id, frozenset(object_ids)
         order.missing |= order.announced - order.sizes.keys()
         return None
 
@@ -146,32 +150,34 @@ class OpenOrders:
         order = self._open[request.messages_list[0].metadata.reply_to_message_id]
         order.missing = set(response.objects_to_push)
 
-    def find_piece_fault(self, node: int, request: PushObjectRequest) -> str | None:
+    def find_piece_fault(self, node_id: int, request: PushObjectRequest) -> str | None:
         """Return why an object that a node sends is refused, or None."""
-        piece, size = request.object_id, len(request.object_content)
-        orders = [order for order in self._open.values() if order.node == node and piece in order.announced]
+        object_id, size = request.object_id, len(request.object_content)
+        orders = [
+            order for order in self._open.values() if order.node == node_id and object_id in order.announced
+        ]
         if not orders or not request.session_id:
             return "it sent an object that belongs to none of its replies"
         if all(order.is_closed for order in orders):
             return "its reply comes too late"
         for order in orders:
             # one that is sent twice is stored once
-            order.sizes[piece] = size
+            order.sizes[object_id] = size
             if order.limit is not None and sum(order.sizes.values()) > (
                 max_bytes := order.limit + FRAME_BYTES
             ):
-                order.refused = _describe_excess("more bytes", max_bytes)
-        return next((order.refused for order in orders if order.refused), None)
+                order.refusal_reason = _describe_excess("more bytes", max_bytes)
+        return next((order.refusal_reason for order in orders if order.refusal_reason), None)
 
-    def note_arrival(self, node: int, piece: str) -> None:
+    def note_arrival(self, node_id: int, object_id: str) -> None:
         """Note that an object is stored."""
         for order in self._open.values():
-            if order.node == node:
-                order.missing.discard(piece)
+            if order.node == node_id:
+                order.missing.discard(object_id)
 
 
 def _list_pieces(tree: ObjectTree) -> list[str]:
-    return [tree.object_id, *(piece for child in tree.children for piece in _list_pieces(child))]
+    return [tree.object_id, *(object_id for child in tree.children for object_id in _list_pieces(child))]
 
 
 def _describe_excess(excess: str, max_bytes: int) -> str:

@@ -19,11 +19,11 @@ PORT_COUNT = 1 << 16
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 
 
-def refuse_second(out: Path | None, host: str, port: int) -> None:
+def refuse_second(run_path: Path | None, host: str, port: int) -> None:
     """Refuse to serve where another server does.
 
     Args:
-        out: run folder, if it is known yet.
+        run_path: run folder, if it is known yet.
         host: address to listen on.
         port: to listen on.
 
@@ -34,9 +34,9 @@ def refuse_second(out: Path | None, host: str, port: int) -> None:
     """
     if not 0 < port < PORT_COUNT:
         raise ProcessError(f"--port {port}: ports go from 1 to {PORT_COUNT - 1}")
-    if out is not None and (server := _find_server(flower_home(out))) is not None:
+    if run_path is not None and (pid := _find_server(flower_home(run_path))) is not None:
         raise FolderInUseError(
-            f"{out} is served by process {server}. Wait until that ends, or end it (`kill {server}`), and start this "
+            f"{run_path} is served by process {pid}. Wait until that ends, or end it (`kill {pid}`), and start this "
             "again."
         )
     try:
@@ -72,9 +72,9 @@ def check_address(address: str) -> None:
         )
 
 
-def flower_home(out: Path) -> Path:
+def flower_home(run_path: Path) -> Path:
     """The folder of Flower's processes, beside a run folder."""
-    return out.with_name(f"{out.name}.flower")
+    return run_path.with_name(f"{run_path.name}.flower")
 
 
 def _describe_listener(port: int) -> str | None:
@@ -90,14 +90,14 @@ def _describe_listener(port: int) -> str | None:
                 command = psutil.Process(connection.pid).cmdline()
                 if "--database" not in command:
                     return f" by process {connection.pid} (`{' '.join(command)[:100]}`)"
-                home = Path(command[command.index("--database") + 1]).parent
-                server = _find_server(home)
-                run = home.with_name(home.name.removesuffix(".flower"))
-                return None if server is None else f" by process {server}, which serves {run}"
+                process_folder = Path(command[command.index("--database") + 1]).parent
+                server_pid = _find_server(process_folder)
+                run_path = process_folder.with_name(process_folder.name.removesuffix(".flower"))
+                return None if server_pid is None else f" by process {server_pid}, which serves {run_path}"
     return " by a process of another user"
 
 
-def _find_server(home: Path) -> int | None:
+def _find_server(process_folder: Path) -> int | None:
     """The living process that has the folder of a server, or None."""
-    holder = read_holder(home)
+    holder = read_holder(process_folder)
     return int(holder["pid"]) if is_alive(holder) else None

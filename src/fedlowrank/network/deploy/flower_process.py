@@ -31,15 +31,15 @@ class ProcessError(FedlowrankError):
     """A command of Flower did not start, ended, or failed."""
 
 
-def make_environment(home: Path) -> dict[str, str]:
+def make_environment(process_folder: Path) -> dict[str, str]:
     """The environment that keeps Flower's processes quiet, private and offline; home is their folder."""
-    inherited = os.environ
+    environment = os.environ
     # processes of one machine talk over loopback, which no proxy reaches; where both spellings are set, the
     # first counts
-    direct = inherited.get("no_proxy") or inherited.get("NO_PROXY")
-    no_proxy = ",".join(filter(None, [direct, "localhost", "127.0.0.1", "::1"]))
-    forced = {
-        "FLWR_HOME": str(home.absolute()),
+    direct_hosts = environment.get("no_proxy") or environment.get("NO_PROXY")
+    no_proxy = ",".join(filter(None, [direct_hosts, "localhost", "127.0.0.1", "::1"]))
+    overrides = {
+        "FLWR_HOME": str(process_folder.absolute()),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         # or the server installs the app's dependencies from the internet for every run
@@ -49,7 +49,7 @@ def make_environment(home: Path) -> dict[str, str]:
         "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
         "FLWR_INTERNAL_GRPC_FLEET_API": "0",
         # Flower's processes start one another by name
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), inherited.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), environment.get("PATH", os.defpath)]),
         # the log should hold what a process printed before it was killed
         "PYTHONUNBUFFERED": "1",
         "no_proxy": no_proxy,
@@ -57,18 +57,18 @@ def make_environment(home: Path) -> dict[str, str]:
     }
     # the second is the pause in seconds between two looks for work, which every message waits for; it is 1 by
     # default
-    return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **inherited, **forced}
+    return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **environment, **overrides}
 
 
 def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
     """Open a listening socket (port 0: a free port), waiting so many seconds for a port that is in use."""
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         try:
             return socket.create_server((host, port), family=family)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
 
@@ -84,24 +84,24 @@ class FlowerProcess:
     """A subprocess that runs one of Flower's commands.
 
     Args:
-        home: folder of its log and of what Flower stores; made readable by its owner only.
+        process_folder: folder of its log and of what Flower stores; made readable by its owner only.
         name: of the command, which also names the log.
         address: of the server. A child of the server's process has it on its command line.
         variables: for its environment and that of its process tree, in addition to :func:`make_environment`.
     """
 
     def __init__(
-        self, home: Path, name: str, address: str, variables: Mapping[str, str] | None = None
+        self, process_folder: Path, name: str, address: str, variables: Mapping[str, str] | None = None
     ) -> None:
-        self.home = home.absolute()
+        self.process_folder = process_folder.absolute()
         self.name = name
         self.address = address
-        self.log = self.home / f"{name}.log"
-        self.variables = {**make_environment(self.home), **(variables or {})}
+        self.log = self.process_folder / f"{name}.log"
+        self.variables = {**make_environment(self.process_folder), **(variables or {})}
         self.ended_orphans = False
         self._process: subprocess.Popen[bytes] | None = None
         self._begin = 0
-        self._record = self.home / f"{name}.process.json"
+        self._record = self.process_folder / f"{name}.process.json"
         self._lock: contextlib.ExitStack | None = None
 
     @property
@@ -118,15 +118,15 @@ class FlowerProcess:
         """Whether it runs."""
         return self._process is not None and self.code is None
 
-    def tail(self, lines: int = 20) -> str:
+    def tail(self, line_count: int = 20) -> str:
         """The last lines of its log since its last start, without empty ones."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._begin, size - 200 * lines))
+            file.seek(max(self._begin, size - 200 * line_count))
             text = _COLORS.sub("", file.read().decode(errors="replace"))
-        return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-lines:])
+        return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-line_count:])
 
     def kill(self) -> None:
         """Kill it and its process tree; raises ProcessError if a process survives."""
@@ -146,10 +146,10 @@ class FlowerProcess:
             ConfigError: if other users can read the home.
             CheckpointError: if it cannot be written.
         """
-        make_private_folder(self.home)
+        make_private_folder(self.process_folder)
         if self._lock is None:
             lock = contextlib.ExitStack()
-            lock.enter_context(exclusive(self.home))
+            lock.enter_context(exclusive(self.process_folder))
             self._lock = lock
             self._end_orphans()
 
@@ -182,7 +182,10 @@ class FlowerProcess:
                 raise ProcessError(f"processes of an earlier start cannot be ended: {sorted(survivors)}")
 
     def _launch(self, command: Sequence[str]) -> None:
-        with as_checkpoint_error(f"cannot start {self.name} in {self.home}"), self.log.open("ab") as log:
+        with (
+            as_checkpoint_error(f"cannot start {self.name} in {self.process_folder}"),
+            self.log.open("ab") as log,
+        ):
             self._begin = log.tell()
             self._process = subprocess.Popen(
                 command,
@@ -237,8 +240,10 @@ class FlowerProcess:
 def _find_groups(pid: int, address: str, is_running: bool) -> set[int]:
     """Process groups of a process tree, with its root's only if that runs: its number may be reused."""
     # a child that outlives the root, and the child's own tree, are one group
-    child = f" --runtime-api-address {address} --parent-pid {pid} "
-    groups = {p.group for p in process_tree.list_living_processes().values() if child in f"{p.command} "}
+    child_arguments = f" --runtime-api-address {address} --parent-pid {pid} "
+    groups = {
+        p.group for p in process_tree.list_living_processes().values() if child_arguments in f"{p.command} "
+    }
     if is_running:
         groups |= {pid, *(p.group for p in process_tree.find_descendants(pid).values())}
     return groups

@@ -18,14 +18,14 @@ _RUN, _STATE = re.compile(r"[0-9a-f]{16}"), re.compile(r"\d{6}\.tree(\.part)?|mo
 """The name of a run, as a server draws it, and names in the folder of a client's states in a run."""
 
 
-def forget(folder: Path, client: int) -> tuple[list[Path], list[Path]]:
+def forget(folder: Path, client_id: int) -> tuple[list[Path], list[Path]]:
     """Remove the data, states and models of a client from its folder.
 
     Files are removed as by ``rm``: their blocks are not overwritten, and copies elsewhere are not found.
 
     Args:
         folder: of the client.
-        client: its number.
+        client_id: its number.
 
     Returns:
         What was removed, and what is still there: the account of privacy, logs, and what is not the client's.
@@ -37,12 +37,12 @@ def forget(folder: Path, client: int) -> tuple[list[Path], list[Path]]:
     """
     if not (folder / CLIENT_FILE).exists():
         raise ConfigError(f"{folder} is not a client's folder: it holds no {CLIENT_FILE}; pass --folder")
-    if (owner := read_json(folder / CLIENT_FILE, dict).get("client")) != client:
-        raise ConfigError(f"{folder} is the folder of client {owner}, not of client {client}")
-    home, lock = folder / "flower", FileLock(folder / "lock")
+    if (owner := read_json(folder / CLIENT_FILE, dict).get("client")) != client_id:
+        raise ConfigError(f"{folder} is the folder of client {owner}, not of client {client_id}")
+    process_folder, lock = folder / "flower", FileLock(folder / "lock")
     with contextlib.ExitStack() as stack:
-        if home.is_dir():
-            stack.enter_context(exclusive(home))
+        if process_folder.is_dir():
+            stack.enter_context(exclusive(process_folder))
         try:
             stack.enter_context(lock.acquire(timeout=0))
         except Timeout:
@@ -58,15 +58,17 @@ def forget(folder: Path, client: int) -> tuple[list[Path], list[Path]]:
             REJECTION_FILE,
             CLIENT_FILE,
         )
-        removed = [path for path in (*sorted(runs), *(folder / name for name in names)) if path.exists()]
-        for path in removed:
+        removed_paths = [
+            path for path in (*sorted(runs), *(folder / name for name in names)) if path.exists()
+        ]
+        for path in removed_paths:
             with as_checkpoint_error(f"cannot remove {path}"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    remaining = sorted(folder.iterdir())
-    if not remaining:
+    remaining_paths = sorted(folder.iterdir())
+    if not remaining_paths:
         with as_checkpoint_error(f"cannot remove {folder}"):
             folder.rmdir()
-    return removed, remaining
+    return removed_paths, remaining_paths
 
 
 def _is_run(folder: Path) -> bool:

@@ -96,9 +96,9 @@ def _guard_server(token: str) -> None:
     from ..access.gate import Gate
     from ..access.identity import Roster, allow_clocks
 
-    keys = os.environ.get(CLIENT_KEYS)
-    roster = None if keys is None else Roster(Path(keys), Path(os.environ[CLIENT_NODES]))
-    audit = os.environ.get(AUDIT)
+    keys_folder = os.environ.get(CLIENT_KEYS)
+    roster = None if keys_folder is None else Roster(Path(keys_folder), Path(os.environ[CLIENT_NODES]))
+    audit_path = os.environ.get(AUDIT)
     allow_clocks()
     limit_journals()
     if "--database" in sys.argv:
@@ -106,11 +106,17 @@ def _guard_server(token: str) -> None:
 
     def run_guarded(app: App, **settings: Any) -> None:
         connections = Connections()
-        gate = Gate(app, roster, connections, None if audit is None else Path(audit))
+        gate = Gate(app, roster, connections, None if audit_path is None else Path(audit_path))
         # h11 bounds the headers of a call; the other loop does not let us count connections; a header of a
         # caller does not say where it calls from; lines for every call would fill the disk
-        fixed = {"http": "h11", "loop": "asyncio", "ws": "none", "proxy_headers": False, "access_log": False}
-        server = uvicorn.Server(uvicorn.Config(guard_app(gate, token), **{**settings, **fixed}))
+        fixed_settings = {
+            "http": "h11",
+            "loop": "asyncio",
+            "ws": "none",
+            "proxy_headers": False,
+            "access_log": False,
+        }
+        server = uvicorn.Server(uvicorn.Config(guard_app(gate, token), **{**settings, **fixed_settings}))
         with Listener.open(settings["host"], settings["port"], connections) as listener:
             server.run([listener])
 
@@ -121,10 +127,10 @@ def _send_token(token: str) -> None:
     """Make the clients of Flower's API in this process send the token, and follow no redirects."""
     from flwr.supercore.protobuf.client import ProtobufClient
 
-    make = ProtobufClient.__init__
+    original_init = ProtobufClient.__init__
 
     def make_with_token(self: ProtobufClient, *arguments: Any, **settings: Any) -> None:
-        make(self, *arguments, **settings)
+        original_init(self, *arguments, **settings)
         self._client.headers[TOKEN_HEADER] = token
         self._client.follow_redirects = False
 
@@ -149,8 +155,8 @@ def main() -> None:
         _send_token(token)
     subprocess.Popen = _Popen  # type: ignore[misc, assignment]  # replaced on purpose
     sys.argv[:2] = [program]
-    (entry, *_) = importlib.metadata.entry_points(group="console_scripts", name=program)
-    sys.exit(entry.load()())
+    (entry_point, *_) = importlib.metadata.entry_points(group="console_scripts", name=program)
+    sys.exit(entry_point.load()())
 
 
 if __name__ == "__main__":

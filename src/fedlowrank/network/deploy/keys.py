@@ -80,34 +80,36 @@ class ServerKeys:
                 roster is not that of the authority or has another key of a client.
         """
         names = ("ca.crt", "server.pem", "server.key", "orders.key")
-        authority, certificate, key, orders = find_key_files(folder, *names)
-        refuse_readable(folder, key, orders)
+        authority, certificate, key, order_key = find_key_files(folder, *names)
+        refuse_readable(folder, key, order_key)
         public_keys = sorted((folder.absolute() / "clients").glob("*.pub"))
-        misnamed = next((path for path in public_keys if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
-        if misnamed is not None:
+        misnamed_path = next(
+            (path for path in public_keys if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None
+        )
+        if misnamed_path is not None:
             raise ConfigError(
-                f"{misnamed} is not named by the number of a client, as in 3.pub. Rename or remove it."
+                f"{misnamed_path} is not named by the number of a client, as in 3.pub. Rename or remove it."
             )
-        clients = {int(path.stem): path for path in sorted(public_keys, key=lambda path: int(path.stem))}
-        roster = folder / ROSTER_FILE
-        entries = KeyRoster.read(roster, authority).clients if roster.exists() else {}
-        for number, path in [*clients.items()]:
-            entry = entries.get(number)
+        key_paths = {int(path.stem): path for path in sorted(public_keys, key=lambda path: int(path.stem))}
+        roster_path = folder / ROSTER_FILE
+        entries = KeyRoster.read(roster_path, authority).clients if roster_path.exists() else {}
+        for client_id, path in [*key_paths.items()]:
+            entry = entries.get(client_id)
             if entry is None:
                 if entries:
                     logger.info("%s is in no roster: other clients cannot know of it", path)
             elif entry.key != strip_key_comment(path.read_text()):
                 raise ConfigError(
-                    f"{path} is not the key of client {number} in {roster}. Revoke the client and enter it again "
+                    f"{path} is not the key of client {client_id} in {roster_path}. Revoke the client and enter it again "
                     "where `ca.key` lies, and bring the folder `server` from there."
                 )
             elif entry.has_expired():
-                ended = f"{entry.expires:%Y-%m-%d}"
+                end_date = f"{entry.expires:%Y-%m-%d}"
                 logger.info(
-                    f"the key of client {number} ended on {ended}; it is refused until it is prolonged"
+                    f"the key of client {client_id} ended on {end_date}; it is refused until it is prolonged"
                 )
-                del clients[number]
-        return cls(authority, certificate, key, clients, orders)
+                del key_paths[client_id]
+        return cls(authority, certificate, key, key_paths, order_key)
 
 
 @dataclass(frozen=True)
@@ -136,17 +138,17 @@ class ClientKeys:
         Raises:
             ConfigError: if one is missing, or others can read the folder or its private key.
         """
-        authority, key, orders = find_key_files(folder, "ca.crt", "client.key", "orders.pub")
+        authority, key, order_key = find_key_files(folder, "ca.crt", "client.key", "orders.pub")
         refuse_readable(folder, key)
-        return cls(authority, key, orders)
+        return cls(authority, key, order_key)
 
 
-def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> None:
+def make_keys(folder: Path, client_count: int, hosts: Sequence[str], days: int = 365) -> None:
     """Make the keys of a federation with clients 0, 1, ..., for a trial: whoever calls this knows all of them.
 
     Args:
         folder: made by this; the module's description lists its files.
-        clients: number of clients; 0 where each makes its own key (:mod:`..enrollment.key_request`).
+        client_count: number of clients; 0 where each makes its own key (:mod:`..enrollment.key_request`).
         hosts: names and IP addresses of the server, without a port; localhost, 127.0.0.1 and ::1 are always
             added.
         days: life of the server's certificate and of the clients' keys, at most :data:`AUTHORITY_DAYS`.
@@ -155,8 +157,8 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
         ConfigError: if the folder exists, or an argument is not as described. Nothing is written then.
         CheckpointError: if the disk is full.
     """
-    if clients < 0:
-        raise ConfigError(f"a federation cannot have {clients} clients; 0 if each makes its own key")
+    if client_count < 0:
+        raise ConfigError(f"a federation cannot have {client_count} clients; 0 if each makes its own key")
     names = _parse_hosts(hosts)
     check_days(days)
     if folder.exists():
@@ -178,21 +180,21 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
     )
     write_key_file(folder / "ca.key", _to_pem(key), PRIVATE_MODE)
     write_key_file(folder / "server" / "ca.crt", authority.public_bytes(Encoding.PEM))
-    orders = ed25519.Ed25519PrivateKey.generate()
-    write_key_file(folder / "server" / "orders.key", _to_pem(orders), PRIVATE_MODE)
-    write_key_file(folder / "server" / "orders.pub", _to_openssh(orders))
+    order_key = ed25519.Ed25519PrivateKey.generate()
+    write_key_file(folder / "server" / "orders.key", _to_pem(order_key), PRIVATE_MODE)
+    write_key_file(folder / "server" / "orders.pub", _to_openssh(order_key))
     _certify(folder, key, authority, names, days)
-    for client in range(clients):
-        _make_client_key(folder, client)
-    update_roster(folder, dict.fromkeys(range(clients), days))
+    for client_id in range(client_count):
+        _make_client_key(folder, client_id)
+    update_roster(folder, dict.fromkeys(range(client_count), days))
 
 
-def add_client(folder: Path, client: int, days: int = 365) -> bool:
+def add_client(folder: Path, client_id: int, days: int = 365) -> bool:
     """Make the key of one more client, read at the server's next start.
 
     Args:
         folder: made by :func:`make_keys`.
-        client: its number.
+        client_id: its number.
         days: life of the key.
 
     Returns:
@@ -202,40 +204,43 @@ def add_client(folder: Path, client: int, days: int = 365) -> bool:
         ConfigError: if the client has a key, or an argument is not as described.
     """
     check_days(days)
-    if client < 0:
-        raise ConfigError(f"clients are numbered from 0; client is {client}")
-    _make_client_key(folder, client)
-    return update_roster(folder, {client: days})
+    if client_id < 0:
+        raise ConfigError(f"clients are numbered from 0; client is {client_id}")
+    _make_client_key(folder, client_id)
+    return update_roster(folder, {client_id: days})
 
 
-def _make_client_key(folder: Path, client: int) -> None:
-    authority, orders = find_key_files(folder / "server", "ca.crt", "orders.pub")
-    client_folder, public = folder / f"client-{client}", folder / "server" / "clients" / f"{client}.pub"
-    existing = next((path for path in (client_folder, public) if path.exists()), None)
-    if existing is not None:
+def _make_client_key(folder: Path, client_id: int) -> None:
+    authority, order_key = find_key_files(folder / "server", "ca.crt", "orders.pub")
+    client_folder, public_path = (
+        folder / f"client-{client_id}",
+        folder / "server" / "clients" / f"{client_id}.pub",
+    )
+    existing_path = next((path for path in (client_folder, public_path) if path.exists()), None)
+    if existing_path is not None:
         raise ConfigError(
-            f"{existing} exists already, and keys are never overwritten. Remove it to give the client a new key"
+            f"{existing_path} exists already, and keys are never overwritten. Remove it to give the client a new key"
         )
     key = ec.generate_private_key(ec.SECP384R1())
     with as_checkpoint_error(f"cannot make {client_folder}"):
         client_folder.mkdir(mode=0o700)
-        public.parent.mkdir(exist_ok=True)
+        public_path.parent.mkdir(exist_ok=True)
     write_key_file(client_folder / "ca.crt", authority.read_bytes())
-    write_key_file(client_folder / "orders.pub", orders.read_bytes())
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    write_key_file(client_folder / "client.key", private, PRIVATE_MODE)
-    write_key_file(public, _to_openssh(key))
+    write_key_file(client_folder / "orders.pub", order_key.read_bytes())
+    private_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    write_key_file(client_folder / "client.key", private_bytes, PRIVATE_MODE)
+    write_key_file(public_path, _to_openssh(key))
 
 
 def revoke_client(
-    folder: Path, client: int, why: Literal["revoked", "expired"] = "revoked"
+    folder: Path, client_id: int, reason: Literal["revoked", "expired"] = "revoked"
 ) -> tuple[Path, bool]:
     """Move a client's public key away: from now on the server refuses the client, also one that runs.
 
     Args:
         folder: made by :func:`make_keys`, or its part ``server``.
-        client: whose key it is. :func:`add_client` makes a new one once the client's old folder is removed.
-        why: names the folder that it is moved to. A key that was revoked is never accepted again.
+        client_id: whose key it is. :func:`add_client` makes a new one once the client's old folder is removed.
+        reason: names the folder that it is moved to. A key that was revoked is never accepted again.
 
     Returns:
         Where the public key is now, and whether the client was taken from the roster, which needs ``ca.key``.
@@ -244,17 +249,19 @@ def revoke_client(
         ConfigError: if the server has no key of the client.
         CheckpointError: if it cannot be moved.
     """
-    server = folder / "server" if (folder / "server").is_dir() else folder
-    public = server / "clients" / f"{client}.pub"
-    if not public.is_file():
-        known = sorted(int(p.stem) for p in public.parent.glob("*.pub") if p.stem.isdigit())
-        raise ConfigError(f"{server} has no public key of client {client}. It has keys of clients {known}.")
-    revoked = server / why
-    number = next(i for i in range(1, 10**6) if not (revoked / f"{client}-{i}.pub").exists())
-    with as_checkpoint_error(f"cannot move {public}"):
-        revoked.mkdir(exist_ok=True)
-        moved = public.rename(revoked / f"{client}-{number}.pub")
-    return moved, update_roster(folder)
+    server_folder = folder / "server" if (folder / "server").is_dir() else folder
+    public_path = server_folder / "clients" / f"{client_id}.pub"
+    if not public_path.is_file():
+        client_ids = sorted(int(p.stem) for p in public_path.parent.glob("*.pub") if p.stem.isdigit())
+        raise ConfigError(
+            f"{server_folder} has no public key of client {client_id}. It has keys of clients {client_ids}."
+        )
+    target_folder = server_folder / reason
+    number = next(i for i in range(1, 10**6) if not (target_folder / f"{client_id}-{i}.pub").exists())
+    with as_checkpoint_error(f"cannot move {public_path}"):
+        target_folder.mkdir(exist_ok=True)
+        new_path = public_path.rename(target_folder / f"{client_id}-{number}.pub")
+    return new_path, update_roster(folder)
 
 
 def find_expired_clients(folder: Path) -> list[int]:
@@ -262,13 +269,17 @@ def find_expired_clients(folder: Path) -> list[int]:
     if not (folder / ROSTER_FILE).exists():
         return []
     entries = KeyRoster.read(folder / ROSTER_FILE, folder / "ca.crt").clients
-    present = {int(path.stem) for path in (folder / "clients").glob("*.pub") if path.stem.isdigit()}
-    return [number for number, entry in sorted(entries.items()) if number in present and entry.has_expired()]
+    client_ids = {int(path.stem) for path in (folder / "clients").glob("*.pub") if path.stem.isdigit()}
+    return [
+        client_id
+        for client_id, entry in sorted(entries.items())
+        if client_id in client_ids and entry.has_expired()
+    ]
 
 
-def name_revoked(server: Path, key: str) -> str:
-    """The client of a public key that was revoked, for logs; ``server`` is the server's part of the keys."""
-    for path in (server / "revoked").glob("*.pub"):
+def name_revoked(server_folder: Path, key: str) -> str:
+    """The client of a public key that was revoked, for logs; ``server_folder`` is the server's part of the keys."""
+    for path in (server_folder / "revoked").glob("*.pub"):
         if path.read_text().strip() == key:
             return f"client {path.stem.partition('-')[0]}"
     return "a client whose public key was removed"
@@ -338,7 +349,7 @@ def _build_certificate(
     signer: ec.EllipticCurvePrivateKey,
     days: float,
 ) -> x509.CertificateBuilder:
-    now = _now()
+    issue_time = _now()
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -346,8 +357,8 @@ def _build_certificate(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         # clocks of organizations differ
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(issue_time - datetime.timedelta(days=1))
+        .not_valid_after(issue_time + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False

@@ -85,13 +85,13 @@ _MAX_RUNS = 100
 """Number of the server's runs for which the decision to refuse is stored."""
 
 
-def choose_pause(idle: float) -> float:
+def choose_pause(idle_seconds: float) -> float:
     """Seconds until the next look for a message, given those since the last one.
 
     A twentieth of the wait, so that rounds of minutes take no longer to notice and hundreds of waiting clients leave the server
     time for its work.
     """
-    return min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, idle / 20))
+    return min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, idle_seconds / 20))
 
 
 class Connection(NamedTuple):
@@ -140,10 +140,10 @@ class PinnedApp(NamedTuple):
         """Why messages of a run are refused, or None if they are answered."""
         if (run.fab_id, run.fab_hash) == self:
             return None
-        offered = to_one_line(f"{run.fab_id} with the digest {run.fab_hash}", 200)
+        app_description = to_one_line(f"{run.fab_id} with the digest {run.fab_hash}", 200)
         return (
             f"this client answers messages of the app {self.name} with the digest {self.digest} only, not "
-            f"of {offered}. If the server is a `fedlowrank serve`, install the same releases of fedlowrank "
+            f"of {app_description}. If the server is a `fedlowrank serve`, install the same releases of fedlowrank "
             "and Flower on both."
         )
 
@@ -154,50 +154,61 @@ class Node:
     Args:
         connection: to the server.
         app: answers a message; it belongs to the installed package.
-        pinned: the app whose messages are answered.
+        pinned_app: the app whose messages are answered.
         folder: of the client.
-        home: where the file :data:`.server_processes.WORKING_FILE` lies.
+        process_folder: where the file :data:`.server_processes.WORKING_FILE` lies.
     """
 
     def __init__(
-        self, connection: Connection, app: ClientApp, pinned: PinnedApp, folder: Path, home: Path
+        self,
+        connection: Connection,
+        app: ClientApp,
+        pinned_app: PinnedApp,
+        folder: Path,
+        process_folder: Path,
     ) -> None:
-        self.connection, self.app, self.pinned, self.folder, self.home = connection, app, pinned, folder, home
+        self.connection, self.app, self.pinned, self.folder, self.home = (
+            connection,
+            app,
+            pinned_app,
+            folder,
+            process_folder,
+        )
         self._refusals: dict[int, str | None] = {}
 
     def step(self) -> bool:
         """Answer the next message; whether there was one."""
         try:
-            received = self.connection.receive()
-            if received is None:
+            next_message = self.connection.receive()
+            if next_message is None:
                 return False
             with self._working():
-                began = time.monotonic()
-                reply = self._reply(*received)
+                start_time = time.monotonic()
+                reply = self._reply(*next_message)
                 # of the server's clock: by this machine's, the reply may have expired before it was made
-                reply.metadata.created_at = received[0].metadata.created_at
-                reply.metadata.ttl = received[0].metadata.ttl
-                self._send(reply, time.monotonic() - began)
+                reply.metadata.created_at = next_message[0].metadata.created_at
+                reply.metadata.ttl = next_message[0].metadata.ttl
+                self._send(reply, time.monotonic() - start_time)
         except UNANSWERED_ERRORS as error:
             # the run may be over, or the message too old; the server asks again for what it still needs
-            why = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
-            logger.info("a message was given up: %r %s", error, to_one_line(why))
+            response_text = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
+            logger.info("a message was given up: %r %s", error, to_one_line(response_text))
         return True
 
-    def _reply(self, message: Message, objects: Any) -> Message:
-        metadata, run = message.metadata, message.metadata.run_id
+    def _reply(self, message: Message, object_tree: Any) -> Message:
+        metadata, run_id = message.metadata, message.metadata.run_id
         logger.info(
-            "message %s of run %d", to_one_line(f"{metadata.message_type} {metadata.group_id}", 100), run
+            "message %s of run %d", to_one_line(f"{metadata.message_type} {metadata.group_id}", 100), run_id
         )
-        if run not in self._refusals:
+        if run_id not in self._refusals:
             if len(self._refusals) >= _MAX_RUNS:
                 self._refusals.clear()
-            self._refusals[run] = self.pinned.refusal(self.connection.get_run(run))
-        refusal = self._refusals[run]
+            self._refusals[run_id] = self.pinned.refusal(self.connection.get_run(run_id))
+        refusal = self._refusals[run_id]
         if refusal is not None:
             return self._refuse(message, RefusedOrderError(refusal), ErrorCode.INVALID_FAB)
         try:
-            whole = self._fetch(message, objects)
+            full_message = self._fetch(message, object_tree)
         except UNANSWERED_ERRORS:
             raise
         except RefusedOrderError as error:
@@ -206,9 +217,9 @@ class Node:
             return flower.make_error_reply(message, error, lambda: self.folder)
         try:
             # the content does not say by which identifier the server knows it
-            whole.metadata.__dict__["_message_id"] = metadata.message_id
-            context = Context(run, self.connection.node, {"folder": str(self.folder)}, RecordDict(), {})
-            return self.app(whole, context)
+            full_message.metadata.__dict__["_message_id"] = metadata.message_id
+            context = Context(run_id, self.connection.node, {"folder": str(self.folder)}, RecordDict(), {})
+            return self.app(full_message, context)
         except Exception as error:  # noqa: BLE001 - such as a message of a type that the app does not answer
             return flower.make_error_reply(message, error, lambda: self.folder)
 
@@ -216,18 +227,18 @@ class Node:
         SiteAudit(self.folder / AUDIT_FILE).log_refusal(message.metadata.message_type, str(error))
         return flower.make_error_reply(message, error, lambda: self.folder, code)
 
-    def _fetch(self, message: Message, objects: Any) -> Message:
+    def _fetch(self, message: Message, object_tree: Any) -> Message:
         """Fetch the content of a message, and stop where it is too large; raises RefusedOrderError then."""
-        run, lock = message.metadata.run_id, threading.Lock()
+        run_id, lock = message.metadata.run_id, threading.Lock()
         bound = FetchBound(self._max_bytes(message.metadata.message_type), "fedlowrank join --max-download")
         # a message may name a piece many times, and is not gone through to its end
-        pieces = itertools.islice(iterate_object_tree(objects), bound.pieces + 1)
-        wanted = [piece.object_id for piece in pieces]
-        bound.expect(len(wanted))
+        pieces = itertools.islice(iterate_object_tree(object_tree), bound.pieces + 1)
+        object_ids = [piece.object_id for piece in pieces]
+        bound.expect(len(object_ids))
 
         def pull(name: str) -> bytes:
             check()
-            content = self.connection.pull(run, name)
+            content = self.connection.pull(run_id, name)
             with lock:
                 bound.add(content)
             check()
@@ -239,24 +250,24 @@ class Node:
 
         check()
         # as long again as a large payload takes at 1 MiB/s, for the server may still be storing it
-        patience = PIECE_SECONDS + bound.max_bytes / 2**20
-        contents = pull_objects(list(dict.fromkeys(wanted)), pull, max_time=patience)
-        self.connection.confirm(run, message.metadata.message_id)
-        whole = inflate_object_from_contents(objects.object_id, contents)
-        if not isinstance(whole, Message):
-            raise TypeError(f"the server sent a {type(whole).__name__} for a message")
-        return whole
+        max_seconds = PIECE_SECONDS + bound.max_bytes / 2**20
+        contents = pull_objects(list(dict.fromkeys(object_ids)), pull, max_time=max_seconds)
+        self.connection.confirm(run_id, message.metadata.message_id)
+        full_message = inflate_object_from_contents(object_tree.object_id, contents)
+        if not isinstance(full_message, Message):
+            raise TypeError(f"the server sent a {type(full_message).__name__} for a message")
+        return full_message
 
-    def _max_bytes(self, kind: str) -> int:
+    def _max_bytes(self, message_type: str) -> int:
         """Bytes that a message of a kind may have; only orders have a payload."""
-        return flower.load_runtime(str(self.folder)).max_download if kind == flower.ORDER_TYPE else 0
+        return flower.load_runtime(str(self.folder)).max_download if message_type == flower.ORDER_TYPE else 0
 
     def _send(self, reply: Message, seconds: float) -> None:
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with no_object_id_recompute():
-            wanted, session = self.connection.send(reply, get_object_tree(reply), seconds)
+            missing_ids, session = self.connection.send(reply, get_object_tree(reply), seconds)
             push = functools.partial(self.connection.push, reply.metadata.run_id, session)
-            push_objects(get_all_nested_objects(reply), push, object_ids_to_push=wanted)
+            push_objects(get_all_nested_objects(reply), push, object_ids_to_push=missing_ids)
         logger.info("replied after %.1f s", seconds)
 
     @contextlib.contextmanager
@@ -279,12 +290,12 @@ class _Counted(httpx.SyncByteStream):
         self._stream, self._most = stream, max_bytes
 
     def __iter__(self) -> Iterator[bytes]:
-        read = 0
-        for part in self._stream:
-            read += len(part)
-            if read > self._most:
+        byte_count = 0
+        for chunk in self._stream:
+            byte_count += len(chunk)
+            if byte_count > self._most:
                 raise TooLargeAnswerError(f"the server's answer has more than {self._most} bytes")
-            yield part
+            yield chunk
 
     def close(self) -> None:
         self._stream.close()
@@ -308,10 +319,10 @@ def limit_answers(client: httpx.Client) -> None:
 
 def _limit_all_answers() -> None:
     """Make the clients of Flower's API in this process limit what they read."""
-    make = ProtobufClient.__init__
+    original_init = ProtobufClient.__init__
 
     def make_limited(self: ProtobufClient, *arguments: Any, **settings: Any) -> None:
-        make(self, *arguments, **settings)
+        original_init(self, *arguments, **settings)
         limit_answers(self._client)
 
     ProtobufClient.__init__ = make_limited  # type: ignore[method-assign]  # replaced on purpose
@@ -333,18 +344,18 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
     logging.getLogger("fedlowrank.network").setLevel(logging.INFO)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, _end)
     (args.home / WORKING_FILE).unlink(missing_ok=True)
     _limit_all_answers()
-    pinned = PinnedApp.installed()
+    pinned_app = PinnedApp.installed()
     keys = None
     if args.key is not None:
         keys = load_key_pair(args.key, os.environ.pop(PASSPHRASE_VARIABLE, ""))
         flower.sign_as(args.folder, MemberSigner(keys[0]))
     authority = None if args.authority is None else args.authority.read_bytes()
     with http_request_response(args.server, authority is None, authority, keys) as calls:
-        node = Node(Connection(*calls), flower.client, pinned, args.folder, args.home)
+        node = Node(Connection(*calls), flower.client, pinned_app, args.folder, args.home)
         logger.info("SuperNode ID: %d", node.connection.node)
         last_message = time.monotonic()
         while True:

@@ -23,20 +23,20 @@ class Process(NamedTuple):
 
 def list_living_processes() -> dict[int, Process]:
     """All living processes of the machine by number, without zombies."""
-    living = {}
+    processes = {}
     for process in psutil.process_iter(["status", "cmdline"]):
         # it may end while it is looked at
         with contextlib.suppress(OSError):
             group, command = os.getpgid(process.pid), " ".join(process.info["cmdline"] or ())
             if process.info["status"] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                living[process.pid] = Process(group, command)
-    return living
+                processes[process.pid] = Process(group, command)
+    return processes
 
 
-def find_descendants(root: int) -> dict[int, Process]:
+def find_descendants(root_pid: int) -> dict[int, Process]:
     """The children of a process, their children, and so on; not the process itself."""
     try:
-        children = {child.pid for child in psutil.Process(root).children(recursive=True)}
+        children = {child.pid for child in psutil.Process(root_pid).children(recursive=True)}
     except psutil.NoSuchProcess:
         return {}
     return {pid: process for pid, process in list_living_processes().items() if pid in children}
@@ -52,12 +52,12 @@ def end_groups(groups: set[int], patience: float = 0.0) -> set[int]:
     Returns:
         The processes that survive for ten more seconds.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     while survivors := {pid for pid, process in list_living_processes().items() if process.group in groups}:
-        waited = time.monotonic() - began
-        if waited > patience + 10:
+        waited_seconds = time.monotonic() - start_time
+        if waited_seconds > patience + 10:
             break
-        for pid in survivors if waited >= patience else ():
+        for pid in survivors if waited_seconds >= patience else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -54,7 +54,7 @@ class SuperLink(FlowerProcess):
     than clients' need a token that only this object and its subprocesses have; see :mod:`.guard`.
 
     Args:
-        home: its folder.
+        process_folder: its folder.
         keys: for TLS and registered clients only; None for trials on one machine: everyone may join, and
             everything is readable.
         host: address to listen on; ``0.0.0.0`` for all of this machine's.
@@ -64,7 +64,7 @@ class SuperLink(FlowerProcess):
 
     def __init__(
         self,
-        home: Path,
+        process_folder: Path,
         keys: ServerKeys | None,
         *,
         host: str = "127.0.0.1",
@@ -75,13 +75,13 @@ class SuperLink(FlowerProcess):
         self.host = host
         self.port = find_free_port(host) if port is None else port
         # where a process of this machine reaches it
-        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        address = f"[{near}]:{self.port}" if ":" in near else f"{near}:{self.port}"
-        super().__init__(home, "superlink", address, variables)
+        local_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        address = f"[{local_host}]:{self.port}" if ":" in local_host else f"{local_host}:{self.port}"
+        super().__init__(process_folder, "superlink", address, variables)
         # only its subprocesses get it
         self.variables[guard.TOKEN_VARIABLE] = secrets.token_hex(32)
-        self._database = self.home / "superlink.db"
-        self._registered = self.home / "registered.json"
+        self._database = self.process_folder / "superlink.db"
+        self._registered = self.process_folder / "registered.json"
         self._keys_changed = 0
         if keys is not None:
             self.variables[guard.CLIENT_KEYS] = str(keys.authority.absolute().parent / "clients")
@@ -119,8 +119,8 @@ class SuperLink(FlowerProcess):
             command += ["--enable-supernode-auth", "--ssl-ca-certfile", str(self.keys.authority)]
             command += ["--ssl-certfile", str(self.keys.certificate), "--ssl-keyfile", str(self.keys.key)]
         # where Flower's commands look for it
-        connection = f"[superlink.{_CONNECTION}]\n{as_toml({'address': self.address, **security})}"
-        write_atomically(self.home / "config.toml", connection.encode())
+        config_text = f"[superlink.{_CONNECTION}]\n{as_toml({'address': self.address, **security})}"
+        write_atomically(self.process_folder / "config.toml", config_text.encode())
         self._launch(command)
         self._wait_until(self._is_answering, "it answered", seconds)
 
@@ -133,24 +133,24 @@ class SuperLink(FlowerProcess):
         Raises:
             ProcessError: if Flower refuses.
         """
-        key, known = public_key.read_text().strip(), self._read_known_keys()
-        if key not in known:
-            known[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
-            write_json(self._registered, known)
-        return known[key]
+        key, node_ids = public_key.read_text().strip(), self._read_known_keys()
+        if key not in node_ids:
+            node_ids[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
+            write_json(self._registered, node_ids)
+        return node_ids[key]
 
     def keep_only(self, public_keys: Iterable[Path]) -> list[str]:
         """Unregister all clients but those with these public keys; returns the keys of the others."""
-        known, stay = self._read_known_keys(), set()
+        node_ids, allowed_keys = self._read_known_keys(), set()
         for path in public_keys:
             # one that is revoked meanwhile
             with contextlib.suppress(FileNotFoundError):
-                stay.add(path.read_text().strip())
-        forgotten = sorted(known.keys() - stay)
-        for key in forgotten:
-            self._flwr("supernode", "unregister", str(known.pop(key)))
-            write_json(self._registered, known)
-        return forgotten
+                allowed_keys.add(path.read_text().strip())
+        removed_keys = sorted(node_ids.keys() - allowed_keys)
+        for key in removed_keys:
+            self._flwr("supernode", "unregister", str(node_ids.pop(key)))
+            write_json(self._registered, node_ids)
+        return removed_keys
 
     def unregister_revoked(self) -> list[str]:
         """Unregister the clients whose public keys were taken away since the last look; returns these keys.
@@ -159,41 +159,43 @@ class SuperLink(FlowerProcess):
         """
         if self.keys is None:
             return []
-        changed = (self.keys.authority.parent / "clients").stat().st_mtime_ns
-        if changed == self._keys_changed:
+        change_time = (self.keys.authority.parent / "clients").stat().st_mtime_ns
+        if change_time == self._keys_changed:
             return []
-        gone = self.keep_only(self.keys.clients.values())
-        self._keys_changed = changed
-        return gone
+        removed_keys = self.keep_only(self.keys.clients.values())
+        self._keys_changed = change_time
+        return removed_keys
 
     def _read_known_keys(self) -> dict[str, int]:
         """Flower's number of every registered public key."""
-        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
-        return known
+        node_ids: dict[str, int] = (
+            json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        )
+        return node_ids
 
-    def submit(self, app: Path) -> int:
+    def submit(self, app_folder: Path) -> int:
         """Start a run of an app (:func:`.flower_app.write_app`); returns Flower's number of the run."""
-        return int(self._flwr("run", str(app.absolute()))["run-id"])
+        return int(self._flwr("run", str(app_folder.absolute()))["run-id"])
 
-    def status(self, run: int) -> RunStatus:
+    def status(self, run_id: int) -> RunStatus:
         """The status of a run. It costs a second of processor time.
 
         After a kill the SuperLink takes a run for running for about a minute; stop such a run.
         """
-        fields = self._flwr("list", "--run-id", str(run))["runs"][0]
+        fields = self._flwr("list", "--run-id", str(run_id))["runs"][0]
         details = fields["status-details"]
         return RunStatus(fields["status"], "" if details == "N/A" else details)
 
-    def stop(self, run: int) -> None:
+    def stop(self, run_id: int) -> None:
         """End a run; raises ProcessError if there is no such run or it has ended."""
-        self._flwr("stop", str(run))
+        self._flwr("stop", str(run_id))
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         """Call one of Flower's commands and return its JSON output."""
         if not self.alive():
             raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._read_log_end()}")
         try:
-            done = subprocess.run(
+            completed_process = subprocess.run(
                 [*guard.make_command("flwr"), *arguments, _CONNECTION, "--format", "json"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -204,9 +206,9 @@ class SuperLink(FlowerProcess):
         except subprocess.TimeoutExpired:
             raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
         try:
-            answer: dict[str, Any] = json.loads(done.stdout)
+            answer: dict[str, Any] = json.loads(completed_process.stdout)
         except ValueError:
-            output = (done.stdout + done.stderr).strip()[-2000:]
+            output = (completed_process.stdout + completed_process.stderr).strip()[-2000:]
             raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {output}") from None
         if not answer.get("success"):
             raise ProcessError(
@@ -217,11 +219,11 @@ class SuperLink(FlowerProcess):
     def _is_answering(self) -> bool:
         """Whether it answers, with its guard."""
         host, _, port = self.address.rpartition(":")
-        place = (host.strip("[]"), int(port))
-        connection = http.client.HTTPConnection(*place, timeout=5)
+        server_address = (host.strip("[]"), int(port))
+        connection = http.client.HTTPConnection(*server_address, timeout=5)
         if self.keys is not None:
-            trusted = ssl.create_default_context(cafile=self.keys.authority)
-            connection = http.client.HTTPSConnection(*place, timeout=5, context=trusted)
+            tls_context = ssl.create_default_context(cafile=self.keys.authority)
+            connection = http.client.HTTPSConnection(*server_address, timeout=5, context=tls_context)
         try:
             connection.request(
                 "GET", guard.PROBE_PATH, headers={guard.TOKEN_HEADER: self.variables[guard.TOKEN_VARIABLE]}
@@ -248,7 +250,7 @@ class SuperNode(FlowerProcess):
     """A client's process: connects to the server and answers messages; see :mod:`.node`.
 
     Args:
-        home: its folder.
+        process_folder: its folder.
         address: of the server, such as ``fl.example.org:8000``.
         folder: of the client, made by :func:`..client.prepare`.
         keys: for TLS, and to prove the client's identity to the server; None for trials on one machine.
@@ -256,12 +258,12 @@ class SuperNode(FlowerProcess):
 
     def __init__(
         self,
-        home: Path,
+        process_folder: Path,
         address: str,
         folder: Path,
         keys: ClientKeys | None,
     ) -> None:
-        super().__init__(home, "supernode", address)
+        super().__init__(process_folder, "supernode", address)
         self.folder = folder.absolute()
         self.keys = keys
 
@@ -269,7 +271,7 @@ class SuperNode(FlowerProcess):
         """Start it, maybe before the server: it connects when it can. Raises as :meth:`SuperLink.start`."""
         self._prepare()
         command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
-        command += ["--folder", str(self.folder), "--home", str(self.home)]
+        command += ["--folder", str(self.folder), "--home", str(self.process_folder)]
         if self.keys is not None:
             command += ["--authority", str(self.keys.authority), "--key", str(self.keys.key)]
         self._launch(command)
@@ -285,4 +287,4 @@ class SuperNode(FlowerProcess):
 
     def is_working(self) -> bool:
         """Whether it is answering a message now."""
-        return self.alive() and (self.home / WORKING_FILE).exists()
+        return self.alive() and (self.process_folder / WORKING_FILE).exists()

@@ -22,7 +22,7 @@ _REFUSAL_TEXT = "Exit Code: 305"
 
 def supervise(
     node: SuperNode,
-    stop: threading.Event,
+    stop_event: threading.Event,
     pauses: Sequence[float] = RESTART_PAUSES,
     patience: float = REFUSAL_SECONDS,
 ) -> None:
@@ -34,7 +34,7 @@ def supervise(
 
     Args:
         node: may run already.
-        stop: end when this is set.
+        stop_event: end when this is set.
         pauses: seconds before each restart; the last is repeated, and the first comes again after a steady
             minute.
         patience: seconds for which the server may refuse.
@@ -45,49 +45,51 @@ def supervise(
     """
     restarts, failures, last_connection = 0, 0, time.monotonic()
     try:
-        while not stop.is_set():
+        while not stop_event.is_set():
             if not node.alive():
                 node.start()
-            began = time.monotonic()
-            is_connected = _watch(node, stop)
-            if stop.is_set():
+            start_time = time.monotonic()
+            is_connected = _watch(node, stop_event)
+            if stop_event.is_set():
                 return
-            now = time.monotonic()
+            end_time = time.monotonic()
             if is_connected:
-                failures, last_connection = 0, now
-                restarts = 0 if now - began > _STEADY_SECONDS else restarts
+                failures, last_connection = 0, end_time
+                restarts = 0 if end_time - start_time > _STEADY_SECONDS else restarts
             else:
                 failures += 1
             restarts += 1
-            log = node.tail()
-            if failures >= _MAX_FAILURES and (now - last_connection > patience or _REFUSAL_TEXT not in log):
+            log_end = node.tail()
+            if failures >= _MAX_FAILURES and (
+                end_time - last_connection > patience or _REFUSAL_TEXT not in log_end
+            ):
                 raise ProcessError(
                     f"{node.name} ended with code {node.code} {failures} times in a row, and is not started "
                     "again. Check the server's address, the keys, and whether the server knows this "
-                    f"client's. The end of {node.log}:\n{log}"
+                    f"client's. The end of {node.log}:\n{log_end}"
                 )
             pause = pauses[min(restarts, len(pauses)) - 1]
-            ended = f"{node.name} ended with code {node.code}"
-            logger.info("%s; it is started again in %g s. See %s.", ended, pause, node.log)
-            stop.wait(pause)
+            message = f"{node.name} ended with code {node.code}"
+            logger.info("%s; it is started again in %g s. See %s.", message, pause, node.log)
+            stop_event.wait(pause)
     finally:
         node.close()
 
 
-def _watch(node: SuperNode, stop: threading.Event) -> bool:
+def _watch(node: SuperNode, stop_event: threading.Event) -> bool:
     """Wait until a SuperNode ends or should end; whether it has connected."""
-    began, is_warned = time.monotonic(), False
-    number: int | None = None
-    while node.alive() and not stop.wait(0.1):
-        if number is None:
-            number = node.read_node_id()
-            if number is not None:
+    start_time, is_warned = time.monotonic(), False
+    node_id: int | None = None
+    while node.alive() and not stop_event.wait(0.1):
+        if node_id is None:
+            node_id = node.read_node_id()
+            if node_id is not None:
                 logger.info("connected to %s", node.address)
-            elif not is_warned and time.monotonic() - began > _SLOW_SECONDS:
+            elif not is_warned and time.monotonic() - start_time > _SLOW_SECONDS:
                 is_warned = True
                 logger.info(
                     "no connection to %s yet: check that the server runs, the address and the proxy",
                     node.address,
                 )
     # it may have connected since the last look
-    return number is not None or node.read_node_id() is not None
+    return node_id is not None or node.read_node_id() is not None

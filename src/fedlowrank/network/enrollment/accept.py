@@ -15,14 +15,16 @@ PUBLIC_FILES = ("ca.crt", "orders.pub", ROSTER_FILE)
 """Files that a client needs beside its private key; all are public."""
 
 
-def accept_request(folder: Path, path: Path, days: int = 365, expected: str = "") -> tuple[KeyRequest, Path]:
+def accept_request(
+    folder: Path, path: Path, days: int = 365, expected_fingerprint: str = ""
+) -> tuple[KeyRequest, Path]:
     """Enter the public key of a request, or prolong it if it is the client's key already.
 
     Args:
         folder: made by :func:`..deploy.keys.make_keys`, with its ``ca.key``.
         path: of the request.
         days: life of the key.
-        expected: the fingerprint as the client read it aloud; "" compares nothing.
+        expected_fingerprint: the fingerprint as the client read it aloud; "" compares nothing.
 
     Returns:
         The request, and the folder of the files to give to the client.
@@ -34,45 +36,50 @@ def accept_request(folder: Path, path: Path, days: int = 365, expected: str = ""
     """
     check_days(days)
     find_key_files(folder, "ca.key")
-    server = folder / "server"
-    find_key_files(server, *PUBLIC_FILES[:2])
+    server_folder = folder / "server"
+    find_key_files(server_folder, *PUBLIC_FILES[:2])
     request = KeyRequest.read(path)
-    if expected and re.sub(r"\D", "", expected) != request.fingerprint.replace(" ", ""):
+    if expected_fingerprint and re.sub(r"\D", "", expected_fingerprint) != request.fingerprint.replace(
+        " ", ""
+    ):
         raise ConfigError(
-            f"{path} has the fingerprint {request.fingerprint}, not {expected}: it is not the request that the "
+            f"{path} has the fingerprint {request.fingerprint}, not {expected_fingerprint}: it is not the request that the "
             "client made. Ask for it by another way."
         )
-    public, client_folder = server / "clients" / f"{request.client}.pub", folder / f"client-{request.client}"
-    if public.exists() and strip_key_comment(public.read_text()) != request.key:
+    public_path, client_folder = (
+        server_folder / "clients" / f"{request.client}.pub",
+        folder / f"client-{request.client}",
+    )
+    if public_path.exists() and strip_key_comment(public_path.read_text()) != request.key:
         raise ConfigError(
-            f"client {request.client} has another key, {public}. If it is to get this one instead, revoke that: "
+            f"client {request.client} has another key, {public_path}. If it is to get this one instead, revoke that: "
             f"`fedlowrank keys {folder} --revoke {request.client}`"
         )
-    for other in server.glob("revoked/*.pub"):
-        if strip_key_comment(other.read_text()) == request.key:
+    for key_path in server_folder.glob("revoked/*.pub"):
+        if strip_key_comment(key_path.read_text()) == request.key:
             raise ConfigError(
-                f"{path} has a key that was revoked, {other}. Ask client {request.client} to make another one, in "
+                f"{path} has a key that was revoked, {key_path}. Ask client {request.client} to make another one, in "
                 "another folder"
             )
-    for other in server.glob("clients/*.pub"):
-        if other != public and strip_key_comment(other.read_text()) == request.key:
-            raise ConfigError(f"{path} has the key of client {other.stem}; a key belongs to one client")
+    for key_path in server_folder.glob("clients/*.pub"):
+        if key_path != public_path and strip_key_comment(key_path.read_text()) == request.key:
+            raise ConfigError(f"{path} has the key of client {key_path.stem}; a key belongs to one client")
     if (client_folder / "client.key").exists():
         raise ConfigError(
             f"{client_folder} holds a private key that was made here. Remove that folder, and revoke the key if it was used"
         )
     make_private_folder(client_folder)
-    write_key_file(public, request.key.encode() + b"\n")
+    write_key_file(public_path, request.key.encode() + b"\n")
     update_roster(folder, {request.client: days})
     for name in PUBLIC_FILES:
-        write_key_file(client_folder / name, (server / name).read_bytes())
+        write_key_file(client_folder / name, (server_folder / name).read_bytes())
     return request, client_folder
 
 
-def prolong_client(folder: Path, client: int, days: int) -> None:
+def prolong_client(folder: Path, client_id: int, days: int) -> None:
     """Let a client's key live so many days from now on; ConfigError if there is none, or no ``ca.key``."""
     check_days(days)
     find_key_files(folder, "ca.key")
-    if not (folder / "server" / "clients" / f"{client}.pub").is_file():
-        raise ConfigError(f"{folder / 'server'} has no public key of client {client}")
-    update_roster(folder, {client: days})
+    if not (folder / "server" / "clients" / f"{client_id}.pub").is_file():
+        raise ConfigError(f"{folder / 'server'} has no public key of client {client_id}")
+    update_roster(folder, {client_id: days})

@@ -23,10 +23,10 @@ PRIVATE_MODE = 0o600
 def find_key_files(folder: Path, *names: str) -> list[Path]:
     """Absolute paths of files in a folder; raises ConfigError if one is missing."""
     paths = [folder.absolute() / name for name in names]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
+    missing_names = [path.name for path in paths if not path.is_file()]
+    if missing_names:
         raise ConfigError(
-            f"{folder} has no file {', '.join(missing)}. The keys of a server are the folder `server`, "
+            f"{folder} has no file {', '.join(missing_names)}. The keys of a server are the folder `server`, "
             "those of client 3 the folder `client-3` of what was made for the federation. Keys of an earlier "
             "release lack orders.key and orders.pub: make new ones by `fedlowrank keys`."
         )
@@ -53,9 +53,9 @@ def check_days(days: int) -> None:
 
 def write_key_file(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a file atomically, with a mode that it has from the beginning."""
-    temporary = path.with_name(f"{path.name}.new")
+    temporary_path = path.with_name(f"{path.name}.new")
     with as_checkpoint_error(f"cannot write {path}"):
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        temporary_path.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
-        temporary.replace(path)
+        temporary_path.replace(path)

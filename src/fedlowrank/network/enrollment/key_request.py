@@ -79,20 +79,20 @@ class KeyRequest:
         return _SIGNED_PREFIX + json.dumps([self.client, self.key]).encode()
 
 
-def request_key(folder: Path, client: int, passphrase: str = "") -> KeyRequest:
+def request_key(folder: Path, client_id: int, passphrase: str = "") -> KeyRequest:
     """Make the key of a client on its own machine, and a request for the operator.
 
     Args:
         folder: of the client's keys; made by this.
-        client: its number.
+        client_id: its number.
         passphrase: encrypts the private key; "" leaves it to the modes of the file.
 
     Raises:
         ConfigError: if the folder has a key already, or the number is none.
         CheckpointError: if the folder cannot be written.
     """
-    if client < 0:
-        raise ConfigError(f"clients are numbered from 0; client is {client}")
+    if client_id < 0:
+        raise ConfigError(f"clients are numbered from 0; client is {client_id}")
     make_private_folder(folder)
     if (folder / "client.key").exists():
         raise ConfigError(
@@ -102,15 +102,15 @@ def request_key(folder: Path, client: int, passphrase: str = "") -> KeyRequest:
     key = ec.generate_private_key(ec.SECP384R1())
     if passphrase:
         encryption = BestAvailableEncryption(passphrase.encode())
-        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+        private_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
     else:
-        private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-    request = KeyRequest(client, public)
+        private_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    public_key = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    request = KeyRequest(client_id, public_key)
     signature = key.sign(request._encode_content(), ec.ECDSA(hashes.SHA384())).hex()
-    content = {"client": client, "key": public, "signature": signature}
+    content = {"client": client_id, "key": public_key, "signature": signature}
     # the request last: it is only sent where the key is on the disk
-    write_key_file(folder / "client.key", private, PRIVATE_MODE)
+    write_key_file(folder / "client.key", private_bytes, PRIVATE_MODE)
     write_key_file(folder / REQUEST_FILE, (json.dumps(content, indent=1) + "\n").encode())
     return request
 
@@ -142,11 +142,11 @@ def load_client_key(path: Path, passphrase: str = "") -> ec.EllipticCurvePrivate
             f"{path} needs its passphrase: `fedlowrank join` asks for it on a terminal; elsewhere set {PASSPHRASE_VARIABLE}"
         )
     try:
-        load = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key
-        key = load(content, passphrase.encode() if is_encrypted else None)
+        load_key = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key
+        key = load_key(content, passphrase.encode() if is_encrypted else None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        why = "the passphrase is wrong" if is_encrypted else f"{error}"
-        raise ConfigError(f"{path} is no private key that can be read: {why}") from error
+        reason = "the passphrase is wrong" if is_encrypted else f"{error}"
+        raise ConfigError(f"{path} is no private key that can be read: {reason}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{path} is a key of another kind; make keys by `fedlowrank keys`")
     return key

@@ -41,14 +41,14 @@ def group_digits(content: bytes) -> str:
     return " ".join(digits[i : i + 5] for i in range(0, 30, 5))
 
 
-def parse_public_key(text: str, where: object) -> ec.EllipticCurvePublicKey:
-    """A public key in the form of OpenSSH; raises ConfigError, which names the place, if it is something else."""
+def parse_public_key(text: str, source: object) -> ec.EllipticCurvePublicKey:
+    """A public key in the form of OpenSSH; raises ConfigError, which names the location, if it is something else."""
     try:
         key = load_ssh_public_key(text.strip().encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{where} is no public key that can be read: {error}") from error
+        raise ConfigError(f"{source} is no public key that can be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
-        raise ConfigError(f"{where} is a key of another kind; make keys by `fedlowrank keys`")
+        raise ConfigError(f"{source} is a key of another kind; make keys by `fedlowrank keys`")
     return key
 
 
@@ -149,12 +149,12 @@ class KeyRoster:
         }
 
 
-def _parse_entry(fields: dict[str, str], where: str) -> RosterEntry:
-    parse_public_key(fields["key"], where)
-    expires = datetime.datetime.fromisoformat(fields["expires"])
-    if expires.tzinfo is None:
+def _parse_entry(fields: dict[str, str], source: str) -> RosterEntry:
+    parse_public_key(fields["key"], source)
+    expiry_time = datetime.datetime.fromisoformat(fields["expires"])
+    if expiry_time.tzinfo is None:
         raise ValueError("an end has no time zone")
-    return RosterEntry(fields["key"], expires)
+    return RosterEntry(fields["key"], expiry_time)
 
 
 def update_roster(folder: Path, days: Mapping[int, int] | None = None) -> bool:
@@ -174,22 +174,27 @@ def update_roster(folder: Path, days: Mapping[int, int] | None = None) -> bool:
     if not (folder / "ca.key").is_file():
         return False
     key, certificate = read_authority(folder)
-    server, latest_end = folder / "server", certificate.not_valid_after_utc
-    path, now = server / ROSTER_FILE, datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    earlier = KeyRoster.read(path, server / "ca.crt").clients if path.exists() else {}
-    clients = {}
-    for public in sorted((server / "clients").glob("*.pub")):
-        number, line = int(public.stem), strip_key_comment(public.read_text())
-        parse_public_key(line, public)
-        known, life = earlier.get(number), (days or {}).get(number)
+    server_folder, latest_end = folder / "server", certificate.not_valid_after_utc
+    path, current_time = (
+        server_folder / ROSTER_FILE,
+        datetime.datetime.now(datetime.UTC).replace(microsecond=0),
+    )
+    stored_entries = KeyRoster.read(path, server_folder / "ca.crt").clients if path.exists() else {}
+    entries = {}
+    for public_path in sorted((server_folder / "clients").glob("*.pub")):
+        client_id, line = int(public_path.stem), strip_key_comment(public_path.read_text())
+        parse_public_key(line, public_path)
+        stored_entry, life = stored_entries.get(client_id), (days or {}).get(client_id)
         if life is not None:
-            expires = min(latest_end, now + datetime.timedelta(days=life))
+            expiry_time = min(latest_end, current_time + datetime.timedelta(days=life))
         else:
-            expires = known.expires if known is not None and known.key == line else latest_end
-        clients[number] = RosterEntry(line, expires)
-    signed = KeyRoster(clients).sign(key)
-    write_key_file(path, signed)
-    for number in clients:
-        if (client_folder := folder / f"client-{number}").is_dir():
-            write_key_file(client_folder / ROSTER_FILE, signed)
+            expiry_time = (
+                stored_entry.expires if stored_entry is not None and stored_entry.key == line else latest_end
+            )
+        entries[client_id] = RosterEntry(line, expiry_time)
+    content = KeyRoster(entries).sign(key)
+    write_key_file(path, content)
+    for client_id in entries:
+        if (client_folder := folder / f"client-{client_id}").is_dir():
+            write_key_file(client_folder / ROSTER_FILE, content)
     return True

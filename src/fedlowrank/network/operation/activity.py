@@ -18,20 +18,20 @@ class LastReply:
         time: at which it arrived, UTC.
         bytes: of its header and payload.
         seconds: from the order to the reply.
-        used: whether it was used.
+        is_used: whether it was used.
     """
 
     round: int
     time: str
     bytes: int
     seconds: float
-    used: bool
+    is_used: bool
 
     @classmethod
-    def now(cls, round: int, bytes: int, seconds: float, used: bool) -> LastReply:
+    def now(cls, round: int, bytes: int, seconds: float, is_used: bool) -> LastReply:
         """One that has just arrived."""
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(round, time, bytes, float(f"{seconds:.3g}"), used)
+        return cls(round, time, bytes, float(f"{seconds:.3g}"), is_used)
 
 
 @dataclass(frozen=True)

@@ -108,18 +108,18 @@ class Policy(CheckedFields):
     def find_violations(
         self,
         experiment: ExperimentConfig,
-        clients: int,
-        examples: int,
-        uploads: Callable[[], Iterable[str]],
+        client_count: int,
+        example_count: int,
+        list_paths: Callable[[], Iterable[str]],
         sends_evaluation: bool = True,
     ) -> list[str]:
         """What an experiment asks for that the policy does not allow.
 
         Args:
             experiment: with the method that runs.
-            clients: of the federation.
-            examples: for training at this site.
-            uploads: gives the paths of all tensors of a reply; called if the policy names parts.
+            client_count: of the federation.
+            example_count: for training at this site.
+            list_paths: gives the paths of all tensors of a reply; called if the policy names parts.
             sends_evaluation: whether the client sends evaluations where it is asked for them.
         """
         run, method = experiment.run, experiment.default_method
@@ -128,12 +128,14 @@ class Policy(CheckedFields):
             violations.append(f"methods: {method} is not among {', '.join(self.methods)}")
         if self.max_rounds is not None and run.rounds > self.max_rounds:
             violations.append(f"max_rounds: the run has {run.rounds} rounds, above {self.max_rounds}")
-        if examples < self.min_examples:
+        if example_count < self.min_examples:
             violations.append(
-                f"min_examples: the site has {examples} training examples, below {self.min_examples}"
+                f"min_examples: the site has {example_count} training examples, below {self.min_examples}"
             )
-        if clients < self.min_clients:
-            violations.append(f"min_clients: the federation has {clients} clients, below {self.min_clients}")
+        if client_count < self.min_clients:
+            violations.append(
+                f"min_clients: the federation has {client_count} clients, below {self.min_clients}"
+            )
         if self.secure and not run.secure.on:
             violations.append("secure: the server would see this site's update; run.secure.on is needed")
         violations += self._find_privacy_violations(experiment)
@@ -141,10 +143,10 @@ class Policy(CheckedFields):
             violations.append("evaluation: accuracies and losses would leave the site")
         if self.parts != ("*",):
             patterns = [p.lstrip("/") for p in self.parts]
-            forbidden = [u for u in uploads() if not any(fnmatch.fnmatchcase(u, p) for p in patterns)]
-            if forbidden:
+            paths = [u for u in list_paths() if not any(fnmatch.fnmatchcase(u, p) for p in patterns)]
+            if paths:
                 violations.append(
-                    f"parts: {list_first(forbidden, 5)} would leave the site, and no pattern of {list(self.parts)} allows it"
+                    f"parts: {list_first(paths, 5)} would leave the site, and no pattern of {list(self.parts)} allows it"
                 )
         return violations
 
@@ -166,20 +168,23 @@ class Policy(CheckedFields):
 
 
 def preview_uploads(
-    folder: Path, experiment: ExperimentConfig, client: int, shares: Shares, site: SiteSettings
+    folder: Path, experiment: ExperimentConfig, client_id: int, shares: Shares, site: SiteSettings
 ) -> list[str]:
     """The paths of :func:`list_upload_paths` of a client whose folder has not been prepared yet.
 
     Args:
         folder: of the client; a temporary folder in it is removed at the end.
         experiment: that the client would take part in.
-        client: its number.
+        client_id: its number.
         shares: the clients' examples.
         site: what the client allows the server.
     """
-    with as_checkpoint_error(f"cannot write {folder}"), tempfile.TemporaryDirectory(dir=folder) as trial:
-        prepare(Path(trial), experiment, client, shares, site, parts=())
-        return list_upload_paths(Path(trial))
+    with (
+        as_checkpoint_error(f"cannot write {folder}"),
+        tempfile.TemporaryDirectory(dir=folder) as trial_folder,
+    ):
+        prepare(Path(trial_folder), experiment, client_id, shares, site, sketch=())
+        return list_upload_paths(Path(trial_folder))
 
 
 def list_upload_paths(folder: Path) -> list[str]:

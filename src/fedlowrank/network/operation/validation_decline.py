@@ -37,7 +37,7 @@ class Fall:
     scores: Mapping[int, float]
 
 
-def find_fall(records: Sequence[RoundRecord], since: int, max_fall: float) -> Fall | None:
+def find_fall(records: Sequence[RoundRecord], first_round: int, max_fall: float) -> Fall | None:
     """The fall after the last round that was evaluated, if it is above a bound.
 
     A minority of clients can neither hide a fall nor feign one, for medians over clients are compared. Best is the
@@ -45,26 +45,26 @@ def find_fall(records: Sequence[RoundRecord], since: int, max_fall: float) -> Fa
 
     Args:
         records: of the rounds.
-        since: rounds before this one are not compared with.
+        first_round: rounds before this one are not compared with.
         max_fall: the bound; 0 for none.
     """
     if not max_fall:
         return None
-    tables = {r.round: _read_validation(r, records[0]) for r in records if r.round >= since}
+    tables = {r.round: _read_validation(r, records[0]) for r in records if r.round >= first_round}
     tables = {t: values for t, values in tables.items() if values}
     if len(tables) < 2:
         return None
     scores = {t: median_low(values.values()) for t, values in tables.items()}
-    *earlier, now = sorted(scores)
-    best = max(earlier, key=lambda t: (scores[t], t))
-    both = tables[best].keys() & tables[now].keys()
-    if not both:
+    *earlier_rounds, last_round = sorted(scores)
+    best = max(earlier_rounds, key=lambda t: (scores[t], t))
+    common_ids = tables[best].keys() & tables[last_round].keys()
+    if not common_ids:
         return None
-    amount = median_low(tables[best][i] - tables[now][i] for i in both)
-    return Fall(now, best, amount, scores) if amount > max_fall else None
+    amount = median_low(tables[best][i] - tables[last_round][i] for i in common_ids)
+    return Fall(last_round, best, amount, scores) if amount > max_fall else None
 
 
-def _read_validation(record: RoundRecord, first: RoundRecord) -> dict[int, float]:
+def _read_validation(record: RoundRecord, first_record: RoundRecord) -> dict[int, float]:
     """Read the validation score of each client's model: the accuracy, or the negative relative loss."""
 
     def of_clients(record: RoundRecord, name: str) -> dict[int, float]:
@@ -72,8 +72,8 @@ def _read_validation(record: RoundRecord, first: RoundRecord) -> dict[int, float
 
     if accuracy := of_clients(record, ACCURACY):
         return accuracy
-    usual = [v for v in of_clients(first, LOSS).values() if math.isfinite(v) and v > 0]
-    scale = median_low(usual) if usual else 1.0
+    initial_losses = [v for v in of_clients(first_record, LOSS).values() if math.isfinite(v) and v > 0]
+    scale = median_low(initial_losses) if initial_losses else 1.0
     losses = of_clients(record, LOSS)
     return {i: -v / scale if math.isfinite(v) else -math.inf for i, v in losses.items()}
 
@@ -90,25 +90,28 @@ def find_suspects(
         rounds: in which validation fell.
         ratio: usual lengths beyond which an update is long; 0 if lengths do not matter.
     """
-    worst = find_worst_shapes(shapes, rounds)
-    outlying = [
-        client
-        for client, shape in worst.items()
+    worst_shapes = find_worst_shapes(shapes, rounds)
+    outlier_ids = [
+        client_id
+        for client_id, shape in worst_shapes.items()
         if (shape.cosine or 0.0) < 0 or (ratio and (shape.length or 0.0) > ratio)
     ]
-    return {client: worst[client] for client in outlying[: max(1, (len(worst) - 1) // 2)]}
+    return {
+        client_id: worst_shapes[client_id]
+        for client_id in outlier_ids[: max(1, (len(worst_shapes) - 1) // 2)]
+    }
 
 
 def find_worst_shapes(
     shapes: Mapping[int, Mapping[int, UpdateShape]], rounds: Collection[int]
 ) -> dict[int, UpdateShape]:
     """Find each client's update with the lowest cosine in some rounds; the lowest cosine comes first."""
-    worst: dict[int, UpdateShape] = {}
+    worst_shapes: dict[int, UpdateShape] = {}
     for t in sorted(rounds):
-        for client, shape in shapes.get(t, {}).items():
-            if client not in worst or _sort_key(shape) < _sort_key(worst[client]):
-                worst[client] = shape
-    return dict(sorted(worst.items(), key=lambda item: _sort_key(item[1])))
+        for client_id, shape in shapes.get(t, {}).items():
+            if client_id not in worst_shapes or _sort_key(shape) < _sort_key(worst_shapes[client_id]):
+                worst_shapes[client_id] = shape
+    return dict(sorted(worst_shapes.items(), key=lambda item: _sort_key(item[1])))
 
 
 def _sort_key(shape: UpdateShape) -> tuple[float, float]:
@@ -118,39 +121,45 @@ def _sort_key(shape: UpdateShape) -> tuple[float, float]:
 
 def describe_fall(
     fall: Fall,
-    suspected: Mapping[int, UpdateShape],
-    everyone: Mapping[int, UpdateShape],
-    out: Path,
+    suspects: Mapping[int, UpdateShape],
+    all_shapes: Mapping[int, UpdateShape],
+    run_path: Path,
     checkpoints: Sequence[int],
 ) -> str:
     """Describe why a run pauses: the fall, the clients whose updates stand out, and how to go on.
 
     Args:
         fall: that was found.
-        suspected: the clients that may be the cause.
-        everyone: all clients with their updates.
-        out: run folder.
+        suspects: the clients that may be the cause.
+        all_shapes: all clients with their updates.
+        run_path: run folder.
         checkpoints: rounds whose checkpoints are kept.
     """
-    before = [t for t in checkpoints if t < fall.round]
-    known = [t for t in before if t in fall.scores]
-    back = max(known, key=lambda t: (fall.scores[t], t)) if known else max(before, default=None)
-    described = "; ".join(f"client {c}: {shape.describe()}" for c, shape in (suspected or everyone).items())
-    without = "".join(f" --without {c}" for c in sorted(suspected))
+    earlier_rounds = [t for t in checkpoints if t < fall.round]
+    scored_rounds = [t for t in earlier_rounds if t in fall.scores]
+    target_round = (
+        max(scored_rounds, key=lambda t: (fall.scores[t], t))
+        if scored_rounds
+        else max(earlier_rounds, default=None)
+    )
+    descriptions = "; ".join(
+        f"client {c}: {shape.describe()}" for c, shape in (suspects or all_shapes).items()
+    )
+    options = "".join(f" --without {c}" for c in sorted(suspects))
     text = (
         f"paused: the clients' validation after round {fall.round} is {fall.amount:.2g} below that after round "
         f"{fall.best} (network.max_fall). "
     )
-    text += "Updates that stand out: " if suspected else "No update points away from the others or is long: "
-    text += f"{described or 'none is known'}. "
-    go_on = "on without them" if suspected else "back"
-    if back is None:
+    text += "Updates that stand out: " if suspects else "No update points away from the others or is long: "
+    text += f"{descriptions or 'none is known'}. "
+    continuation = "on without them" if suspects else "back"
+    if target_round is None:
         text += f"No checkpoint before round {fall.round} is kept; raise run.keep_checkpoints next time. "
     else:
         text += (
-            f"To go {go_on}: fedlowrank resume {shlex.quote(str(out))} --round {back}{without}, then "
+            f"To go {continuation}: fedlowrank resume {shlex.quote(str(run_path))} --round {target_round}{options}, then "
             "serve --resume. "
         )
-        if fall.scores.get(back, -math.inf) < fall.scores[fall.best] - fall.amount / 2:
-            text += f"The state after round {back} may be spoiled already. "
+        if fall.scores.get(target_round, -math.inf) < fall.scores[fall.best] - fall.amount / 2:
+            text += f"The state after round {target_round} may be spoiled already. "
     return text + "If the fall is to be accepted: serve --resume alone."

@@ -88,13 +88,13 @@ class Account:
 _ADAPTER = pydantic.TypeAdapter(Account)
 
 
-def prepare_resume(folder: Path, round: int | None, without: Collection[int]) -> bool:
+def prepare_resume(folder: Path, round: int | None, excluded_ids: Collection[int]) -> bool:
     """Prepare a run folder for ``fedlowrank resume RUN --round N --without CLIENT``.
 
     Args:
         folder: of the run.
         round: rounds completed at the checkpoint to go back to; None for the last one.
-        without: clients to exclude.
+        excluded_ids: clients to exclude.
 
     Returns:
         Whether this process can go on with the run; False if a server with remote clients must.
@@ -104,7 +104,7 @@ def prepare_resume(folder: Path, round: int | None, without: Collection[int]) ->
         CheckpointError: if the checkpoint is missing or a file is damaged; nothing has changed then.
     """
     if not (folder / ACCOUNT).exists():
-        if without:
+        if excluded_ids:
             raise ConfigError(
                 "--without excludes clients of a run over a network; the clients of this one are simulated"
             )
@@ -113,10 +113,10 @@ def prepare_resume(folder: Path, round: int | None, without: Collection[int]) ->
                 _restore_checkpoint(folder, round)
         return True
     with exclusive(folder):
-        _go_back(folder, round, without)
+        _go_back(folder, round, excluded_ids)
     logger.info("the run stands after round %d", checkpoint.rounds_kept(folder / "checkpoint")[-1])
-    for client in sorted(without):
-        logger.info("client %d is excluded from now on", client)
+    for client_id in sorted(excluded_ids):
+        logger.info("client %d is excluded from now on", client_id)
     # a simulation keeps the folders of its clients beside the run
     if folder.with_name(f"{folder.name}.clients").exists():
         return True
@@ -126,36 +126,36 @@ def prepare_resume(folder: Path, round: int | None, without: Collection[int]) ->
     return False
 
 
-def _go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
+def _go_back(folder: Path, round: int | None, excluded_ids: Collection[int]) -> None:
     """Put a network run back to an earlier checkpoint, and exclude clients from then on."""
     account = Account.read(folder)
     checkpoints = checkpoint.rounds_kept(folder / "checkpoint")
-    target = checkpoints[-1] if round is None else round
-    clients = len(read_clients(folder))
-    for client in without:
-        if not 0 <= client < clients:
-            raise ConfigError(f"--without {client}: clients go from 0 to {clients - 1}")
-        account.excluded[client] = target
-    if len(account.excluded) >= clients:
+    target_round = checkpoints[-1] if round is None else round
+    client_count = len(read_clients(folder))
+    for client_id in excluded_ids:
+        if not 0 <= client_id < client_count:
+            raise ConfigError(f"--without {client_id}: clients go from 0 to {client_count - 1}")
+        account.excluded[client_id] = target_round
+    if len(account.excluded) >= client_count:
         raise ConfigError("--without leaves no client")
-    if target in checkpoints[:-1]:
+    if target_round in checkpoints[:-1]:
         account.branch += 1
         # the norms of rounds that are done again are measured again
-        account.updates = {t: norms for t, norms in account.updates.items() if t < target}
-        account.shapes = {t: shapes for t, shapes in account.shapes.items() if t <= target}
-        if account.watched_from > target:
+        account.updates = {t: norms for t, norms in account.updates.items() if t < target_round}
+        account.shapes = {t: shapes for t, shapes in account.shapes.items() if t <= target_round}
+        if account.watched_from > target_round:
             account.watched_from = 0
     # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
-    if target in checkpoints:
+    if target_round in checkpoints:
         account.write(folder)
-    _restore_checkpoint(folder, target)
+    _restore_checkpoint(folder, target_round)
 
 
 def _restore_checkpoint(folder: Path, round: int) -> None:
     """Put the checkpoint of a run back to an earlier round."""
     checkpoint.go_back(folder / "checkpoint", round)
-    best = folder / "best"
-    if checkpoint.exists(best) and checkpoint.rounds_kept(best)[-1] > round:
+    best_folder = folder / "best"
+    if checkpoint.exists(best_folder) and checkpoint.rounds_kept(best_folder)[-1] > round:
         # of a round that will be done again
-        with as_checkpoint_error(f"cannot remove {best}"):
-            shutil.rmtree(best)
+        with as_checkpoint_error(f"cannot remove {best_folder}"):
+            shutil.rmtree(best_folder)

@@ -35,39 +35,41 @@ class Audit:
 
     path: Path | None = None
 
-    def log_registration(self, client: int, examples: int) -> None:
+    def log_registration(self, client_id: int, example_count: int) -> None:
         """Log the registration of a client."""
-        append_event(self.path, "registered", client=client, examples=examples)
+        append_event(self.path, "registered", client=client_id, examples=example_count)
 
-    def log_rejection(self, client: int | None, why: str) -> None:
+    def log_rejection(self, client_id: int | None, reason: str) -> None:
         """Log the rejection of a node, with its client if that is known."""
-        append_event(self.path, "rejected", client=client, why=to_one_line(why, 1000))
+        append_event(self.path, "rejected", client=client_id, why=to_one_line(reason, 1000))
 
-    def log_reply(self, response: Response, client: int, round: int, why: str | None) -> None:
+    def log_reply(self, response: Response, client_id: int, round: int, reason: str | None) -> None:
         """Log a reply, with the reason if it was not used; ``round`` counts completed rounds."""
         size = len(response.header) + len(response.payload)
         digest = hashlib.blake2b(response.payload, digest_size=16).hexdigest() if response.payload else ""
-        fields: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
-        append_event(self.path, "reply", **fields, accepted=why is None, why=to_one_line(why or "", 1000))
+        fields: dict[str, Any] = {"client": client_id, "round": round + 1, "bytes": size, "digest": digest}
+        append_event(
+            self.path, "reply", **fields, accepted=reason is None, why=to_one_line(reason or "", 1000)
+        )
 
-    def log_refusal(self, client: int, round: int, why: str) -> None:
+    def log_refusal(self, client_id: int, round: int, reason: str) -> None:
         """Log that a reply is not used; ``round`` counts completed rounds."""
-        append_event(self.path, "refused", client=client, round=round + 1, why=to_one_line(why, 1000))
+        append_event(self.path, "refused", client=client_id, round=round + 1, why=to_one_line(reason, 1000))
 
-    def log_shortening(self, client: int, round: int, length: float, kept: float) -> None:
+    def log_shortening(self, client_id: int, round: int, length: float, kept_share: float) -> None:
         """Log that an update is shortened; ``round`` counts completed rounds."""
         append_event(
             self.path,
             "shortened",
-            client=client,
+            client=client_id,
             round=round + 1,
             length=round_digits(length),
-            kept=round_digits(kept),
+            kept=round_digits(kept_share),
         )
 
-    def log_pause(self, round: int, why: str) -> None:
+    def log_pause(self, round: int, reason: str) -> None:
         """Log that the run pauses after so many rounds."""
-        append_event(self.path, "paused", round=round, why=to_one_line(why, 2000))
+        append_event(self.path, "paused", round=round, why=to_one_line(reason, 2000))
 
 
 def round_digits(number: float) -> float:

@@ -52,21 +52,21 @@ class ClientMemory:
         """Branch of the last answered order; 0 if there is none."""
         if not self.stamps:
             return 0
-        with _open_state(self._path(self.stamps[-1])) as (head, _):
-            return int(head["branch"])
+        with _open_state(self._path(self.stamps[-1])) as (header, _):
+            return int(header["branch"])
 
-    def find_answer(self, order: str) -> tuple[str, bytes] | None:
+    def find_answer(self, order_digest: str) -> tuple[str, bytes] | None:
         """Header and upload of the answer to an order with that digest, or None if it was not answered."""
         if not self.stamps:
             return None
         path = self._path(self.stamps[-1])
-        with _open_state(path) as (head, file):
-            if head["order"] != order:
+        with _open_state(path) as (header, file):
+            if header["order"] != order_digest:
                 return None
-            file.seek(head["state"], os.SEEK_CUR)
+            file.seek(header["state"], os.SEEK_CUR)
             upload = file.read()
-        _check(upload, head["digests"][1], path)
-        return head["answer"], upload
+        _check(upload, header["digests"][1], path)
+        return header["answer"], upload
 
     def read_state(self, stamp: int) -> Any | None:
         """Read the state with a stamp (None for stamp 0), and remove old states.
@@ -85,45 +85,52 @@ class ClientMemory:
                 f"{stamps}; {self.folder} was lost or is of another machine"
             )
         path = self._path(stamp)
-        with _open_state(path) as (head, file):
-            encoded = file.read(head["state"])
-        _check(encoded, head["digests"][0], path)
+        with _open_state(path) as (header, file):
+            encoded_state = file.read(header["state"])
+        _check(encoded_state, header["digests"][0], path)
         self._keep([*self._acknowledged(stamp), *(s for s in self.stamps if s > stamp)])
-        return tree.decode(encoded)
+        return tree.decode(encoded_state)
 
     def propose(
-        self, base: int, stamp: int, state: Any, upload: bytes, order: str, answer: str, branch: int = 0
+        self,
+        base_stamp: int,
+        stamp: int,
+        state: Any,
+        upload: bytes,
+        order_digest: str,
+        answer: str,
+        branch: int = 0,
     ) -> None:
         """Store a state and a reply beside the state that it builds on, until the server acknowledges it.
 
         Args:
-            base: stamp of the state that it builds on; 0 if the client starts, maybe again: then the oldest
+            base_stamp: stamp of the state that it builds on; 0 if the client starts, maybe again: then the oldest
                 states stay.
             stamp: rounds completed once the reply is accepted.
             state: the new state.
             upload: bytes of the reply.
-            order: digest of the order that it answers.
+            order_digest: digest of the order that it answers.
             answer: header of the reply.
             branch: of the order.
 
         Raises:
             CheckpointError: if the disk is full; nothing has changed then.
         """
-        encoded = tree.encode(state)
-        head = {
-            "order": order,
+        encoded_state = tree.encode(state)
+        header = {
+            "order": order_digest,
             "answer": answer,
-            "state": len(encoded),
+            "state": len(encoded_state),
             "upload": len(upload),
             "branch": branch,
-            "digests": [digest_of(encoded), digest_of(upload)],
+            "digests": [digest_of(encoded_state), digest_of(upload)],
         }
-        line = json.dumps(seal(head)).encode() + b"\n"
+        line = json.dumps(seal(header)).encode() + b"\n"
         # those between base and stamp were never acknowledged, or the server went back to before them
-        retained = self._acknowledged(base) if base else self.stamps[: self.keep]
-        write_atomically(self._path(stamp), [line, encoded, upload])
+        retained_stamps = self._acknowledged(base_stamp) if base_stamp else self.stamps[: self.keep]
+        write_atomically(self._path(stamp), [line, encoded_state, upload])
         self.stamps = sorted({*self.stamps, stamp})
-        self._keep(sorted({*retained, stamp}))
+        self._keep(sorted({*retained_stamps, stamp}))
 
     def _acknowledged(self, stamp: int) -> list[int]:
         """Stamps of the newest acknowledged states, up to the given one."""
@@ -131,8 +138,8 @@ class ClientMemory:
 
     def _keep(self, stamps: list[int]) -> None:
         """Remove all other states and partial files; errors are ignored, for the next call tries again."""
-        gone = [self._path(s) for s in self.stamps if s not in stamps]
-        for path in [*gone, *self.folder.glob("*.part")]:
+        removed_paths = [self._path(s) for s in self.stamps if s not in stamps]
+        for path in [*removed_paths, *self.folder.glob("*.part")]:
             with contextlib.suppress(OSError):
                 path.unlink()
         self.stamps = stamps
@@ -146,11 +153,11 @@ def _open_state(path: Path) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
     """Open a state's file and read its first line."""
     with as_checkpoint_error(f"cannot read {path}"), path.open("rb") as file:
         try:
-            head: dict[str, Any] = json.loads(file.readline())
-            check_seal(head, path)
+            header: dict[str, Any] = json.loads(file.readline())
+            check_seal(header, path)
         except (ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
-        yield head, file
+        yield header, file
 
 
 def _check(content: bytes, digest: str, path: Path) -> None:

@@ -25,28 +25,34 @@ def shorten_columns(columns: Sequence[str]) -> Sequence[str]:
     return columns if sum(map(len, columns)) <= MAX_CHARACTERS else [digest_columns(columns)]
 
 
-def describe_other_columns(columns: Sequence[str], expected: Sequence[str], *, names_expected: bool) -> str:
+def describe_other_columns(
+    columns: Sequence[str], expected_columns: Sequence[str], *, names_expected: bool
+) -> str:
     """What differs between the names of a client's inputs and those of the others, and what to do; "" if nothing.
 
     Args:
         columns: names of the client's inputs, or their digest alone.
-        expected: names of the inputs of the others, or their digest alone.
+        expected_columns: names of the inputs of the others, or their digest alone.
         names_expected: whether to name the others' inputs, which are not for the client to know.
     """
-    if tuple(columns) == tuple(expected):
+    if tuple(columns) == tuple(expected_columns):
         return ""
-    are_names = not any(c.startswith(_DIGEST_PREFIX) for c in (*columns[:1], *expected[:1]))
-    listed = ""
+    are_names = not any(c.startswith(_DIGEST_PREFIX) for c in (*columns[:1], *expected_columns[:1]))
+    difference_text = ""
     if are_names:
-        differ = [(i, a, b) for i, (a, b) in enumerate(zip_longest(columns, expected), 1) if a != b]
-        parts = [
-            f"input {i} is {_quote_name(a)}" + (f" and theirs {_quote_name(b)}" if names_expected else "")
-            for i, a, b in differ[:_MAX_NAMES]
+        differences = [
+            (i, a, b) for i, (a, b) in enumerate(zip_longest(columns, expected_columns), 1) if a != b
         ]
-        unnamed = len(differ) - _MAX_NAMES
-        listed = f" ({', '.join(parts)}{f' and {unnamed} more' if unnamed > 0 else ''})"
+        descriptions = [
+            f"input {i} is {_quote_name(a)}" + (f" and theirs {_quote_name(b)}" if names_expected else "")
+            for i, a, b in differences[:_MAX_NAMES]
+        ]
+        hidden_count = len(differences) - _MAX_NAMES
+        difference_text = (
+            f" ({', '.join(descriptions)}{f' and {hidden_count} more' if hidden_count > 0 else ''})"
+        )
     return (
-        f"has other columns than the other clients, or the same in another order{listed}. List the columns in "
+        f"has other columns than the other clients, or the same in another order{difference_text}. List the columns in "
         "data.features of the experiment, so that their order is the same everywhere. A column of text becomes an "
         "input for each value that occurs in the file (column=value), so it must have the same values at every "
         "site: encode such a column as numbers beforehand"

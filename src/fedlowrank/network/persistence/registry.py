@@ -51,8 +51,8 @@ class MismatchedClientError(UnregisteredNodeError):
         notice: the reason for the client, without what the others have.
     """
 
-    def __init__(self, why: str, notice: str) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, notice: str) -> None:
+        super().__init__(reason)
         self.notice = notice
 
 
@@ -73,10 +73,10 @@ class ExampleForm:
     @classmethod
     def read(cls, payload: bytes) -> ExampleForm:
         """Decode the payload of a registration; raises TreeError, DataError or MessageError."""
-        stored = tree.decode(payload)
+        table = tree.decode(payload)
         try:
-            columns = tuple(stored.get("columns", ()))
-            form = cls(Examples(stored["x"], stored["y"]), tuple(stored["classes"]), columns)
+            columns = tuple(table.get("columns", ()))
+            form = cls(Examples(table["x"], table["y"]), tuple(table["classes"]), columns)
             form.describe()
         except (LookupError, TypeError, AttributeError) as error:
             raise MessageError(f"the form of the examples cannot be read: {error!r}") from error
@@ -88,12 +88,12 @@ class ExampleForm:
 
     def describe(self) -> str:
         """The form as JSON, for comparison and for messages."""
-        texts = isinstance(self.empty.x, dict)
+        is_text = isinstance(self.empty.x, dict)
         inputs = self.empty.inputs
 
         def form(t: Tensor) -> str:
             # clients may have texts of different lengths, and pairs of such texts
-            if texts and t.ndim in (2, 3):
+            if is_text and t.ndim in (2, 3):
                 return f"{t.dtype} {'pairs ' * (t.ndim == 3)}of tokens"
             return f"{t.dtype} {[*t.shape[1:]]}"
 
@@ -128,11 +128,11 @@ class ClientRegistry:
 
     Args:
         experiment: the experiment.
-        clients: number of clients.
+        client_count: number of clients.
         max_examples: see :class:`fedlowrank.config.sections.network_section.Limits`.
         keys: the client of each node's key; None if keys are not checked.
         examples_ratio: see ``Limits``.
-        promised: training examples that each client promised to have; empty if none did.
+        promised_examples: training examples that each client promised to have; empty if none did.
 
     Attributes:
         registered: registered clients by number, reachable or not.
@@ -145,14 +145,19 @@ class ClientRegistry:
     def __init__(
         self,
         experiment: ExperimentConfig,
-        clients: int,
+        client_count: int,
         max_examples: int | None = None,
         keys: Mapping[int, int] | None = None,
         examples_ratio: float = 0.0,
-        promised: Sequence[int] = (),
+        promised_examples: Sequence[int] = (),
     ) -> None:
-        self.experiment, self.clients, self.max_examples, self.keys = experiment, clients, max_examples, keys
-        self.examples_ratio, self.promised = examples_ratio, promised
+        self.experiment, self.clients, self.max_examples, self.keys = (
+            experiment,
+            client_count,
+            max_examples,
+            keys,
+        )
+        self.examples_ratio, self.promised = examples_ratio, promised_examples
         self.form: ExampleForm | None = None
         self.registered: dict[int, RegisteredClient] = {}
         self.rejections: dict[int, str] = {}
@@ -164,8 +169,11 @@ class ClientRegistry:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Examples by which each client is weighted: those it registered, up to :attr:`cap`; else 0."""
-        cap, registered = self.cap, self.registered
-        return tuple(min(registered[i].examples, cap) if i in registered else 0 for i in range(self.clients))
+        cap, registered_clients = self.cap, self.registered
+        return tuple(
+            min(registered_clients[i].examples, cap) if i in registered_clients else 0
+            for i in range(self.clients)
+        )
 
     @property
     def cap(self) -> int:
@@ -186,176 +194,188 @@ class ClientRegistry:
             if c.examples > cap
         }
 
-    def find_reachable(self, present: set[int]) -> set[int]:
+    def find_reachable(self, node_ids: set[int]) -> set[int]:
         """The clients whose node is present."""
-        return {i for i, c in self.registered.items() if c.node in present}
+        return {i for i, c in self.registered.items() if c.node in node_ids}
 
-    def find_client(self, node: int) -> int | None:
+    def find_client(self, node_id: int) -> int | None:
         """The client of a node's key; None if keys are not checked."""
-        return None if self.keys is None else self.keys.get(node)
+        return None if self.keys is None else self.keys.get(node_id)
 
-    def describe_node(self, node: int) -> str:
+    def describe_node(self, node_id: int) -> str:
         """How logs call a node: by its client, for whoever knows a node's number can try to speak for it."""
-        client = self.find_client(node)
-        return f"node {node}" if client is None else f"client {client}"
+        client_id = self.find_client(node_id)
+        return f"node {node_id}" if client_id is None else f"client {client_id}"
 
-    def find_majority(self, present: set[int]) -> list[int]:
+    def find_majority(self, node_ids: set[int]) -> list[int]:
         """The largest group of reachable clients that share the form of examples and the base model."""
         groups: dict[tuple[str, str], list[int]] = {}
-        for client in sorted(self.find_reachable(present)):
-            registered = self.registered[client]
-            if registered.form is not None:
+        for client_id in sorted(self.find_reachable(node_ids)):
+            registered_client = self.registered[client_id]
+            if registered_client.form is not None:
                 groups.setdefault(
-                    (registered.form.describe(), combine_file_digests(registered.base)), []
-                ).append(client)
+                    (registered_client.form.describe(), combine_file_digests(registered_client.base)), []
+                ).append(client_id)
         return max(groups.values(), key=len, default=[])
 
-    def fix_form(self, present: set[int]) -> dict[int, str]:
+    def fix_form(self, node_ids: set[int]) -> dict[int, str]:
         """Require the majority's form and base model from now on; reject the clients that differ.
 
         Returns:
             The rejected clients, with the reason.
         """
-        majority, rejected = self.find_majority(present), dict[int, str]()
-        if not majority:
-            return rejected
-        first = self.registered[majority[0]]
-        self.form, self._base = first.form, first.base
-        for i, client in list(self.registered.items()):
-            mismatch = None if client.form is None else self._find_mismatch(i, client.form, client.base)
+        majority_ids, reasons = self.find_majority(node_ids), dict[int, str]()
+        if not majority_ids:
+            return reasons
+        first_client = self.registered[majority_ids[0]]
+        self.form, self._base = first_client.form, first_client.base
+        for client_id, client in list(self.registered.items()):
+            mismatch = (
+                None if client.form is None else self._find_mismatch(client_id, client.form, client.base)
+            )
             if mismatch is not None:
-                del self.registered[i]
-                rejected[i] = to_one_line(str(mismatch), 1000)
+                del self.registered[client_id]
+                reasons[client_id] = to_one_line(str(mismatch), 1000)
                 if client.node is not None:
-                    self.rejections[client.node] = rejected[i]
+                    self.rejections[client.node] = reasons[client_id]
                     self.permanently_rejected.add(client.node)
                     self.notices[client.node] = to_one_line(mismatch.notice, 1000)
-        return rejected
+        return reasons
 
-    def take_notices(self, present: set[int]) -> list[NodeMessage]:
+    def take_notices(self, node_ids: set[int]) -> list[NodeMessage]:
         """Messages to present nodes that say why their clients do not take part; each is given once."""
-        notices = {node: why for node, why in self.notices.items() if node in present}
+        notices = {node: reason for node, reason in self.notices.items() if node in node_ids}
         self.notices = {}
         return [
-            NodeMessage(node, "registration", RegistrationRequest(rejection=why).to_json())
-            for node, why in sorted(notices.items())
+            NodeMessage(node, "registration", RegistrationRequest(rejection=reason).to_json())
+            for node, reason in sorted(notices.items())
         ]
 
     def restore(self, rows: Mapping[int, Mapping[str, int]]) -> None:
         """Inverse of :meth:`count_examples`, after a restart of the server; no client has a node yet."""
-        for client, row in rows.items():
-            self.registered[client] = RegisteredClient(None, row["train"], (row["val"], row["test"]))
+        for client_id, row in rows.items():
+            self.registered[client_id] = RegisteredClient(None, row["train"], (row["val"], row["test"]))
 
-    def make_requests(self, present: set[int]) -> list[NodeMessage]:
+    def make_requests(self, node_ids: set[int]) -> list[NodeMessage]:
         """Requests to all present nodes that are not registered or permanently rejected."""
         # a node that left and came back may be another process, or fixed
-        self.permanently_rejected &= present
-        self.rejections = {n: why for n, why in self.rejections.items() if n in present}
-        known = {c.node for c in self.registered.values()}
+        self.permanently_rejected &= node_ids
+        self.rejections = {n: reason for n, reason in self.rejections.items() if n in node_ids}
+        registered_nodes = {c.node for c in self.registered.values()}
         return [
-            NodeMessage(n, "registration", "{}") for n in sorted(present - self.permanently_rejected - known)
+            NodeMessage(n, "registration", "{}")
+            for n in sorted(node_ids - self.permanently_rejected - registered_nodes)
         ]
 
-    def register(self, response: Response, present: set[int]) -> int:
+    def register(self, response: Response, node_ids: set[int]) -> int:
         """Register a node, by its response, as the client whose number is returned.
 
         Raises:
             UnregisteredNodeError: if the node is rejected; the message says why and what to do.
         """
         try:
-            client = self._check_registration(response, present)
+            client_id = self._check_registration(response, node_ids)
         except FedlowrankError as error:
             # lost messages and duplicate clients may be resolved by the next time
             if not response.problem and not isinstance(error, DuplicateClientError):
                 self.permanently_rejected.add(response.node)
                 notice = error.notice if isinstance(error, MismatchedClientError) else str(error)
                 self.notices[response.node] = to_one_line(notice, 1000)
-            why = self.rejections[response.node] = to_one_line(str(error), 1000)
-            raise UnregisteredNodeError(f"a node was rejected: {why}") from error
+            reason = self.rejections[response.node] = to_one_line(str(error), 1000)
+            raise UnregisteredNodeError(f"a node was rejected: {reason}") from error
         self.rejections.pop(response.node, None)
-        return client
+        return client_id
 
-    def _check_registration(self, response: Response, present: set[int]) -> int:
-        node = response.node
+    def _check_registration(self, response: Response, node_ids: set[int]) -> int:
+        node_id = response.node
         if response.problem or response.too_large:
             raise UnregisteredNodeError(f"it did not register: {response.problem or response.too_large}")
         if len(response.header) + len(response.payload) > MAX_REGISTRATION_BYTES:
             raise UnregisteredNodeError(f"its registration takes more than {MAX_REGISTRATION_BYTES} bytes")
         registration = Registration.from_json(response.header)
-        if wrong := self._find_header_fault(registration, node):
-            raise UnregisteredNodeError(wrong)
-        form, client = ExampleForm.read(response.payload), registration.client
-        if mismatch := self._find_mismatch(client, form, registration.base):
+        if fault := self._find_header_fault(registration, node_id):
+            raise UnregisteredNodeError(fault)
+        form, client_id = ExampleForm.read(response.payload), registration.client
+        if mismatch := self._find_mismatch(client_id, form, registration.base):
             raise mismatch
-        known = self.registered.get(client)
-        if known is not None and known.node != node and known.node in present:
+        registered_client = self.registered.get(client_id)
+        if (
+            registered_client is not None
+            and registered_client.node != node_id
+            and registered_client.node in node_ids
+        ):
             raise DuplicateClientError(
-                f"client {client} is connected already; stop the other one, or give this one its own number"
+                f"client {client_id} is connected already; stop the other one, or give this one its own number"
             )
         examples, sizes = registration.examples, registration.sizes
-        self.registered[client] = RegisteredClient(node, examples, sizes, form, registration.base)
-        return client
+        self.registered[client_id] = RegisteredClient(node_id, examples, sizes, form, registration.base)
+        return client_id
 
     def _find_mismatch(
-        self, client: int, form: ExampleForm, base: Mapping[str, str]
+        self, client_id: int, form: ExampleForm, base: Mapping[str, str]
     ) -> MismatchedClientError | None:
         """How a client differs from the form and base model that are required, or None."""
         if self.form is None:
             return None
-        nameless, expected = (dataclasses.replace(f, columns=()).describe() for f in (form, self.form))
-        why, notice = (
-            describe_other_columns(form.columns, self.form.columns, names_expected=named)
-            for named in (True, False)
+        nameless_form, expected_form = (
+            dataclasses.replace(f, columns=()).describe() for f in (form, self.form)
+        )
+        reason, notice = (
+            describe_other_columns(form.columns, self.form.columns, names_expected=is_named)
+            for is_named in (True, False)
         )
         # a table with other columns has often other shapes, too
-        if why and (nameless == expected or (form.columns and self.form.columns)):
-            return MismatchedClientError(f"client {client} {why}.", f"client {client} {notice}.")
+        if reason and (nameless_form == expected_form or (form.columns and self.form.columns)):
+            return MismatchedClientError(f"client {client_id} {reason}.", f"client {client_id} {notice}.")
         if form.describe() != self.form.describe():
-            described, cure = (
+            description, advice = (
                 form.describe()[:300],
                 "All must name the same classes and prepare their data alike.",
             )
             return MismatchedClientError(
-                f"client {client} has examples of another form: {described}, but the others' are "
-                f"{self.form.describe()[:300]}. {cure}",
-                f"client {client} has examples of another form than the other clients: {described}. {cure}",
+                f"client {client_id} has examples of another form: {description}, but the others' are "
+                f"{self.form.describe()[:300]}. {advice}",
+                f"client {client_id} has examples of another form than the other clients: {description}. {advice}",
             )
-        if different := compare_base_files(base, self._base):
+        if differing_files := compare_base_files(base, self._base):
             text = (
-                f"client {client} has another base model than the others: {different}. Copy the files of one "
+                f"client {client_id} has another base model than the others: {differing_files}. Copy the files of one "
                 "machine to all, or load the same revision."
             )
             return MismatchedClientError(text, text)
         return None
 
-    def _find_header_fault(self, registration: Registration, node: int) -> str | None:
+    def _find_header_fault(self, registration: Registration, node_id: int) -> str | None:
         """What is wrong with the header of a registration, or None."""
-        client, examples, sizes = registration.client, registration.examples, registration.sizes
+        client_id, examples, sizes = registration.client, registration.examples, registration.sizes
         if registration.protocol != PROTOCOL_VERSION:
             return (
-                f"client {client} speaks version {registration.protocol} of the messages, this server "
+                f"client {client_id} speaks version {registration.protocol} of the messages, this server "
                 f"{PROTOCOL_VERSION}: install the same version of fedlowrank on both"
             )
-        if not 0 <= client < self.clients:
-            return f"it says it is client {client}, but clients go from 0 to {self.clients - 1}"
-        if self.keys is not None and (owner := self.find_client(node)) != client:
-            whose = "not registered" if owner is None else f"that of client {owner}"
-            return f"it says it is client {client}, but its key is {whose}"
-        has = f"client {client} says it has {examples} examples"
+        if not 0 <= client_id < self.clients:
+            return f"it says it is client {client_id}, but clients go from 0 to {self.clients - 1}"
+        if self.keys is not None and (owner := self.find_client(node_id)) != client_id:
+            owner_text = "not registered" if owner is None else f"that of client {owner}"
+            return f"it says it is client {client_id}, but its key is {owner_text}"
+        claim = f"client {client_id} says it has {examples} examples"
         if examples < 1 or min(sizes) < 0 or max(examples, *sizes) > MAX_EXAMPLES:
-            return f"{has}, and {sizes} to validate and test by"
+            return f"{claim}, and {sizes} to validate and test by"
         if self.max_examples is not None and examples > self.max_examples:
-            return f"{has}, above limits.max_examples = {self.max_examples}"
-        if self.promised and examples > self.promised[client]:
-            return f"{has}, but it promised {self.promised[client]} (network.examples)"
-        theirs = registration.sections
-        different = sorted(s for s in {*self._sections, *theirs} if self._sections.get(s) != theirs.get(s))
-        if different:
+            return f"{claim}, above limits.max_examples = {self.max_examples}"
+        if self.promised and examples > self.promised[client_id]:
+            return f"{claim}, but it promised {self.promised[client_id]} (network.examples)"
+        client_sections = registration.sections
+        differing_sections = sorted(
+            s for s in {*self._sections, *client_sections} if self._sections.get(s) != client_sections.get(s)
+        )
+        if differing_sections:
             names = (
-                s if len(s) < 40 and s.isprintable() else "one with an invalid name" for s in different[:10]
+                s if len(s) < 40 and s.isprintable() else "one with an invalid name"
+                for s in differing_sections[:10]
             )
             return (
-                f"client {client} has another experiment: section(s) {', '.join(names)} differ from the "
+                f"client {client_id} has another experiment: section(s) {', '.join(names)} differ from the "
                 "server's. Give both the same file and the same overrides; what may differ between machines "
                 "belongs in the section [local]."
             )
@@ -369,15 +389,15 @@ class ClientRegistry:
         """
         if self.form is None:
             raise UnregisteredNodeError("no client has registered, so the form of the examples is unknown")
-        empty = ClientData(self.form.empty, self.form.empty, self.form.empty)
+        empty_data = ClientData(self.form.empty, self.form.empty, self.form.empty)
         language = self.experiment.load_language(self.form.classes)
-        if language is not None and (different := compare_base_files(language.files, self._base)):
+        if language is not None and (differing_files := compare_base_files(language.files, self._base)):
             raise UnregisteredNodeError(
-                f"the server has another base model than the clients: {different}. Copy the files of one machine "
+                f"the server has another base model than the clients: {differing_files}. Copy the files of one machine "
                 "to all, or load the same revision."
             )
-        shares = Shares((empty,) * self.clients, self.form.classes, (), language)
-        return assemble(self.experiment, shares, sizes=self.sizes, here=frozenset())
+        shares = Shares((empty_data,) * self.clients, self.form.classes, (), language)
+        return assemble(self.experiment, shares, sizes=self.sizes, local_ids=frozenset())
 
     def update_federation(self, federation: Federation) -> Federation:
         """The federation with the current sizes; the same object if they have not changed."""

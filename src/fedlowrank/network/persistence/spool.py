@@ -25,19 +25,19 @@ class Spool:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
-    def put(self, client: int, payload: bytes, template: Template) -> None:
+    def put(self, client_id: int, payload: bytes, template: Template) -> None:
         """Store an upload as it was received; raises CheckpointError if the disk is full."""
         with as_checkpoint_error("cannot keep an upload in the temporary folder (TMPDIR)"):
-            (self._folder / str(client)).write_bytes(payload)
-        self._templates[client] = template
+            (self._folder / str(client_id)).write_bytes(payload)
+        self._templates[client_id] = template
 
-    def get(self, client: int) -> Any:
+    def get(self, client_id: int) -> Any:
         """Decode the upload of a client; raises KeyError if there is none."""
-        template = self._templates[client]
-        return decode_upload((self._folder / str(client)).read_bytes(), template)
+        template = self._templates[client_id]
+        return decode_upload((self._folder / str(client_id)).read_bytes(), template)
 
     def clear(self) -> None:
         """Remove all uploads."""
-        for client in self._templates:
-            (self._folder / str(client)).unlink(missing_ok=True)
+        for client_id in self._templates:
+            (self._folder / str(client_id)).unlink(missing_ok=True)
         self._templates.clear()

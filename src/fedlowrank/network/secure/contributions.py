@@ -23,9 +23,9 @@ MAX_WEIGHT = 2.0**20
 """Weight of a client in a mean, known to all before the first round; a client with more examples counts so much."""
 
 
-def make_grid(settings: SecureSums, clients: int) -> FixedPoint:
+def make_grid(settings: SecureSums, client_count: int) -> FixedPoint:
     """The grid of the numbers that so many clients add up."""
-    return FixedPoint(settings, clients, MAX_WEIGHT)
+    return FixedPoint(settings, client_count, MAX_WEIGHT)
 
 
 def encode_contribution(contribution: Any, grid: FixedPoint, noise: DistributedNoise | None) -> Vector:
@@ -42,12 +42,12 @@ def encode_contribution(contribution: Any, grid: FixedPoint, noise: DistributedN
     """
     if noise is not None:
         return noise.vector(contribution["sum"].value)
-    vector, clipped = grid.encode(align(contribution, contribution))
-    if clipped:
+    vector, clip_count = grid.encode(align(contribution, contribution))
+    if clip_count:
         logger.warning(
             "secure sums: %d of the numbers that this client adds are above secure.bound = %g and were clipped, so that the "
             "server's model is not the mean of what clients trained. The experiment of all should raise secure.bound",
-            clipped,
+            clip_count,
             grid.bound,
         )
     return vector
@@ -73,8 +73,8 @@ def compute_contribution(method: AnyMethod, server: Any, down: Any, upload: Any,
         return method.contribution(state, upload, client)
 
     contribution = contribution_at(server)
-    moved = tree.map_leaves(lambda t: t + 1 if t.is_floating_point() else t, server)
-    if not tree.equal(_to_tree(contribution), _to_tree(contribution_at(moved))):
+    shifted_server = tree.map_leaves(lambda t: t + 1 if t.is_floating_point() else t, server)
+    if not tree.equal(_to_tree(contribution), _to_tree(contribution_at(shifted_server))):
         raise TaskError(
             f"run.secure: what a client of {method.title} contributes depends on the server's state, which clients do "
             "not know; set run.secure.on = false"
@@ -82,10 +82,12 @@ def compute_contribution(method: AnyMethod, server: Any, down: Any, upload: Any,
     return contribution
 
 
-def count_numbers(like: Any) -> int:
+def count_numbers(contribution: Any) -> int:
     """Numbers in the vector of a contribution of that form."""
-    weights = sum(not isinstance(leaf, Sum) for _, leaf in contribution_leaves(like))
-    return weights + sum(t.numel() for _, leaf in contribution_leaves(like) for t in tree.tensors(leaf.value))
+    weights = sum(not isinstance(leaf, Sum) for _, leaf in contribution_leaves(contribution))
+    return weights + sum(
+        t.numel() for _, leaf in contribution_leaves(contribution) for t in tree.tensors(leaf.value)
+    )
 
 
 def make_zero_contribution(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Any:
@@ -110,28 +112,28 @@ def make_zero_contribution(method: AnyMethod, server: Any, upload: Any, client: 
     return map_contributions(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
 
 
-def check_reads_no_examples(method: AnyMethod, like: Any, server: Any, view: ServerView) -> None:
+def check_reads_no_examples(method: AnyMethod, zero_contribution: Any, server: Any, view: ServerView) -> None:
     """Check that a server's update can be made without the clients' numbers of examples, which stay with them.
 
     The updates by one total are compared for two lists of numbers.
 
     Args:
         method: of the run.
-        like: a contribution of zeros.
+        zero_contribution: a contribution of zeros.
         server: state of the server.
         view: with all clients as those that replied.
 
     Raises:
         TaskError: if they differ.
     """
-    total = map_contributions(lambda _, leaf: tree.map_leaves(torch.ones_like, leaf.value), like)
+    total = map_contributions(lambda _, leaf: tree.map_leaves(torch.ones_like, leaf.value), zero_contribution)
     views = [
         replace(view, replied=[replace(c, examples=n * (i + 1)) for i, c in enumerate(view.replied)])
         for n in (1, 7)
     ]
     views.append(replace(view, replied=[replace(c, examples=1) for c in view.replied]))
-    first, *updates = (method.server_update(server, total, variant) for variant in views)
-    if not all(tree.equal(first, other) for other in updates):
+    first_update, *updates = (method.server_update(server, total, variant) for variant in views)
+    if not all(tree.equal(first_update, update) for update in updates):
         raise TaskError(
             f"run.secure: the server of {method.title} computes with each client's number of examples, which clients do "
             "not tell it under secure sums; set run.secure.on = false"

@@ -78,8 +78,8 @@ class DistributedNoise:
 
     def check(self, size: int) -> None:
         """Check that the grid is fine enough for changes of ``size`` numbers; raises ConfigError."""
-        lost = self.grid.sum_step * math.sqrt(size) / 2
-        if self.std < MIN_STD_STEPS or lost > MAX_ROUNDING_SHARE * self.norm:
+        rounding_error = self.grid.sum_step * math.sqrt(size) / 2
+        if self.std < MIN_STD_STEPS or rounding_error > MAX_ROUNDING_SHARE * self.norm:
             raise ConfigError(
                 f"run.secure: its steps of {self.grid.sum_step:.2g} are too wide for clipping.norm = {self.norm:g} and "
                 f"noise σ = {self.noise:.3g}; raise secure.bits or lower secure.bound"
@@ -94,20 +94,20 @@ class DistributedNoise:
         """The change of a client on the grid, with its part of the noise: ``[d]`` integers modulo 2^64."""
         v = torch.cat([t.double().cpu().reshape(-1) for t in tree.tensors(change)])
         self.check(v.numel())
-        size, max_norm = float(v.norm()), self.norm - self.grid.sum_step * math.sqrt(v.numel()) / 2
+        change_norm, max_norm = float(v.norm()), self.norm - self.grid.sum_step * math.sqrt(v.numel()) / 2
         # the norm is rounded, too
-        scale = min(1.0, max_norm * (1 - 1e-12) / size) if size else 1.0
+        scale = min(1.0, max_norm * (1 - 1e-12) / change_norm) if change_norm else 1.0
         steps = (v * scale / self.grid.sum_step).round().to(torch.int64).numpy()
         return (steps + discrete_gaussian(v.numel(), self.std)).view(np.uint64)
 
 
-def describe_collusion(budget: Budget, clients: int) -> str:
+def describe_collusion(budget: Budget, client_count: int) -> str:
     """ε of all rounds against the server, and against the server with sites that tell it their noise."""
-    min_clients, privacy = min_participants(clients), budget.privacy
-    parts = []
-    for colluding in range(2 * min_clients - clients):
-        noise = budget.noise * math.sqrt((min_clients - colluding) / min_clients)
+    min_clients, privacy = min_participants(client_count), budget.privacy
+    descriptions = []
+    for colluder_count in range(2 * min_clients - client_count):
+        noise = budget.noise * math.sqrt((min_clients - colluder_count) / min_clients)
         value = epsilon(noise, budget.rounds, float(privacy.delta or 0), budget.sampling, privacy.accountant)
-        with_ = f" with {colluding} other site{'s' * (colluding > 1)}" if colluding else ""
-        parts.append(f"{value:.4g} against the server{with_}")
-    return f"privacy of {budget.rounds} rounds at δ = {privacy.delta:g}: ε = {', '.join(parts)}"
+        suffix = f" with {colluder_count} other site{'s' * (colluder_count > 1)}" if colluder_count else ""
+        descriptions.append(f"{value:.4g} against the server{suffix}")
+    return f"privacy of {budget.rounds} rounds at δ = {privacy.delta:g}: ε = {', '.join(descriptions)}"

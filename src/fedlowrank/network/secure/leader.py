@@ -32,7 +32,7 @@ class SumLeader:
     """The server in one secure sum.
 
     Args:
-        clients: how many there are in all.
+        client_count: how many there are in all.
         session: the round.
         roster: public keys of all clients.
 
@@ -42,8 +42,8 @@ class SumLeader:
         signatures: of the list of those that replied, by client.
     """
 
-    def __init__(self, clients: int, session: Session, roster: MemberKeys) -> None:
-        self.least, self._session, self._roster = min_participants(clients), session, roster
+    def __init__(self, client_count: int, session: Session, roster: MemberKeys) -> None:
+        self.min_clients, self._session, self._roster = min_participants(client_count), session, roster
         self.announced: dict[int, Announcement] = {}
         self.replied: list[int] = []
         self.signatures: dict[int, bytes] = {}
@@ -53,70 +53,74 @@ class SumLeader:
         self._honest: tuple[int, ...] = ()
         self._down: bytes | None = None
 
-    def announce(self, client: int, announcement: Announcement) -> None:
+    def announce(self, client_id: int, announcement: Announcement) -> None:
         """Step 1: take a client's keys; raises SecureSumError if they cannot be used."""
         *keys, _, _ = announcement
-        if not is_signed(client, announcement, self._session, self._roster):
+        if not is_signed(client_id, announcement, self._session, self._roster):
             raise SecureSumError("its keys are not signed by its key in the roster")
-        check_keys(client, announcement)
-        used_keys = {key for other in self.announced.values() for key in other[:2]}
-        if len({*keys}) < 2 or used_keys.intersection(keys):
+        check_keys(client_id, announcement)
+        announced_keys = {key for entry in self.announced.values() for key in entry[:2]}
+        if len({*keys}) < 2 or announced_keys.intersection(keys):
             raise SecureSumError("its keys are those of another client, or equal")
-        self.announced[client] = announcement
+        self.announced[client_id] = announcement
 
-    def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
+    def share(self, client_id: int, boxes: Mapping[int, bytes]) -> None:
         """Step 2: take the shares that a client encrypted; raises SecureSumError if some are missing."""
-        if boxes.keys() != self.announced.keys() - {client}:
+        if boxes.keys() != self.announced.keys() - {client_id}:
             raise SecureSumError("it did not share its secrets with all clients")
         if any(len(box) != BOX_BYTES for box in boxes.values()):
             raise SecureSumError(
                 f"it encrypted something else than pairs of shares, which have {BOX_BYTES} bytes"
             )
-        self._boxes[client] = boxes
+        self._boxes[client_id] = boxes
 
     @property
     def sharers(self) -> list[int]:
         """The clients that shared their secrets (U2)."""
         return sorted(self._boxes)
 
-    def boxes_for(self, client: int) -> dict[int, bytes]:
+    def boxes_for(self, client_id: int) -> dict[int, bytes]:
         """What the other clients of U2 encrypted for one."""
-        return {sender: boxes[client] for sender, boxes in sorted(self._boxes.items()) if sender != client}
+        return {
+            sender: boxes[client_id] for sender, boxes in sorted(self._boxes.items()) if sender != client_id
+        }
 
-    def bind(self, down: bytes) -> None:
+    def bind(self, download_digest: bytes) -> None:
         """Note the digest of the download of a client; raises SecureSumError if others have another one."""
-        if self._down not in (None, down):
+        if self._down not in (None, download_digest):
             raise SecureSumError("clients get different downloads, so that their masks would not cancel")
-        self._down = down
+        self._down = download_digest
 
-    def add(self, client: int, masked: Vector) -> None:
+    def add(self, client_id: int, masked_vector: Vector) -> None:
         """Step 3: add a masked vector ``[size]``; raises SecureSumError if its size is another one."""
-        if client in self.replied or client not in self._boxes:
+        if client_id in self.replied or client_id not in self._boxes:
             raise SecureSumError("it takes no part in this step")
-        if self._sum is not None and masked.shape != self._sum.shape:
-            raise SecureSumError(f"its vector has {masked.size} numbers, and others have {self._sum.size}")
-        self._sum = masked.copy() if self._sum is None else self._sum + masked
-        self.replied.append(client)
+        if self._sum is not None and masked_vector.shape != self._sum.shape:
+            raise SecureSumError(
+                f"its vector has {masked_vector.size} numbers, and others have {self._sum.size}"
+            )
+        self._sum = masked_vector.copy() if self._sum is None else self._sum + masked_vector
+        self.replied.append(client_id)
 
-    def agree(self, client: int, signature: bytes) -> None:
+    def agree(self, client_id: int, signature: bytes) -> None:
         """Step 4: take the signature of the list; raises SecureSumError if it is another one."""
         message = self._session.message("replied", sorted(self.replied))
-        if client not in self.replied or not self._roster.verify(client, message, signature):
+        if client_id not in self.replied or not self._roster.verify(client_id, message, signature):
             raise SecureSumError("it did not sign the list of those that replied")
-        self.signatures[client] = signature
+        self.signatures[client_id] = signature
 
-    def reveal(self, client: int, shares: Mapping[int, bytes]) -> None:
+    def reveal(self, client_id: int, shares: Mapping[int, bytes]) -> None:
         """Step 5: take the shares that a client reveals; raises SecureSumError if some are missing."""
-        if client not in self.signatures or shares.keys() != self._boxes.keys():
+        if client_id not in self.signatures or shares.keys() != self._boxes.keys():
             raise SecureSumError("it did not reveal its shares of all clients")
         if any(len(share) != SHARE_BYTES for share in shares.values()):
             raise SecureSumError(f"it revealed something else than shares, which have {SHARE_BYTES} bytes")
-        self._shares[client] = shares
+        self._shares[client_id] = shares
 
     def check(self, count: int, step: str) -> None:
         """Raise SecureSumError if too few clients took a step."""
-        if count < self.least:
-            raise SecureSumError(f"{count} clients {step}, and {self.least} must")
+        if count < self.min_clients:
+            raise SecureSumError(f"{count} clients {step}, and {self.min_clients} must")
 
     def compute_total(self) -> Vector:
         """The sum of the vectors of those that replied.
@@ -127,43 +131,43 @@ class SumLeader:
         self.check(len(self._shares), "revealed their shares")
         assert self._sum is not None, "clients reveal after vectors have arrived"
         total = self._sum.copy()
-        for client in self.sharers:
-            if client in self.replied:
-                total -= expand(self._rebuild(client, self._is_seed), total.size)
+        for client_id in self.sharers:
+            if client_id in self.replied:
+                total -= expand(self._rebuild(client_id, self._is_seed), total.size)
                 continue
-            pair = KeyPair(client, self._rebuild(client, self._is_masking_secret))
-            for other in self.replied:
-                total += pair.mask(other, self.announced[other][1], total.size, self._down or b"")
+            pair = KeyPair(client_id, self._rebuild(client_id, self._is_masking_secret))
+            for neighbor_id in self.replied:
+                total += pair.mask(neighbor_id, self.announced[neighbor_id][1], total.size, self._down or b"")
         return total
 
-    def _is_seed(self, client: int, secret: bytes) -> bool:
-        return commit(secret) == self.announced[client][2]
+    def _is_seed(self, client_id: int, secret: bytes) -> bool:
+        return commit(secret) == self.announced[client_id][2]
 
-    def _is_masking_secret(self, client: int, secret: bytes) -> bool:
-        return KeyPair(client, secret).public_key == self.announced[client][1]
+    def _is_masking_secret(self, client_id: int, secret: bytes) -> bool:
+        return KeyPair(client_id, secret).public_key == self.announced[client_id][1]
 
-    def _rebuild(self, client: int, is_right: Callable[[int, bytes], bool]) -> bytes:
+    def _rebuild(self, client_id: int, is_expected: Callable[[int, bytes], bool]) -> bytes:
         """The secret of a client, from the first set of shares that gives the right one."""
         for holders in self._draw_holders():
             try:
-                secret = combine([self._shares[holder][client] for holder in holders])
+                secret = combine([self._shares[holder][client_id] for holder in holders])
             except ValueError:
                 continue
-            if is_right(client, secret):
+            if is_expected(client_id, secret):
                 self._honest = holders
                 return secret
         raise SecureSumError(
-            f"the shares of the secrets of client {client} are wrong: it shared wrong ones, or others lie"
+            f"the shares of the secrets of client {client_id} are wrong: it shared wrong ones, or others lie"
         )
 
     def _draw_holders(self) -> Iterator[tuple[int, ...]]:
         """Sets of holders of shares: those whose shares were right before, then others that each may avoid a liar."""
         holders = sorted(self._shares)
-        yield self._honest or tuple(holders[: self.least])
+        yield self._honest or tuple(holders[: self.min_clients])
         # which sets are tried need not be secret
         draws = random.Random(0)
-        for _ in range(MAX_TRIALS if len(holders) > self.least else 0):
-            yield tuple(draws.sample(holders, self.least))
+        for _ in range(MAX_TRIALS if len(holders) > self.min_clients else 0):
+            yield tuple(draws.sample(holders, self.min_clients))
 
 
 def vector_to_bytes(vector: Vector) -> bytes:

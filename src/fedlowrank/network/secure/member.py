@@ -52,9 +52,9 @@ class SecureSumError(FedlowrankError):
     """A client takes no further part in a secure sum: what the server sent cannot be trusted."""
 
 
-def min_participants(clients: int) -> int:
+def min_participants(client_count: int) -> int:
     """The least number of clients that must take each step: more than two thirds of all."""
-    return 2 * clients // 3 + 1
+    return 2 * client_count // 3 + 1
 
 
 def commit(seed: bytes) -> bytes:
@@ -62,47 +62,47 @@ def commit(seed: bytes) -> bytes:
     return hashlib.sha256(b"fedlowrank commitment" + seed).digest()
 
 
-def is_signed(client: int, announcement: Announcement, session: Session, roster: MemberKeys) -> bool:
+def is_signed(client_id: int, announcement: Announcement, session: Session, roster: MemberKeys) -> bool:
     """Whether a client signed what it announced."""
     *content, signature = announcement
-    return roster.verify(client, session.message("keys", client, *content), signature)
+    return roster.verify(client_id, session.message("keys", client_id, *content), signature)
 
 
-def check_keys(client: int, announcement: Announcement) -> None:
+def check_keys(client_id: int, announcement: Announcement) -> None:
     """Raise SecureSumError if the keys that a client announced cannot be used."""
-    if [len(part) for part in announcement[:3]] != [32, 32, 32]:
-        raise SecureSumError(f"the keys of client {client} do not have 32 bytes")
+    if [len(field) for field in announcement[:3]] != [32, 32, 32]:
+        raise SecureSumError(f"the keys of client {client_id} do not have 32 bytes")
     try:
         for key in announcement[:2]:
             # refuses keys of low order
             X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
     except ValueError as error:
-        raise SecureSumError(f"the keys of client {client} are no keys of X25519") from error
+        raise SecureSumError(f"the keys of client {client_id} are no keys of X25519") from error
 
 
 class SumMember:
     """One client in one secure sum.
 
     Args:
-        client: its number.
-        clients: how many there are in all.
+        client_id: its number.
+        client_count: how many there are in all.
         session: the round.
         roster: public keys of all clients.
         signer: its private key.
     """
 
     def __init__(
-        self, client: int, clients: int, session: Session, roster: MemberKeys, signer: MemberSigner
+        self, client_id: int, client_count: int, session: Session, roster: MemberKeys, signer: MemberSigner
     ) -> None:
-        if not 2 <= clients <= MAX_CLIENTS:
+        if not 2 <= client_count <= MAX_CLIENTS:
             raise SecureSumError(
-                f"secure sums over a network are for 2 to {MAX_CLIENTS} clients; there are {clients}"
+                f"secure sums over a network are for 2 to {MAX_CLIENTS} clients; there are {client_count}"
             )
-        self.client, self.session = client, session
-        self.least = min_participants(clients)
-        self._clients, self._roster, self._signer = clients, roster, signer
+        self.client, self.session = client_id, session
+        self.min_clients = min_participants(client_count)
+        self._clients, self._roster, self._signer = client_count, roster, signer
         self._private, seed = X25519PrivateKey.generate(), secrets.token_bytes(SECRET_BYTES)
-        self._secrets = MaskingClient(client, seed, secrets.token_bytes(SECRET_BYTES), self.least)
+        self._secrets = MaskingClient(client_id, seed, secrets.token_bytes(SECRET_BYTES), self.min_clients)
         self._announced_keys = (
             self._private.public_key().public_bytes_raw(),
             self._secrets.keys.public_key,
@@ -120,92 +120,92 @@ class SumMember:
             self.session.message("keys", self.client, *self._announced_keys)
         )
 
-    def share(self, announced: Mapping[int, Announcement]) -> dict[int, bytes]:
+    def share(self, announcements: Mapping[int, Announcement]) -> dict[int, bytes]:
         """Step 2: an encrypted pair of shares for each other client.
 
         Args:
-            announced: what each client of U1 announced.
+            announcements: what each client of U1 announced.
 
         Raises:
             SecureSumError: if there are too few, a signature is wrong, or a key occurs twice.
         """
         self._advance(2)
-        if len(announced) < self.least:
+        if len(announcements) < self.min_clients:
             raise SecureSumError(
-                f"{len(announced)} clients announced keys, and {self.least} of {self._clients} must"
+                f"{len(announcements)} clients announced keys, and {self.min_clients} of {self._clients} must"
             )
-        for client, announcement in announced.items():
-            if not 0 <= client < self._clients or not is_signed(
-                client, announcement, self.session, self._roster
+        for client_id, announcement in announcements.items():
+            if not 0 <= client_id < self._clients or not is_signed(
+                client_id, announcement, self.session, self._roster
             ):
                 raise SecureSumError(
-                    f"client {client} did not sign the keys that the server says are its own"
+                    f"client {client_id} did not sign the keys that the server says are its own"
                 )
-            check_keys(client, announcement)
-        if self.client not in announced or announced[self.client][:3] != self._announced_keys:
+            check_keys(client_id, announcement)
+        if self.client not in announcements or announcements[self.client][:3] != self._announced_keys:
             raise SecureSumError("the server lists other keys for this client")
-        if len({key for keys in announced.values() for key in keys[:2]}) < 2 * len(announced):
+        if len({key for keys in announcements.values() for key in keys[:2]}) < 2 * len(announcements):
             raise SecureSumError("two clients have a key in common")
-        self._keys = {c: (keys[0], keys[1]) for c, keys in sorted(announced.items())}
-        shares = dict(zip(self._keys, self._secrets.share(len(self._keys), self.least), strict=True))
-        self._secrets.held[self.client] = shares[self.client]
+        self._keys = {c: (keys[0], keys[1]) for c, keys in sorted(announcements.items())}
+        shares = dict(zip(self._keys, self._secrets.share(len(self._keys), self.min_clients), strict=True))
+        self._secrets.shares[self.client] = shares[self.client]
         return {
-            other: self._make_cipher(self.client, other).encrypt(
-                _NONCE, b"".join(pair), self._associated_data(self.client, other)
+            receiver_id: self._make_cipher(self.client, receiver_id).encrypt(
+                _NONCE, b"".join(pair), self._associated_data(self.client, receiver_id)
             )
-            for other, pair in shares.items()
-            if other != self.client
+            for receiver_id, pair in shares.items()
+            if receiver_id != self.client
         }
 
-    def mask(self, vector: Vector, encrypted: Mapping[int, bytes], down: bytes = b"") -> Vector:
+    def mask(self, vector: Vector, boxes: Mapping[int, bytes], download_digest: bytes = b"") -> Vector:
         """Step 3: the masked vector y ``[size]``.
 
         Args:
             vector: x ``[size]``.
-            encrypted: the pair of shares that each other client of U2 encrypted for this one.
-            down: digest of the download, which all clients must have in common.
+            boxes: the pair of shares that each other client of U2 encrypted for this one.
+            download_digest: digest of the download, which all clients must have in common.
 
         Raises:
             SecureSumError: if there are too few, or one was changed on the way.
         """
         self._advance(3)
-        sharers = sorted({*encrypted, self.client})
-        if len(sharers) < self.least:
+        sharers = sorted({*boxes, self.client})
+        if len(sharers) < self.min_clients:
             raise SecureSumError(
-                f"{len(sharers)} clients shared secrets, and {self.least} of {self._clients} must"
+                f"{len(sharers)} clients shared secrets, and {self.min_clients} of {self._clients} must"
             )
-        for other, box in encrypted.items():
-            if other == self.client or other not in self._keys:
-                raise SecureSumError(f"client {other} shares secrets, but it announced no keys")
+        for sender_id, box in boxes.items():
+            if sender_id == self.client or sender_id not in self._keys:
+                raise SecureSumError(f"client {sender_id} shares secrets, but it announced no keys")
             try:
-                opened = self._make_cipher(other, self.client).decrypt(
-                    _NONCE, box, self._associated_data(other, self.client)
+                plaintext = self._make_cipher(sender_id, self.client).decrypt(
+                    _NONCE, box, self._associated_data(sender_id, self.client)
                 )
             except InvalidTag as error:
-                raise SecureSumError(f"the shares of client {other} were changed on the way") from error
-            if len(opened) != 2 * SHARE_BYTES:
-                raise SecureSumError(f"client {other} encrypted something else than a pair of shares")
-            self._secrets.held[other] = opened[:SHARE_BYTES], opened[SHARE_BYTES:]
+                raise SecureSumError(f"the shares of client {sender_id} were changed on the way") from error
+            if len(plaintext) != 2 * SHARE_BYTES:
+                raise SecureSumError(f"client {sender_id} encrypted something else than a pair of shares")
+            self._secrets.shares[sender_id] = plaintext[:SHARE_BYTES], plaintext[SHARE_BYTES:]
         self._sharers = tuple(sharers)
         neighbors = {c: self._keys[c][1] for c in sharers if c != self.client}
-        return self._secrets.mask(vector, neighbors, down)
+        return self._secrets.mask(vector, neighbors, download_digest)
 
-    def agree(self, replied: Collection[int]) -> bytes:
+    def agree(self, replied_ids: Collection[int]) -> bytes:
         """Step 4: the signature of U3, the clients whose masked vectors the server says it has.
 
         Raises:
             SecureSumError: if there are too few, or the list cannot be.
         """
         self._advance(4)
-        names = tuple(sorted(replied))
-        if len(names) < self.least or len(set(names)) < len(names):
+        client_ids = tuple(sorted(replied_ids))
+        if len(client_ids) < self.min_clients or len(set(client_ids)) < len(client_ids):
             raise SecureSumError(
-                f"{len(set(names))} clients replied, and {self.least} of {self._clients} must"
+                f"{len(set(client_ids))} clients replied, and {self.min_clients} of {self._clients} must"
             )
-        if self.client not in names or not set(names) <= set(self._sharers):
+        if self.client not in client_ids or not set(client_ids) <= set(self._sharers):
             raise SecureSumError("the server's list of those that replied cannot be")
-        self._agreed = names
-        return self._signer.sign(self.session.message("replied", list(names)))
+        self._agreed = client_ids
+        return self._signer.sign(self.session.message("replied", list(client_ids)))
 
     def reveal(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
         """Step 5: by owner, its share of b where the owner replied, else of s.
@@ -218,12 +218,12 @@ class SumMember:
         """
         self._advance(5)
         message = self.session.message("replied", list(self._agreed))
-        valid = [
+        signer_ids = [
             c for c in signatures if c in self._agreed and self._roster.verify(c, message, signatures[c])
         ]
-        if len(valid) < self.least:
+        if len(signer_ids) < self.min_clients:
             raise SecureSumError(
-                f"{len(valid)} clients signed the list of those that replied, and {self.least} must"
+                f"{len(signer_ids)} clients signed the list of those that replied, and {self.min_clients} must"
             )
         return self._secrets.reveal(set(self._agreed))
 
@@ -238,7 +238,7 @@ class SumMember:
         return self.session.message("shares", sender, receiver)
 
     def _make_cipher(self, sender: int, receiver: int) -> ChaCha20Poly1305:
-        other = receiver if sender == self.client else sender
-        secret = self._private.exchange(X25519PublicKey.from_public_bytes(self._keys[other][0]))
+        partner_id = receiver if sender == self.client else sender
+        secret = self._private.exchange(X25519PublicKey.from_public_bytes(self._keys[partner_id][0]))
         kdf = HKDF(hashes.SHA256(), 32, salt=None, info=self._associated_data(sender, receiver))
         return ChaCha20Poly1305(kdf.derive(secret))

@@ -39,17 +39,17 @@ def bytes_to_text(values: Any) -> str:
 def text_to_bytes(text: str) -> list[bytes]:
     """Inverse of :func:`bytes_to_text`; raises SecureSumError for any other text."""
     try:
-        return [bytes.fromhex(part) for part in text.split(".")]
+        return [bytes.fromhex(hex_digits) for hex_digits in text.split(".")]
     except ValueError as error:
         raise SecureSumError("a part of a secure sum's message cannot be read") from error
 
 
 def unpack_announcement(text: str) -> Announcement:
     """Keys, commitment and signature; raises SecureSumError if there are not four."""
-    parts = text_to_bytes(text)
-    if len(parts) != 4:
+    fields = text_to_bytes(text)
+    if len(fields) != 4:
         raise SecureSumError("an announcement does not have four parts")
-    return parts[0], parts[1], parts[2], parts[3]
+    return fields[0], fields[1], fields[2], fields[3]
 
 
 def parcel_by_client(parcel: dict[str, str]) -> dict[int, str]:
@@ -59,22 +59,22 @@ def parcel_by_client(parcel: dict[str, str]) -> dict[int, str]:
     return {int(key): text for key, text in parcel.items()}
 
 
-def to_parcel(parts: Mapping[int, Any]) -> dict[str, str]:
+def to_parcel(values: Mapping[int, Any]) -> dict[str, str]:
     """Bytes by client, or several of them, as they are sent."""
-    return {str(client): bytes_to_text(part) for client, part in sorted(parts.items())}
+    return {str(client_id): bytes_to_text(value) for client_id, value in sorted(values.items())}
 
 
 def from_parcel(parcel: dict[str, str]) -> dict[int, bytes]:
     """The bytes by client in a parcel; raises SecureSumError if it cannot be read."""
-    return {client: text_to_bytes(text)[0] for client, text in parcel_by_client(parcel).items()}
+    return {client_id: text_to_bytes(text)[0] for client_id, text in parcel_by_client(parcel).items()}
 
 
 class Participation:
     """One client in the secure sums of its runs.
 
     Args:
-        client: its number.
-        clients: how many there are in all.
+        client_id: its number.
+        client_count: how many there are in all.
         folder: of the client.
         keys: public keys of all clients.
         signer: its private key.
@@ -82,13 +82,13 @@ class Participation:
 
     def __init__(
         self,
-        client: int,
-        clients: int,
+        client_id: int,
+        client_count: int,
         folder: Path,
         keys: MemberKeys,
         signer: MemberSigner,
     ) -> None:
-        self._client, self._clients, self._folder = client, clients, folder
+        self._client, self._clients, self._folder = client_id, client_count, folder
         self._keys, self._signer = keys, signer
         self._member: SumMember | None = None
 
@@ -112,13 +112,13 @@ class Participation:
         except SecureSumError as error:
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
 
-    def mask(self, order: Order, vector: Callable[[], Vector], down: str = "") -> bytes:
+    def mask(self, order: Order, make_vector: Callable[[], Vector], download_digest: str = "") -> bytes:
         """Mask what the client contributes to the round.
 
         Args:
             order: with the encrypted shares of the others.
-            vector: makes what the client contributes.
-            down: digest of the download; clients with another one are in no sum with this one.
+            make_vector: makes what the client contributes.
+            download_digest: digest of the download; clients with another one are in no sum with this one.
 
         Raises:
             RefusedOrderError: if the client masks no vector in this round.
@@ -126,13 +126,17 @@ class Participation:
         """
         try:
             boxes = from_parcel(order.parcel)
-            member, record, contributed = self._find_member(order), self._record_path(order.run), vector()
+            member, record, contribution = (
+                self._find_member(order),
+                self._record_path(order.run),
+                make_vector(),
+            )
             # another node of this client may be asked at the same time
             with FileLock(f"{record}.lock"):
                 self._refuse_twice(order)
                 write_sealed(self._folder / RECORD_FILE, {"run": order.run})
                 write_sealed(record, {"round": order.round + 1})
-            return vector_to_bytes(member.mask(contributed, boxes, down.encode()))
+            return vector_to_bytes(member.mask(contribution, boxes, download_digest.encode()))
         except SecureSumError as error:
             self._member = None
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
@@ -145,8 +149,10 @@ class Participation:
             return to_parcel({self._client: self._member.announce()})
         member = self._find_member(order)
         if order.step == "share":
-            announced = {c: unpack_announcement(text) for c, text in parcel_by_client(order.parcel).items()}
-            return to_parcel(member.share(announced))
+            announcements = {
+                c: unpack_announcement(text) for c, text in parcel_by_client(order.parcel).items()
+            }
+            return to_parcel(member.share(announcements))
         if order.step == "agree":
             return to_parcel({self._client: member.agree(list(parcel_by_client(order.parcel)))})
         return to_parcel(member.reveal(from_parcel(order.parcel)))
@@ -170,10 +176,10 @@ class Participation:
             )
         if not round_record.exists():
             return
-        last = read_sealed(round_record).get("round")
-        if type(last) is not int:
+        last_round = read_sealed(round_record).get("round")
+        if type(last_round) is not int:
             raise CheckpointError(f"{round_record} is damaged: it has no round")
-        if order.round + 1 <= last:
+        if order.round + 1 <= last_round:
             raise SecureSumError(
-                f"this client has masked a vector in round {last}, and masks none of that round or an earlier one again"
+                f"this client has masked a vector in round {last_round}, and masks none of that round or an earlier one again"
             )

@@ -54,13 +54,13 @@ class SecureRounds:
     """The secure sums of a run.
 
     Args:
-        clients: how many there are in all.
+        client_count: how many there are in all.
         keys: their public keys.
         grid: of the numbers that are added.
-        like: a contribution of zeros.
+        zero_contribution: a contribution of zeros.
 
     Attributes:
-        least: clients that must take each step.
+        min_clients: clients that must take each step.
         size: numbers in a vector.
         total: of the last round; None if it gave nothing.
         contributed: clients whose contributions are in it.
@@ -70,19 +70,19 @@ class SecureRounds:
         ConfigError: if there are too many clients, or too few.
     """
 
-    def __init__(self, clients: int, keys: MemberKeys, grid: FixedPoint, like: Any) -> None:
-        if not 3 <= clients <= MAX_CLIENTS:
+    def __init__(self, client_count: int, keys: MemberKeys, grid: FixedPoint, zero_contribution: Any) -> None:
+        if not 3 <= client_count <= MAX_CLIENTS:
             raise ConfigError(
-                f"run.secure: over a network, secure sums are for 3 to {MAX_CLIENTS} clients; there are {clients}"
+                f"run.secure: over a network, secure sums are for 3 to {MAX_CLIENTS} clients; there are {client_count}"
             )
-        if missing := [c for c in range(clients) if c not in keys]:
+        if missing_ids := [c for c in range(client_count) if c not in keys]:
             raise ConfigError(
-                f"run.secure: the roster has no key of client {', '.join(map(str, missing))}; enter all clients by "
+                f"run.secure: the roster has no key of client {', '.join(map(str, missing_ids))}; enter all clients by "
                 "`fedlowrank keys`, and give every site the roster"
             )
-        self._clients, self._keys, self._grid, self._like = clients, keys, grid, like
-        self.least = min_participants(clients)
-        self.size = count_numbers(like)
+        self._clients, self._keys, self._grid, self._like = client_count, keys, grid, zero_contribution
+        self.min_clients = min_participants(client_count)
+        self.size = count_numbers(zero_contribution)
         self.total: Any = None
         self.contributed: list[int] = []
         self.reason = ""
@@ -107,40 +107,40 @@ class SecureRounds:
         # what is sent is 8 bytes a number
         zero_vector = torch.zeros((), dtype=torch.int64).expand(self.size)
         for job in jobs:
-            client = job.client.id
-            if client in self.contributed:
-                yield dataclasses.replace(results[client], upload=zero_vector)
+            client_id = job.client.id
+            if client_id in self.contributed:
+                yield dataclasses.replace(results[client_id], upload=zero_vector)
             else:
-                why = self._lost.get(client) or self.reason
-                result = results.get(client, ClientResult(None, None, Meter()))
-                yield dataclasses.replace(result, state=None, upload=None, lost=result.lost or why)
+                reason = self._lost.get(client_id) or self.reason
+                result = results.get(client_id, ClientResult(None, None, Meter()))
+                yield dataclasses.replace(result, state=None, upload=None, lost=result.lost or reason)
 
-    def bind(self, down: str) -> None:
+    def bind(self, download_digest: str) -> None:
         """Note the digest of a client's download; raises SecureSumError if that of another client differs."""
         assert self._leader is not None, "downloads are sent while a round runs"
-        self._leader.bind(down.encode())
+        self._leader.bind(download_digest.encode())
 
-    def add(self, client: int, masked: bytes) -> None:
+    def add(self, client_id: int, masked_bytes: bytes) -> None:
         """Take the masked vector of a client; raises SecureSumError if it cannot be used."""
         assert self._leader is not None, "vectors arrive while a round runs"
-        vector = vector_from_bytes(masked)
+        vector = vector_from_bytes(masked_bytes)
         if vector.size != self.size:
             raise SecureSumError(f"its vector has {vector.size} numbers, and {self.size} are contributed")
-        self._leader.add(client, vector)
+        self._leader.add(client_id, vector)
 
     def _check_weights(self, total: Vector) -> None:
         """Raise SecureSumError if the weights in a total cannot be, as with masks left or a client that lies."""
         max_weight = self._clients * round(self._grid.largest_weight / self._grid.unit)
-        place, numbers = 0, total.view(np.int64)
+        index, numbers = 0, total.view(np.int64)
         for _, leaf in contribution_leaves(self._like):
             if not isinstance(leaf, Sum):
-                if not 0 <= (weight := int(numbers[place])) <= max_weight:
+                if not 0 <= (weight := int(numbers[index])) <= max_weight:
                     raise SecureSumError(
                         f"its total has a weight of {weight * self._grid.unit:g}, and {max_weight * self._grid.unit:g} is the "
                         "most: a client sent what it may not, or was sent another model than the others"
                     )
-                place += 1
-            place += sum(t.numel() for t in tree.tensors(leaf.value))
+                index += 1
+            index += sum(t.numel() for t in tree.tensors(leaf.value))
 
     def _run_steps(
         self,
@@ -152,8 +152,8 @@ class SecureRounds:
     ) -> Vector:
         self._step(engine, "announce", {j.client.id: {} for j in jobs}, round, self._take_announcement)
         leader.check(len(leader.announced), "announced keys")
-        keys = to_parcel(leader.announced)
-        self._step(engine, "share", dict.fromkeys(leader.announced, keys), round, self._take_shares)
+        key_parcel = to_parcel(leader.announced)
+        self._step(engine, "share", dict.fromkeys(leader.announced, key_parcel), round, self._take_shares)
         leader.check(len(leader.sharers), "shared their secrets")
         boxes = {c: to_parcel(leader.boxes_for(c)) for c in leader.sharers}
         results |= engine.train_masked([j for j in jobs if j.client.id in boxes], boxes, round)
@@ -161,8 +161,10 @@ class SecureRounds:
         names = {str(c): "" for c in sorted(leader.replied)}
         self._step(engine, "agree", dict.fromkeys(leader.replied, names), round, self._take_signature)
         leader.check(len(leader.signatures), "signed who had replied")
-        signed = to_parcel(leader.signatures)
-        self._step(engine, "reveal", dict.fromkeys(leader.signatures, signed), round, self._take_revealed)
+        signature_parcel = to_parcel(leader.signatures)
+        self._step(
+            engine, "reveal", dict.fromkeys(leader.signatures, signature_parcel), round, self._take_revealed
+        )
         return leader.compute_total()
 
     def _step(
@@ -171,50 +173,50 @@ class SecureRounds:
         step: Step,
         parcels: Mapping[int, dict[str, str]],
         round: int,
-        take: Callable[[int, dict[str, str]], None],
+        take_answer: Callable[[int, dict[str, str]], None],
     ) -> None:
         """Take one step with the clients; those without an answer that can be used are left out."""
-        for client, answer in engine.take_step(step, parcels, round):
-            why = answer if isinstance(answer, str) else answer.problem
-            if isinstance(answer, Answer) and not why:
+        for client_id, answer in engine.take_step(step, parcels, round):
+            reason = answer if isinstance(answer, str) else answer.problem
+            if isinstance(answer, Answer) and not reason:
                 try:
-                    take(client, answer.parcel)
+                    take_answer(client_id, answer.parcel)
                 except SecureSumError as error:
-                    why = str(error)
-            if why:
-                self._lost[client] = f"client {client}, step {step} of the secure sum: {why}"
-                logger.info(self._lost[client])
+                    reason = str(error)
+            if reason:
+                self._lost[client_id] = f"client {client_id}, step {step} of the secure sum: {reason}"
+                logger.info(self._lost[client_id])
 
-    def _take_announcement(self, client: int, parcel: dict[str, str]) -> None:
+    def _take_announcement(self, client_id: int, parcel: dict[str, str]) -> None:
         self._current_leader().announce(
-            client, unpack_announcement(_take_only_part(parcel_by_client(parcel), client))
+            client_id, unpack_announcement(_take_only_part(parcel_by_client(parcel), client_id))
         )
 
-    def _take_shares(self, client: int, parcel: dict[str, str]) -> None:
-        self._current_leader().share(client, from_parcel(parcel))
+    def _take_shares(self, client_id: int, parcel: dict[str, str]) -> None:
+        self._current_leader().share(client_id, from_parcel(parcel))
 
-    def _take_signature(self, client: int, parcel: dict[str, str]) -> None:
-        self._current_leader().agree(client, _take_only_part(from_parcel(parcel), client))
+    def _take_signature(self, client_id: int, parcel: dict[str, str]) -> None:
+        self._current_leader().agree(client_id, _take_only_part(from_parcel(parcel), client_id))
 
-    def _take_revealed(self, client: int, parcel: dict[str, str]) -> None:
-        self._current_leader().reveal(client, from_parcel(parcel))
+    def _take_revealed(self, client_id: int, parcel: dict[str, str]) -> None:
+        self._current_leader().reveal(client_id, from_parcel(parcel))
 
     def _current_leader(self) -> SumLeader:
         assert self._leader is not None, "steps belong to a round"
         return self._leader
 
 
-def _take_only_part(parcel: dict[int, T], client: int) -> T:
-    if parcel.keys() != {client}:
+def _take_only_part(parcel: dict[int, T], client_id: int) -> T:
+    if parcel.keys() != {client_id}:
         raise SecureSumError("it sent parts of others")
-    return parcel[client]
+    return parcel[client_id]
 
 
 def check_one_download(method: AnyMethod, server: Any, clients: Sequence[ClientInfo]) -> None:
     """Raise ConfigError if clients get different models: masks cancel among those with the same one."""
-    first = method.download(server, clients[0])
+    first_download = method.download(server, clients[0])
     for client in clients[1:]:
-        if not tree.equal(method.download(server, client), first):
+        if not tree.equal(method.download(server, client), first_download):
             raise ConfigError(
                 f"run.secure: {method.title} sends client {client.id} another model than client {clients[0].id}, and "
                 "over a network a secure sum is of clients with the same model; set run.secure.on = false"
@@ -225,22 +227,22 @@ class SecureTotal(Aggregator):
     """Gives the total of a secure sum, which the engine has computed, instead of adding contributions.
 
     Args:
-        clients: of the round.
+        client_ids: of the round.
         rounds: that compute the total.
     """
 
     accepts_rows = False
 
-    def __init__(self, clients: Sequence[int], rounds: SecureRounds) -> None:
-        super().__init__(clients)
+    def __init__(self, client_ids: Sequence[int], rounds: SecureRounds) -> None:
+        super().__init__(client_ids)
         self._rounds = rounds
 
-    def add(self, client: int, contribution: Any) -> None:
+    def add(self, client_id: int, contribution: Any) -> None:
         """Note that a client's contribution is in the total."""
         del contribution
-        self.contributed.append(client)
+        self.contributed.append(client_id)
 
-    def skip(self, client: int) -> None:
+    def skip(self, client_id: int) -> None:
         """A client that is lost is not in the total."""
 
     def finish(self) -> Any:

@@ -30,10 +30,10 @@ class Session:
     branch: int
     round: int
 
-    def message(self, step: str, *parts: Any) -> bytes:
+    def message(self, step: str, *fields: Any) -> bytes:
         """The bytes that are signed or authenticated in one step of the round."""
         values = ["fedlowrank secure sum", step, self.run, self.branch, self.round]
-        return json.dumps([*values, *(p.hex() if isinstance(p, bytes) else p for p in parts)]).encode()
+        return json.dumps([*values, *(p.hex() if isinstance(p, bytes) else p for p in fields)]).encode()
 
 
 class MemberKeys:
@@ -56,13 +56,13 @@ class MemberKeys:
         """The keys of a roster that have not expired."""
         return cls.read({c: entry.key for c, entry in roster.clients.items() if not entry.has_expired()})
 
-    def __contains__(self, client: object) -> bool:
+    def __contains__(self, client_id: object) -> bool:
         """Whether a client has a key."""
-        return client in self._keys
+        return client_id in self._keys
 
-    def verify(self, client: int, message: bytes, signature: bytes) -> bool:
+    def verify(self, client_id: int, message: bytes, signature: bytes) -> bool:
         """Whether a client signed a message."""
-        key = self._keys.get(client)
+        key = self._keys.get(client_id)
         if key is None:
             return False
         try:

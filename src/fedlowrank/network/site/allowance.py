@@ -80,7 +80,7 @@ class Allowance:
         """What was asked in a run until now."""
         return self._asked.get(run, RunRequests())
 
-    def count(self, run: str, asked: RunRequests) -> None:
+    def count(self, run: str, run_requests: RunRequests) -> None:
         """Store what is asked in a run, before the answer is sent.
 
         Raises:
@@ -88,8 +88,8 @@ class Allowance:
             CheckpointError: if the disk is full; nothing has changed then.
         """
         self.check_run(run)
-        if self._asked.get(run) != asked:
-            runs = {**self._asked, run: asked}
+        if self._asked.get(run) != run_requests:
+            runs = {**self._asked, run: run_requests}
             counts = {name: dataclasses.asdict(requests) for name, requests in runs.items()}
             write_sealed(self.path, {"runs": counts})
             self._asked = runs

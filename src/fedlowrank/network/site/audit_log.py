@@ -61,10 +61,10 @@ class SiteAudit:
         """Log the policy that the experiment was compared with; raises CheckpointError if it cannot be written."""
         self._append("policy", digest=digest, text=text)
 
-    def log_refusal(self, kind: str, why: str) -> None:
+    def log_refusal(self, kind: str, reason: str) -> None:
         """Log a message that is not answered; a disk that is full is ignored, for nothing leaves."""
         with contextlib.suppress(CheckpointError):
-            self._append("refused", kind=kind, why=to_one_line(why, 1000))
+            self._append("refused", kind=kind, why=to_one_line(reason, 1000))
 
     def log_incident(self, error: BaseException) -> str:
         """Log an error under a number, which repetitions of the error have, too; returns the number.

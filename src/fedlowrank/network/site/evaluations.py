@@ -39,7 +39,7 @@ def coarsen(evaluation: ClientTable, data: ClientData) -> ClientTable:
             continue
         values = [_coarsen_value(column, value, data) for value in column.values]
         columns.append(dataclasses.replace(column, values=values))
-    return ClientTable(evaluation.clients, columns)
+    return ClientTable(evaluation.client_ids, columns)
 
 
 def _coarsen_value(column: Column, value: float | None, data: ClientData) -> float | None:
@@ -49,19 +49,21 @@ def _coarsen_value(column: Column, value: float | None, data: ClientData) -> flo
     if value is None or not column.split:
         # sizes of models tell nothing of examples
         return value
-    examples = len(getattr(data, column.split))
-    if examples < MIN_EXAMPLES:
+    example_count = len(getattr(data, column.split))
+    if example_count < MIN_EXAMPLES:
         return None
     if not math.isfinite(value):
         return value
-    return round(value * examples) / examples if column.name == ACCURACY else _round_significant(value)
+    return (
+        round(value * example_count) / example_count if column.name == ACCURACY else _round_significant(value)
+    )
 
 
-def coarsen_losses(losses: Mapping[str, float], examples: int) -> dict[str, float]:
+def coarsen_losses(losses: Mapping[str, float], example_count: int) -> dict[str, float]:
     """Mean losses of passes over training examples as they may leave a site; see :func:`coarsen`."""
     return (
         {name: _round_significant(value) for name, value in losses.items()}
-        if examples >= MIN_EXAMPLES
+        if example_count >= MIN_EXAMPLES
         else {}
     )
 

@@ -51,16 +51,16 @@ class OrderSigner:
             )
         return cls(key)
 
-    def sign(self, kind: str, client: int, header: str, digest: str) -> str:
+    def sign(self, kind: str, client_id: int, header: str, digest: str) -> str:
         """The signature of a message, as hexadecimal digits.
 
         Args:
             kind: of the message.
-            client: number of the client that it is for.
+            client_id: number of the client that it is for.
             header: as it is sent.
             digest: of the payload, see :func:`payload_digest`.
         """
-        return self.key.sign(_signed_text(kind, client, header, digest)).hex()
+        return self.key.sign(_signed_text(kind, client_id, header, digest)).hex()
 
 
 def payload_digest(payload: bytes) -> str:
@@ -88,14 +88,14 @@ def read_public_key(path: Path) -> str:
 
 
 def check_signature(
-    public_key: str, kind: str, client: int, header: str, payload: bytes, signature: str
+    public_key: str, kind: str, client_id: int, header: str, payload: bytes, signature: str
 ) -> None:
     """Verify the signature of a message.
 
     Args:
         public_key: of the server, see :func:`read_public_key`.
         kind: of the message.
-        client: number of the client that received it.
+        client_id: number of the client that received it.
         header: of the message.
         payload: of the message.
         signature: that came with it.
@@ -113,14 +113,14 @@ def check_signature(
         )
     key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
     try:
-        key.verify(bytes.fromhex(signature), _signed_text(kind, client, header, payload_digest(payload)))
+        key.verify(bytes.fromhex(signature), _signed_text(kind, client_id, header, payload_digest(payload)))
     except (InvalidSignature, ValueError) as error:
         raise RefusedOrderError(
-            f"the message ({kind}) is not signed by the server whose orders.pub client {client} has, or not "
+            f"the message ({kind}) is not signed by the server whose orders.pub client {client_id} has, or not "
             "for this client"
         ) from error
 
 
-def _signed_text(kind: str, client: int, header: str, digest: str) -> bytes:
+def _signed_text(kind: str, client_id: int, header: str, digest: str) -> bytes:
     # JSON keeps the parts apart
-    return json.dumps(["fedlowrank", kind, client, header, digest]).encode()
+    return json.dumps(["fedlowrank", kind, client_id, header, digest]).encode()

@@ -25,16 +25,16 @@ def collect_update(upload: Any, down: Any, by_change: Mapping[str, bool]) -> Upd
     update = {}
     for path, part, reference in iterate_parts(upload, down):
         references = dict(iterate_floats(reference)) if by_change.get(path) and reference is not None else {}
-        for place, x in iterate_floats(part):
+        for leaf_path, x in iterate_floats(part):
             if isinstance(x, Tensor):
-                r = references.get(place, 0.0)
-                wide = x.detach().double() - (r.double() if isinstance(r, Tensor) else r)
-                update[path + place, tuple(x.shape)] = wide.reshape(-1)
+                r = references.get(leaf_path, 0.0)
+                difference = x.detach().double() - (r.double() if isinstance(r, Tensor) else r)
+                update[path + leaf_path, tuple(x.shape)] = difference.reshape(-1)
     return update
 
 
 def compute_cosines(
-    updates: Callable[[int], UpdateTensors], clients: Sequence[int]
+    get_update: Callable[[int], UpdateTensors], client_ids: Sequence[int]
 ) -> dict[int, float | None]:
     """The cosine of each client's update with the mean of the others, all at unit length.
 
@@ -42,31 +42,31 @@ def compute_cosines(
     tensors of different shapes, those are compared that others have, too.
 
     Args:
-        updates: gives a client's update, see :func:`collect_update`; called twice for each, so that one is in
+        get_update: gives a client's update, see :func:`collect_update`; called twice for each, so that one is in
             memory at a time.
-        clients: to be compared.
+        client_ids: to be compared.
 
     Returns:
         The cosine of each client; None if an update is zero, or there is nothing to compare it with.
     """
     sums: dict[Any, Tensor] = {}
-    sizes = {}
-    for client in clients:
-        update = updates(client)
-        size = sizes[client] = math.hypot(*(difference_norm(t) for t in update.values()), 0.0)
-        for place, t in update.items() if 0 < size < math.inf else ():
-            sums[place] = sums[place] + t / size if place in sums else t / size
+    norms = {}
+    for client_id in client_ids:
+        update = get_update(client_id)
+        norm = norms[client_id] = math.hypot(*(difference_norm(t) for t in update.values()), 0.0)
+        for key, t in update.items() if 0 < norm < math.inf else ():
+            sums[key] = sums[key] + t / norm if key in sums else t / norm
     cosine_of: dict[int, float | None] = {}
-    for client in clients:
-        size = sizes[client]
-        if not 0 < size < math.inf:
-            cosine_of[client] = None
+    for client_id in client_ids:
+        norm = norms[client_id]
+        if not 0 < norm < math.inf:
+            cosine_of[client_id] = None
             continue
-        inner = rest = 0.0
-        for place, t in updates(client).items():
-            sum_of_others = sums[place] - t / size
-            inner += float(t @ sum_of_others) / size
-            rest += float(sum_of_others @ sum_of_others)
+        inner_product = squared_norm = 0.0
+        for key, t in get_update(client_id).items():
+            sum_of_others = sums[key] - t / norm
+            inner_product += float(t @ sum_of_others) / norm
+            squared_norm += float(sum_of_others @ sum_of_others)
         # what is left of rounding where no other client has these tensors
-        cosine_of[client] = inner / math.sqrt(rest) if rest > 1e-20 else None
+        cosine_of[client_id] = inner_product / math.sqrt(squared_norm) if squared_norm > 1e-20 else None
     return cosine_of

@@ -29,14 +29,14 @@ def shorten_upload(upload: Any, down: Any, bounds: Mapping[str, tuple[float, boo
     Returns:
         The shortened upload; factors that lossy compression packed are as the server receives them.
     """
-    changed = {}
+    shortened_parts = {}
     for path, part, reference in iterate_parts(upload, down):
-        for name, measured in ((path, distance), (path + PRODUCTS_SUFFIX, product_distance)):
+        for name, measure_norm in ((path, distance), (path + PRODUCTS_SUFFIX, product_distance)):
             if name in bounds:
                 bound, by_change = bounds[name]
-                part = _shorten_part(part, reference if by_change else None, bound, measured)
-        changed[path] = part
-    return _replace_parts(unpack_received(upload), changed)
+                part = _shorten_part(part, reference if by_change else None, bound, measure_norm)
+        shortened_parts[path] = part
+    return _replace_parts(unpack_received(upload), shortened_parts)
 
 
 def _replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
@@ -49,18 +49,20 @@ def _replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
     return tree.rebuild(value, [(k, _replace_parts(v, parts, tree.join_path(path, k))) for k, v in children])
 
 
-def _shorten_part(part: Any, reference: Any, bound: float, measured: Callable[..., float]) -> Any:
-    size = measured(part, reference)
-    if size <= bound:
+def _shorten_part(part: Any, reference: Any, bound: float, measure_norm: Callable[..., float]) -> Any:
+    norm = measure_norm(part, reference)
+    if norm <= bound:
         return part
-    t = bound / size
-    if measured is product_distance:
+    t = bound / norm
+    if measure_norm is product_distance:
         # the norm of products grows with the fourth power at most
         low, high = 0.0, 1.0
         for _ in range(_HALVING_STEPS):
             t = (low + high) / 2
             low, high = (
-                (t, high) if measured(interpolate_part(part, reference, t), reference) <= bound else (low, t)
+                (t, high)
+                if measure_norm(interpolate_part(part, reference, t), reference) <= bound
+                else (low, t)
             )
         t = low
     return interpolate_part(part, reference, t)
@@ -74,21 +76,21 @@ def interpolate_part(part: Any, reference: Any, t: float) -> Any:
         r = references.get(path, 0.0)
         if not isinstance(x, Tensor):
             return float(r) + t * (x - float(r))
-        wide = r.double() if isinstance(r, Tensor) else r
-        return (wide + t * (x.double() - wide)).to(x.dtype)
+        wide_reference = r.double() if isinstance(r, Tensor) else r
+        return (wide_reference + t * (x.double() - wide_reference)).to(x.dtype)
 
     return _map_floats(part, move)
 
 
-def _map_floats(value: Any, change: Callable[[str, Tensor | float], Any], path: str = "") -> Any:
+def _map_floats(value: Any, function: Callable[[str, Tensor | float], Any], path: str = "") -> Any:
     if isinstance(value, Tensor):
-        return change(path, value) if value.is_floating_point() else value
+        return function(path, value) if value.is_floating_point() else value
     if type(value) is float:
-        return change(path, value)
+        return function(path, value)
     children = tree.children(value, path)
     if children is None:
         return value
-    return tree.rebuild(value, [(k, _map_floats(v, change, tree.join_path(path, k))) for k, v in children])
+    return tree.rebuild(value, [(k, _map_floats(v, function, tree.join_path(path, k))) for k, v in children])
 
 
 @dataclass
@@ -103,12 +105,12 @@ class Strikes:
     after: int
     last: dict[int, list[int]] = field(default_factory=dict)
 
-    def add(self, client: int, is_strike: bool) -> bool:
+    def add(self, client_id: int, is_strike: bool) -> bool:
         """Count a reply; whether its client is held to the usual norm from now on, and was not before."""
-        before = self.is_reached(client)
-        self.last[client] = [*self.last.get(client, ()), int(is_strike)][-STRIKE_WINDOW:]
-        return self.is_reached(client) and not before
+        was_reached = self.is_reached(client_id)
+        self.last[client_id] = [*self.last.get(client_id, ()), int(is_strike)][-STRIKE_WINDOW:]
+        return self.is_reached(client_id) and not was_reached
 
-    def is_reached(self, client: int) -> bool:
+    def is_reached(self, client_id: int) -> bool:
         """Whether a client is held to the usual norm."""
-        return 0 < self.after <= sum(self.last.get(client, ()))
+        return 0 < self.after <= sum(self.last.get(client_id, ()))

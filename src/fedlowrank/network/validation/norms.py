@@ -60,12 +60,12 @@ class PartNorms:
     """Norms of a part of an upload.
 
     Attributes:
-        itself: norm of the part.
+        norm: norm of the part.
         change: norm of the part minus the part of the download of the same form; None if there is none.
         download: norm of that part of the download; 0 if there is none.
     """
 
-    itself: float
+    norm: float
     change: float | None = None
     download: float = 0.0
 
@@ -90,8 +90,10 @@ def iterate_parts(upload: Any, down: Any) -> Iterator[ComparedPart]:
     for path, part in _split_parts(unpack_received(upload)):
         if any(True for _ in iterate_floats(part)):
             form = _describe_form(part)
-            same = sorted((p for p in references if _describe_form(p[1]) == form), key=lambda p: p[0] != path)
-            yield ComparedPart(path, part, same[0][1] if same else None)
+            matching_parts = sorted(
+                (p for p in references if _describe_form(p[1]) == form), key=lambda p: p[0] != path
+            )
+            yield ComparedPart(path, part, matching_parts[0][1] if matching_parts else None)
 
 
 def unpack_received(value: Any) -> Any:
@@ -108,22 +110,29 @@ def measure_norms(upload: Any, down: Any) -> dict[str, PartNorms]:
     for path, part, reference in iterate_parts(upload, down):
         norms[path] = _measure_part(part, reference, distance)
         if count := len(list_products(part)):
-            same = reference if len(list_products(reference)) == count else None
-            norms[path + PRODUCTS_SUFFIX] = _measure_part(part, same, product_distance)
+            product_reference = reference if len(list_products(reference)) == count else None
+            norms[path + PRODUCTS_SUFFIX] = _measure_part(part, product_reference, product_distance)
     return norms
 
 
-def _measure_part(part: Any, reference: Any, by: Callable[..., float]) -> PartNorms:
+def _measure_part(part: Any, reference: Any, measure_norm: Callable[..., float]) -> PartNorms:
     if reference is None:
-        return PartNorms(by(part))
-    return PartNorms(by(part), by(part, reference), by(reference))
+        return PartNorms(measure_norm(part))
+    return PartNorms(measure_norm(part), measure_norm(part, reference), measure_norm(reference))
 
 
-def distance(part: Any, minus: Any = None) -> float:
+def distance(part: Any, reference: Any = None) -> float:
     """Norm of all floating-point numbers of a part, minus those of another of the same form."""
     numbers = [number for _, number in iterate_floats(part)]
-    subtracted = [None] * len(numbers) if minus is None else [number for _, number in iterate_floats(minus)]
-    return math.hypot(*(difference_norm(n, other) for n, other in zip(numbers, subtracted, strict=True)))
+    reference_numbers = (
+        [None] * len(numbers) if reference is None else [number for _, number in iterate_floats(reference)]
+    )
+    return math.hypot(
+        *(
+            difference_norm(n, reference_number)
+            for n, reference_number in zip(numbers, reference_numbers, strict=True)
+        )
+    )
 
 
 def list_products(value: Any) -> list[tuple[Tensor, Tensor]]:
@@ -135,18 +144,18 @@ def list_products(value: Any) -> list[tuple[Tensor, Tensor]]:
     return [pair for _, child in tree.children(value) or () for pair in list_products(child)]
 
 
-def product_distance(part: Any, minus: Any = None) -> float:
+def product_distance(part: Any, reference: Any = None) -> float:
     """Norm of all products of a part, minus those of another of the same form; infinite if it overflows."""
-    total, bases = 0.0, None if minus is None else list_products(minus)
+    total, reference_products = 0.0, None if reference is None else list_products(reference)
     for k, (left, right) in enumerate(list_products(part)):
-        if bases is not None:
+        if reference_products is not None:
             # B A - B0 A0 = (B - B0) A + B0 (A - A0), of which no large terms cancel
-            left0, right0 = bases[k]
+            left0, right0 = reference_products[k]
             left, right = torch.cat([left - left0, left0], 1), torch.cat([right, right - right0])
-        square = float(((left.mT @ left) * (right @ right.mT)).sum())
-        if not math.isfinite(square):
+        squared_norm = float(((left.mT @ left) * (right @ right.mT)).sum())
+        if not math.isfinite(squared_norm):
             return math.inf
-        total += max(0.0, square)
+        total += max(0.0, squared_norm)
     return math.sqrt(total)
 
 
@@ -179,24 +188,28 @@ def iterate_floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | f
         yield from iterate_floats(child, tree.join_path(path, key))
 
 
-def difference_norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
+def difference_norm(number: Tensor | float, reference: Tensor | float | None = None) -> float:
     """Euclidean norm of ``number - minus`` in float64; not finite if a number is not, or it overflows."""
     if not isinstance(number, Tensor):
-        return abs(number - (0.0 if minus is None else float(minus)))
+        return abs(number - (0.0 if reference is None else float(reference)))
     total = 0.0
     # not in one go: a tensor in float64 would take twice as much as the tensor itself
-    parts = torch.split(number.detach().reshape(-1), CHUNK_NUMBERS)
-    subtracted: Iterable[Tensor | None] = itertools.repeat(None)
-    if isinstance(minus, Tensor):
-        subtracted = torch.split(minus.detach().reshape(-1).to(number.device), CHUNK_NUMBERS)
-    for part, subtrahend in zip(parts, subtracted, strict=False):
-        wide = part.double() if subtrahend is None else part.double() - subtrahend.double()
-        here = float(torch.linalg.vector_norm(wide))
-        if not math.isfinite(here):
+    chunks = torch.split(number.detach().reshape(-1), CHUNK_NUMBERS)
+    reference_chunks: Iterable[Tensor | None] = itertools.repeat(None)
+    if isinstance(reference, Tensor):
+        reference_chunks = torch.split(reference.detach().reshape(-1).to(number.device), CHUNK_NUMBERS)
+    for chunk, reference_chunk in zip(chunks, reference_chunks, strict=False):
+        difference = chunk.double() if reference_chunk is None else chunk.double() - reference_chunk.double()
+        chunk_norm = float(torch.linalg.vector_norm(difference))
+        if not math.isfinite(chunk_norm):
             # squares of large numbers in float64 overflow where the numbers do not
-            top = float(wide.abs().amax())
-            here = top * float(torch.linalg.vector_norm(wide / top)) if math.isfinite(top) else math.nan
-        total = math.hypot(total, here)
+            max_value = float(difference.abs().amax())
+            chunk_norm = (
+                max_value * float(torch.linalg.vector_norm(difference / max_value))
+                if math.isfinite(max_value)
+                else math.nan
+            )
+        total = math.hypot(total, chunk_norm)
     return total
 
 
@@ -205,17 +218,17 @@ class Length(NamedTuple):
 
     Attributes:
         size: its norm.
-        usual: the usual norm; 0 if there is none.
+        usual_norm: the usual norm; 0 if there is none.
         by_change: whether the update is the difference from the download.
         has_past: whether past rounds tell what is usual.
-        alone: whether nothing tells what is usual.
+        is_alone: whether nothing tells what is usual.
     """
 
     size: float
-    usual: float
+    usual_norm: float
     by_change: bool
     has_past: bool
-    alone: bool
+    is_alone: bool
 
 
 @dataclass(frozen=True)
@@ -225,13 +238,13 @@ class Shortening:
     Attributes:
         bounds: the norm that each part may have and whether the part is a difference from the download, by name.
         length: how many times the usual norm its longest part has.
-        kept: the smallest ratio of a part's bound to its norm.
+        kept_share: the smallest ratio of a part's bound to its norm.
         is_strike: whether it was longer than ``update_ratio`` alone allows.
     """
 
     bounds: dict[str, tuple[float, bool]]
     length: float
-    kept: float
+    kept_share: float
     is_strike: bool
 
 
@@ -262,14 +275,14 @@ class NormBound:
             return reasons
         scales = relative_steps(steps, replies)
         for part, norms in _group_by_part(replies).items():
-            for client, length in self.measure_lengths(part, norms, round).items():
-                bound = self.ratio * length.usual
-                if not length.has_past or length.usual == 0:
-                    bound = max(bound, self._first_bound(norms[client], length))
-                if length.size > bound * scales[client]:
-                    reasons.setdefault(client, (
+            for client_id, length in self.measure_lengths(part, norms, round).items():
+                bound = self.ratio * length.usual_norm
+                if not length.has_past or length.usual_norm == 0:
+                    bound = max(bound, self._first_bound(norms[client_id], length))
+                if length.size > bound * scales[client_id]:
+                    reasons.setdefault(client_id, (
                         f"its update has the norm {length.size:.4g}{f' at {part}' if part else ''}, above "
-                        f"{bound * scales[client]:.4g}; {length.usual:.4g} is usual "
+                        f"{bound * scales[client_id]:.4g}; {length.usual_norm:.4g} is usual "
                         f"(network.limits.refuse_ratio = {self.ratio:g})"
                     ))  # fmt: skip
         return reasons
@@ -294,80 +307,90 @@ class NormBound:
         bounds: dict[int, dict[str, tuple[float, bool]]] = {}
         shortenings: dict[int, Shortening] = {}
         for part, norms in _group_by_part(replies).items():
-            for client, length in self.measure_lengths(part, norms, round).items():
-                if length.usual == 0 or length.size <= (
-                    bound := length.usual * ratios[client] * reach[client]
+            for client_id, length in self.measure_lengths(part, norms, round).items():
+                if length.usual_norm == 0 or length.size <= (
+                    bound := length.usual_norm * ratios[client_id] * reach[client_id]
                 ):
                     continue
-                bounds.setdefault(client, {})[part] = bound, length.by_change
-                times, remaining, before = (
-                    length.size / length.usual,
+                bounds.setdefault(client_id, {})[part] = bound, length.by_change
+                relative_length, kept_share, shortening = (
+                    length.size / length.usual_norm,
                     bound / length.size,
-                    shortenings.get(client),
+                    shortenings.get(client_id),
                 )
-                shortenings[client] = Shortening(
-                    bounds[client],
-                    max(times, before.length) if before else times,
-                    min(remaining, before.kept) if before else remaining,
-                    times > ratio * max(1.0, reach[client]) or bool(before and before.is_strike),
+                shortenings[client_id] = Shortening(
+                    bounds[client_id],
+                    max(relative_length, shortening.length) if shortening else relative_length,
+                    min(kept_share, shortening.kept_share) if shortening else kept_share,
+                    relative_length > ratio * max(1.0, reach[client_id])
+                    or bool(shortening and shortening.is_strike),
                 )
         return shortenings
 
     def measure_lengths(self, part: str, norms: Mapping[int, PartNorms], round: int) -> dict[int, Length]:
         """Measure the length of one part of each client's update, beside the usual length."""
-        changes, parts = medians(norms.values())
+        median_change, median_part = medians(norms.values())
         past = [self.past[t][part] for t in sorted(self.past) if t < round and part in self.past[t]]
         # past rounds tell weights from differences; a liar has no say in that
-        both = [(change, whole) for change, whole in past if change is not None]
-        both = both or [(m.change, m.itself) for m in norms.values() if m.change is not None]
-        by_change = bool(both) and median_low(c for c, _ in both) <= median_low(w for _, w in both)
+        norm_pairs = [(change, part_norm) for change, part_norm in past if change is not None]
+        norm_pairs = norm_pairs or [(m.change, m.norm) for m in norms.values() if m.change is not None]
+        by_change = bool(norm_pairs) and median_low(c for c, _ in norm_pairs) <= median_low(
+            w for _, w in norm_pairs
+        )
         lengths = {}
-        for client, m in norms.items():
+        for client_id, m in norms.items():
             if by_change and m.change is not None:
-                size, now, before = m.change, changes, [change for change, _ in past if change is not None]
+                norm, current_median, past_norms = (
+                    m.change,
+                    median_change,
+                    [change for change, _ in past if change is not None],
+                )
             else:
-                size, now, before = m.itself, parts, [whole for _, whole in past]
-            known = [median_low(before)] if before else []
-            if now is not None and len(norms) > 1:
-                known.append(now)
+                norm, current_median, past_norms = m.norm, median_part, [part_norm for _, part_norm in past]
+            usual_norms = [median_low(past_norms)] if past_norms else []
+            if current_median is not None and len(norms) > 1:
+                usual_norms.append(current_median)
             is_change = by_change and m.change is not None
-            lengths[client] = Length(size, max(known, default=0.0), is_change, bool(before), not known)
+            lengths[client_id] = Length(
+                norm, max(usual_norms, default=0.0), is_change, bool(past_norms), not usual_norms
+            )
         return lengths
 
     def _first_bound(self, m: PartNorms, length: Length) -> float:
         """The norm from which an update is refused without past rounds to compare with."""
-        if m.change is not None and m.download > 0 and (length.by_change or length.alone):
-            return m.download * (self.ratio if length.alone else 1.0)
+        if m.change is not None and m.download > 0 and (length.by_change or length.is_alone):
+            return m.download * (self.ratio if length.is_alone else 1.0)
         # differences without any to compare them with
-        return math.inf if length.alone else 0.0 if length.usual > 0 else self.ratio
+        return math.inf if length.is_alone else 0.0 if length.usual_norm > 0 else self.ratio
 
     def learn(self, replies: Mapping[int, Mapping[str, PartNorms]], round: int) -> None:
         """Store the medians of a round over all replies that were compared, refused ones included."""
         # a round that is done again is learned again
-        for late in [t for t in self.past if t >= round]:
-            del self.past[late]
-        if parts := sorted({p for measured in replies.values() for p in measured}):
-            self.past[round] = {p: medians(m[p] for m in replies.values() if p in m) for p in parts}
-        for old in sorted(self.past)[:-MAX_PAST_ROUNDS]:
-            del self.past[old]
+        for late_round in [t for t in self.past if t >= round]:
+            del self.past[late_round]
+        if part_names := sorted({p for client_norms in replies.values() for p in client_norms}):
+            self.past[round] = {p: medians(m[p] for m in replies.values() if p in m) for p in part_names}
+        for old_round in sorted(self.past)[:-MAX_PAST_ROUNDS]:
+            del self.past[old_round]
 
 
 def medians(norms: Iterable[PartNorms]) -> tuple[float | None, float]:
     """Medians of the changes (None if there are none) and of the parts."""
-    parts = list(norms)
-    changes = [m.change for m in parts if m.change is not None]
-    return median_low(changes) if changes else None, median_low(m.itself for m in parts)
+    norm_list = list(norms)
+    change_norms = [m.change for m in norm_list if m.change is not None]
+    return median_low(change_norms) if change_norms else None, median_low(m.norm for m in norm_list)
 
 
-def relative_steps(steps: Mapping[int, int], clients: Iterable[int]) -> dict[int, float]:
+def relative_steps(steps: Mapping[int, int], replied_ids: Iterable[int]) -> dict[int, float]:
     """Return each client's steps relative to the median, at least 1: the factor on the length of its update."""
-    chosen = list(clients)
-    usual = max(1, median_low(steps[c] for c in chosen)) if chosen else 1
-    return {c: max(1.0, steps[c] / usual) for c in chosen}
+    client_ids = list(replied_ids)
+    median_steps = max(1, median_low(steps[c] for c in client_ids)) if client_ids else 1
+    return {c: max(1.0, steps[c] / median_steps) for c in client_ids}
 
 
 def _group_by_part(replies: Mapping[int, Mapping[str, PartNorms]]) -> dict[str, dict[int, PartNorms]]:
-    names = sorted({part for measured in replies.values() for part in measured})
+    names = sorted({part for client_norms in replies.values() for part in client_norms})
     return {
-        part: {c: measured[part] for c, measured in replies.items() if part in measured} for part in names
+        part: {c: client_norms[part] for c, client_norms in replies.items() if part in client_norms}
+        for part in names
     }

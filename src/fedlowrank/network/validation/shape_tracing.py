@@ -19,6 +19,6 @@ def trace_template(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -
     """The template of a client's upload; only the form of the download is used, and errors are not caught."""
     # without values nothing that a client once sent can matter here, and equal forms have equal templates
     down = tree.zeros_like(down)
-    upload, trained = trace_upload(method, task, info, down)
+    upload, pass_names = trace_upload(method, task, info, down)
     form = method.describe_update(down, info, task).form
-    return Template.of(upload if form is None else form, trained)
+    return Template.of(upload if form is None else form, pass_names)

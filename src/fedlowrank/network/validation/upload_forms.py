@@ -36,13 +36,15 @@ class Template:
     trained: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, form: Any, trained: tuple[str, ...] = ()) -> Template:
+    def of(cls, form: Any, pass_names: tuple[str, ...] = ()) -> Template:
         """The template of a form (:attr:`fedlowrank.core.contract.update.Update.form`)."""
-        empty = erase_values(form)
-        largest_header = _make_largest(empty, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
+        empty_form = erase_values(form)
+        largest_header = _make_largest(empty_form, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
         header = tree.encoded_size(largest_header) - tree.nbytes(largest_header)
-        size = header + tree.nbytes(_make_largest(empty, tree.nbytes))
-        return cls(empty, size, header, _count_bools(_make_largest(empty, _count_bools)), trained)
+        size = header + tree.nbytes(_make_largest(empty_form, tree.nbytes))
+        return cls(
+            empty_form, size, header, _count_bools(_make_largest(empty_form, _count_bools)), pass_names
+        )
 
 
 def _count_bools(value: Any) -> int:
@@ -54,24 +56,26 @@ def erase_values(form: Any) -> Any:
     if isinstance(form, OneOf):
         return OneOf(*(erase_values(f) for f in form.forms))
     if isinstance(form, Lengths):
-        return Lengths(erase_values(form.form), form.most)
+        return Lengths(erase_values(form.form), form.max_length)
     if isinstance(form, Tensor):
         return torch.zeros((), dtype=form.dtype).expand(form.shape)
     return _map_children(form, erase_values)
 
 
-def _make_largest(form: Any, size: Callable[[Any], Any]) -> Any:
+def _make_largest(form: Any, compute_size: Callable[[Any], Any]) -> Any:
     """The largest tree of that form."""
     if isinstance(form, OneOf):
-        return max((_make_largest(f, size) for f in form.forms), key=size)
+        return max((_make_largest(f, compute_size) for f in form.forms), key=compute_size)
     if isinstance(form, Lengths):
-        return tree.map_leaves(lambda t: t.new_zeros(()).expand([n or form.most for n in t.shape]), form.form)
-    return form if isinstance(form, Tensor) else _map_children(form, lambda f: _make_largest(f, size))
+        return tree.map_leaves(
+            lambda t: t.new_zeros(()).expand([n or form.max_length for n in t.shape]), form.form
+        )
+    return form if isinstance(form, Tensor) else _map_children(form, lambda f: _make_largest(f, compute_size))
 
 
-def _map_children(form: Any, change: Callable[[Any], Any]) -> Any:
+def _map_children(form: Any, function: Callable[[Any], Any]) -> Any:
     children = tree.children(form)
-    return form if children is None else tree.rebuild(form, [(k, change(v)) for k, v in children])
+    return form if children is None else tree.rebuild(form, [(k, function(v)) for k, v in children])
 
 
 class MismatchError(Exception):
@@ -80,34 +84,34 @@ class MismatchError(Exception):
     Args:
         path: of the part, a JSON pointer.
         expected: description of the form.
-        found: description of the part.
+        actual: description of the part.
     """
 
-    def __init__(self, path: str, expected: str, found: str) -> None:
-        super().__init__(path, expected, found)
-        self.path, self.expected, self.found = path, expected, found
+    def __init__(self, path: str, expected: str, actual: str) -> None:
+        super().__init__(path, expected, actual)
+        self.path, self.expected, self.actual = path, expected, actual
 
 
 class _Length:
     """The common length of the tensors of a :class:`Lengths`: that of the first, if it is allowed."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
         self.found: int | None = None
 
     def shape(self, form: Tensor, tensor: Tensor) -> list[int]:
         """The shape that a tensor must have; -1 where no length is valid."""
-        out = list(form.shape)
-        for axis, n in enumerate(out):
+        sizes = list(form.shape)
+        for axis, n in enumerate(sizes):
             if n == 0 and tensor.ndim == form.ndim:
-                if self.found is None and 1 <= tensor.shape[axis] <= self.most:
+                if self.found is None and 1 <= tensor.shape[axis] <= self.max_length:
                     self.found = tensor.shape[axis]
-                out[axis] = -1 if self.found is None else self.found
-        return out
+                sizes[axis] = -1 if self.found is None else self.found
+        return sizes
 
     def text(self) -> str:
         """The length, or its range, for a message."""
-        return f"1..{self.most}" if self.found is None else str(self.found)
+        return f"1..{self.max_length}" if self.found is None else str(self.found)
 
 
 def decode_upload(data: bytes, template: Template) -> Any:
@@ -130,7 +134,7 @@ def match_form(form: Any, value: Any, path: str = "", length: _Length | None = N
     if isinstance(form, OneOf):
         return _match_any(form, value, path)
     if isinstance(form, Lengths):
-        return match_form(form.form, value, path, _Length(form.most))
+        return match_form(form.form, value, path, _Length(form.max_length))
     if isinstance(form, Tensor):
         if not isinstance(value, Tensor) or value.dtype != form.dtype:
             raise MismatchError(path, describe_value(form, length), describe_value(value))
@@ -139,35 +143,41 @@ def match_form(form: Any, value: Any, path: str = "", length: _Length | None = N
         return value
     if type(value) is not type(form):
         raise MismatchError(path, describe_value(form), describe_value(value))
-    wanted = tree.children(form, path)
-    if wanted is None:
+    expected_children = tree.children(form, path)
+    if expected_children is None:
         if isinstance(form, str) and value != form:
             raise MismatchError(path, repr(form), shorten_text(repr(value)))
         return value
-    parts = dict(tree.children(value, path) or ())
-    if parts.keys() != dict(wanted).keys():
-        missing = [k for k, _ in wanted if k not in parts]
-        superfluous = [k for k in parts if k not in dict(wanted)]
+    value_children = dict(tree.children(value, path) or ())
+    if value_children.keys() != dict(expected_children).keys():
+        missing_keys = [k for k, _ in expected_children if k not in value_children]
+        extra_keys = [k for k in value_children if k not in dict(expected_children)]
         raise MismatchError(
             path,
-            f"{describe_value(form)} of {len(wanted)} parts",
-            f"one {_describe_keys(missing, superfluous)}",
+            f"{describe_value(form)} of {len(expected_children)} parts",
+            f"one {_describe_keys(missing_keys, extra_keys)}",
         )
     return tree.rebuild(
-        form, [(k, match_form(f, parts[k], tree.join_path(path, k), length)) for k, f in wanted]
+        form,
+        [
+            (k, match_form(f, value_children[k], tree.join_path(path, k), length))
+            for k, f in expected_children
+        ],
     )
 
 
 def _match_any(form: OneOf, value: Any, path: str) -> Any:
-    misfits = []
+    errors = []
     for choice in form.forms:
         try:
             return match_form(choice, value, path)
         except MismatchError as error:
-            misfits.append(error)
-    first = misfits[0]
+            errors.append(error)
+    first_error = errors[0]
     raise MismatchError(
-        first.path, f"{first.expected} (or one of {len(misfits) - 1} other forms)", first.found
+        first_error.path,
+        f"{first_error.expected} (or one of {len(errors) - 1} other forms)",
+        first_error.actual,
     )
 
 
@@ -179,8 +189,8 @@ def describe_value(value: Any, length: _Length | None = None) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _describe_keys(missing: Sequence[str], superfluous: Sequence[str]) -> str:
-    groups = [("without", missing), ("with", superfluous)]
+def _describe_keys(missing_keys: Sequence[str], extra_keys: Sequence[str]) -> str:
+    groups = [("without", missing_keys), ("with", extra_keys)]
     return " and ".join(
         f"{word} {shorten_text(', '.join(map(repr, names[:4])))}" for word, names in groups if names
     )

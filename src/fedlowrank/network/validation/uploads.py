@@ -44,7 +44,7 @@ class RefusedReplyError(FedlowrankError):
     """A client's reply or registration was refused; nothing of it is used.
 
     Args:
-        client: number of the client.
+        client_id: number of the client.
         reason: what is wrong.
         path: of the fault, a JSON pointer; empty for the whole reply.
         counts: whether it counts towards the blocklist; not where training of an honest client may diverge.
@@ -52,11 +52,11 @@ class RefusedReplyError(FedlowrankError):
     """
 
     def __init__(
-        self, client: int, reason: str, *, path: str = "", counts: bool = True, not_finite: bool = False
+        self, client_id: int, reason: str, *, path: str = "", counts: bool = True, not_finite: bool = False
     ) -> None:
-        where = f" at {path}" if path else ""
-        super().__init__(f"the reply of client {client} was refused{where}: {reason}")
-        self.client = client
+        location = f" at {path}" if path else ""
+        super().__init__(f"the reply of client {client_id} was refused{location}: {reason}")
+        self.client = client_id
         self.path = path
         self.reason = reason
         self.counts = counts
@@ -104,19 +104,19 @@ def inspect_upload(data: bytes, template: Template, client: ClientInfo, limits: 
         RefusedReplyError: if it is invalid.
     """
     # sizes come first: a header of many small parts takes many times its size in memory once it is read
-    max_bytes, header = max_upload_bytes(template, limits), int.from_bytes(data[:8], "little")
+    max_bytes, header_bytes = max_upload_bytes(template, limits), int.from_bytes(data[:8], "little")
     if len(data) > max_bytes:
         reason = f"it has {len(data)} bytes; at most {max_bytes} are taken (limits.max_bytes)"
         raise RefusedReplyError(client.id, reason)
-    if header > 2 * template.header + SLACK_BYTES:
-        reason = f"its header has {header} bytes, where about {template.header} are expected"
+    if header_bytes > 2 * template.header + SLACK_BYTES:
+        reason = f"its header has {header_bytes} bytes, where about {template.header} are expected"
         raise RefusedReplyError(client.id, reason)
     try:
         upload = decode_upload(data, template)
     except tree.TreeError as error:
         raise RefusedReplyError(client.id, shorten_text(str(error))) from error
     except MismatchError as error:
-        reason = f"expected {error.expected}, found {error.found}"
+        reason = f"expected {error.expected}, found {error.actual}"
         raise RefusedReplyError(client.id, reason, path=error.path) from error
     total = 0.0
     for path, number in iterate_floats(upload):
@@ -164,32 +164,32 @@ def update_server(method: AnyMethod, server: Any, total: Any, view: ServerView) 
         FedlowrankError: if it is not finite.
         Exception: one of :data:`FAULT_TYPES` that the method raised.
     """
-    new = check_server_state(method, server, method.server_update(server, total, view))
-    for path, number in iterate_floats(new):
+    new_state = check_server_state(method, server, method.server_update(server, total, view))
+    for path, number in iterate_floats(new_state):
         if not math.isfinite(difference_norm(number)):
             raise FedlowrankError(
                 f"{method.title}, round {view.round + 1}: the server's new state would hold a NaN or an infinity "
                 f"at {path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or "
                 "set limits.max_norm."
             )
-    return new
+    return new_state
 
 
 def update_without_faulty(
     method: AnyMethod,
     server: Any,
-    contribution: Callable[[ClientInfo], Any],
+    compute_contribution: Callable[[ClientInfo], Any],
     view: ServerView,
-    reduce: Callable[[Sequence[ClientInfo]], Aggregator],
+    make_aggregator: Callable[[Sequence[ClientInfo]], Aggregator],
 ) -> tuple[Any, dict[int, str]]:
     """The server's next state without the replies on which the update fails alone.
 
     Args:
         method: its update failed on the total of all contributions.
         server: the server's state.
-        contribution: computes a client's contribution again.
+        compute_contribution: computes a client's contribution again.
         view: names who replied.
-        reduce: gives what reduces the contributions of some clients.
+        make_aggregator: gives what reduces the contributions of some clients.
 
     Returns:
         The new state (the old one if no reply is left), and the reason for every client that was left out.
@@ -199,19 +199,19 @@ def update_without_faulty(
     """
 
     def update(clients: Sequence[ClientInfo]) -> Any:
-        aggregator = reduce(clients)
+        aggregator = make_aggregator(clients)
         for client in clients:
-            aggregator.add(client.id, contribution(client))
+            aggregator.add(client.id, compute_contribution(client))
         return update_server(method, server, aggregator.finish(), dataclasses.replace(view, replied=clients))
 
-    faulty: dict[int, str] = {}
+    fault_reasons: dict[int, str] = {}
     for client in view.replied:
         try:
             update([client])
         except FAULT_TYPES as error:
-            faulty[client.id] = _describe_fault(method, client, error)
-    rest = [client for client in view.replied if client.id not in faulty]
-    return (update(rest) if rest else server), faulty
+            fault_reasons[client.id] = _describe_fault(method, client, error)
+    valid_clients = [client for client in view.replied if client.id not in fault_reasons]
+    return (update(valid_clients) if valid_clients else server), fault_reasons
 
 
 def _describe_fault(method: AnyMethod, client: ClientInfo, error: Exception) -> str:
@@ -231,15 +231,15 @@ class Blocklist:
     after: int
     counts: dict[int, int] = field(default_factory=dict)
 
-    def add_refusal(self, client: int) -> bool:
+    def add_refusal(self, client_id: int) -> bool:
         """Count a refused reply; whether its client is blocked now."""
-        self.counts[client] = self.counts.get(client, 0) + 1
-        return self.is_blocked(client)
+        self.counts[client_id] = self.counts.get(client_id, 0) + 1
+        return self.is_blocked(client_id)
 
-    def is_blocked(self, client: int) -> bool:
+    def is_blocked(self, client_id: int) -> bool:
         """Whether the client is excluded."""
-        return 0 < self.after <= self.counts.get(client, 0)
+        return 0 < self.after <= self.counts.get(client_id, 0)
 
-    def reason(self, client: int) -> str:
+    def reason(self, client_id: int) -> str:
         """Why a client is blocked."""
-        return f"client {client} is on the blocklist: {self.counts[client]} of its replies were refused"
+        return f"client {client_id} is on the blocklist: {self.counts[client_id]} of its replies were refused"

@@ -44,14 +44,14 @@ class Line(NamedTuple):
     group: RunGroup
     label: str  # in the legend
     table: pd.DataFrame  # columns ``mean`` and ``ci``, indexed by round
-    place: int = 0  # 0 for the headline of the method, then 1, 2, ... for thin lines
+    series_index: int = 0  # 0 for the headline of the method, then 1, 2, ... for thin lines
     series: str | None = None
     unseen: bool = False  # whether it is about the clients that never train
     seeds: Sequence[pd.Series] = ()  # by round, thin lines instead of a band where results are bimodal
 
 
 def choose_lines(
-    groups: Sequence[RunGroup], measure: Measure, most: int = LINES, *, unseen: bool = False
+    groups: Sequence[RunGroup], measure: Measure, max_lines: int = LINES, *, unseen: bool = False
 ) -> list[Line]:
     """The headline of every evaluated group, each followed by its further series unless those are too many.
 
@@ -59,21 +59,21 @@ def choose_lines(
     """
     lines = []
     for group in groups:
-        for place, name in enumerate(group.series):
-            label = f"{group.short}: {on_one_line(name)}" if place else group.short
-            seeds = group.seed_curves(name, measure) if not place else []
-            lines.append(Line(group, label, group.curve(name, measure), place, name, seeds=seeds))
+        for index, name in enumerate(group.series):
+            label = f"{group.short_label}: {on_one_line(name)}" if index else group.short_label
+            seeds = group.seed_curves(name, measure) if not index else []
+            lines.append(Line(group, label, group.curve(name, measure), index, name, seeds=seeds))
         if unseen:
-            curve, label = group.curve(measure=measure, unseen=True), f"{group.short}: unseen clients"
+            curve, label = group.curve(measure=measure, unseen=True), f"{group.short_label}: unseen clients"
             lines.append(Line(group, label, curve, len(group.series), group.headline, unseen=True))
     lines = [line for line in lines if len(line.table)]
-    return lines if len(lines) <= most else [line for line in lines if not line.place]
+    return lines if len(lines) <= max_lines else [line for line in lines if not line.series_index]
 
 
 def interval_ends(table: pd.DataFrame, bounds: Bounds = UNBOUNDED) -> tuple[pd.Series, pd.Series]:
     """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values."""
-    half = table["ci"].fillna(0.0)
-    return (table["mean"] - half).clip(*bounds), (table["mean"] + half).clip(*bounds)
+    half_width = table["ci"].fillna(0.0)
+    return (table["mean"] - half_width).clip(*bounds), (table["mean"] + half_width).clip(*bounds)
 
 
 def all_ends(tables: Iterable[pd.DataFrame], bounds: Bounds = UNBOUNDED) -> list[float]:
@@ -100,22 +100,22 @@ def draw_lines(
     """
     entries = []
     for line in lines:
-        style, table = styles[line.group.short].of_series(line.place), thin_out(line.table)
-        at = (table.index if x is None else table[x]).to_numpy(dtype=np.float64)
-        if not line.place and table["ci"].notna().any():
+        style, table = styles[line.group.short_label].series_style(line.series_index), thin_out(line.table)
+        x_values = (table.index if x is None else table[x]).to_numpy(dtype=np.float64)
+        if not line.series_index and table["ci"].notna().any():
             low, high = interval_ends(table, bounds)
             if axes.get_yscale() == "log":
                 # A logarithmic axis has no place below zero.
                 low = np.maximum(low, axes.get_ylim()[0] / scale)
-            axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
-        for seed in line.seeds if x is None else ():
-            axes.plot(seed.index, scale * seed, color=style.color, linewidth=0.8, alpha=0.6)
+            axes.fill_between(x_values, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
+        for seed_curve in line.seeds if x is None else ():
+            axes.plot(seed_curve.index, scale * seed_curve, color=style.color, linewidth=0.8, alpha=0.6)
         # One evaluation is a point: a line through it would show nothing.
-        entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
-        if line.place:
+        entry = legend_entry(style, marker=style.marker if len(x_values) == 1 else "")
+        if line.series_index:
             entry.set(linewidth=THIN_LINE_WIDTH, markerfacecolor="none")
         axes.plot(
-            at, scale * table["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
+            x_values, scale * table["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
             dash_capstyle="butt", linewidth=entry.get_linewidth(),
             markerfacecolor=entry.get_markerfacecolor(),
         )  # fmt: skip
@@ -124,67 +124,75 @@ def draw_lines(
 
 
 def make_tips(
-    axes: Axes, lines: Sequence[Line], form: Callable[[float], str], scale: float = 1.0, *,
-    x: str | None = None, form_x: Callable[[float], str] = "round {:g}".format,
+    axes: Axes, lines: Sequence[Line], formatter: Callable[[float], str], scale: float = 1.0, *,
+    x: str | None = None, x_formatter: Callable[[float], str] = "round {:g}".format,
 ) -> tuple[Tip, ...]:  # fmt: skip
-    """Values of lines as drawn by :func:`draw_lines`; ``form`` and ``form_x`` write them."""
+    """Values of lines as drawn by :func:`draw_lines`; ``formatter`` and ``x_formatter`` write them."""
     tips = []
     for line in lines:
         table = thin_out(line.table, MAX_TIPS)
-        for at, mean in zip(table.index if x is None else table[x], table["mean"], strict=True):
-            tips.append(Tip(axes, at, scale * mean, f"{line.label}, {form_x(at)}: {form(mean)}"))
+        for x_value, mean in zip(table.index if x is None else table[x], table["mean"], strict=True):
+            tips.append(
+                Tip(axes, x_value, scale * mean, f"{line.label}, {x_formatter(x_value)}: {formatter(mean)}")
+            )
     return tuple(tips)
 
 
 @drawing()
 def plot_lines(
     lines: Sequence[Line], styles: Styles, set_axis: Callable[[Axes, list[float]], None], *, title: str,
-    subject: str, form: Callable[[float], str], head: str, tail: str = "", scale: float = 1.0,
+    description: str, formatter: Callable[[float], str], opening: str, ending: str = "", scale: float = 1.0,
     bounds: Bounds = NON_NEGATIVE, height: float = 2.6,
 ) -> Picture | None:  # fmt: skip
     """A figure of lines against rounds; None without lines.
 
-    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``subject`` says in a sentence what
-    is drawn, and ``form`` writes a value. ``head`` is the caption before the note on seeds, ``tail`` the
+    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``description`` says in a sentence what
+    is drawn, and ``formatter`` writes a value. ``opening`` is the caption before the note on seeds, ``ending`` the
     rest.
     """
     if not lines:
         return None
     figure, axes = new_figure(height)
-    ends = all_ends([line.table for line in lines if not line.place], bounds)
-    ends += [float(value) for line in lines for seed in line.seeds for value in seed if math.isfinite(value)]
+    ends = all_ends([line.table for line in lines if not line.series_index], bounds)
+    ends += [
+        float(value)
+        for line in lines
+        for seed_curve in line.seeds
+        for value in seed_curve
+        if math.isfinite(value)
+    ]
     set_axis(axes, ends)
     entries = draw_lines(axes, lines, styles, scale, bounds=bounds)
     axes.set_xlabel("round")
     set_round_axis(axes.xaxis)
     add_legend(figure, entries, [line.label for line in lines])
-    last = ", ".join(f"{line.label} {form(line.table['mean'].iloc[-1])}" for line in lines)
+    last_values = ", ".join(f"{line.label} {formatter(line.table['mean'].iloc[-1])}" for line in lines)
     methods = count_methods(len({line.group.label for line in lines}))
     return Picture(
-        figure, title, f"Line chart of {subject} against rounds for {methods}. At the end: {last}.",
-        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}"
+        figure, title, f"Line chart of {description} against rounds for {methods}. At the end: {last_values}.",
+        f"{opening}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{ending}"
         f"{note_modes(line.group for line in lines if line.seeds)}"
         f"{note_points(lines)}",
-        tips=make_tips(axes, lines, form, scale),
+        tips=make_tips(axes, lines, formatter, scale),
     )  # fmt: skip
 
 
 def plot_measure(
-    lines: Sequence[Line], styles: Styles, measure: Measure, *, head: str, tail: str = ""
+    lines: Sequence[Line], styles: Styles, measure: Measure, *, opening: str, ending: str = ""
 ) -> Picture | None:  # fmt: skip
     """A figure of accuracies or losses against rounds; None without lines."""
     means = [mean for line in lines for mean in line.table["mean"]]
     return plot_lines(
         lines, styles, lambda axes, ends: set_measure_axis(axes.yaxis, measure, means, ends),
-        title=f"{measure.title} over rounds", subject=measure.noun, form=measure.format, head=head, tail=tail,
-        scale=measure.scale, bounds=measure.bounds, height=3.1,
+        title=f"{measure.title} over rounds", description=measure.sentence_name, formatter=measure.format,
+        opening=opening, ending=ending, scale=measure.scale, bounds=measure.bounds, height=3.1,
     )  # fmt: skip
 
 
 def draw_bars(
-    axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, place: float, size: float = 5.0
+    axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, offset: float, marker_size: float = 5.0
 ) -> None:  # fmt: skip
-    """Draw means against the index with bars of their 95 % interval, ``place`` points aside.
+    """Draw means against the index with bars of their 95 % interval, ``offset`` points aside.
 
     Lines that are a few points on paper apart do not hide each other's bars.
     """
@@ -192,12 +200,12 @@ def draw_bars(
     bars = measure.scale * np.array([table["mean"] - low, high - table["mean"]])
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
-    aside: Transform = ScaledTranslation(place / 72, 0, figure.dpi_scale_trans)
+    shift: Transform = ScaledTranslation(offset / 72, 0, figure.dpi_scale_trans)
     x, y = table.index.to_numpy(), measure.scale * table["mean"].to_numpy()
     axes.errorbar(
         x, y, yerr=bars if bars.any() else None, color=style.color,
-        linestyle=style.line, marker=style.marker, markersize=size, capsize=2, elinewidth=1,
-        transform=axes.transData + aside,
+        linestyle=style.line, marker=style.marker, markersize=marker_size, capsize=2, elinewidth=1,
+        transform=axes.transData + shift,
     )  # fmt: skip
 
 
@@ -260,22 +268,26 @@ def plot_points(
     entries = []
     for point in points:
         face = (*point.style.rgb, point.opacity) if point.opacity else "none"
-        look: Any = {"markerfacecolor": face, "markeredgecolor": point.style.color, "markeredgewidth": 1.4}
-        at = [point.x], [measure.scale * point.mean]
+        marker_style: Any = {
+            "markerfacecolor": face,
+            "markeredgecolor": point.style.color,
+            "markeredgewidth": 1.4,
+        }
+        coordinates = [point.x], [measure.scale * point.mean]
         # Large markers lie below small ones.
-        look |= {"marker": point.style.marker, "linestyle": "", "zorder": 2 + 1 / point.size}
-        axes.plot(*at, markersize=point.size, **look)
-        entries.append(Line2D([], [], markersize=min(point.size, 8), **look))
-    every = [point.x for point in points]
-    log = max(every) / min(every) >= LOG_FROM
-    set_prefix_axis(axes.xaxis, unit, every if log else None)
-    axes.set_xlabel(f"{xlabel}{', logarithmic' if log else ''}")
+        marker_style |= {"marker": point.style.marker, "linestyle": "", "zorder": 2 + 1 / point.size}
+        axes.plot(*coordinates, markersize=point.size, **marker_style)
+        entries.append(Line2D([], [], markersize=min(point.size, 8), **marker_style))
+    x_values = [point.x for point in points]
+    is_log = max(x_values) / min(x_values) >= LOG_FROM
+    set_prefix_axis(axes.xaxis, unit, x_values if is_log else None)
+    axes.set_xlabel(f"{xlabel}{', logarithmic' if is_log else ''}")
     set_measure_axis(axes.yaxis, measure, [point.mean for point in points])
     axes.autoscale()
     axes.margins(0.16)
     if not measure.is_loss:
         axes.set_ylim(*clip_percent(axes.get_ylim()))
-    if not log:
+    if not is_log:
         axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
     add_legend(figure, entries, [point.label for point in points])
     tips = tuple(
@@ -285,25 +297,25 @@ def plot_points(
     return Picture(figure, title, alt, caption, tips=tips)
 
 
-def space_evenly(count: int, most: int) -> list[int]:
-    """Up to ``most`` indices below ``count``, evenly spaced, both ends included."""
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count)).tolist()})
+def space_evenly(count: int, max_count: int) -> list[int]:
+    """Up to ``max_count`` indices below ``count``, evenly spaced, both ends included."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(max_count, count)).tolist()})
 
 
-def thin_out(table: Rounds, most: int = POINTS) -> Rounds:
-    """Up to ``most`` rounds of a table, evenly spaced, both ends included: more points cannot be seen."""
-    return table.iloc[space_evenly(len(table), most)]
+def thin_out(table: Rounds, max_rounds: int = POINTS) -> Rounds:
+    """Up to ``max_rounds`` rounds of a table, evenly spaced, both ends included: more points cannot be seen."""
+    return table.iloc[space_evenly(len(table), max_rounds)]
 
 
-def finish_grid(panels: NDArray[Any], used: int) -> list[Axes]:
+def finish_grid(panels: NDArray[Any], panel_count: int) -> list[Axes]:
     """Hide unused panels; the last visible panel of each column, which gets the tick labels."""
     columns = panels.shape[1]
-    for axes in panels.flat[used:]:
+    for axes in panels.flat[panel_count:]:
         axes.set_visible(False)
-    lowest = [panels[(used - 1 - i) // columns, i] for i in range(columns)]
-    for axes in lowest:
+    bottom_axes = [panels[(panel_count - 1 - i) // columns, i] for i in range(columns)]
+    for axes in bottom_axes:
         axes.tick_params(labelbottom=True)
-    return lowest
+    return bottom_axes
 
 
 def clip_percent(limits: tuple[float, float]) -> tuple[float, float]:
@@ -312,9 +324,9 @@ def clip_percent(limits: tuple[float, float]) -> tuple[float, float]:
     return (max(low, -1.5) if low < 0 else low, min(high, 101.5))
 
 
-def set_round_axis(axis: Axis, most: int = 8) -> None:
+def set_round_axis(axis: Axis, max_ticks: int = 8) -> None:
     """Ticks at whole rounds."""
-    axis.set_major_locator(MaxNLocator(nbins=most, integer=True, steps=[1, 2, 5, 10]))
+    axis.set_major_locator(MaxNLocator(nbins=max_ticks, integer=True, steps=[1, 2, 5, 10]))
 
 
 def set_limits_from_zero(axes: Axes, top: float) -> None:
@@ -322,11 +334,11 @@ def set_limits_from_zero(axes: Axes, top: float) -> None:
     axes.set_ylim(-0.03 * top, 1.06 * top)
 
 
-def set_prefix_axis(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
+def set_prefix_axis(axis: Axis, unit: str, log_values: Sequence[float] | None) -> None:
     """Ticks such as ``10 MB``; logarithmic over some values, with two or three ticks if it is one decade."""
-    if log_over is not None:
+    if log_values is not None:
         (axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale)("log")
-        decades = math.log10(max(log_over) / min(log_over))
+        decades = math.log10(max(log_values) / min(log_values))
         axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 3.0), numticks=6))
         axis.set_minor_formatter(NullFormatter())
     else:
@@ -334,22 +346,22 @@ def set_prefix_axis(axis: Axis, unit: str, log_over: Sequence[float] | None) -> 
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value, unit)))
 
 
-def set_value_axis(axes: Axes, values: Sequence[float], *, log: bool) -> None:
+def set_value_axis(axes: Axes, values: Sequence[float], *, is_log: bool) -> None:
     """A horizontal axis with ticks at sorted values that leave room for their labels, both ends included."""
     low, high = values[0], values[-1]
     # Limits by hand: matplotlib ignores lines that are set aside from their values.
-    if log:
+    if is_log:
         axes.set_xscale("log")
         axes.set_xlim(low / (high / low) ** MARGIN, high * (high / low) ** MARGIN)
-        place = {value: math.log(value / low) / (math.log(high / low) or 1) for value in values}
+        positions = {value: math.log(value / low) / (math.log(high / low) or 1) for value in values}
     else:
         axes.set_xlim(low - MARGIN * (high - low), high + MARGIN * (high - low))
-        place = {value: (value - low) / ((high - low) or 1) for value in values}
-    kept = [high]
+        positions = {value: (value - low) / ((high - low) or 1) for value in values}
+    ticks = [high]
     for value in reversed(values[:-1]):
-        if place[kept[-1]] - place[value] >= TICK and (value == low or place[value] >= TICK):
-            kept.append(value)
-    axes.xaxis.set_major_locator(FixedLocator(kept))
+        if positions[ticks[-1]] - positions[value] >= TICK and (value == low or positions[value] >= TICK):
+            ticks.append(value)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
@@ -377,17 +389,17 @@ def note_seeds(groups: Iterable[RunGroup]) -> str:
 
 def note_band(groups: Iterable[RunGroup], bounds: Bounds = NON_NEGATIVE) -> str:
     """End of a sentence: over how many seeds the mean is, and what the band is."""
-    seeds, cut = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
-    return f"{seeds}; the band is the 95 % interval over seeds{cut}." if seeds else "."
+    seeds_note, cut_note = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
+    return f"{seeds_note}; the band is the 95 % interval over seeds{cut_note}." if seeds_note else "."
 
 
 def note_modes(groups: Iterable[RunGroup]) -> str:
     """A sentence for the caption if the seeds of some groups are drawn instead of an interval."""
-    names = list(dict.fromkeys(on_one_line(group.short, 30) for group in groups))
+    names = list(dict.fromkeys(on_one_line(group.short_label, 30) for group in groups))
     if not names:
         return ""
-    are = "its seeds succeed or fail" if len(names) == 1 else "their seeds succeed or fail"
-    return f" Of {join_words(names)} every seed is drawn and no interval, for {are}."
+    reason = "its seeds succeed or fail" if len(names) == 1 else "their seeds succeed or fail"
+    return f" Of {join_words(names)} every seed is drawn and no interval, for {reason}."
 
 
 def note_points(lines: Iterable[Line]) -> str:

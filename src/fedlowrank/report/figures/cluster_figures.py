@@ -39,16 +39,16 @@ def plot_recovery(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 
     return chart.plot_lines(
         [
-            chart.Line(g, g.short, curve, seeds=[run.recovery for run in g.runs] if g.seed_curves() else ())
+            chart.Line(g, g.short_label, curve, seeds=[run.recovery for run in g.runs] if g.seed_curves() else ())
             for g in groups
             if len(curve := g.recovery_curve())
         ],
         styles,
         set_axis,
         title="Cluster recovery over rounds",
-        subject="the adjusted Rand index of routes and true clusters",
-        form="{:.2f}".format,
-        head="Adjusted Rand index of the clients' largest shares against the clusters that their data come "
+        description="the adjusted Rand index of routes and true clusters",
+        formatter="{:.2f}".format,
+        opening="Adjusted Rand index of the clients' largest shares against the clusters that their data come "
         "from: 1 where both divide the clients alike, about 0 where routes say nothing",
         bounds=INDEX,
     )  # fmt: skip
@@ -62,59 +62,77 @@ def plot_routes(groups: Sequence[RunGroup]) -> list[Picture]:
 @drawing()
 def _plot_routes(group: RunGroup) -> Picture | None:
     run = group.first
-    rounds = run.measurements.routes()
-    if not rounds:
+    routes_by_round = run.measurements.routes()
+    if not routes_by_round:
         return None
-    known = sorted(rounds)
-    last = rounds[known[-1]]
+    evaluated_rounds = sorted(routes_by_round)
+    last_routes = routes_by_round[evaluated_rounds[-1]]
     # Evenly spaced in rounds: the first evaluations are often closer to each other than the later ones.
-    wanted = np.linspace(known[0], known[-1], PANELS) if len(known) > PANELS else np.array(known)
-    shown = sorted({min(known, key=lambda at: (abs(at - want), at)) for want in wanted.tolist()})
-    clients, clusters = last.shape
-    truth = run.measurements.true_clusters(clients)
-    order = sorted(range(clients), key=lambda i: (truth[i] is None, truth[i] or 0, i))
-    most = min(clients, CLIENTS, max(FEWEST, CELLS // (clusters * len(shown))))
-    rows = [order[i] for i in chart.space_evenly(clients, most)]
+    target_rounds = (
+        np.linspace(evaluated_rounds[0], evaluated_rounds[-1], PANELS)
+        if len(evaluated_rounds) > PANELS
+        else np.array(evaluated_rounds)
+    )
+    panel_rounds = sorted(
+        {min(evaluated_rounds, key=lambda at: (abs(at - target), at)) for target in target_rounds.tolist()}
+    )
+    client_count, cluster_count = last_routes.shape
+    truth = run.measurements.true_clusters(client_count)
+    order = sorted(range(client_count), key=lambda i: (truth[i] is None, truth[i] or 0, i))
+    max_rows = min(client_count, CLIENTS, max(FEWEST, CELLS // (cluster_count * len(panel_rounds))))
+    rows = [order[i] for i in chart.space_evenly(client_count, max_rows)]
     height = 0.9 + min(3.3, max(1.5, 0.07 * len(rows)))
     figure = Figure(
         figsize=(figure_width(), figure_height(height)), layout=ConstrainedLayoutEngine(wspace=0.06)
     )
-    ratios = [1.0] * len(shown) + [0.12 * max(1.0, len(shown) / 3)]
-    *panels, key = figure.subplots(1, len(shown) + 1, width_ratios=ratios, squeeze=False)[0]
-    for axes, at in zip(panels, shown, strict=True):
-        draw_shades(axes, rounds[at][rows])
-        axes.set_title(f"round {at}", pad=4)
-        few = clusters <= ALL_TICKS
-        axes.xaxis.set_major_locator(FixedLocator(range(clusters)) if few else MaxNLocator(4, integer=True))
+    ratios = [1.0] * len(panel_rounds) + [0.12 * max(1.0, len(panel_rounds) / 3)]
+    *panels, key_axes = figure.subplots(1, len(panel_rounds) + 1, width_ratios=ratios, squeeze=False)[0]
+    for axes, round_number in zip(panels, panel_rounds, strict=True):
+        draw_shades(axes, routes_by_round[round_number][rows])
+        axes.set_title(f"round {round_number}", pad=4)
+        has_few_clusters = cluster_count <= ALL_TICKS
+        axes.xaxis.set_major_locator(
+            FixedLocator(range(cluster_count)) if has_few_clusters else MaxNLocator(4, integer=True)
+        )
         axes.set_yticks([])
     _label_rows(panels[0], [truth[i] for i in rows], rows)
     for axes in panels:
         borders = [y - 0.5 for y in range(1, len(rows)) if truth[rows[y]] != truth[rows[y - 1]]]
         axes.hlines(borders, *axes.get_xlim(), color=INK, linewidth=0.7, alpha=0.7)
-    never = run.measurements.flagged("unseen")
-    unseen = [y for y, i in enumerate(rows) if i in never]
-    if unseen:
+    unseen_ids = run.measurements.flagged_ids("unseen")
+    unseen_rows = [y for y, i in enumerate(rows) if i in unseen_ids]
+    if unseen_rows:
         # An empty line outside the axes would have no place, and upset the layout.
-        beside = panels[-1].get_yaxis_transform()
-        look = {"marker": "<", "markersize": 3, "color": INK, "clip_on": False}
-        panels[-1].plot([1.07] * len(unseen), unseen, linestyle="", transform=beside, **look)
+        transform = panels[-1].get_yaxis_transform()
+        marker_style = {"marker": "<", "markersize": 3, "color": INK, "clip_on": False}
+        panels[-1].plot(
+            [1.07] * len(unseen_rows), unseen_rows, linestyle="", transform=transform, **marker_style
+        )
     panels[len(panels) // 2].set_xlabel("cluster of the method")
-    _draw_key(key)
+    _draw_key(key_axes)
     has_truth = any(cluster is not None for cluster in truth)
-    sorted_by = "their true cluster, with lines between clusters, then by number" if has_truth else "number"
-    chosen = np.bincount(np.nan_to_num(last, nan=-1.0).argmax(axis=1), minlength=clusters)
-    notes = f" {len(rows)} of {clients} clients are drawn, evenly spaced." if len(rows) < clients else ""
-    notes += " A triangle marks a client that never trained." if unseen else ""
-    bad = int((~np.isfinite(last)).any(axis=1).sum())
-    notes += f" Rows of {bad} clients whose shares are not finite are empty." if bad else ""
+    order_text = "their true cluster, with lines between clusters, then by number" if has_truth else "number"
+    choice_counts = np.bincount(np.nan_to_num(last_routes, nan=-1.0).argmax(axis=1), minlength=cluster_count)
+    notes = (
+        f" {len(rows)} of {client_count} clients are drawn, evenly spaced."
+        if len(rows) < client_count
+        else ""
+    )
+    notes += " A triangle marks a client that never trained." if unseen_rows else ""
+    nonfinite_count = int((~np.isfinite(last_routes)).any(axis=1).sum())
+    notes += (
+        f" Rows of {nonfinite_count} clients whose shares are not finite are empty."
+        if nonfinite_count
+        else ""
+    )
     return Picture(
         figure,
-        f"Routes: {group.short}",
-        f"Heat maps of the shares of {clusters} clusters at {clients} clients under {group.short}, at "
-        f"{len(shown)} of the evaluated rounds. At round {known[-1]}, clients with their largest share at "
-        f"cluster 0, 1, ...: {', '.join(map(str, chosen))}.",
-        f"Share of each cluster (columns) at each client (rows), seed {run.seed}, from round {shown[0]} "
-        f"to round {shown[-1]}. Clients are sorted by {sorted_by}. The method's clusters have no order: a "
+        f"Routes: {group.short_label}",
+        f"Heat maps of the shares of {cluster_count} clusters at {client_count} clients under {group.short_label}, at "
+        f"{len(panel_rounds)} of the evaluated rounds. At round {evaluated_rounds[-1]}, clients with their largest share at "
+        f"cluster 0, 1, ...: {', '.join(map(str, choice_counts))}.",
+        f"Share of each cluster (columns) at each client (rows), seed {run.seed}, from round {panel_rounds[0]} "
+        f"to round {panel_rounds[-1]}. Clients are sorted by {order_text}. The method's clusters have no order: a "
         f"good router gives the clients of one true cluster one column, whichever it is.{notes}",
     )
 
@@ -128,16 +146,16 @@ def draw_shades(axes: Axes, shares: Floats) -> None:
     level = np.round(np.nan_to_num(shares, nan=0.0).clip(0, 1) * LEVELS).astype(int)
     (style,) = make_styles(["share"]).values()
     for shade in range(1, LEVELS + 1):
-        boxes: list[tuple[float, float]] = []
+        vertices: list[tuple[float, float]] = []
         for x in range(columns):
             # Where runs of this shade begin and, one further, end.
             edges = np.flatnonzero(np.diff(np.concatenate([[0], level[:, x] == shade, [0]])))
             for top, bottom in edges.reshape(-1, 2) - 0.5:
                 left, right = x - 0.5, x + 0.5
-                boxes += [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
-        if boxes:
-            box = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
-            path = Path(boxes, box * (len(boxes) // 5))
+                vertices += [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+        if vertices:
+            codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+            path = Path(vertices, codes * (len(vertices) // 5))
             face = (*style.rgb, shade / LEVELS)
             axes.add_patch(PathPatch(path, facecolor=face, linewidth=0, gid=f"{shade}"))
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
@@ -149,8 +167,8 @@ def draw_shades(axes: Axes, shares: Floats) -> None:
 def _label_rows(axes: Axes, truth: Sequence[int | None], rows: Sequence[int]) -> None:
     """Label the rows by true cluster, or by the clients' numbers where no cluster is known."""
     if all(cluster is None for cluster in truth):
-        some = chart.space_evenly(len(rows), 5)
-        axes.set_yticks(some, [str(rows[y]) for y in some])
+        tick_rows = chart.space_evenly(len(rows), 5)
+        axes.set_yticks(tick_rows, [str(rows[y]) for y in tick_rows])
         axes.set_ylabel("client")
         return
     names = list(dict.fromkeys(truth))

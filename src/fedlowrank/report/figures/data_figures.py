@@ -43,20 +43,29 @@ def plot_embeddings(groups: Sequence[RunGroup]) -> list[Picture]:
 
     Methods whose first seed saved no representations have no plot.
     """
-    stored_groups = [(group, stored) for group in groups if (stored := _load_representations(group.first))]
+    stored_groups = [
+        (group, representations)
+        for group in groups
+        if (representations := _load_representations(group.first))
+    ]
     if not stored_groups:
         return []
     limit = max(MIN_POINTS, min(POINTS, BUDGET // len(stored_groups)))
-    count = 1 + max(int(label.max()) for _, (_, label, _) in stored_groups)
-    colors = [palette_color(i) if count <= len(LIGHT) else hue_color(i, count) for i in range(count)]
-    clients = sorted({int(c) for _, (_, _, client) in stored_groups for c in client})
+    class_count = 1 + max(int(labels.max()) for _, (_, labels, _) in stored_groups)
+    colors = [
+        palette_color(i) if class_count <= len(LIGHT) else hue_color(i, class_count)
+        for i in range(class_count)
+    ]
+    client_ids = sorted({int(c) for _, (_, _, owner_ids) in stored_groups for c in owner_ids})
     plots = []
-    for group, (x, label, client) in stored_groups:
-        kept = space_evenly(len(x), limit)
-        flat = embed(x[kept])
-        if flat is not None:
-            plots.append(_plot_embedding(group, (flat, label[kept], client[kept]), colors, clients, len(x)))
-    return [_plot_legend(stored_groups[0][0].first, colors, clients), *plots] if plots else []
+    for group, (x, labels, owner_ids) in stored_groups:
+        rows = space_evenly(len(x), limit)
+        embedding = embed(x[rows])
+        if embedding is not None:
+            plots.append(
+                _plot_embedding(group, (embedding, labels[rows], owner_ids[rows]), colors, client_ids, len(x))
+            )
+    return [_plot_legend(stored_groups[0][0].first, colors, client_ids), *plots] if plots else []
 
 
 def _load_representations(run: RunRecord) -> Points | None:
@@ -67,9 +76,9 @@ def _load_representations(run: RunRecord) -> Points | None:
         # real targets are no classes that could have colors
         return None
     x = tensors["x"].double().flatten(1).numpy()
-    usable = np.isfinite(x).all(axis=1)
-    label, client = tensors["label"].long().numpy(), tensors["client"].long().numpy()
-    return (x[usable], label[usable], client[usable]) if usable.any() else None
+    mask = np.isfinite(x).all(axis=1)
+    labels, client_ids = tensors["label"].long().numpy(), tensors["client"].long().numpy()
+    return (x[mask], labels[mask], client_ids[mask]) if mask.any() else None
 
 
 def embed(x: NDArray[np.float64]) -> NDArray[np.float64] | None:
@@ -90,61 +99,67 @@ def embed(x: NDArray[np.float64]) -> NDArray[np.float64] | None:
     perplexity = min(30.0, (len(x) - 1) / 3)
     # Sums over several threads differ in the last bit from call to call, which t-SNE amplifies.
     with threadpoolctl.threadpool_limits(limits=1):
-        flat = TSNE(perplexity=perplexity, init="pca", learning_rate="auto", random_state=0).fit_transform(x)
-    return np.asarray(flat, dtype=np.float64)
+        embedding = TSNE(
+            perplexity=perplexity, init="pca", learning_rate="auto", random_state=0
+        ).fit_transform(x)
+    return np.asarray(embedding, dtype=np.float64)
 
 
 @drawing()
 def _plot_embedding(
-    group: RunGroup, points: Points, colors: Sequence[str], clients: Sequence[int], total: int
+    group: RunGroup, points: Points, colors: Sequence[str], client_ids: Sequence[int], point_count: int
 ) -> Picture:  # fmt: skip
-    flat, label, client = points
+    embedding, labels, owner_ids = points
     figure, axes = new_figure(3.2, 3.2)
     # One artist a marker: drawn class by class, the last classes would be on top everywhere.
-    for place, one in enumerate(clients):
-        mine = client == one
-        if mine.any():
+    for index, client_id in enumerate(client_ids):
+        mask = owner_ids == client_id
+        if mask.any():
             axes.scatter(
-                flat[mine, 0], flat[mine, 1], s=13, marker=MARKERS[place % len(MARKERS)], linewidths=0,
-                c=[colors[k] for k in label[mine]], alpha=0.8,
+                embedding[mask, 0], embedding[mask, 1], s=13, marker=MARKERS[index % len(MARKERS)], linewidths=0,
+                c=[colors[k] for k in labels[mask]], alpha=0.8,
             )  # fmt: skip
     axes.set(xticks=[], yticks=[])
     axes.grid(visible=False)
     for spine in axes.spines.values():
         spine.set(visible=True, alpha=0.3)
-    some = f"{len(flat)} of {total}" if len(flat) < total else f"{total}"
+    count_text = f"{len(embedding)} of {point_count}" if len(embedding) < point_count else f"{point_count}"
     return Picture(
         figure,
-        f"Representations: {group.short}",
-        f"t-SNE map of {some} test representations of {group.short}, {len(np.unique(label))} classes, "
-        f"{len(np.unique(client))} clients.",
-        f"t-SNE of {some} test representations at the end of training, seed {group.first.seed}.",
+        f"Representations: {group.short_label}",
+        f"t-SNE map of {count_text} test representations of {group.short_label}, {len(np.unique(labels))} classes, "
+        f"{len(np.unique(owner_ids))} clients.",
+        f"t-SNE of {count_text} test representations at the end of training, seed {group.first.seed}.",
         small=True,
     )
 
 
 @drawing()
-def _plot_legend(run: RunRecord, colors: Sequence[str], clients: Sequence[int]) -> Picture:
-    names, marked = run.config.get("classes") or [], clients[: len(MARKERS)]
-    look: Any = {"linestyle": "", "markersize": 6}
-    entries = [Line2D([], [], marker="o", color=color, **look) for color in colors[:MAX_LISTED_CLASSES]]
+def _plot_legend(run: RunRecord, colors: Sequence[str], client_ids: Sequence[int]) -> Picture:
+    names, marked_ids = run.config.get("classes") or [], client_ids[: len(MARKERS)]
+    marker_style: Any = {"linestyle": "", "markersize": 6}
+    entries = [
+        Line2D([], [], marker="o", color=color, **marker_style) for color in colors[:MAX_LISTED_CLASSES]
+    ]
     labels = [f"class {on_one_line(names[k] if k < len(names) else k, 14)}" for k in range(len(entries))]
-    entries += [Line2D([], [], marker=marker, color=INK, **look) for marker in MARKERS[: len(marked)]]
-    labels += [f"client {client}" for client in marked]
+    entries += [
+        Line2D([], [], marker=marker, color=INK, **marker_style) for marker in MARKERS[: len(marked_ids)]
+    ]
+    labels += [f"client {client_id}" for client_id in marked_ids]
     figure, axes = new_figure(0.2)
     axes.set_axis_off()
     add_legend(figure, entries, labels)
-    more = (
+    note = (
         f" {len(colors)} classes, the first {MAX_LISTED_CLASSES} named."
         if len(colors) > MAX_LISTED_CLASSES
         else ""
     )
-    more += f" Markers repeat after {len(MARKERS)} clients." if len(clients) > len(MARKERS) else ""
+    note += f" Markers repeat after {len(MARKERS)} clients." if len(client_ids) > len(MARKERS) else ""
     return Picture(
         figure,
         "Legend of the representations",
         "Legend: a color for each class and a marker for each client.",
-        f"Color: class; marker: client.{more} Distances between far groups mean little in t-SNE.",
+        f"Color: class; marker: client.{note} Distances between far groups mean little in t-SNE.",
     )
 
 
@@ -152,41 +167,53 @@ def _plot_legend(run: RunRecord, colors: Sequence[str], clients: Sequence[int]) 
 def plot_class_counts(run: RunRecord) -> Picture | None:
     """Training examples of each class at each client, as dots whose area grows with the number."""
     rows = [(row.get("id", i), (row.get("classes") or {}).get("train")) for i, row in enumerate(run.clients)]
-    counts = {str(name): np.array(found, dtype=int) for name, found in rows if found}
+    counts_by_client = {
+        str(name): np.array(train_counts, dtype=int) for name, train_counts in rows if train_counts
+    }
     # As many clients as there is room for, at least one.
-    dots = np.cumsum([(found > 0).sum() for found in counts.values()])
-    shown = max(1, int((dots <= MAX_DOTS).sum()))
-    drawn = enumerate(list(counts.values())[:shown])
-    points = [(i, k, found[k]) for i, found in drawn for k in np.flatnonzero(found)]
+    dot_totals = np.cumsum([(train_counts > 0).sum() for train_counts in counts_by_client.values()])
+    client_count = max(1, int((dot_totals <= MAX_DOTS).sum()))
+    drawn_counts = enumerate(list(counts_by_client.values())[:client_count])
+    points = [
+        (i, k, train_counts[k]) for i, train_counts in drawn_counts for k in np.flatnonzero(train_counts)
+    ]
     if not points:
         return None
-    shown = min(shown, len(counts))
-    classes = max(map(len, counts.values()))
+    client_count = min(client_count, len(counts_by_client))
+    class_count = max(map(len, counts_by_client.values()))
     x, y, n = np.array(points).T
-    cell = min(figure_width() * 60 / max(shown, 2), 190 / max(classes, 2), 20)
-    figure, axes = new_figure(max(2.2, min(4.6, 1.0 + 0.24 * classes)))
-    areas = np.maximum(1.5, cell**2 * n / n.max())
+    cell_size = min(figure_width() * 60 / max(client_count, 2), 190 / max(class_count, 2), 20)
+    figure, axes = new_figure(max(2.2, min(4.6, 1.0 + 0.24 * class_count)))
+    areas = np.maximum(1.5, cell_size**2 * n / n.max())
     axes.scatter(x, y, s=areas, color=palette_color(0), alpha=0.85, linewidths=0)
     names = [on_one_line(name, 14) for name in run.config.get("classes") or []]
-    if len(names) == classes <= MAX_LISTED_CLASSES:
-        axes.set_yticks(range(classes), names)
+    if len(names) == class_count <= MAX_LISTED_CLASSES:
+        axes.set_yticks(range(class_count), names)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    if shown <= MAX_LISTED_CLASSES:
-        axes.set_xticks(range(shown), [on_one_line(name, 6) for name in list(counts)[:shown]])
+    if client_count <= MAX_LISTED_CLASSES:
+        axes.set_xticks(
+            range(client_count), [on_one_line(name, 6) for name in list(counts_by_client)[:client_count]]
+        )
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, shown - 0.3), ylim=(classes - 0.3, -0.7))
-    present = _format_range([int((found > 0).sum()) for found in counts.values()])
-    sizes = _format_range([int(found.sum()) for found in counts.values()])
-    cut = f" The first {shown} of {len(counts)} clients are drawn." if shown < len(counts) else ""
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, client_count - 0.3), ylim=(class_count - 0.3, -0.7))
+    classes_text = _format_range(
+        [int((train_counts > 0).sum()) for train_counts in counts_by_client.values()]
+    )
+    sizes_text = _format_range([int(train_counts.sum()) for train_counts in counts_by_client.values()])
+    cut_note = (
+        f" The first {client_count} of {len(counts_by_client)} clients are drawn."
+        if client_count < len(counts_by_client)
+        else ""
+    )
     return Picture(
         figure,
         "Classes at each client",
-        f"Dot chart of training examples by class and client: {len(counts)} clients with {present} classes "
-        f"and {sizes} training examples each.",
+        f"Dot chart of training examples by class and client: {len(counts_by_client)} clients with {classes_text} classes "
+        f"and {sizes_text} training examples each.",
         f"Training examples of each class at each client, seed {run.seed}; the area of a dot grows with "
-        f"their number, the largest is {n.max()}.{cut}",
+        f"their number, the largest is {n.max()}.{cut_note}",
     )
 
 

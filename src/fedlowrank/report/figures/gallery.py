@@ -37,8 +37,10 @@ def method_styles(groups: Sequence[RunGroup]) -> dict[str, Style]:
     Labels are sorted by the place of the method in :data:`fedlowrank.methods.METHODS`, other methods last and
     by name, so that ``compare`` and ``report`` draw the same runs alike.
     """
-    place = {name: i for i, name in enumerate(METHODS)}
-    order = sorted({(place.get(group.method, len(place)), group.method, group.short) for group in groups})
+    positions = {name: i for i, name in enumerate(METHODS)}
+    order = sorted(
+        {(positions.get(group.method, len(positions)), group.method, group.short_label) for group in groups}
+    )
     return make_styles([short for *_, short in order])
 
 
@@ -49,34 +51,34 @@ def draw_all(experiment: ComparedExperiment, styles: Styles) -> Iterator[tuple[s
         A heading, empty where there is nothing to tell apart, and the figures under it.
     """
     if sweep := figures.plot_sweep(experiment.groups, styles):
-        yield "", [replace(sweep, place="result")]
+        yield "", [replace(sweep, slot="result")]
     variations = experiment.variations
-    for i, (text, some) in enumerate(variations.items()):
-        result, curve = figures.plot_results(some, styles), _plot_curve(some, styles)
+    for i, (text, groups) in enumerate(variations.items()):
+        result, curve = figures.plot_results(groups, styles), _plot_curve(groups, styles)
         pictures = [
-            replace(result, place="" if i or sweep else "result") if result else None,
-            replace(curve, place="" if i else "curve") if curve else None,
-            None if measure_of(some).is_loss else figures.plot_loss(some, styles),
-            lora_figures.plot_training_loss(some, styles),
-            figures.plot_communication(some, styles),
-            time_figures.plot_simulated_time(some, styles),
-            trust_figures.plot_privacy(some, styles),
-            trust_figures.plot_private_accuracy(some, styles),
-            trust_figures.plot_clipping_norm(some, styles),
-            figures.plot_clients(some, styles),
-            rank_figures.plot_relative_accuracy(some, styles),
-            lora_figures.plot_score_by_rank(some, styles),
-            figures.plot_trade_off(some, styles),
-            rank_figures.plot_model_size(some, styles),
-            cluster_figures.plot_recovery(some, styles),
-            *cluster_figures.plot_routes(some),
-            rank_figures.plot_downlink(some, styles),
-            rank_figures.plot_ranks(some, styles),
-            lora_figures.plot_server_rank(some, styles),
-            lora_figures.plot_energy(some, styles),
-            *lora_figures.plot_replies(some),
-            data_figures.plot_class_counts(some[0].first),
-            *data_figures.plot_embeddings(some),
+            replace(result, slot="" if i or sweep else "result") if result else None,
+            replace(curve, slot="" if i else "curve") if curve else None,
+            None if measure_of(groups).is_loss else figures.plot_loss(groups, styles),
+            lora_figures.plot_training_loss(groups, styles),
+            figures.plot_communication(groups, styles),
+            time_figures.plot_simulated_time(groups, styles),
+            trust_figures.plot_privacy(groups, styles),
+            trust_figures.plot_private_accuracy(groups, styles),
+            trust_figures.plot_clipping_norm(groups, styles),
+            figures.plot_clients(groups, styles),
+            rank_figures.plot_relative_accuracy(groups, styles),
+            lora_figures.plot_score_by_rank(groups, styles),
+            figures.plot_trade_off(groups, styles),
+            rank_figures.plot_model_size(groups, styles),
+            cluster_figures.plot_recovery(groups, styles),
+            *cluster_figures.plot_routes(groups),
+            rank_figures.plot_downlink(groups, styles),
+            rank_figures.plot_ranks(groups, styles),
+            lora_figures.plot_server_rank(groups, styles),
+            lora_figures.plot_energy(groups, styles),
+            *lora_figures.plot_replies(groups),
+            data_figures.plot_class_counts(groups[0].first),
+            *data_figures.plot_embeddings(groups),
         ]
         heading = (f"With {text}" if text else "Without variation") if len(variations) > 1 else ""
         yield heading, [picture for picture in pictures if picture is not None]
@@ -111,7 +113,7 @@ def save_figures(
     experiments = read_experiments(runs)
     paths: list[Path] = []
     sheets: list[tuple[str, list[dict[str, Any]]]] = []
-    used: set[str] = set()
+    used_stems: set[str] = set()
     with (
         as_checkpoint_error(f"cannot write figures to {folder}"),
         drawing_width(width),
@@ -124,22 +126,22 @@ def save_figures(
         for experiment in experiments:
             name, title = experiment.name, experiment.title
             for heading, pictures in draw_all(experiment, styles):
-                shown = []
+                entries = []
                 for picture in pictures:
                     slug = _slug(f"{name if len(experiments) > 1 else ''} {heading} {picture.title}")
                     # Titles may differ in nothing that a file's name can contain.
-                    names = (slug, *(f"{slug}-{i}" for i in range(2, len(used) + 2)))
-                    stem = next(name for name in names if name not in used)
-                    used.add(stem)
+                    names = (slug, *(f"{slug}-{i}" for i in range(2, len(used_stems) + 2)))
+                    stem = next(name for name in names if name not in used_stems)
+                    used_stems.add(stem)
                     for kind in kinds:
                         path = folder / f"{stem}.{kind}"
                         # No date inside, so that equal runs give equal files.
-                        stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-                        picture.figure.savefig(path, facecolor="white", metadata=stamp, dpi=DPI)
+                        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+                        picture.figure.savefig(path, facecolor="white", metadata=metadata, dpi=DPI)
                         paths.append(path)
-                    shown.append(_sheet_entry(picture, stem, kinds))
+                    entries.append(_sheet_entry(picture, stem, kinds))
                 sheets.append(
-                    (": ".join(filter(None, (title if len(experiments) > 1 else "", heading))), shown)
+                    (": ".join(filter(None, (title if len(experiments) > 1 else "", heading))), entries)
                 )
         page_title = experiments[0].title if len(experiments) == 1 else f"{len(experiments)} experiments"
         write_atomically(folder / SHEET, _render_sheet(page_title, sheets).encode())

@@ -27,7 +27,7 @@ from . import chart
 from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_color, make_styles, new_panels
 
 # For axes and captions: not one of the measures that runs are judged by.
-TRAINING = replace(TEST_LOSS, noun="training loss", title="Training loss")
+TRAINING = replace(TEST_LOSS, sentence_name="training loss", title="Training loss")
 PANELS = 4  # most panels of a figure by rank: a method has few series
 MIN_CLOSE_RANKS = 8  # ranks from which on markers are smaller and closer to their places
 MAX_LISTED_RANKS = 9  # most ranks in a legend
@@ -43,16 +43,16 @@ SERIES = {
 def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Results against the rank of the client: a panel a series, a line a method, bars over seeds."""
     measure = measure_of(groups)
-    every = list_rank_results(groups, measure)
-    names = list(dict.fromkeys(results.series for results in every))[:PANELS]
+    all_results = list_rank_results(groups, measure)
+    names = list(dict.fromkeys(results.series for results in all_results))[:PANELS]
     if not names:
         return None
-    shown = [results for results in every if results.series in names]
-    methods = list(dict.fromkeys(results.group.short for results in shown))
-    tables = [results.table for results in shown]
+    panel_results = [results for results in all_results if results.series in names]
+    methods = list(dict.fromkeys(results.group.short_label for results in panel_results))
+    tables = [results.table for results in panel_results]
     ranks = sorted({int(rank) for table in tables for rank in table.index})
     # Of many ranks, markers set aside as far would stand at the next rank.
-    room = min(1.0, MIN_CLOSE_RANKS / len(ranks))
+    spacing = min(1.0, MIN_CLOSE_RANKS / len(ranks))
     columns = min(2, len(names))
     rows = math.ceil(len(names) / columns)
     figure, panels = new_panels(0.6 + 2.3 * rows, rows, columns, sharey=True)
@@ -61,32 +61,32 @@ def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
     chart.set_measure_axis(panels[0, 0].yaxis, measure, means, ends)
     for axes, name in zip(panels.flat, names, strict=False):
         axes.set_title(on_one_line(name, 24), loc="left", pad=4)
-        for group, series, table in shown:
+        for group, series, table in panel_results:
             if series == name:
-                place = (methods.index(group.short) - (len(methods) - 1) / 2) * 4 * room
-                style = styles[group.short]
-                chart.draw_bars(axes, table.sort_index(), style, measure, place, 2.5 + 2.5 * room)
+                offset = (methods.index(group.short_label) - (len(methods) - 1) / 2) * 4 * spacing
+                style = styles[group.short_label]
+                chart.draw_bars(axes, table.sort_index(), style, measure, offset, 2.5 + 2.5 * spacing)
     for axes in panels[1:, 0]:
         axes.set_ylabel(panels[0, 0].get_ylabel())
     for axes in chart.finish_grid(panels, len(names)):
         axes.set_xlabel("rank of the client")
-    chart.set_value_axis(panels[0, 0], ranks, log=True)
-    add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
+    chart.set_value_axis(panels[0, 0], ranks, is_log=True)
+    add_legend(figure, [chart.legend_entry(styles[method_name]) for method_name in methods], methods)
     texts = "; ".join(
-        f"{group.short}, {name}: "
+        f"{group.short_label}, {name}: "
         + ", ".join(f"rank {rank:.0f} {measure.format(mean)}" for rank, mean in table["mean"].items())
-        for group, name, table in shown
+        for group, name, table in panel_results
     )
-    over = chart.note_seeds(results.group for results in shown)
-    over += " with bars of the 95 % interval" if over else ""
-    known = "; ".join(SERIES[name] for name in names if name in SERIES)
-    panel_note = f" Panels: {known}." if len(names) > 1 and known else ""
+    seeds_note = chart.note_seeds(results.group for results in panel_results)
+    seeds_note += " with bars of the 95 % interval" if seeds_note else ""
+    series_text = "; ".join(SERIES[name] for name in names if name in SERIES)
+    panel_note = f" Panels: {series_text}." if len(names) > 1 and series_text else ""
     return Picture(
         figure,
         f"{measure.title} by rank of the client",
-        f"Line chart of {measure.noun} against the rank of the client for "
+        f"Line chart of {measure.sentence_name} against the rank of the client for "
         f"{chart.count_methods(len(methods))}: {texts}.",
-        f"Mean {measure.noun} at the last evaluated round over the clients of each rank{over}; the axis of "
+        f"Mean {measure.sentence_name} at the last evaluated round over the clients of each rank{seeds_note}; the axis of "
         f"ranks is logarithmic.{panel_note} {'Low' if measure.is_loss else 'High'} is better, and a level "
         "line serves all ranks alike. Clients of different ranks hold different data, so a slope is not due "
         "to rank alone: compare methods.",
@@ -104,56 +104,60 @@ def _plot_replies(group: RunGroup) -> Picture | None:
     ranks = pd.Series(run.ranks, dtype=np.int64)
     weights = reply_values(group.runs[0], "weights")
     replies = weights.notna().sum(axis=1)
-    weights = weights[[client for client in weights if client in ranks]]
+    weights = weights[[client_id for client_id in weights if client_id in ranks]]
     counts = ranks[weights.columns].value_counts()
     if len(counts) < 2:
         return None
     errors = reply_values(group.runs[0], "truncation").reindex(index=weights.index, columns=weights.columns)
     styles = rank_styles(counts.index.tolist())
-    figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
-    look = {"color": INK, "linewidth": 1, "linestyle": (0, (1, 2)), "alpha": 0.7}
+    figure, ((weight_axes,), (error_axes,)) = new_panels(4.4, 2, 1, sharey=False)
+    line_style = {"color": INK, "linewidth": 1, "linestyle": (0, (1, 2)), "alpha": 0.7}
     even_weights = chart.thin_out(1 / replies)
-    (even,) = above.plot(even_weights.index, even_weights, **look)
-    log = _set_error_axis(below, errors.stack().tolist())
-    for client in weights:
-        style = styles[ranks[client]]
+    (even_line,) = weight_axes.plot(even_weights.index, even_weights, **line_style)
+    is_log = _set_error_axis(error_axes, errors.stack().tolist())
+    for client_id in weights:
+        style = styles[ranks[client_id]]
         # Who took part now and then has markers, or a lone round would not be seen.
-        marker = style.marker if weights[client].isna().any() else ""
-        error = errors[client].where((errors[client] > 0) | (not log))
-        for axes, every in ((above, weights[client]), (below, 100 * error)):
-            values = chart.thin_out(every)
+        marker = style.marker if weights[client_id].isna().any() else ""
+        error = errors[client_id].where((errors[client_id] > 0) | (not is_log))
+        for axes, curve in ((weight_axes, weights[client_id]), (error_axes, 100 * error)):
+            values = chart.thin_out(curve)
             axes.plot(
                 values.index, values, color=style.color, linestyle=style.line, marker=marker, markersize=3.5,
                 linewidth=1.3, dash_capstyle="butt",
             )  # fmt: skip
     # Not from 0: smoothed weights are close to each other, and the dotted line shows where equal ones are.
-    above.set(ylabel="weight of the reply")
-    above.margins(y=0.08)
-    above.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
-    below.set_xlabel("round")
-    chart.set_round_axis(below.xaxis)
-    in_order = sorted(counts.index, reverse=True)
-    listed = [in_order[i] for i in chart.space_evenly(len(in_order), MAX_LISTED_RANKS)]
-    labels = [f"rank {rank}" + (f" ({counts[rank]} clients)" if counts[rank] > 1 else "") for rank in listed]
-    entries = [chart.legend_entry(styles[rank], "") for rank in listed]
-    add_legend(figure, [*entries, even], [*labels, "equal weights"])
+    weight_axes.set(ylabel="weight of the reply")
+    weight_axes.margins(y=0.08)
+    weight_axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
+    error_axes.set_xlabel("round")
+    chart.set_round_axis(error_axes.xaxis)
+    sorted_ranks = sorted(counts.index, reverse=True)
+    legend_ranks = [sorted_ranks[i] for i in chart.space_evenly(len(sorted_ranks), MAX_LISTED_RANKS)]
+    labels = [
+        f"rank {rank}" + (f" ({counts[rank]} clients)" if counts[rank] > 1 else "") for rank in legend_ranks
+    ]
+    entries = [chart.legend_entry(styles[rank], "") for rank in legend_ranks]
+    add_legend(figure, [*entries, even_line], [*labels, "equal weights"])
     last_weight, last_error = (_last_values(table).groupby(ranks).mean() for table in (weights, errors))
     texts = "; ".join(
         f"rank {rank} weight {last_weight[rank]:.3g}, error {_format_share(last_error.get(rank, math.nan))}"
-        for rank in in_order
+        for rank in sorted_ranks
     )
-    scale = ", on a logarithmic axis that has no place for errors of 0" if log else ""
-    cut = f" {len(listed)} of {len(counts)} ranks are named." if len(listed) < len(counts) else ""
+    scale_note = ", on a logarithmic axis that has no place for errors of 0" if is_log else ""
+    cut_note = (
+        f" {len(legend_ranks)} of {len(counts)} ranks are named." if len(legend_ranks) < len(counts) else ""
+    )
     return Picture(
         figure,
-        f"Weights and truncation errors: {group.short}",
-        f"Two line charts against rounds for {len(weights.columns)} clients under {group.short}. In the last "
+        f"Weights and truncation errors: {group.short_label}",
+        f"Two line charts against rounds for {len(weights.columns)} clients under {group.short_label}. In the last "
         f"round of each client, means over the clients of a rank: {texts}.",
         f"Above: how much the reply of each client counts in a round, seed {run.seed}; dotted: what it "
         "would if all counted the same. Below: the part of the server's update W that the client's rank has "
-        f"no room for, ‖W − Wʳ‖² in percent of ‖W‖² over all layers{scale}. A line is a client, its color "
+        f"no room for, ‖W − Wʳ‖² in percent of ‖W‖² over all layers{scale_note}. A line is a client, its color "
         "and dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "
-        f"interrupted where the client took no part.{cut}",
+        f"interrupted where the client took no part.{cut_note}",
     )
 
 
@@ -170,19 +174,19 @@ def rank_styles(ranks: Sequence[int]) -> dict[int, Style]:
 
 def _set_error_axis(axes: Axes, errors: Sequence[float]) -> bool:
     """Label, scale and limits of an axis of relative errors; whether it is logarithmic."""
-    positive = [value for value in errors if value > 0]
-    log = chart.is_wide_range(positive, chart.DECADES)
-    if log:
+    positive_errors = [value for value in errors if value > 0]
+    is_log = chart.is_wide_range(positive_errors, chart.DECADES)
+    if is_log:
         axes.set_yscale("log")
-        axes.set_ylim(100 * min(positive) / 1.3, 130 * max(positive))
+        axes.set_ylim(100 * min(positive_errors) / 1.3, 130 * max(positive_errors))
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
-        chart.set_limits_from_zero(axes, 100 * max(positive, default=0.01))
+        chart.set_limits_from_zero(axes, 100 * max(positive_errors, default=0.01))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
     axes.set_ylabel("cut off / %")
-    return log
+    return is_log
 
 
 def _last_values(table: pd.DataFrame) -> pd.Series:
@@ -207,16 +211,16 @@ def plot_server_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | No
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
 
     server_ranks = [(group, *result) for group in groups if (result := server_rank(group))]
-    spans = [f"{g.short} {least:.0f} to {most:.0f}" for g, _, least, most in server_ranks if least < most]
+    spans = [f"{g.short_label} {low:.0f} to {high:.0f}" for g, _, low, high in server_ranks if low < high]
     layers = f" Layers differ at the end: {', '.join(spans)}." if spans else ""
     return chart.plot_lines(
-        [chart.Line(group, group.short, curve) for group, curve, *_ in server_ranks], styles, set_axis,
+        [chart.Line(group, group.short_label, curve) for group, curve, *_ in server_ranks], styles, set_axis,
         title="Rank of the server's update over rounds",
-        subject="the singular values that the server holds of its update, mean over layers,",
-        form="{:.0f}".format,
-        head="Singular values of the server's update W that the server holds after each round, mean over "
+        description="the singular values that the server holds of its update, mean over layers,",
+        formatter="{:.0f}".format,
+        opening="Singular values of the server's update W that the server holds after each round, mean over "
         "layers. While it holds W as factors that is the rank of W, which begins at 0",
-        tail=" Of a W that it holds as a whole matrix, it computes no more than the largest rank of a client:"
+        ending=" Of a W that it holds as a whole matrix, it computes no more than the largest rank of a client:"
         f" a line at that number may be below the rank.{layers}",
     )  # fmt: skip
 
@@ -224,30 +228,34 @@ def plot_server_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | No
 @drawing()
 def plot_energy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Energy of the server's update, and what a rank cap discards, against rounds; None if it never does."""
-    cuts = [chart.Line(g, g.short, curve) for g in groups if len(curve := discarded_share(g))]
-    if not cuts:
+    discard_lines = [chart.Line(g, g.short_label, curve) for g in groups if len(curve := discarded_share(g))]
+    if not discard_lines:
         return None
-    lines = [chart.Line(g, g.short, curve) for g in groups if len(curve := energy(g))]
-    figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
-    entries = chart.draw_lines(above, lines, styles)
-    chart.draw_lines(below, cuts, styles, 100.0, bounds=SHARE)
+    lines = [chart.Line(g, g.short_label, curve) for g in groups if len(curve := energy(g))]
+    figure, ((energy_axes,), (discard_axes,)) = new_panels(4.4, 2, 1, sharey=False)
+    entries = chart.draw_lines(energy_axes, lines, styles)
+    chart.draw_lines(discard_axes, discard_lines, styles, 100.0, bounds=SHARE)
     for axes, top, label in (
-        (above, max(chart.all_ends([line.table for line in lines], chart.NON_NEGATIVE)), "‖W‖²"),
-        (below, 100 * max(chart.all_ends([line.table for line in cuts], SHARE)), "cut off / %"),
+        (energy_axes, max(chart.all_ends([line.table for line in lines], chart.NON_NEGATIVE)), "‖W‖²"),
+        (
+            discard_axes,
+            100 * max(chart.all_ends([line.table for line in discard_lines], SHARE)),
+            "cut off / %",
+        ),
     ):
         axes.set_ylabel(label)
         chart.set_limits_from_zero(axes, top)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
-    below.set_xlabel("round")
-    chart.set_round_axis(below.xaxis)
+    discard_axes.set_xlabel("round")
+    chart.set_round_axis(discard_axes.xaxis)
     add_legend(figure, entries, [line.label for line in lines])
-    last = ", ".join(f"{line.label} {line.table['mean'].iloc[-1]:.3g}" for line in lines)
-    shares = [(line.label, line.table["mean"]) for line in cuts]
-    most = ", ".join(f"{label} {_format_share(m.max())} at round {m.idxmax()}" for label, m in shares)
+    last_values = ", ".join(f"{line.label} {line.table['mean'].iloc[-1]:.3g}" for line in lines)
+    shares = [(line.label, line.table["mean"]) for line in discard_lines]
+    peaks = ", ".join(f"{label} {_format_share(m.max())} at round {m.idxmax()}" for label, m in shares)
     return Picture(
         figure,
         "Energy of the server's update over rounds",
-        f"Two line charts against rounds. Energy at the end: {last}. Most cut off: {most}.",
+        f"Two line charts against rounds. Energy at the end: {last_values}. Most cut off: {peaks}.",
         "Above: energy ‖W‖² of the server's update after each round, summed over layers (the squared "
         "Frobenius norm). Below: what the cap on its rank cut off in that round, in percent of the energy "
         f"before the cut{chart.note_band([line.group for line in lines])} What is cut off is lost to all "
@@ -260,16 +268,21 @@ def plot_training_loss(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
     if not has_adapters(groups):
         return None
     lines = [
-        chart.Line(group, f"{group.short}: {on_one_line(name, 16)}" if place else group.short, curve, place)
+        chart.Line(
+            group,
+            f"{group.short_label}: {on_one_line(name, 16)}" if index else group.short_label,
+            curve,
+            index,
+        )
         for group in groups
-        for place, (name, curve) in enumerate(training_losses(group).items())
+        for index, (name, curve) in enumerate(training_losses(group).items())
     ]
-    lines = [line for line in lines if not line.place] if len(lines) > chart.LINES else lines
-    has_more = any(line.place for line in lines)
-    more = " Thin lines, without a band: further passes of a method." if has_more else ""
+    lines = [line for line in lines if not line.series_index] if len(lines) > chart.LINES else lines
+    has_more = any(line.series_index for line in lines)
+    note = " Thin lines, without a band: further passes of a method." if has_more else ""
     return chart.plot_measure(
-        lines, styles, TRAINING, head="Mean loss over the training steps of each round, of all participants",
-        tail=" It is taken while the clients train, so it falls within a round as well as from round to "
+        lines, styles, TRAINING, opening="Mean loss over the training steps of each round, of all participants",
+        ending=" It is taken while the clients train, so it falls within a round as well as from round to "
         "round: where it falls and the test loss does not, the clients overfit or their updates do not add up "
-        f"at the server.{more}",
+        f"at the server.{note}",
     )  # fmt: skip

@@ -29,35 +29,40 @@ CLIENTS = 20  # fewest clients for a violin: of a few, the box plot shows everyt
 @drawing()
 def plot_ranks(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Rank of every low-rank weight against rounds, in percent of its first rank: a panel a weight."""
-    curves_of_groups = [(group, mine) for group in groups if (mine := rank_curves(group))]
-    names = list(dict.fromkeys(name for _, mine in curves_of_groups for name in mine))
-    if not names or all(len(rank.percent) < 2 for _, mine in curves_of_groups for rank in mine.values()):
+    curves_of_groups = [(group, curves) for group in groups if (curves := rank_curves(group))]
+    names = list(dict.fromkeys(name for _, curves in curves_of_groups for name in curves))
+    if not names or all(len(rank.percent) < 2 for _, curves in curves_of_groups for rank in curves.values()):
         return None
-    shown = [names[i] for i in chart.space_evenly(len(names), PANELS)]
-    columns = min(COLUMNS, len(shown))
-    rows = math.ceil(len(shown) / columns)
+    panel_names = [names[i] for i in chart.space_evenly(len(names), PANELS)]
+    columns = min(COLUMNS, len(panel_names))
+    rows = math.ceil(len(panel_names) / columns)
     figure, panels = new_panels(0.5 + max(0.86 * rows, 2.2), rows, columns, sharey=True)
-    for axes, name in zip(panels.flat, shown, strict=False):
-        lines = [(group, mine[name]) for group, mine in curves_of_groups if name in mine]
-        percent = [chart.Line(g, g.short, chart.thin_out(rank.percent, POINTS)) for g, rank in lines]
-        chart.draw_lines(axes, percent, styles)
-        title = f"{_layer(name)}\n{_first_to_last([rank for _, rank in lines])}"
+    for axes, name in zip(panels.flat, panel_names, strict=False):
+        curve_pairs = [(group, curves[name]) for group, curves in curves_of_groups if name in curves]
+        percent_lines = [
+            chart.Line(g, g.short_label, chart.thin_out(rank.percent, POINTS)) for g, rank in curve_pairs
+        ]
+        chart.draw_lines(axes, percent_lines, styles)
+        title = f"{_layer(name)}\n{_first_to_last([rank for _, rank in curve_pairs])}"
         axes.set_title(title, fontsize=8, loc="left", pad=3)
-    chart.finish_grid(panels, len(shown))[columns // 2].set_xlabel("round")
-    drawn = [mine[name].percent for _, mine in curves_of_groups for name in shown if name in mine]
-    top = max(100.0, *chart.all_ends(drawn, chart.NON_NEGATIVE))
+    chart.finish_grid(panels, len(panel_names))[columns // 2].set_xlabel("round")
+    percent_tables = [
+        curves[name].percent for _, curves in curves_of_groups for name in panel_names if name in curves
+    ]
+    top = max(100.0, *chart.all_ends(percent_tables, chart.NON_NEGATIVE))
     panels[0, 0].set(ylim=(-0.05 * top, 1.05 * top))
     panels[0, 0].yaxis.set_major_locator(FixedLocator([0, 50, 100]) if top <= 100 else MaxNLocator(nbins=3))
     chart.set_round_axis(panels[0, 0].xaxis, 4)
     figure.supylabel("rank / % of the first")
     drawn_groups = [group for group, _ in curves_of_groups]
-    entries = [chart.legend_entry(styles[group.short], marker="") for group in drawn_groups]
-    add_legend(figure, entries, [group.short for group in drawn_groups])
+    entries = [chart.legend_entry(styles[group.short_label], marker="") for group in drawn_groups]
+    add_legend(figure, entries, [group.short_label for group in drawn_groups])
     texts = "; ".join(
-        f"{group.short}: " + ", ".join(f"{_layer(n)} {r.first:.0f} to {r.last:.0f}" for n, r in mine.items())
-        for group, mine in curves_of_groups
+        f"{group.short_label}: "
+        + ", ".join(f"{_layer(n)} {r.first:.0f} to {r.last:.0f}" for n, r in curves.items())
+        for group, curves in curves_of_groups
     )
-    some = f" {len(shown)} of {len(names)} weights are drawn, evenly spaced in depth."
+    count_note = f" {len(panel_names)} of {len(names)} weights are drawn, evenly spaced in depth."
     order = " in the order of the legend" if len(curves_of_groups) > 1 else ""
     return Picture(
         figure,
@@ -66,7 +71,7 @@ def plot_ranks(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         f"{chart.count_methods(len(curves_of_groups))}. From the first rank to the last, {texts}.",
         "Rank of the server's weights after each round, in percent of the rank before training, a panel a "
         f"weight in the order of the model{chart.note_band(drawn_groups)} Above each panel: the first rank, "
-        f"an arrow, the last one{order}.{some if len(shown) < len(names) else ''}",
+        f"an arrow, the last one{order}.{count_note if len(panel_names) < len(names) else ''}",
     )
 
 
@@ -76,10 +81,10 @@ def _layer(name: str) -> str:
 
 def _first_to_last(ranks: Sequence[RankCurve]) -> str:
     """``384 → 40``, or ``384 → 40, 75`` for two methods; the range of the last ranks if that is too long."""
-    first = ", ".join(dict.fromkeys(f"{rank.first:.0f}" for rank in ranks))
-    text = f"{first} → {', '.join(f'{rank.last:.0f}' for rank in ranks)}"
-    last = [rank.last for rank in ranks]
-    return text if len(text) <= 24 else f"{first} → {min(last):.0f}–{max(last):.0f}"
+    first_text = ", ".join(dict.fromkeys(f"{rank.first:.0f}" for rank in ranks))
+    text = f"{first_text} → {', '.join(f'{rank.last:.0f}' for rank in ranks)}"
+    last_ranks = [rank.last for rank in ranks]
+    return text if len(text) <= 24 else f"{first_text} → {min(last_ranks):.0f}–{max(last_ranks):.0f}"
 
 
 @drawing()
@@ -89,37 +94,46 @@ def plot_downlink(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     From 0 up, so that a fall is as large as it looks; logarithmic only where a change would be too small to
     see.
     """
-    downlinks = [(group, sent) for group in groups if len(sent := downlink(group))]
-    largest = max((float(sent["mean"].max()) for _, sent in downlinks), default=0.0)
-    if largest <= 0:
+    downlinks = [(group, table) for group in groups if len(table := downlink(group))]
+    max_bytes = max((float(table["mean"].max()) for _, table in downlinks), default=0.0)
+    if max_bytes <= 0:
         return None
-    means = [sent["mean"] for _, sent in downlinks]
+    means = [table["mean"] for _, table in downlinks]
     peaks = [mean.max() for mean in means if mean.max() - mean.min() > MIN_RELATIVE_CHANGE * mean.max()]
     last_ranks = {tuple((name, rank.last) for name, rank in rank_curves(group).items()) for group in groups}
     if not peaks and len(last_ranks) < 2:
         return None
-    log = bool(peaks) and max(peaks) * chart.LOG_FROM <= largest
-    silent = [group.short for group, sent in downlinks if log and sent["mean"].max() <= 0]
-    drawn = [(group, chart.thin_out(sent)) for group, sent in downlinks if group.short not in silent]
+    is_log = bool(peaks) and max(peaks) * chart.LOG_FROM <= max_bytes
+    silent_names = [group.short_label for group, table in downlinks if is_log and table["mean"].max() <= 0]
+    drawn_tables = [
+        (group, chart.thin_out(table)) for group, table in downlinks if group.short_label not in silent_names
+    ]
     figure, axes = new_figure(3.1)
-    for i, (group, sent) in enumerate(drawn):
-        style = styles[group.short]
+    for i, (group, table) in enumerate(drawn_tables):
+        style = styles[group.short_label]
         # Markers tell lines that coincide apart: each method has them at rounds of its own.
-        times = max(1, min(3, len(sent) // len(drawn)))
-        at = sorted({int(len(sent) / times * (k + (i + 0.5) / len(drawn))) for k in range(times)})
+        marker_count = max(1, min(3, len(table) // len(drawn_tables)))
+        marker_indices = sorted(
+            {
+                int(len(table) / marker_count * (k + (i + 0.5) / len(drawn_tables)))
+                for k in range(marker_count)
+            }
+        )
         axes.plot(
-            sent.index, sent["mean"].where(sent["mean"] > 0) if log else sent["mean"], color=style.color,
-            linestyle=style.line, marker=style.marker, markersize=5, markevery=at, dash_capstyle="butt",
+            table.index, table["mean"].where(table["mean"] > 0) if is_log else table["mean"], color=style.color,
+            linestyle=style.line, marker=style.marker, markersize=5, markevery=marker_indices, dash_capstyle="butt",
         )  # fmt: skip
-    positive = [float(value) for _, sent in drawn for value in sent["mean"] if value > 0]
-    chart.set_prefix_axis(axes.yaxis, "B", positive if log else None)
-    if not log:
-        chart.set_limits_from_zero(axes, largest)
-    axes.set(xlabel="round", ylabel="downlink, logarithmic" if log else "downlink per participant")
+    positive_values = [float(value) for _, table in drawn_tables for value in table["mean"] if value > 0]
+    chart.set_prefix_axis(axes.yaxis, "B", positive_values if is_log else None)
+    if not is_log:
+        chart.set_limits_from_zero(axes, max_bytes)
+    axes.set(xlabel="round", ylabel="downlink, logarithmic" if is_log else "downlink per participant")
     chart.set_round_axis(axes.xaxis)
-    labels = [f"{on_one_line(group.short, 22)}: {_format_change(sent)}" for group, sent in drawn]
-    add_legend(figure, [chart.legend_entry(styles[group.short]) for group, _ in drawn], labels)
-    texts = ", ".join(f"{group.short} {_format_change(sent)}" for group, sent in downlinks)
+    labels = [
+        f"{on_one_line(group.short_label, 22)}: {_format_change(table)}" for group, table in drawn_tables
+    ]
+    add_legend(figure, [chart.legend_entry(styles[group.short_label]) for group, _ in drawn_tables], labels)
+    texts = ", ".join(f"{group.short_label} {_format_change(table)}" for group, table in downlinks)
     return Picture(
         figure,
         "Downlink over rounds",
@@ -128,12 +142,12 @@ def plot_downlink(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         "Bytes of the server's messages in each round, divided by the number of participants"
         f"{chart.note_seeds(groups)}; the legend gives the first and the last round, once if they are equal. "
         "Each method has its markers at rounds of its own, so that lines which coincide can be told apart."
-        + (f" Sends nothing: {', '.join(silent)}." if silent else ""),
+        + (f" Sends nothing: {', '.join(silent_names)}." if silent_names else ""),
     )
 
 
-def _format_change(sent: pd.DataFrame) -> str:
-    first, last = format_si(sent["mean"].iloc[0], "B"), format_si(sent["mean"].iloc[-1], "B")
+def _format_change(table: pd.DataFrame) -> str:
+    first, last = format_si(table["mean"].iloc[0], "B"), format_si(table["mean"].iloc[-1], "B")
     return first if first == last else f"{first} → {last}"
 
 
@@ -143,50 +157,53 @@ def plot_relative_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Pictur
 
     The reference is FedAvg, else Standalone, else the first method.
     """
-    judged = [group for group in groups if group.final()]
-    if len({group.label for group in judged}) < 2:
+    evaluated_groups = [group for group in groups if group.final()]
+    if len({group.label for group in evaluated_groups}) < 2:
         return None
-    by_method = {group.method: group for group in reversed(judged)}
-    reference = by_method.get("fedavg") or by_method.get("standalone") or judged[0]
-    measure = measure_of(judged)
-    base = {run.record.seed: run.client_values(run.headline, measure) for run in reference.runs}
+    by_method = {group.method: group for group in reversed(evaluated_groups)}
+    reference = by_method.get("fedavg") or by_method.get("standalone") or evaluated_groups[0]
+    measure = measure_of(evaluated_groups)
+    reference_values = {run.record.seed: run.client_values(run.headline, measure) for run in reference.runs}
     if max(len(run.record.clients) for run in reference.runs) < CLIENTS:
         return None
-    found = []
-    for line in chart.choose_lines(judged, measure):
-        gaps = [
-            (run.client_values(line.series, measure) - base[seed]).dropna()
+    values_by_line = []
+    for line in chart.choose_lines(evaluated_groups, measure):
+        differences = [
+            (run.client_values(line.series, measure) - reference_values[seed]).dropna()
             for run in line.group.runs
-            if (seed := run.record.seed) in base
+            if (seed := run.record.seed) in reference_values
         ]
-        values = measure.scale * np.concatenate([np.empty(0), *gaps])
-        if len(values) and not (line.group is reference and not line.place):
-            found.append((line, values))
-    if not found:
+        values = measure.scale * np.concatenate([np.empty(0), *differences])
+        if len(values) and not (line.group is reference and not line.series_index):
+            values_by_line.append((line, values))
+    if not values_by_line:
         return None
-    figure, axes = new_figure(0.9 + 0.36 * len(found))
+    figure, axes = new_figure(0.9 + 0.36 * len(values_by_line))
     axes.axvline(0, color=INK, linewidth=1, alpha=0.6)
-    for y, (line, values) in enumerate(found):
-        _draw_violin(axes, y, values, styles[line.group.short], 0.1 if line.place else 0.3)
-    chart.set_method_axis(axes, [line.label for line, _ in found])
+    for y, (line, values) in enumerate(values_by_line):
+        _draw_violin(axes, y, values, styles[line.group.short_label], 0.1 if line.series_index else 0.3)
+    chart.set_method_axis(axes, [line.label for line, _ in values_by_line])
     unit = "" if measure.is_loss else " / points"
-    axes.set(xlabel=f"{measure.noun} minus that of {on_one_line(reference.short, 24)}{unit}")
+    axes.set(xlabel=f"{measure.sentence_name} minus that of {on_one_line(reference.short_label, 24)}{unit}")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
-    form = "+.3g" if measure.is_loss else "+.1f"
-    medians = [f"{line.label} {f'{np.median(values):{form}}'.replace('-', '−')}" for line, values in found]
-    count = len({line.group.label for line, _ in found})
-    seeds = max(len(line.group.runs) for line, _ in found)
+    format_spec = "+.3g" if measure.is_loss else "+.1f"
+    medians = [
+        f"{line.label} {f'{np.median(values):{format_spec}}'.replace('-', '−')}"
+        for line, values in values_by_line
+    ]
+    method_count = len({line.group.label for line, _ in values_by_line})
+    seed_count = max(len(line.group.runs) for line, _ in values_by_line)
     points = "" if measure.is_loss else " in percentage points"
     return Picture(
         figure,
-        f"{measure.title} relative to {reference.short}",
-        f"Violin plot of the {measure.noun} of clients minus that under {reference.short}, for "
-        f"{chart.count_methods(count)}. Medians{points}: {', '.join(medians)}.",
-        f"{measure.noun.capitalize()} of each client at the last evaluated round minus that of the same "
-        f"client under {reference.short} with the same seed{',' if points else ''}{points}; "
+        f"{measure.title} relative to {reference.short_label}",
+        f"Violin plot of the {measure.sentence_name} of clients minus that under {reference.short_label}, for "
+        f"{chart.count_methods(method_count)}. Medians{points}: {', '.join(medians)}.",
+        f"{measure.sentence_name.capitalize()} of each client at the last evaluated round minus that of the same "
+        f"client under {reference.short_label} with the same seed{',' if points else ''}{points}; "
         f"{'left' if measure.is_loss else 'right'} of the line is better. Thick line: median; thin lines: "
         "quartiles; shape: density of the clients, all shapes equally wide at their widest."
-        + (f" The clients of all {seeds} seeds are pooled." if seeds > 1 else ""),
+        + (f" The clients of all {seed_count} seeds are pooled." if seed_count > 1 else ""),
     )
 
 
@@ -194,44 +211,58 @@ def _draw_violin(axes: Axes, y: int, values: NDArray[np.float64], style: Style, 
     from scipy.stats import gaussian_kde  # slow to import
 
     low, high = float(values.min()), float(values.max())
-    first, median, third = (float(v) for v in np.quantile(values, [0.25, 0.5, 0.75]))
+    lower_quartile, median, upper_quartile = (float(v) for v in np.quantile(values, [0.25, 0.5, 0.75]))
     if high - low > 1e-9:
         grid = np.linspace(low, high, 100)
         density = gaussian_kde(values)(grid)
-        width = 0.42 * density / density.max()
+        half_width = 0.42 * density / density.max()
         face = (*style.rgb, opacity)
-        axes.fill_between(grid, y - width, y + width, facecolor=face, edgecolor=style.color, linewidth=1.1)
-        around = 0.42 * np.interp([first, third], grid, density) / density.max()
-        axes.vlines([first, third], y - around, y + around, color=style.color, linewidth=1)
+        axes.fill_between(
+            grid, y - half_width, y + half_width, facecolor=face, edgecolor=style.color, linewidth=1.1
+        )
+        quartile_widths = 0.42 * np.interp([lower_quartile, upper_quartile], grid, density) / density.max()
+        axes.vlines(
+            [lower_quartile, upper_quartile],
+            y - quartile_widths,
+            y + quartile_widths,
+            color=style.color,
+            linewidth=1,
+        )
     axes.vlines([median], y - 0.42, y + 0.42, color=style.color, linewidth=2.4)
 
 
 def plot_model_size(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Accuracy against the parameter count of a client's model, a marker for every series of every method."""
     measure = measure_of(groups)
-    found: list[tuple[str, chart.Point]] = []
+    labeled_points: list[tuple[str, chart.Point]] = []
     for group in groups:
-        known = {name: both[0].mean for name in group.series if (both := model_size(group, name))}
-        for place, name in enumerate(group.series):
-            result, size = group.final(name, measure), known.get(name, 0.0)
+        sizes = {
+            name: size_estimates[0].mean
+            for name in group.series
+            if (size_estimates := model_size(group, name))
+        }
+        for index, name in enumerate(group.series):
+            result, size = group.final(name, measure), sizes.get(name, 0.0)
             if result and size > 0:
-                label = f"{on_one_line(group.short, 24)} {on_one_line(name, 10)}"
-                label = label if len(known) > 1 else on_one_line(group.short, 32)
-                look = (6, 0.0) if place else (10, 0.5)
+                label = f"{on_one_line(group.short_label, 24)} {on_one_line(name, 10)}"
+                label = label if len(sizes) > 1 else on_one_line(group.short_label, 32)
+                marker_look = (6, 0.0) if index else (10, 0.5)
                 legend = f"{label} ({format_si(size)})"
-                found.append((label, chart.Point(legend, styles[group.short], size, result.mean, *look)))
-    if len({point.x for _, point in found}) < 2:
+                labeled_points.append(
+                    (label, chart.Point(legend, styles[group.short_label], size, result.mean, *marker_look))
+                )
+    if len({point.x for _, point in labeled_points}) < 2:
         return None
-    texts = "; ".join(f"{label} {format_si(p.x)}, {measure.format(p.mean)}" for label, p in found)
-    seeds = " and seeds" if max(len(group.runs) for group in groups) > 1 else ""
-    has_more = any(not point.opacity for _, point in found)
-    hollow = " Small and hollow: further models of a method." if has_more else ""
+    texts = "; ".join(f"{label} {format_si(p.x)}, {measure.format(p.mean)}" for label, p in labeled_points)
+    seeds_note = " and seeds" if max(len(group.runs) for group in groups) > 1 else ""
+    has_more = any(not point.opacity for _, point in labeled_points)
+    hollow_note = " Small and hollow: further models of a method." if has_more else ""
     return chart.plot_points(
-        [point for _, point in found], measure, "parameters of a client's model", "",
+        [point for _, point in labeled_points], measure, "parameters of a client's model", "",
         title=f"{measure.title} and model size",
-        alt=f"Scatter chart of {measure.noun} against model size: {texts}.",
-        caption=f"Mean {measure.noun} at the last evaluated round against the parameter count of a client's "
-        f"model, mean over clients{seeds}: the factors of low-rank weights, of sparse ones the entries other "
-        f"than zero, of any other all entries.{hollow} {'Low' if measure.is_loss else 'High'} and to the "
+        alt=f"Scatter chart of {measure.sentence_name} against model size: {texts}.",
+        caption=f"Mean {measure.sentence_name} at the last evaluated round against the parameter count of a client's "
+        f"model, mean over clients{seeds_note}: the factors of low-rank weights, of sparse ones the entries other "
+        f"than zero, of any other all entries.{hollow_note} {'Low' if measure.is_loss else 'High'} and to the "
         "left is better.",
     )  # fmt: skip

@@ -101,11 +101,11 @@ class Style:
         """The dash as matplotlib's ``linestyle``."""
         return (0.0, self.dash) if self.dash else "-"
 
-    def of_series(self, place: int) -> Style:
-        """The style of a series of the method: same color and marker, another dash from place 1 on."""
+    def series_style(self, series_index: int) -> Style:
+        """The style of a series of the method: same color and marker, another dash from index 1 on."""
         # Two dashes on first: the next one may belong to another method of the same color.
-        at = DASHES.index(self.dash) + (place + 1 if place else 0)
-        return replace(self, dash=DASHES[at % len(DASHES)])
+        dash_index = DASHES.index(self.dash) + (series_index + 1 if series_index else 0)
+        return replace(self, dash=DASHES[dash_index % len(DASHES)])
 
     @property
     def rgb(self) -> tuple[float, float, float]:
@@ -135,7 +135,7 @@ class Picture:
     caption: str  # what is drawn, how, and from which data
     small: bool = False  # whether three of its kind fit side by side
     tips: tuple[Tip, ...] = ()  # values to show on the page, the topmost last
-    place: Literal["result", "curve", ""] = ""  # where the page shows it without being asked
+    slot: Literal["result", "curve", ""] = ""  # where the page shows it without being asked
 
 
 Width = Literal["page", "column"]
@@ -180,19 +180,19 @@ def palette_color(index: int) -> str:
 
 def hue_color(index: int, count: int) -> str:
     """Placeholder of one of many evenly spaced hues; neighbors differ in lightness too."""
-    turn = round(256 * index / count) % 256
+    hue = round(256 * index / count) % 256
     if _FINAL.get():
-        return to_hex(colorsys.hls_to_rgb(turn / 256, (0.28, 0.43)[index % 2], 0.7))
-    return f"#0b{turn:02x}{index % 2:02x}"
+        return to_hex(colorsys.hls_to_rgb(hue / 256, (0.28, 0.43)[index % 2], 0.7))
+    return f"#0b{hue:02x}{index % 2:02x}"
 
 
 def make_styles(labels: Sequence[str]) -> dict[str, Style]:
-    """A style for each label, by its place; distinct for 32 labels and, by its marker, for 96."""
+    """A style for each label, by its index; distinct for 32 labels and, by its marker, for 96."""
     n = len(LIGHT)
     return {
-        label: Style(palette_color(i), DASHES[turn % len(DASHES)], MARKERS[turn % len(MARKERS)])
+        label: Style(palette_color(i), DASHES[style_index % len(DASHES)], MARKERS[style_index % len(MARKERS)])
         for i, label in enumerate(dict.fromkeys(labels))
-        for turn in (i + i // n,)
+        for style_index in (i + i // n,)
     }
 
 
@@ -208,8 +208,8 @@ def drawing() -> Iterator[None]:
 
 def new_figure(height: float, width: float | None = None) -> tuple[Figure, Axes]:
     """An empty figure with one axes, sizes in inches on a page."""
-    room = figure_width()
-    figure = Figure(figsize=(min(width or room, room), figure_height(height)), layout="constrained")
+    max_width = figure_width()
+    figure = Figure(figsize=(min(width or max_width, max_width), figure_height(height)), layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -227,10 +227,10 @@ def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str])
     if not texts:
         return
     size = float(matplotlib.rcParams["legend.fontsize"])
-    room = figure.get_figwidth() * 72 / ((max(map(len, texts)) * 0.57 + 4) * size)
-    most = max(1, min(4, int(room)))
+    column_limit = figure.get_figwidth() * 72 / ((max(map(len, texts)) * 0.57 + 4) * size)
+    max_columns = max(1, min(4, int(column_limit)))
     # No column is left half empty: five entries fill three columns, not four.
-    columns = math.ceil(len(texts) / math.ceil(len(texts) / most))
+    columns = math.ceil(len(texts) / math.ceil(len(texts) / max_columns))
     # The axes keep their height however many methods there are.
     figure.set_figheight(figure.get_figheight() + 0.0232 * size * math.ceil(len(texts) / columns))
     figure.legend(
@@ -241,8 +241,10 @@ def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str])
 
 def css_variables(light: Sequence[str], dark: Sequence[str]) -> str:
     """Declarations of the palettes for a style sheet."""
-    one, other = ("".join(f"--s{i}:{color};" for i, color in enumerate(colors)) for colors in (light, dark))
-    return f":root{{{one}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{other}}}}}\n"
+    light_rules, dark_rules = (
+        "".join(f"--s{i}:{color};" for i, color in enumerate(colors)) for colors in (light, dark)
+    )
+    return f":root{{{light_rules}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark_rules}}}}}\n"
 
 
 def to_svg(figure: Figure, name: str, tips: Sequence[Tip] = ()) -> str:
@@ -267,11 +269,11 @@ def to_svg(figure: Figure, name: str, tips: Sequence[Tip] = ()) -> str:
             if child.tag in (f"{_SVG}metadata", f"{_SVG}style") or not isinstance(child.tag, str):
                 parent.remove(child)
     attributes = [value for element in root.iter() for value in element.attrib.values()]
-    used = set(re.findall(r"(?:^|url\()#([^)\s]+)", "\n".join(attributes), re.MULTILINE))
+    used_ids = set(re.findall(r"(?:^|url\()#([^)\s]+)", "\n".join(attributes), re.MULTILINE))
     for element in root.iter():
         element.tag = element.tag.removeprefix(_SVG)
         attrib = {key.removeprefix(_XLINK): _rewrite(key, text) for key, text in element.attrib.items()}
-        if attrib.get("id") not in used:
+        if attrib.get("id") not in used_ids:
             # Names such as axes_1 stand in every drawing.
             attrib.pop("id", None)
         element.attrib = {key: value for key, value in attrib.items() if value}
@@ -287,8 +289,8 @@ def _draw_tip(tip: Tip, figure: Figure) -> ET.Element:
     """An invisible circle with a title, in the units of the drawing: 72 an inch, from the top."""
     x, y = tip.axes.transData.transform((tip.x, tip.y)) * 72 / figure.dpi
     top = figure.get_figheight() * 72
-    place = {"cx": _shorten(f"{x:.3f}"), "cy": _shorten(f"{top - y:.3f}"), "r": "5"}
-    circle = ET.Element("circle", place | {"fill": "none", "pointer-events": "all"})
+    attributes = {"cx": _shorten(f"{x:.3f}"), "cy": _shorten(f"{top - y:.3f}"), "r": "5"}
+    circle = ET.Element("circle", attributes | {"fill": "none", "pointer-events": "all"})
     ET.SubElement(circle, "title").text = on_one_line(tip.text)
     return circle
 

@@ -23,25 +23,25 @@ def plot_simulated_time(groups: Sequence[RunGroup], styles: Styles) -> Picture |
     The axis is logarithmic where the totals of methods differ widely.
     """
     measure = measure_of(groups)
-    lines = [chart.Line(g, g.short, g.curve(measure=measure)) for g in groups]
+    lines = [chart.Line(g, g.short_label, g.curve(measure=measure)) for g in groups]
     lines = [line for line in lines if _total(line.table) > 0]
     if not lines:
         return None
     totals = [_total(line.table) for line in lines]
-    seconds, unit = next((u for u in UNITS if max(totals) >= 3 * u[0]), UNITS[-1])
-    log = max(totals) / min(totals) >= chart.LOG_FROM
+    unit_seconds, unit = next((u for u in UNITS if max(totals) >= 3 * u[0]), UNITS[-1])
+    is_log = max(totals) / min(totals) >= chart.LOG_FROM
     # a logarithmic axis has no place for the time before training
     lines = [
         line._replace(
-            table=table[table["time"] > 0] if log else table,
+            table=table[table["time"] > 0] if is_log else table,
         )
         for line in lines
-        for table in (line.table.assign(time=line.table["simulated_seconds"] / seconds),)
+        for table in (line.table.assign(time=line.table["simulated_seconds"] / unit_seconds),)
     ]
     figure, axes = new_figure(3.1)
     ends = chart.all_ends([line.table for line in lines], measure.bounds)
     chart.set_measure_axis(axes.yaxis, measure, [m for line in lines for m in line.table["mean"]], ends)
-    if log:
+    if is_log:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=6))
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -49,7 +49,7 @@ def plot_simulated_time(groups: Sequence[RunGroup], styles: Styles) -> Picture |
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     entries = chart.draw_lines(axes, lines, styles, measure.scale, bounds=measure.bounds, x="time")
-    axes.set_xlabel(f"simulated time / {unit}{', logarithmic' if log else ''}")
+    axes.set_xlabel(f"simulated time / {unit}{', logarithmic' if is_log else ''}")
     add_legend(figure, entries, [line.label for line in lines])
     texts = ", ".join(
         f"{line.label} {format_seconds(total)}" for line, total in zip(lines, totals, strict=True)
@@ -57,13 +57,18 @@ def plot_simulated_time(groups: Sequence[RunGroup], styles: Styles) -> Picture |
     return Picture(
         figure,
         f"{measure.title} over simulated time",
-        f"Line chart of {measure.noun} against simulated time for {chart.count_methods(len(lines))}. In all: "
+        f"Line chart of {measure.sentence_name} against simulated time for {chart.count_methods(len(lines))}. In all: "
         f"{texts}.",
-        f"Mean {measure.noun} over clients against the time that the rounds take on the simulated devices "
+        f"Mean {measure.sentence_name} over clients against the time that the rounds take on the simulated devices "
         f"(run.devices){chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}"
         f"{chart.note_points(lines)}",
         tips=chart.make_tips(
-            axes, lines, measure.format, measure.scale, x="time", form_x=lambda t: format_seconds(t * seconds)
+            axes,
+            lines,
+            measure.format,
+            measure.scale,
+            x="time",
+            x_formatter=lambda t: format_seconds(t * unit_seconds),
         ),
     )
 

@@ -19,13 +19,13 @@ def plot_privacy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Privacy spent against rounds, one line a method; None where nothing is private."""
     private_groups = [group for group in groups if len(privacy_curve(group))]
     return chart.plot_lines(
-        [chart.Line(group, group.short, privacy_curve(group)) for group in private_groups], styles,
+        [chart.Line(group, group.short_label, privacy_curve(group)) for group in private_groups], styles,
         lambda axes, ends: _set_axis(axes, "privacy spent, ε", ends),
         title="Privacy spent over rounds",
-        subject="ε",
-        form="{:.3g}".format,
-        head=f"ε of (ε, δ)-differential privacy of clients after each round, {_describe_privacy(private_groups)}",
-        tail=" Lower is better.",
+        description="ε",
+        formatter="{:.3g}".format,
+        opening=f"ε of (ε, δ)-differential privacy of clients after each round, {_describe_privacy(private_groups)}",
+        ending=" Lower is better.",
     )  # fmt: skip
 
 
@@ -35,7 +35,9 @@ def plot_private_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture
     measure = measure_of(groups)
     tables = [(g, g.curve(measure=measure).join(privacy_curve(g)["mean"].rename("epsilon"))) for g in groups]
     lines = [
-        chart.Line(g, g.short, known) for g, table in tables if len(known := table.dropna(subset="epsilon"))
+        chart.Line(g, g.short_label, private_rows)
+        for g, table in tables
+        if len(private_rows := table.dropna(subset="epsilon"))
     ]
     if not lines:
         return None
@@ -46,21 +48,21 @@ def plot_private_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture
     entries = chart.draw_lines(axes, lines, styles, measure.scale, bounds=measure.bounds, x="epsilon")
     axes.set_xlabel("privacy spent, ε")
     add_legend(figure, entries, [line.label for line in lines])
-    last = ", ".join(
+    last_values = ", ".join(
         f"{line.label} {measure.format(line.table['mean'].iloc[-1])} at ε = "
         f"{line.table['epsilon'].iloc[-1]:.3g}"
         for line in lines
     )
-    found = [line.group for line in lines]
+    private_groups = [line.group for line in lines]
     return Picture(
         figure,
         f"{measure.title} over privacy spent",
-        f"Line chart of {measure.noun} against ε for {chart.count_methods(len(lines))}. At the end: {last}.",
-        f"Mean {measure.noun} over clients against ε, {_describe_privacy(found)}"
-        f"{chart.note_band(found, measure.bounds)}{chart.note_cut(axes, ends)} Evaluation itself is not "
+        f"Line chart of {measure.sentence_name} against ε for {chart.count_methods(len(lines))}. At the end: {last_values}.",
+        f"Mean {measure.sentence_name} over clients against ε, {_describe_privacy(private_groups)}"
+        f"{chart.note_band(private_groups, measure.bounds)}{chart.note_cut(axes, ends)} Evaluation itself is not "
         f"counted: its results are not private.{chart.note_points(lines)}",
         tips=chart.make_tips(
-            axes, lines, measure.format, measure.scale, x="epsilon", form_x="ε = {:.3g}".format
+            axes, lines, measure.format, measure.scale, x="epsilon", x_formatter="ε = {:.3g}".format
         ),
     )
 
@@ -68,12 +70,12 @@ def plot_private_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture
 def plot_clipping_norm(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """A clipping norm that follows the norms of updates, against rounds; None where none does."""
     return chart.plot_lines(
-        [chart.Line(g, g.short, curve) for g in groups if len(curve := clipping_curve(g))], styles,
+        [chart.Line(g, g.short_label, curve) for g in groups if len(curve := clipping_curve(g))], styles,
         lambda axes, ends: _set_axis(axes, "clipping norm C", ends),
         title="Clipping norm over rounds",
-        subject="the clipping norm",
-        form="{:.3g}".format,
-        head="Bound on the norm of updates after each round; it follows a quantile of their norms",
+        description="the clipping norm",
+        formatter="{:.3g}".format,
+        opening="Bound on the norm of updates after each round; it follows a quantile of their norms",
     )  # fmt: skip
 
 
@@ -88,16 +90,16 @@ def _describe_privacy(groups: Sequence[RunGroup]) -> str:
     texts: dict[str, list[str]] = {}
     for group in groups:
         privacy = group.first.section("run", "privacy")
-        of = (
+        scope = (
             "the client that sent most"
             if privacy.get("kind") == "local"
             else "the models that the server releases"
         )
         change = "other data of one client" if is_replacing(group.first) else "the absence of one client"
-        texts.setdefault(f"of {of}, against {change}, with δ = {privacy.get('delta')}", []).append(
-            group.short
+        texts.setdefault(f"of {scope}, against {change}, with δ = {privacy.get('delta')}", []).append(
+            group.short_label
         )
     if len(texts) == 1:
         return next(iter(texts))
-    named = "; ".join(f"{', '.join(shorts)}: {text}" for text, shorts in texts.items())
-    return f"which is not the same for all, so lines of different kinds do not compare ({named})"
+    kinds_text = "; ".join(f"{', '.join(short_names)}: {text}" for text, short_names in texts.items())
+    return f"which is not the same for all, so lines of different kinds do not compare ({kinds_text})"

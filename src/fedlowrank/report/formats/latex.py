@@ -32,16 +32,16 @@ def to_latex(comparison: Comparison, all_tables: bool = False) -> str:
         comparison: the comparison.
         all_tables: format all other tables, too.
     """
-    chosen = comparison.tables if all_tables else [comparison.summary]
-    notes = {column.title: column.note for one in chosen for column in one.columns if column.note}
+    tables = comparison.tables if all_tables else [comparison.summary]
+    notes = {column.title: column.note for table in tables for column in table.columns if column.note}
     lines = [f"% {on_one_line(title)}: {on_one_line(note)}" for title, note in notes.items()]
-    needs = "% needs \\usepackage{booktabs}; a wide table also \\small or \\resizebox"
-    return "\n".join([needs, *lines, "", *map(_format_table, chosen)])
+    package_comment = "% needs \\usepackage{booktabs}; a wide table also \\small or \\resizebox"
+    return "\n".join([package_comment, *lines, "", *map(_format_table, tables)])
 
 
 def _format_table(table: TextTable) -> str:
-    heads = [*table.fields, *(column.heading for column in table.columns)]
-    aligned = "l" * len(table.fields) + "".join("r" if c.align == "right" else "l" for c in table.columns)
+    headings = [*table.fields, *(column.heading for column in table.columns)]
+    alignment = "l" * len(table.fields) + "".join("r" if c.align == "right" else "l" for c in table.columns)
     rows = [
         [_format_cell(cell, (y, x) in table.bold) for x, cell in enumerate(row)]
         for y, row in enumerate(table.rows)
@@ -49,8 +49,8 @@ def _format_table(table: TextTable) -> str:
     caption = ". ".join(text.rstrip(".") for text in (table.title, table.note, table.bold_note) if text)
     return "\n".join(
         [
-            r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(caption)}.}}", rf"\begin{{tabular}}{{{aligned}}}",
-            r"\toprule", _join_cells(map(escape_latex, heads)), r"\midrule", *map(_join_cells, rows), r"\bottomrule",
+            r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(caption)}.}}", rf"\begin{{tabular}}{{{alignment}}}",
+            r"\toprule", _join_cells(map(escape_latex, headings)), r"\midrule", *map(_join_cells, rows), r"\bottomrule",
             r"\end{tabular}", r"\end{table}", "",
         ]
     )  # fmt: skip
@@ -62,5 +62,7 @@ def _format_cell(text: str, is_bold: bool) -> str:
 
 def _join_cells(cells: Iterable[str]) -> str:
     # a row that begins with a bracket would be read as an argument of the line end before it
-    first, *others = cells
-    return " & ".join([f"{{{first}}}" if first.startswith("[") else first, *others]) + r" \\"
+    first_cell, *other_cells = cells
+    return (
+        " & ".join([f"{{{first_cell}}}" if first_cell.startswith("[") else first_cell, *other_cells]) + r" \\"
+    )

@@ -12,14 +12,14 @@ from ..tables.text_table import escape_markdown, to_markdown
 def comparison_markdown(comparison: Comparison) -> str:
     """Findings and results as Markdown, then warnings, further tables, footnotes and answers."""
     results = [*comparison.sweeps, comparison.summary]
-    parts = [f"> {comparison.several_experiments}"] if comparison.several_experiments else []
-    parts += [*map(escape_markdown, comparison.first_findings), *map(to_markdown, results)]
-    parts += [f"> {escape_markdown(warning)}" for warning in comparison.warnings]
-    parts += map(to_markdown, comparison.tables[len(results) :])
-    notes = [
+    blocks = [f"> {comparison.several_experiments}"] if comparison.several_experiments else []
+    blocks += [*map(escape_markdown, comparison.first_findings), *map(to_markdown, results)]
+    blocks += [f"> {escape_markdown(warning)}" for warning in comparison.warnings]
+    blocks += map(to_markdown, comparison.tables[len(results) :])
+    footnotes = [
         f"- *{escape_markdown(term)}*: {escape_markdown(meaning)}." for term, meaning in comparison.footnotes
     ]
-    return "\n\n".join([*parts, "\n".join(notes)]) + "\n" + _answers_markdown(comparison.answers)
+    return "\n\n".join([*blocks, "\n".join(footnotes)]) + "\n" + _answers_markdown(comparison.answers)
 
 
 def _answers_markdown(rows: Sequence[AnswerRow]) -> str:

@@ -27,9 +27,9 @@ function sortTable(head) {
   const ascending = head.getAttribute("aria-sort") === "descending";
   for (const other of head.parentNode.children) other.removeAttribute("aria-sort");
   head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
-  const body = head.closest("table").tBodies[0], place = head.cellIndex;
+  const body = head.closest("table").tBodies[0], index = head.cellIndex;
   const sign = ascending ? 1 : -1;
-  const rows = [...body.rows].sort((a, b) => compareCells(a.cells[place], b.cells[place], sign));
+  const rows = [...body.rows].sort((a, b) => compareCells(a.cells[index], b.cells[index], sign));
   body.append(...rows);
 }
 

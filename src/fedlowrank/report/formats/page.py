@@ -59,8 +59,8 @@ def write_report(
     with as_checkpoint_error(f"cannot make {out.parent}"):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text.encode())
-    for kind, written in downloads.items():
-        write_atomically(out.with_suffix(f".{kind}"), written.encode())
+    for kind, content in downloads.items():
+        write_atomically(out.with_suffix(f".{kind}"), content.encode())
     return comparison
 
 
@@ -76,24 +76,33 @@ def render_page(
         downloads: texts of the files that the page offers, by their ending.
         sheet: address of a contact sheet of all figures, if there is one.
     """
-    here, styles, experiments = files(__package__), method_styles(comparison.groups), comparison.experiments
-    parts = [comparison] if len(experiments) == 1 else [compare_experiments([one]) for one in experiments]
-    sections = [_describe(part, styles, f"e{i}") for i, part in enumerate(parts)]
+    template_folder, styles, experiments = (
+        files(__package__),
+        method_styles(comparison.groups),
+        comparison.experiments,
+    )
+    comparisons = (
+        [comparison] if len(experiments) == 1 else [compare_experiments([entry]) for entry in experiments]
+    )
+    sections = [
+        _describe(section_comparison, styles, f"e{i}") for i, section_comparison in enumerate(comparisons)
+    ]
     page = {
-        "title": _join_titles([one["title"] for one in sections]),
+        "title": _join_titles([entry["title"] for entry in sections]),
         # not escaped: nothing of the style sheet comes from a run
-        "css": Markup(css_variables(LIGHT, DARK) + (here / "page.css").read_text()),
+        "css": Markup(css_variables(LIGHT, DARK) + (template_folder / "page.css").read_text()),
         # not escaped: nothing of the script comes from a run
-        "script": Markup((here / "page.js").read_text().rstrip("\n")),
+        "script": Markup((template_folder / "page.js").read_text().rstrip("\n")),
         "downloads": [
             (f"report.{kind}", f"data:text/plain;charset=utf-8,{quote(text)}")
             for kind, text in downloads.items()
         ],
         "sheet": sheet,
         "warning": comparison.several_experiments,
-        "joined": [one for one in comparison.sweeps if one.experiments > 1],
+        "joined": [entry for entry in comparison.sweeps if entry.experiments > 1],
         "sections": [
-            one | {"width": width} for one, width in zip(sections, card_widths(len(sections)), strict=True)
+            entry | {"width": width}
+            for entry, width in zip(sections, card_widths(len(sections)), strict=True)
         ],
         "command": command,
         "versions": list(dict.fromkeys(_format_versions(run) for run in runs)),
@@ -101,31 +110,41 @@ def render_page(
         "experiments": [experiment.name for experiment in experiments],
     }
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((here / "page.html.j2").read_text())
+    template = environment.from_string((template_folder / "page.html.j2").read_text())
     return template.render(page=page).lstrip()
 
 
 def _describe(comparison: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     """What the template shows of one experiment; identifiers within its drawings begin with ``prefix``."""
     (experiment,) = comparison.experiments
-    groups, first = experiment.groups, experiment.groups[0].first
-    shared = {part: first.section(part) for part in SECTIONS}
+    groups, first_run = experiment.groups, experiment.groups[0].first
+    settings_by_section = {section: first_run.section(section) for section in SECTIONS}
     # not escaped again: the drawings are XML whose text is escaped
-    drawn = [
+    figures_by_heading = [
         (
             heading,
-            [(one, Markup(to_svg(one.figure, f"{prefix}-{i}-{k}", one.tips))) for k, one in enumerate(some)],
+            [
+                (picture, Markup(to_svg(picture.figure, f"{prefix}-{i}-{k}", picture.tips)))
+                for k, picture in enumerate(pictures)
+            ],
         )
-        for i, (heading, some) in enumerate(draw_all(experiment, styles))
+        for i, (heading, pictures) in enumerate(draw_all(experiment, styles))
     ]
-    placed = {one.place: (one, svg) for _, some in drawn for one, svg in some if one.place}
-    further = [(heading, [pair for pair in some if not pair[0].place]) for heading, some in drawn]
+    placed_pictures = {
+        picture.slot: (picture, svg)
+        for _, pictures in figures_by_heading
+        for picture, svg in pictures
+        if picture.slot
+    }
+    other_figures = [
+        (heading, [pair for pair in pictures if not pair[0].slot]) for heading, pictures in figures_by_heading
+    ]
     findings = comparison.findings[experiment.name]
     return {
         "anchor": prefix,
         "name": experiment.name,
         "title": experiment.title,
-        "paper": on_one_line(first.config.get("paper") or ""),
+        "paper": on_one_line(first_run.config.get("paper") or ""),
         "setting": describe_setting(groups),
         "card": state_headline(experiment.families),
         "finding": findings[0],
@@ -136,24 +155,31 @@ def _describe(comparison: Comparison, styles: Styles, prefix: str) -> dict[str, 
         "answers": comparison.answers,
         "tables": [*comparison.result_tables.values(), *comparison.ranks],
         "footnotes": comparison.footnotes,
-        "result": placed.get("result"),
-        "curve": placed.get("curve"),
+        "result": placed_pictures.get("result"),
+        "curve": placed_pictures.get("curve"),
         "figures": [
-            (heading, *([pair for pair in some if pair[0].small is small] for small in (False, True)))
-            for heading, some in further
-            if some
+            (
+                heading,
+                *([pair for pair in pictures if pair[0].small is is_small] for is_small in (False, True)),
+            )
+            for heading, pictures in other_figures
+            if pictures
         ],
-        "figure_count": sum(len(some) for _, some in further),
+        "figure_count": sum(len(pictures) for _, pictures in other_figures),
         "methods": [_method_settings(group) for group in groups],
-        "shared": [(f"{part}.{key}", value_text(own[key])) for part, own in shared.items() for key in own],
+        "shared": [
+            (f"{section}.{key}", value_text(settings[key]))
+            for section, settings in settings_by_section.items()
+            for key in settings
+        ],
     }
 
 
 def card_widths(count: int) -> list[str]:
     """Widths of cards, a third, a half or all of a row, so that all rows are full and as even as can be."""
     rows = -(-count // 3)
-    in_row = [count // rows + (row < count % rows) for row in range(rows)] if rows else []
-    return [("whole", "half", "third")[n - 1] for n in in_row for _ in range(n)]
+    row_counts = [count // rows + (row < count % rows) for row in range(rows)] if rows else []
+    return [("whole", "half", "third")[n - 1] for n in row_counts for _ in range(n)]
 
 
 def _method_settings(group: RunGroup) -> tuple[str, str, list[tuple[str, str]]]:
@@ -173,6 +199,8 @@ def _format_versions(run: RunRecord) -> str:
 
 def _join_titles(titles: Sequence[str]) -> str:
     """Titles of the experiments as one: all of a few, else the first and how many more there are."""
-    distinct = list(dict.fromkeys(titles))
-    further_titles = len(distinct) - MAX_TITLES
-    return "; ".join(distinct[:MAX_TITLES]) + (f"; and {further_titles} more" if further_titles > 0 else "")
+    distinct_titles = list(dict.fromkeys(titles))
+    further_titles = len(distinct_titles) - MAX_TITLES
+    return "; ".join(distinct_titles[:MAX_TITLES]) + (
+        f"; and {further_titles} more" if further_titles > 0 else ""
+    )

@@ -22,11 +22,11 @@ def export_tensorboard(run: RunRecord, folder: Path) -> None:
     Raises:
         ConfigError: if TensorBoard is not installed.
     """
-    writer, total = summary_writer(folder), 0
+    writer, total_bytes = summary_writer(folder), 0
     try:
         for record in run.rounds:
-            for tag, value in list_scalars(record, run.clients, total).items():
+            for tag, value in list_scalars(record, run.clients, total_bytes).items():
                 writer.add_scalar(tag, value, record.round)
-            total += record.bytes_up + record.bytes_down
+            total_bytes += record.bytes_up + record.bytes_down
     finally:
         writer.close()

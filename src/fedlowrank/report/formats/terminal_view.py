@@ -19,7 +19,7 @@ def render_terminal(comparison: Comparison, all_tables: bool = False) -> Rendera
     """
     further_tables = (*comparison.result_tables.values(), *comparison.ranks) if all_tables else ()
     tables = [*further_tables, *comparison.sweeps, comparison.summary]
-    parts: list[RenderableType] = [part for one in tables for part in to_rich(one)]
-    parts += [Text(warning, style="yellow") for warning in comparison.warnings]
-    parts += [Text(finding, style="bold") for finding in comparison.first_findings]
-    return console.Group(*parts)
+    renderables: list[RenderableType] = [renderable for table in tables for renderable in to_rich(table)]
+    renderables += [Text(warning, style="yellow") for warning in comparison.warnings]
+    renderables += [Text(finding, style="bold") for finding in comparison.first_findings]
+    return console.Group(*renderables)

@@ -40,39 +40,41 @@ def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | N
     """
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"the target accuracy is a fraction in (0, 1], not {target:g}")
-    runs = [run for some in settings for run in some]
+    runs = [run for setting_runs in settings for run in setting_runs]
     measures = {run.measure for run in runs}
     if TEST_LOSS in measures and TEST_ACCURACY not in measures:
         return Target(None, "no target: these runs have no accuracy")
     if target is not None:
         return Target(target, "as asked for")
-    own = {run.own_target for run in runs}
-    if len(own) == 1 and None not in own:
-        return Target(own.pop(), "the target in the configuration of the runs")
-    free = [run for run in runs if run.sends_nothing and _best_mean(run) is not None]
-    others = [some for some in settings if not any(run.sends_nothing for run in some)]
-    best = max(map(_whole_percent, others), default=0)
-    if free:
-        plateau = max(_best_mean(run) or 0.0 for run in free)
-        reached = f"{free[0].record.method_title} reaches without communication"
-        if best / 100 <= plateau + ROUNDING:
-            return Target(None, f"no method exceeds what {reached}")
+    own_targets = {run.own_target for run in runs}
+    if len(own_targets) == 1 and None not in own_targets:
+        return Target(own_targets.pop(), "the target in the configuration of the runs")
+    silent_runs = [run for run in runs if run.sends_nothing and _best_mean(run) is not None]
+    sending_settings = [
+        setting_runs for setting_runs in settings if not any(run.sends_nothing for run in setting_runs)
+    ]
+    best_percent = max(map(_whole_percent, sending_settings), default=0)
+    if silent_runs:
+        plateau = max(_best_mean(run) or 0.0 for run in silent_runs)
+        baseline_text = f"{silent_runs[0].record.method_title} reaches without communication"
+        if best_percent / 100 <= plateau + ROUNDING:
+            return Target(None, f"no method exceeds what {baseline_text}")
         source = "the highest whole percent that all seeds of another method reached, above the "
-        choices = [(best, f"{source}{100 * plateau:.1f} % that {reached}")]
+        choices = [(best_percent, f"{source}{100 * plateau:.1f} % that {baseline_text}")]
     else:
         choices = [
             (_whole_percent(runs), "the highest whole percent that all runs reached"),
-            (best, "the highest whole percent that all seeds of one method reached"),
+            (best_percent, "the highest whole percent that all seeds of one method reached"),
         ]
-    chance, why = max((chance_level(run.record) for run in runs), default=0.0), "no target"
-    for whole, source in choices:
-        if whole / 100 <= chance + ROUNDING:
-            why = f"no method exceeds the {100 * chance:.1f} % of a constant answer" if chance else why
-        elif all(_reaches_at_once(run, whole / 100) for run in runs):
-            why = "all runs reach what they have in common by their first evaluation"
+    chance, reason = max((chance_level(run.record) for run in runs), default=0.0), "no target"
+    for percent, source in choices:
+        if percent / 100 <= chance + ROUNDING:
+            reason = f"no method exceeds the {100 * chance:.1f} % of a constant answer" if chance else reason
+        elif all(_reaches_at_once(run, percent / 100) for run in runs):
+            reason = "all runs reach what they have in common by their first evaluation"
         else:
-            return Target(whole / 100, source)
-    return Target(None, why)
+            return Target(percent / 100, source)
+    return Target(None, reason)
 
 
 def chance_level(run: RunRecord) -> float:
@@ -82,10 +84,10 @@ def chance_level(run: RunRecord) -> float:
     """
     if run.predicts_tokens or not run.config.get("classes"):
         return 0.0
-    guess, unseen = 1 / len(run.config["classes"]), run.measurements.flagged("unseen")
-    rows = [(row.get("classes") or {}).get("test") for row in run.clients if row.get("id") not in unseen]
+    guess, unseen_ids = 1 / len(run.config["classes"]), run.measurements.flagged_ids("unseen")
+    rows = [(row.get("classes") or {}).get("test") for row in run.clients if row.get("id") not in unseen_ids]
     shares = [np.array(counts) / sum(counts) for counts in rows if counts and sum(counts)]
-    if len({len(one) for one in shares}) != 1:
+    if len({len(class_shares) for class_shares in shares}) != 1:
         return guess
     return max(guess, float(np.mean(shares, axis=0).max()))
 
@@ -93,8 +95,8 @@ def chance_level(run: RunRecord) -> float:
 def _reaches_at_once(run: RunStatistics, target: float) -> bool:
     """Whether a run has the target by its first evaluation after training; so has one without evaluations."""
     means = run.curve(run.headline, TEST_ACCURACY)["mean"]
-    first = means[means.index <= next((at for at in means.index if at > 0), 0)]
-    return means.empty or bool((first >= target - ROUNDING).any())
+    early_means = means[means.index <= next((t for t in means.index if t > 0), 0)]
+    return means.empty or bool((early_means >= target - ROUNDING).any())
 
 
 def _best_mean(run: RunStatistics) -> float | None:
@@ -105,5 +107,5 @@ def _best_mean(run: RunStatistics) -> float | None:
 
 def _whole_percent(runs: Sequence[RunStatistics]) -> int:
     """The highest whole percent that all evaluated runs reached; 0 if there is none."""
-    known = [best for run in runs if (best := _best_mean(run)) is not None]
-    return math.floor(100 * min(known, default=0) + 1e-9)
+    best_means = [best for run in runs if (best := _best_mean(run)) is not None]
+    return math.floor(100 * min(best_means, default=0) + 1e-9)

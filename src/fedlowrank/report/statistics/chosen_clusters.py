@@ -21,11 +21,11 @@ class Collapse(NamedTuple):
 
 def _last_routes(run: RunRecord) -> tuple[int, Floats] | None:
     """The last round with shares of clusters, and these ``[clients, clusters]``; None if the method chooses none."""
-    rounds = run.measurements.routes()
+    routes_by_round = run.measurements.routes()
     # a router that is given the true cluster does not choose
-    if not rounds or run.section("method", "fields", "router").get("routing") == "optimal":
+    if not routes_by_round or run.section("method", "fields", "router").get("routing") == "optimal":
         return None
-    return max(rounds.items())
+    return max(routes_by_round.items())
 
 
 def finds_all_groups(run: RunRecord) -> bool | None:
@@ -34,35 +34,37 @@ def finds_all_groups(run: RunRecord) -> bool | None:
     A group is found if more than half of its clients have their largest share at one cluster, and no other group has
     that cluster. None where the method does not choose clusters or fewer than two groups are known.
     """
-    last = _last_routes(run)
-    if last is None:
+    round_and_routes = _last_routes(run)
+    if round_and_routes is None:
         return None
-    routes, unseen = last[1], run.measurements.flagged("unseen")
-    chosen: dict[int, list[int]] = {}
-    for client, cluster in enumerate(run.measurements.true_clusters(len(routes))):
-        if cluster is not None and client not in unseen:
-            share = routes[client]
-            is_single = np.isfinite(share).all() and (share == share.max()).sum() == 1
-            chosen.setdefault(cluster, []).append(int(share.argmax()) if is_single else -1)
-    if len(chosen) < 2:
+    routes, unseen_ids = round_and_routes[1], run.measurements.flagged_ids("unseen")
+    choices_by_group: dict[int, list[int]] = {}
+    for client_id, cluster in enumerate(run.measurements.true_clusters(len(routes))):
+        if cluster is not None and client_id not in unseen_ids:
+            shares = routes[client_id]
+            is_single = np.isfinite(shares).all() and (shares == shares.max()).sum() == 1
+            choices_by_group.setdefault(cluster, []).append(int(shares.argmax()) if is_single else -1)
+    if len(choices_by_group) < 2:
         return None
-    favorites = [max(set(places), key=places.count) for places in chosen.values()]
+    favorites = [max(set(choices), key=choices.count) for choices in choices_by_group.values()]
     is_majority = all(
-        favorite >= 0 and 2 * places.count(favorite) > len(places)
-        for favorite, places in zip(favorites, chosen.values(), strict=True)
+        favorite >= 0 and 2 * choices.count(favorite) > len(choices)
+        for favorite, choices in zip(favorites, choices_by_group.values(), strict=True)
     )
-    return is_majority and len(set(favorites)) == len(chosen)
+    return is_majority and len(set(favorites)) == len(choices_by_group)
 
 
 def find_collapse(run: RunRecord) -> Collapse | None:
     """The cluster that all clients chose in the end; None if they chose several, or if one is right."""
-    last = _last_routes(run)
-    if last is None:
+    round_and_routes = _last_routes(run)
+    if round_and_routes is None:
         return None
-    at, routes = last
+    last_round, routes = round_and_routes
     cluster, truth = find_common_cluster(routes), run.measurements.true_clusters(len(routes))
     is_right = truth[0] is not None and len(set(truth)) == 1
-    return None if cluster is None or is_right else Collapse(at, routes.shape[1], len(routes), cluster)
+    return (
+        None if cluster is None or is_right else Collapse(last_round, routes.shape[1], len(routes), cluster)
+    )
 
 
 def find_common_cluster(routes: Floats) -> int | None:
@@ -71,10 +73,10 @@ def find_common_cluster(routes: Floats) -> int | None:
     None if clients differ or have no single largest share, and where there is no choice: one cluster, or
     fewer than two clients.
     """
-    finite = routes[np.isfinite(routes).all(axis=1)]
-    if len(finite) < 2 or finite.shape[1] < 2:
+    finite_routes = routes[np.isfinite(routes).all(axis=1)]
+    if len(finite_routes) < 2 or finite_routes.shape[1] < 2:
         return None
     # Before training all shares are equal and choose no cluster, though argmax would name the first.
-    is_single = (finite == finite.max(axis=1, keepdims=True)).sum(axis=1) == 1
-    chosen = set(finite.argmax(axis=1).tolist())
-    return chosen.pop() if is_single.all() and len(chosen) == 1 else None
+    is_single = (finite_routes == finite_routes.max(axis=1, keepdims=True)).sum(axis=1) == 1
+    clusters = set(finite_routes.argmax(axis=1).tolist())
+    return clusters.pop() if is_single.all() and len(clusters) == 1 else None

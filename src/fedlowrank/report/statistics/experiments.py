@@ -56,14 +56,17 @@ class ComparedExperiment:
     @cached_property
     def families(self) -> list[Family]:
         """Groups that are compared with the best of them: those of each variation, or all if there is one method."""
-        is_one_method = len({group.short for group in self.groups}) < 2
-        compared = {"": list(self.groups)} if is_one_method else self.variations
-        return [compare_with_best(self.name, text, self.measure, some) for text, some in compared.items()]
+        is_one_method = len({group.short_label for group in self.groups}) < 2
+        groups_by_text = {"": list(self.groups)} if is_one_method else self.variations
+        return [
+            compare_with_best(self.name, text, self.measure, groups)
+            for text, groups in groups_by_text.items()
+        ]
 
     @cached_property
     def rank_results(self) -> dict[str, list[RankResults]]:
         """Results by rank of the client, of each series of the groups, by what is varied."""
-        return {text: list_rank_results(some, self.measure) for text, some in self.variations.items()}
+        return {text: list_rank_results(groups, self.measure) for text, groups in self.variations.items()}
 
     @cached_property
     def has_sizes(self) -> bool:
@@ -99,16 +102,16 @@ def read_experiments(runs: Sequence[RunRecord], target: float | None = None) -> 
     return [ComparedExperiment(tuple(g for g in groups if g.experiment == name)) for name in names]
 
 
-def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
+def sort_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Runs in the order in which their experiment compares the methods, each method's by seed.
 
     Runs of different experiments, and equal ones, keep the order given.
     """
     experiments = list(dict.fromkeys(run.experiment for run in runs))
 
-    def place(run: RunRecord) -> tuple[int, int, float]:
-        compared = run.section("experiment").get("compare")
-        methods = compared if isinstance(compared, list) else []
+    def sort_key(run: RunRecord) -> tuple[int, int, float]:
+        value = run.section("experiment").get("compare")
+        methods = value if isinstance(value, list) else []
         name, seed = run.method, run.section("run").get("seed")
         return (
             experiments.index(run.experiment),
@@ -116,4 +119,4 @@ def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
             seed if isinstance(seed, (int, float)) else math.inf,
         )
 
-    return sorted(runs, key=place)
+    return sorted(runs, key=sort_key)

@@ -28,14 +28,14 @@ class RunGroup:
     experiment: str  # its name
     method: str  # its name
     vary: tuple[tuple[str, Any], ...]  # the varied settings with their values
-    short: str  # label without the varied settings, so the same for a method throughout a sweep
+    short_label: str  # label without the varied settings, so the same for a method throughout a sweep
     label: str  # with them, unique in the experiment
     target: Target  # accuracy up to which costs are counted
     runs: tuple[RunStatistics, ...]  # one a seed, in the order given: those that finished, or all if none did
-    left_out: tuple[
+    unfinished_runs: tuple[
         RunStatistics, ...
     ] = ()  # seeds that did not finish, where others did: they are in no result
-    repeated: tuple[str, ...] = ()  # seeds given more than once; only the first run of each counts
+    repeated_seeds: tuple[str, ...] = ()  # seeds given more than once; only the first run of each counts
 
     @property
     def variation(self) -> str:
@@ -50,8 +50,10 @@ class RunGroup:
     @property
     def measure(self) -> Measure:
         """What its runs are judged by; accuracy if none was evaluated."""
-        known = (run.measure for run in self.runs if run.measure and run.results(run.headline, run.measure))
-        return with_token_names(next(known, TEST_ACCURACY), [self])
+        measures = (
+            run.measure for run in self.runs if run.measure and run.results(run.headline, run.measure)
+        )
+        return with_token_names(next(measures, TEST_ACCURACY), [self])
 
     @property
     def headline(self) -> str | None:
@@ -71,8 +73,8 @@ class RunGroup:
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
         """Statistics of a series, else of the headline, one row a seed: see :meth:`.run_statistics.RunStatistics.results`."""
-        name, by = self.headline if series is None else series, measure or self.measure
-        rows = [results for run in self.runs if (results := run.results(name, by)) is not None]
+        name, criterion = self.headline if series is None else series, measure or self.measure
+        rows = [results for run in self.runs if (results := run.results(name, criterion)) is not None]
         return pd.DataFrame(rows, columns=SeriesResults._fields)
 
     def final(self, series: str | None = None, measure: Measure | None = None) -> Estimate | None:
@@ -86,8 +88,8 @@ class RunGroup:
         return self._estimate("best_by_validation", series, measure)
 
     def _estimate(self, column: str, series: str | None, measure: Measure | None) -> Estimate | None:
-        name, by = self.headline if series is None else series, measure or self.measure
-        rows = [(run.has_found_groups, row) for run in self.runs if (row := run.results(name, by))]
+        name, criterion = self.headline if series is None else series, measure or self.measure
+        rows = [(run.has_found_groups, row) for run in self.runs if (row := run.results(name, criterion))]
         successes_and_values = [
             (success, result) for success, row in rows if math.isfinite(result := getattr(row, column))
         ]
@@ -95,18 +97,18 @@ class RunGroup:
         if value is None:
             return None
         successes, results = zip(*successes_and_values, strict=True)
-        seeds = [run.state for run in (*self.runs, *self.left_out)]
-        clients = int(sum(row.non_finite for _, row in rows)) if column == "last" else 0
-        diverged = []
-        if n := seeds.count("diverged"):
-            diverged.append(f"{n} of {len(seeds)} seeds")
-        if clients:
-            diverged.append(f"{clients} client{'s' * (clients > 1)}")
-        certain = [success for success in successes if success is not None]
+        states = [run.state for run in (*self.runs, *self.unfinished_runs)]
+        client_count = int(sum(row.non_finite for _, row in rows)) if column == "last" else 0
+        diverged_texts = []
+        if n := states.count("diverged"):
+            diverged_texts.append(f"{n} of {len(states)} seeds")
+        if client_count:
+            diverged_texts.append(f"{client_count} client{'s' * (client_count > 1)}")
+        known_successes = [success for success in successes if success is not None]
         return value._replace(
-            modes=find_modes(results, is_loss=by.is_loss, successes=successes),
-            diverged=" and ".join(diverged),
-            groups_found=(sum(certain), len(certain)) if certain else None,
+            modes=find_modes(results, is_loss=criterion.is_loss, successes=successes),
+            diverged=" and ".join(diverged_texts),
+            groups_found=(sum(known_successes), len(known_successes)) if known_successes else None,
         )
 
     def curve(
@@ -118,14 +120,18 @@ class RunGroup:
             Columns ``mean``, ``ci`` (NaN where results are bimodal), ``bytes`` (sent both ways since the
             start) and ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
         """
-        name, by = self.headline if series is None else series, measure or self.measure
-        scores = [run.curve(name, by, who="unseen" if unseen else "counted")["mean"] for run in self.runs]
-        curve = self._without_interval(curve_over_seeds(scores), name, by)
-        sent = [run.sent for run, score in zip(self.runs, scores, strict=True) if len(score)]
-        elapsed = [run.simulated for run, score in zip(self.runs, scores, strict=True) if len(score)]
+        name, criterion = self.headline if series is None else series, measure or self.measure
+        score_curves = [
+            run.curve(name, criterion, group="unseen" if unseen else "counted")["mean"] for run in self.runs
+        ]
+        curve = self._without_interval(curve_over_seeds(score_curves), name, criterion)
+        byte_curves = [run.sent for run, score in zip(self.runs, score_curves, strict=True) if len(score)]
+        time_curves = [
+            run.simulated for run, score in zip(self.runs, score_curves, strict=True) if len(score)
+        ]
         return curve.assign(
-            bytes=curve_over_seeds(sent)["mean"].reindex(curve.index),
-            simulated_seconds=curve_over_seeds(elapsed)["mean"].reindex(curve.index),
+            bytes=curve_over_seeds(byte_curves)["mean"].reindex(curve.index),
+            simulated_seconds=curve_over_seeds(time_curves)["mean"].reindex(curve.index),
         )
 
     def recovery_curve(self) -> pd.DataFrame:
@@ -134,13 +140,17 @@ class RunGroup:
 
     def seed_curves(self, series: str | None = None, measure: Measure | None = None) -> list[pd.Series]:
         """Learning curve of each seed where results are bimodal; empty otherwise."""
-        name, by = self.headline if series is None else series, measure or self.measure
-        curves = [run.curve(name, by)["mean"] for run in self.runs] if self._is_bimodal(name, by) else []
+        name, criterion = self.headline if series is None else series, measure or self.measure
+        curves = (
+            [run.curve(name, criterion)["mean"] for run in self.runs]
+            if self._is_bimodal(name, criterion)
+            else []
+        )
         return [curve for curve in curves if len(curve)]
 
     def _is_bimodal(self, series: str | None, measure: Measure | None) -> bool:
         """Whether the final results of a series, or those that the group is judged by, are bimodal."""
-        return any(found and found.modes for found in (self.final(), self.final(series, measure)))
+        return any(result and result.modes for result in (self.final(), self.final(series, measure)))
 
     def _without_interval(
         self, curve: pd.DataFrame, series: str | None = None, measure: Measure | None = None
@@ -184,12 +194,16 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
     groups: list[RunGroup] = []
     for experiment in dict.fromkeys(record.experiment for record in records):
         runs = [RunStatistics(record) for record in records if record.experiment == experiment]
-        by_settings: dict[str, list[RunStatistics]] = {}
+        runs_by_settings: dict[str, list[RunStatistics]] = {}
         for run in runs:
             key = json.dumps([run.record.method, run.settings, run.record.vary], sort_keys=True)
-            by_settings.setdefault(key, []).append(run)
-        chosen = choose_target([_finished(some) for some in by_settings.values()], target)
-        groups += _label([_group(experiment, some, chosen) for some in by_settings.values()])
+            runs_by_settings.setdefault(key, []).append(run)
+        group_target = choose_target(
+            [_finished(setting_runs) for setting_runs in runs_by_settings.values()], target
+        )
+        groups += _label(
+            [_group(experiment, setting_runs, group_target) for setting_runs in runs_by_settings.values()]
+        )
     return groups
 
 
@@ -201,40 +215,67 @@ def _finished(runs: Sequence[RunStatistics]) -> list[RunStatistics]:
 def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> RunGroup:
     seeds = [run.record.seed for run in runs]
     # A seed twice is the same run twice: counted as two it would narrow the interval over seeds for nothing.
-    by_seed = dict(zip(reversed(seeds), reversed(runs), strict=True))
-    repeated = tuple(seed for seed, n in Counter(seeds).items() if n > 1)
-    first, distinct = runs[0].record, [by_seed[seed] for seed in dict.fromkeys(seeds)]
-    finished, title = _finished(distinct), first.method_title
-    left_out = tuple(run for run in distinct if run not in finished)
+    run_by_seed = dict(zip(reversed(seeds), reversed(runs), strict=True))
+    repeated_seeds = tuple(seed for seed, n in Counter(seeds).items() if n > 1)
+    first_record, distinct_runs = runs[0].record, [run_by_seed[seed] for seed in dict.fromkeys(seeds)]
+    finished_runs, title = _finished(distinct_runs), first_record.method_title
+    unfinished_runs = tuple(run for run in distinct_runs if run not in finished_runs)
     return RunGroup(
-        experiment, first.method, first.vary, title, title, target, tuple(finished), left_out, repeated
+        experiment,
+        first_record.method,
+        first_record.vary,
+        title,
+        title,
+        target,
+        tuple(finished_runs),
+        unfinished_runs,
+        repeated_seeds,
     )
 
 
 def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """Make labels unique: by the method's name, its code, then the settings that differ, at last by a number."""
-    titles = {(group.short, group.method) for group in groups}
-    methods = Counter(short for short, _ in titles)
-    names = [f"{g.short} ({g.method})" if methods[g.short] > 1 else g.short for g in groups]
+    titles = {(group.short_label, group.method) for group in groups}
+    method_counts = Counter(short_label for short_label, _ in titles)
+    names = [
+        f"{g.short_label} ({g.method})" if method_counts[g.short_label] > 1 else g.short_label for g in groups
+    ]
     settings = [group.runs[0].settings for group in groups]
-    labeled: list[RunGroup] = []
-    used: Counter[str] = Counter()
-    for name, own, group in zip(names, settings, groups, strict=True):
-        alike: dict[str, list[dict[str, str]]] = {}
-        for other_name, other, other_group in zip(names, settings, groups, strict=True):
+    labeled_groups: list[RunGroup] = []
+    label_counts: Counter[str] = Counter()
+    for name, own_settings, group in zip(names, settings, groups, strict=True):
+        settings_by_variation: dict[str, list[dict[str, str]]] = {}
+        for other_name, other_settings, other_group in zip(names, settings, groups, strict=True):
             if other_name == name:
-                alike.setdefault(str(other_group.vary), []).append(other)
-        keys = {key for some in alike.values() for one in some for key in one}
-        differing = sorted(k for k in keys if any(len({one.get(k) for one in s}) > 1 for s in alike.values()))
-        code = [key.removeprefix(CODE) for key in differing if key.startswith(CODE)]
-        others = [key for key in differing if not key.startswith(CODE)]
-        named = _name_code(name, group.method, _code_text(code, own, group.method)) if code else name
-        short = ", ".join([named, *(f"{last_part(key)} = {value_text(own.get(key))}" for key in others)])
-        label = f"{short} ({group.variation})" if group.vary else short
-        used[label] += 1
-        label = f"{label} [{used[label]}]" if used[label] > 1 else label
-        labeled.append(replace(group, short=short, label=label))
-    return labeled
+                settings_by_variation.setdefault(str(other_group.vary), []).append(other_settings)
+        keys = {
+            key
+            for same_settings in settings_by_variation.values()
+            for seed_settings in same_settings
+            for key in seed_settings
+        }
+        differing_keys = sorted(
+            k
+            for k in keys
+            if any(
+                len({seed_settings.get(k) for seed_settings in s}) > 1 for s in settings_by_variation.values()
+            )
+        )
+        code_names = [key.removeprefix(CODE) for key in differing_keys if key.startswith(CODE)]
+        other_keys = [key for key in differing_keys if not key.startswith(CODE)]
+        code_label = (
+            _name_code(name, group.method, _code_text(code_names, own_settings, group.method))
+            if code_names
+            else name
+        )
+        short_label = ", ".join(
+            [code_label, *(f"{last_part(key)} = {value_text(own_settings.get(key))}" for key in other_keys)]
+        )
+        label = f"{short_label} ({group.variation})" if group.vary else short_label
+        label_counts[label] += 1
+        label = f"{label} [{label_counts[label]}]" if label_counts[label] > 1 else label
+        labeled_groups.append(replace(group, short_label=short_label, label=label))
+    return labeled_groups
 
 
 def _code_text(names: Sequence[str], settings: Mapping[str, str], method: str) -> str:
@@ -247,10 +288,10 @@ def _code_text(names: Sequence[str], settings: Mapping[str, str], method: str) -
     """
     texts = []
     for name in names:
-        of = "" if name == method else f"of {on_one_line(name)} "
+        owner_text = "" if name == method else f"of {on_one_line(name)} "
         # a description ends with the digest
         words = str(json.loads(settings.get(f"{CODE}{name}", "null")) or "unknown").split()
-        texts.append(f"code {of}{on_one_line(words[-1])[:8]}")
+        texts.append(f"code {owner_text}{on_one_line(words[-1])[:8]}")
     return ", ".join(texts)
 
 

@@ -24,8 +24,8 @@ from .run_statistics import Estimate, RunStatistics, curve_over_seeds, estimate,
 def has_adapters(groups: Sequence[RunGroup]) -> bool:
     """Whether any run has adapters, a language model, or clients with ranks of their own."""
     runs = [run.record for group in groups for run in group.runs]
-    named = ("lora", "language")
-    return any(any(run.section(name) for name in named) or run.ranks for run in runs)
+    section_names = ("lora", "language")
+    return any(any(run.section(name) for name in section_names) or run.ranks for run in runs)
 
 
 def results_by_rank(group: RunGroup, series: str, measure: Measure) -> pd.DataFrame:
@@ -35,16 +35,18 @@ def results_by_rank(group: RunGroup, series: str, measure: Measure) -> pd.DataFr
         Indexed by rank: ``mean`` over the clients of a rank and over seeds, ``ci`` (NaN for one seed), ``n``
         (seeds), and ``least`` and ``most`` (clients of this rank in a seed).
     """
-    seeds = []
+    seed_tables = []
     for run in group.runs:
         values = run.client_values(series, measure)
         ranks = pd.Series(run.record.ranks, dtype=np.float64).reindex(values.index)
-        seeds.append(values.groupby(ranks).agg(["mean", "size"]))
-    by_rank = pd.concat(seeds).groupby(level=0)
-    table = by_rank["mean"].agg(["mean", "std", "size"])
+        seed_tables.append(values.groupby(ranks).agg(["mean", "size"]))
+    rank_groups = pd.concat(seed_tables).groupby(level=0)
+    table = rank_groups["mean"].agg(["mean", "std", "size"])
     ci = [half_width(std, n) for std, n in zip(table["std"], table["size"], strict=True)]
     table = pd.DataFrame({"mean": table["mean"], "ci": np.array(ci, dtype=np.float64), "n": table["size"]})
-    return table.assign(least=by_rank["size"].min(), most=by_rank["size"].max()).sort_index(ascending=False)
+    return table.assign(least=rank_groups["size"].min(), most=rank_groups["size"].max()).sort_index(
+        ascending=False
+    )
 
 
 class RankResults(NamedTuple):
@@ -59,13 +61,17 @@ def list_rank_results(groups: Sequence[RunGroup], measure: Measure) -> list[Rank
     """Results of every series of every group by rank; none unless there are clients of two ranks."""
     if not any(run.record.ranks for group in groups for run in group.runs):
         return []
-    every = [
+    all_results = [
         RankResults(group, name, results_by_rank(group, name, measure))
         for group in groups
         for name in group.series
     ]
-    known = [results for results in every if len(results.table)]
-    return known if len({rank for results in known for rank in results.table.index}) > 1 else []
+    nonempty_results = [results for results in all_results if len(results.table)]
+    return (
+        nonempty_results
+        if len({rank for results in nonempty_results for rank in results.table.index}) > 1
+        else []
+    )
 
 
 def adapter_row(group: RunGroup) -> dict[str, float]:
@@ -76,15 +82,18 @@ def adapter_row(group: RunGroup) -> dict[str, float]:
     series end in a point and its name.
     """
     row: dict[str, float] = {}
-    by_series = {of.series: of.table for of in list_rank_results([group], group.measure)}
-    kind = "loss" if group.measure.is_loss else "accuracy"
+    table_by_series = {results.series: results.table for results in list_rank_results([group], group.measure)}
+    prefix = "loss" if group.measure.is_loss else "accuracy"
     for name in group.series:
-        end = "" if name == group.headline else f".{on_one_line(name)}"
+        suffix = "" if name == group.headline else f".{on_one_line(name)}"
         loss = group.final(name, TEST_LOSS)
         if group.first.predicts_tokens and loss is not None:
-            row[f"perplexity{end}"] = perplexity(loss.mean)
-        if name in by_series:
-            row |= {f"{kind}_rank_{rank:.0f}{end}": mean for rank, mean in by_series[name]["mean"].items()}
+            row[f"perplexity{suffix}"] = perplexity(loss.mean)
+        if name in table_by_series:
+            row |= {
+                f"{prefix}_rank_{rank:.0f}{suffix}": mean
+                for rank, mean in table_by_series[name]["mean"].items()
+            }
     return row
 
 
@@ -96,16 +105,16 @@ def perplexity(loss: float) -> float:
 def format_ranks(run: RunRecord) -> str:
     """The ranks of the clients with how many have each, such as ``8 × 2, 4``; empty if none has one."""
     counts = Counter(run.ranks.values())
-    ordered = sorted(counts.items(), reverse=True)
-    return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in ordered)
+    sorted_counts = sorted(counts.items(), reverse=True)
+    return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in sorted_counts)
 
 
-def reply_values(run: RunStatistics, kind: str) -> pd.DataFrame:
+def reply_values(run: RunStatistics, metric: str) -> pd.DataFrame:
     """What a method reports about each client's reply, rows by round, columns by client; NaN if not finite.
 
-    ``kind`` is ``weights``, p_i of the reply, or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the download.
+    ``metric`` is ``weights``, p_i of the reply, or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the download.
     """
-    table = run.table.of_rounds(kind)
+    table = run.table.of_rounds(metric)
     table = table[[name for name in table if str(name).isdecimal()]].rename(columns=int).sort_index(axis=1)
     return table.where(np.isfinite(table)).dropna(axis=1, how="all")
 
@@ -117,17 +126,21 @@ def server_rank(group: RunGroup) -> tuple[pd.DataFrame, float, float] | None:
         The mean over layers as a curve, and the least and the largest rank of a layer in the last record,
         means over seeds; None if no update began at 0.
     """
-    tracks, last = [], []
+    mean_curves, last_rows = [], []
     for run in group.runs:
         table = run.table.of_rounds("ranks")
         table = table.loc[:, table.iloc[:1].eq(0).all()].dropna(how="all")
         if (table > 0).any(axis=None):
-            tracks.append(table.mean(axis=1))
-            last.append(table.iloc[-1])
-    curve = curve_over_seeds(tracks)
+            mean_curves.append(table.mean(axis=1))
+            last_rows.append(table.iloc[-1])
+    curve = curve_over_seeds(mean_curves)
     if curve.empty:
         return None
-    return curve, float(np.mean([row.min() for row in last])), float(np.mean([row.max() for row in last]))
+    return (
+        curve,
+        float(np.mean([row.min() for row in last_rows])),
+        float(np.mean([row.max() for row in last_rows])),
+    )
 
 
 def energy(group: RunGroup) -> pd.DataFrame:
@@ -139,7 +152,10 @@ def discarded_share(group: RunGroup) -> pd.DataFrame:
     """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
     totals = [(_total(run, "energy"), _total(run, "discarded")) for run in group.runs]
     # 0 of nothing is 0.
-    curve = curve_over_seeds(lost / (kept + lost).replace(0.0, 1.0) for kept, lost in totals)
+    curve = curve_over_seeds(
+        discarded_energy / (kept_energy + discarded_energy).replace(0.0, 1.0)
+        for kept_energy, discarded_energy in totals
+    )
     return curve if (curve["mean"] > 0).any() else curve.iloc[:0]
 
 
@@ -151,8 +167,8 @@ def training_losses(group: RunGroup) -> dict[str, pd.DataFrame]:
     return {name: curve for name, curve in curves.items() if len(curve)}
 
 
-def _total(run: RunStatistics, kind: str) -> pd.Series:
-    return run.table.of_rounds(kind).sum(axis=1, skipna=False)
+def _total(run: RunStatistics, metric: str) -> pd.Series:
+    return run.table.of_rounds(metric).sum(axis=1, skipna=False)
 
 
 class RankCurve(NamedTuple):
@@ -193,16 +209,16 @@ def rank_curves(group: RunGroup) -> dict[str, RankCurve]:
         if all(name in table and table[name].notna().all() and table[name].iloc[0] > 0 for table in tables):
             percent = curve_over_seeds([100 * table[name] / table[name].iloc[0] for table in tables])
             if len(percent):
-                first = float(np.mean([table[name].iloc[0] for table in tables]))
-                last = float(np.mean([table.at[percent.index[-1], name] for table in tables]))
-                curves[name] = RankCurve(percent, first, last)
+                first_rank = float(np.mean([table[name].iloc[0] for table in tables]))
+                last_rank = float(np.mean([table.at[percent.index[-1], name] for table in tables]))
+                curves[name] = RankCurve(percent, first_rank, last_rank)
     return curves
 
 
 def last_ranks(group: RunGroup) -> dict[str, float]:
     """Rank of every low-rank weight in the last record that has ranks, mean over the seeds that have it."""
-    last = [table.iloc[-1] for run in group.runs if len(table := run.table.of_rounds("ranks"))]
-    means = pd.DataFrame(last).mean().dropna()
+    last_rows = [table.iloc[-1] for run in group.runs if len(table := run.table.of_rounds("ranks"))]
+    means = pd.DataFrame(last_rows).mean().dropna()
     return {str(name): float(mean) for name, mean in means.items()}
 
 

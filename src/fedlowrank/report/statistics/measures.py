@@ -23,7 +23,7 @@ class Measure:
     """A number that every evaluation has for every client."""
 
     name: Literal["accuracy", "loss"]  # in :class:`fedlowrank.results.measurements.Measurements`
-    noun: str  # name in a sentence, such as ``test accuracy``
+    sentence_name: str  # name in a sentence, such as ``test accuracy``
     title: str  # name in a heading
     unit: str = ""  # in which it is shown; empty for none
     scale: float = 1.0  # factor to that unit
@@ -41,7 +41,7 @@ class Measure:
     @property
     def axis_label(self) -> str:
         """Noun with unit."""
-        return f"{self.noun} / {self.unit}" if self.unit else self.noun
+        return f"{self.sentence_name} / {self.unit}" if self.unit else self.sentence_name
 
     @property
     def heading(self) -> str:
@@ -71,8 +71,10 @@ class Measure:
     def format_gap(self, mean: float, low: float, high: float) -> str:
         """A difference and its interval without unit, such as ``−1.90 [−3.41, −0.39]``."""
         sign = "+" if mean > 0 else ""
-        ends = "" if math.isnan(low) else f" [{self.format_number(low)}, {self.format_number(high)}]"
-        return MISSING if math.isnan(mean) else format_signed(f"{sign}{self.format_number(mean)}{ends}")
+        interval_text = "" if math.isnan(low) else f" [{self.format_number(low)}, {self.format_number(high)}]"
+        return (
+            MISSING if math.isnan(mean) else format_signed(f"{sign}{self.format_number(mean)}{interval_text}")
+        )
 
     def cost(self, value: float) -> float:
         """A sort key that puts the best value first."""
@@ -82,8 +84,8 @@ class Measure:
         """The column of the CSV for a statistic; columns of accuracy are shorter because they came first."""
         if self.is_loss:
             return f"loss_{name}"
-        longer = ("last", "last_weighted", "unseen", "std_unseen")
-        return f"accuracy_{name}" if name in longer else name
+        long_names = ("last", "last_weighted", "unseen", "std_unseen")
+        return f"accuracy_{name}" if name in long_names else name
 
 
 TEST_ACCURACY = Measure("accuracy", "test accuracy", "Accuracy", "%", 100.0)

@@ -18,9 +18,9 @@ class Modes(NamedTuple):
     """Two groups of seeds: those that succeed and those that fail."""
 
     n: int  # seeds
-    reached: int  # those of the better group
+    success_count: int  # those of the better group
     bound: float  # worst result of the better group
-    rest: float  # best result of the worse group
+    failure_bound: float  # best result of the worse group
 
 
 def find_modes(
@@ -45,17 +45,21 @@ def find_modes(
         return None
     sign = -1.0 if is_loss else 1.0
     order = np.argsort(sign * np.asarray(values))[::-1]
-    best = sign * np.asarray(values)[order]
-    gaps = best[:-1] - best[1:]
-    reached = int(gaps.argmax()) + 1
-    good, bad, gap = best[:reached], best[reached:], float(gaps.max())
-    least = abs(float(good.mean())) if is_loss else LEAST_GAP
-    spread = max(float(np.ptp(good)), float(np.ptp(bad)))
-    if gap <= 0 or gap < least or gap < GAP_TO_SPREAD * spread:
+    sorted_values = sign * np.asarray(values)[order]
+    gaps = sorted_values[:-1] - sorted_values[1:]
+    success_count = int(gaps.argmax()) + 1
+    better_values, worse_values, gap = (
+        sorted_values[:success_count],
+        sorted_values[success_count:],
+        float(gaps.max()),
+    )
+    min_gap = abs(float(better_values.mean())) if is_loss else LEAST_GAP
+    max_range = max(float(np.ptp(better_values)), float(np.ptp(worse_values)))
+    if gap <= 0 or gap < min_gap or gap < GAP_TO_SPREAD * max_range:
         return None
     if len(values) < MIN_SEEDS:
         if len(successes) != len(values):
             return None
-        if [successes[i] for i in order] != [True] * reached + [False] * len(bad):
+        if [successes[i] for i in order] != [True] * success_count + [False] * len(worse_values):
             return None
-    return Modes(len(values), reached, float(sign * good[-1]), float(sign * bad[0]))
+    return Modes(len(values), success_count, float(sign * better_values[-1]), float(sign * worse_values[0]))

@@ -12,7 +12,7 @@ import pandas as pd
 from ...results.records import RunRecord
 from .groups import RunGroup
 from .measures import Measure
-from .run_statistics import Estimate, RunStatistics, result_place
+from .run_statistics import Estimate, RunStatistics, result_sort_key
 from .significance import ALPHA, Difference, compare_over_clients, compare_over_seeds, correct_holm
 
 
@@ -43,7 +43,7 @@ class Family:
     text: str  # what is varied, with its value; empty if nothing is
     measure: Measure
     ranked: tuple[tuple[RunGroup, Estimate], ...]  # groups that have a result, the best first
-    others: tuple[Versus, ...]  # all of them but the best, in the same order
+    comparisons: tuple[Versus, ...]  # all of them but the best, in the same order
     pairs: int = 0  # tests of any two groups, for which p is corrected
 
     @property
@@ -54,20 +54,26 @@ class Family:
     @property
     def not_worse(self) -> list[RunGroup]:
         """The best group and those not significantly worse; groups without a test are left out."""
-        return [group for group, _ in self.ranked[:1]] + [one.group for one in self.others if one.is_open]
+        return [group for group, _ in self.ranked[:1]] + [
+            comparison.group for comparison in self.comparisons if comparison.is_open
+        ]
 
     @property
     def test(self) -> str:
         """Names the test, its number of pairs and the correction; empty without a test."""
-        tested = [one.difference for one in self.others if one.difference and one.p == one.p]
-        texts = list(dict.fromkeys(_name_test(one) for one in tested))
-        holm = f", p corrected by Holm for all {self.pairs} pairs" if self.pairs > 1 else ""
-        return f"{' or '.join(texts)}{holm}" if texts else ""
+        differences = [pair.difference for pair in self.comparisons if pair.difference and pair.p == pair.p]
+        texts = list(dict.fromkeys(_name_test(pair) for pair in differences))
+        correction_text = f", p corrected by Holm for all {self.pairs} pairs" if self.pairs > 1 else ""
+        return f"{' or '.join(texts)}{correction_text}" if texts else ""
 
     @property
     def is_over_clients(self) -> bool:
         """Whether any test is over the clients of one seed."""
-        return any(one.difference.over == "clients" for one in self.others if one.difference)
+        return any(
+            comparison.difference.pair_unit == "clients"
+            for comparison in self.comparisons
+            if comparison.difference
+        )
 
 
 def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequence[RunGroup]) -> Family:
@@ -83,17 +89,21 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
         groups: those to compare.
     """
     results = [(group, result) for group in groups if (result := group.final(measure=measure))]
-    ranked = tuple(sorted(results, key=lambda pair: result_place(measure, pair[1])))
-    gaps = [
-        None if result.diverged else _difference(group, ranked[0][0], measure) for group, result in ranked[1:]
+    ranked_results = tuple(sorted(results, key=lambda pair: result_sort_key(measure, pair[1])))
+    differences = [
+        None if result.diverged else _difference(group, ranked_results[0][0], measure)
+        for group, result in ranked_results[1:]
     ]
-    tested = sum(gap is not None and gap.p == gap.p for gap in gaps)
-    pairs = tested * (tested + 1) // 2
-    corrected = correct_holm([gap.p if gap else math.nan for gap in gaps], pairs)
-    others = tuple(
-        Versus(group, gap, p) for (group, _), gap, p in zip(ranked[1:], gaps, corrected, strict=True)
+    test_count = sum(difference is not None and difference.p == difference.p for difference in differences)
+    pairs = test_count * (test_count + 1) // 2
+    corrected_p = correct_holm(
+        [difference.p if difference else math.nan for difference in differences], pairs
     )
-    return Family(experiment, text, measure, ranked, others, pairs)
+    comparisons = tuple(
+        Versus(group, difference, p)
+        for (group, _), difference, p in zip(ranked_results[1:], differences, corrected_p, strict=True)
+    )
+    return Family(experiment, text, measure, ranked_results, comparisons, pairs)
 
 
 def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -101,42 +111,46 @@ def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str
     columns: dict[tuple[str, str], dict[str, Any]] = {}
     for family in families:
         labels = [group.label for group in family.not_worse]
-        for one in family.others:
-            gap = one.difference
-            columns[one.group.experiment, one.group.label] = {
+        for comparison in family.comparisons:
+            gap = comparison.difference
+            columns[comparison.group.experiment, comparison.group.label] = {
                 "difference_best": gap.mean if gap else None,
                 "difference_best_low": gap.low if gap else None,
                 "difference_best_high": gap.high if gap else None,
-                "p_best_holm": one.p,
-                "paired_over": gap.over if gap else None,
+                "p_best_holm": comparison.p,
+                "paired_over": gap.pair_unit if gap else None,
                 "pairs": gap.n if gap else None,
-                "not_worse": int(one.group.label in labels) if one.p == one.p else None,
+                "not_worse": int(comparison.group.label in labels) if comparison.p == comparison.p else None,
             }
         if family.best:
             columns[family.best.experiment, family.best.label] = {"not_worse": 1}
     return columns
 
 
-def paired_differences(one: RunGroup, other: RunGroup, measure: Measure) -> list[pd.Series]:
+def paired_differences(group: RunGroup, reference: RunGroup, measure: Measure) -> list[pd.Series]:
     """Differences ``one - other`` of each client, for each seed whose clients are the same in both groups.
 
     Clients that count in no mean, and those without a finite result in both groups, are left out, and so are seeds
     of which one run is at another round than the other and did not finish.
     """
-    by_seed = {run.record.seed: run for run in other.runs}
+    by_seed = {run.record.seed: run for run in reference.runs}
     differences = []
-    for run in one.runs:
-        twin = by_seed.get(run.record.seed)
-        if twin is not None and _clients(run.record) == _clients(twin.record) and _are_level(run, twin):
-            gaps = _results(one, run, measure) - _results(other, twin, measure)
+    for run in group.runs:
+        reference_run = by_seed.get(run.record.seed)
+        if (
+            reference_run is not None
+            and _clients(run.record) == _clients(reference_run.record)
+            and _are_level(run, reference_run)
+        ):
+            gaps = _results(group, run, measure) - _results(reference, reference_run, measure)
             differences.append(gaps.dropna())
     return [gaps for gaps in differences if len(gaps)]
 
 
-def _are_level(one: RunStatistics, other: RunStatistics) -> bool:
+def _are_level(first: RunStatistics, second: RunStatistics) -> bool:
     """Whether both runs finished, maybe by patience, or were last evaluated after the same round."""
-    ends = [run.table.evaluated_rounds[-1:] for run in (one, other)]
-    return one.state == other.state == "finished" or ends[0] == ends[1]
+    last_rounds = [run.table.evaluated_rounds[-1:] for run in (first, second)]
+    return first.state == second.state == "finished" or last_rounds[0] == last_rounds[1]
 
 
 def _results(group: RunGroup, run: RunStatistics, measure: Measure) -> pd.Series:
@@ -149,8 +163,8 @@ def _clients(run: RunRecord) -> tuple[Any, ...]:
     return sizes, run.config.get("fingerprint")
 
 
-def _difference(one: RunGroup, best: RunGroup, measure: Measure) -> Difference | None:
-    gaps = paired_differences(one, best, measure)
+def _difference(group: RunGroup, best: RunGroup, measure: Measure) -> Difference | None:
+    gaps = paired_differences(group, best, measure)
     if len(gaps) > 1:
         return compare_over_seeds([gap.mean() for gap in gaps])
     return compare_over_clients(gaps[0]) if gaps else None
@@ -158,7 +172,7 @@ def _difference(one: RunGroup, best: RunGroup, measure: Measure) -> Difference |
 
 def _name_test(gap: Difference) -> str:
     if gap.n > 1 and math.isnan(gap.low):
-        return f"sign test over {gap.n} {gap.over} with equal differences, which give no interval"
-    if gap.over == "seeds":
+        return f"sign test over {gap.n} {gap.pair_unit} with equal differences, which give no interval"
+    if gap.pair_unit == "seeds":
         return f"paired t-test over {gap.n} seeds, each the mean over its clients"
     return f"Wilcoxon signed-rank test and bootstrap interval over the {gap.n} clients of one seed"

@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from ...core.io.text import on_one_line
-from ...results.measurements import COSTS, Measurements, Who, mean_over_clients
+from ...results.measurements import COSTS, ClientGroup, Measurements, mean_over_clients
 from ...results.ranking import ROUNDING, find_best
 from ...results.records import RoundRecord, RunRecord, describe_missing
 from .chosen_clusters import Collapse, find_collapse, finds_all_groups
@@ -88,13 +88,13 @@ class SeriesResults(NamedTuple):
 def format_estimate(measure: Measure, value: Estimate) -> str:
     """A result over seeds without its unit: ``93.12 ± 1.10``, or of two groups of seeds ``4 of 5 ≥ 92.50``."""
     if modes := value.modes:
-        text = format_successes(measure, modes.reached, modes.n, modes.bound)
+        text = format_successes(measure, modes.success_count, modes.n, modes.bound)
     else:
         text = measure.format_pair(value.mean, value.ci)
     return f"{text} ({value.diverged} diverged)" if value.diverged else text
 
 
-def result_place(measure: Measure, value: Estimate) -> tuple[bool, float]:
+def result_sort_key(measure: Measure, value: Estimate) -> tuple[bool, float]:
     """A sort key that puts the best result first, and results with diverged seeds or clients last.
 
     The mean over the other seeds and clients may be too good.
@@ -102,10 +102,10 @@ def result_place(measure: Measure, value: Estimate) -> tuple[bool, float]:
     return bool(value.diverged), measure.cost(value.mean)
 
 
-def format_successes(measure: Measure, reached: int, seeds: int, bound: float) -> str:
+def format_successes(measure: Measure, success_count: int, seed_count: int, bound: float) -> str:
     """How many seeds succeed, and their worst result without its unit, such as ``4 of 5 ≥ 92.50``."""
     sign = "≤" if measure.is_loss else "≥"
-    return f"{reached} of {seeds} {sign} {measure.format_number(bound)}"
+    return f"{success_count} of {seed_count} {sign} {measure.format_number(bound)}"
 
 
 def half_width(std: Any, n: int) -> Any:
@@ -122,19 +122,25 @@ def estimate(values: Iterable[float]) -> Estimate | None:
     return Estimate(len(x), float(x.mean()), float(x.std()), float(half_width(x.std(), len(x))))
 
 
-def curve_over_seeds(tracks: Iterable[pd.Series]) -> pd.DataFrame:
+def curve_over_seeds(curves: Iterable[pd.Series]) -> pd.DataFrame:
     """Mean over seeds and half-width of its 95 % interval at the rounds that all seeds have.
 
     Args:
-        tracks: values by round, one series a seed; what is not finite is left out, and so are empty ones.
+        curves: values by round, one series a seed; what is not finite is left out, and so are empty ones.
 
     Returns:
         Columns ``mean`` and ``ci`` (NaN for one seed), indexed by round; empty without seeds.
     """
-    finite = (track[np.isfinite(track.astype(float))] for track in tracks)
-    known = [track for track in finite if len(track)]
-    table = pd.concat(known, axis=1, join="inner").sort_index() if known else pd.DataFrame(dtype=np.float64)
-    return pd.DataFrame({"mean": table.mean(axis=1), "ci": half_width(table.std(axis=1), len(known))})
+    finite_curves = (curve[np.isfinite(curve.astype(float))] for curve in curves)
+    nonempty_curves = [curve for curve in finite_curves if len(curve)]
+    table = (
+        pd.concat(nonempty_curves, axis=1, join="inner").sort_index()
+        if nonempty_curves
+        else pd.DataFrame(dtype=np.float64)
+    )
+    return pd.DataFrame(
+        {"mean": table.mean(axis=1), "ci": half_width(table.std(axis=1), len(nonempty_curves))}
+    )
 
 
 def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
@@ -142,9 +148,9 @@ def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
     costs: dict[str, float] = {name: sum(getattr(record, name) for record in records) for name in COSTS}
     for kind in dict.fromkeys(kind for record in records for kind in record.seconds):
         costs[f"seconds_{kind}"] = math.fsum(record.seconds.get(kind, 0.0) for record in records)
-    simulated = [r.simulated_seconds for r in records if r.simulated_seconds is not None]
-    if simulated:
-        costs["simulated_seconds"] = math.fsum(simulated)
+    simulated_seconds = [r.simulated_seconds for r in records if r.simulated_seconds is not None]
+    if simulated_seconds:
+        costs["simulated_seconds"] = math.fsum(simulated_seconds)
     return costs
 
 
@@ -188,26 +194,26 @@ class RunStatistics:
     @cached_property
     def sent(self) -> pd.Series:
         """Bytes sent both ways since the start, by round."""
-        up, down = (self.table.of_rounds(name)[""] for name in ("bytes_up", "bytes_down"))
-        return (up + down).cumsum()
+        bytes_up, bytes_down = (self.table.of_rounds(name)[""] for name in ("bytes_up", "bytes_down"))
+        return (bytes_up + bytes_down).cumsum()
 
     @cached_property
     def simulated(self) -> pd.Series:
         """Simulated seconds since the start, by round; empty without a simulated clock."""
-        taken = self.table.of_rounds("simulated_seconds")
-        if taken.empty:
+        seconds = self.table.of_rounds("simulated_seconds")
+        if seconds.empty:
             return pd.Series(dtype=np.float64)
-        return taken[""].reindex([record.round for record in self.record.rounds]).fillna(0.0).cumsum()
+        return seconds[""].reindex([record.round for record in self.record.rounds]).fillna(0.0).cumsum()
 
     @cached_property
-    def _curves(self) -> dict[tuple[str, str, str, Who], pd.DataFrame]:
+    def _curves(self) -> dict[tuple[str, str, str, ClientGroup], pd.DataFrame]:
         return {}
 
     def curve(
-        self, series: str | None, measure: Measure, split: str = "test", *, who: Who = "counted"
+        self, series: str | None, measure: Measure, split: str = "test", *, group: ClientGroup = "counted"
     ) -> pd.DataFrame:  # fmt: skip
         """Statistics of one series over clients, by round: see :func:`fedlowrank.results.measurements.summarize`."""
-        key = measure.name, series or "", split, who
+        key = measure.name, series or "", split, group
         if key not in self._curves:
             self._curves[key] = self.table.over_clients(*key)
         return self._curves[key]
@@ -223,8 +229,8 @@ class RunStatistics:
         for name in self.table.metrics:
             for series in self.table.series(name):
                 values = self.table.of_clients(name, series, "test").iloc[-1]
-                counted = values[self.table.who("counted", len(values))].dropna()
-                mean = mean_over_clients(counted)
+                counted_values = values[self.table.select_clients("counted", len(values))].dropna()
+                mean = mean_over_clients(counted_values)
                 if mean is not None:
                     metrics[name, series] = math.inf if math.isnan(mean) else mean
         return metrics
@@ -250,46 +256,49 @@ class RunStatistics:
 
     def results(self, series: str | None, measure: Measure) -> SeriesResults | None:
         """Statistics of a series at the rounds that a report may choose; None if it was never evaluated."""
-        test = self.curve(series, measure)
-        if test.empty:
+        test_curve = self.curve(series, measure)
+        if test_curve.empty:
             return None
-        last, at = test.iloc[-1], test.index[-1]
+        last_row, last_round = test_curve.iloc[-1], test_curve.index[-1]
         # a round at which a client diverged is not better for it
-        worst = math.inf if measure.is_loss else -math.inf
-        means, whole = test["mean"], test["mean"].where(test["non_finite"] == 0, worst)
-        trained = means[means.index > 0]
+        worst_value = math.inf if measure.is_loss else -math.inf
+        means, finite_means = (
+            test_curve["mean"],
+            test_curve["mean"].where(test_curve["non_finite"] == 0, worst_value),
+        )
+        trained_means = means[means.index > 0]
         validation_curve = self.curve(series, measure, "val")
-        validation = validation_curve["mean"].where(validation_curve["non_finite"] == 0, worst)
+        validation = validation_curve["mean"].where(validation_curve["non_finite"] == 0, worst_value)
         validation = validation.reindex(means.index).dropna()
-        place = find_best(validation, lower_is_better=measure.is_loss)
-        best_round = math.nan if place is None else validation.index[place]
-        unseen = self.curve(series, measure, who="unseen")
-        is_unseen = at in unseen.index
+        index = find_best(validation, lower_is_better=measure.is_loss)
+        best_round = math.nan if index is None else validation.index[index]
+        unseen_curve = self.curve(series, measure, group="unseen")
+        is_unseen = last_round in unseen_curve.index
         return SeriesResults(
-            round=at,
-            last=last["mean"],
-            std_clients=last["std"],
-            last_weighted=last["weighted"],
-            worst_tenth=last["worst"],
-            clients=last["clients"],
-            without=last["without"],
-            not_evaluated=last["not_evaluated"],
-            non_finite=last["non_finite"],
-            last_ten=(means if trained.empty else trained).tail(LAST_EVALUATIONS).mean(),
-            best_test=means.iloc[find_best(whole, lower_is_better=measure.is_loss) or 0],
+            round=last_round,
+            last=last_row["mean"],
+            std_clients=last_row["std"],
+            last_weighted=last_row["weighted"],
+            worst_tenth=last_row["worst"],
+            clients=last_row["clients"],
+            without=last_row["without"],
+            not_evaluated=last_row["not_evaluated"],
+            non_finite=last_row["non_finite"],
+            last_ten=(means if trained_means.empty else trained_means).tail(LAST_EVALUATIONS).mean(),
+            best_test=means.iloc[find_best(finite_means, lower_is_better=measure.is_loss) or 0],
             best_round=best_round,
-            best_by_validation=math.nan if place is None else means[best_round],
-            unseen=unseen.loc[at, "mean"] if is_unseen else math.nan,
-            std_unseen=unseen.loc[at, "std"] if is_unseen else math.nan,
+            best_by_validation=math.nan if index is None else means[best_round],
+            unseen=unseen_curve.loc[last_round, "mean"] if is_unseen else math.nan,
+            std_unseen=unseen_curve.loc[last_round, "std"] if is_unseen else math.nan,
         )
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
         """Finite results of the clients that count in means, by client, at the last evaluated round."""
-        test = self.curve(series, measure)
-        if test.empty:
+        test_curve = self.curve(series, measure)
+        if test_curve.empty:
             return pd.Series(dtype=np.float64)
-        row = pd.Series(self.table.row(test.index[-1], measure.name, series or "", "test"))
-        return row[np.isfinite(row) & row.index.isin(self.table.who("counted", len(row)))]
+        row = pd.Series(self.table.row(test_curve.index[-1], measure.name, series or "", "test"))
+        return row[np.isfinite(row) & row.index.isin(self.table.select_clients("counted", len(row)))]
 
     @cached_property
     def costs(self) -> dict[str, float]:
@@ -307,11 +316,11 @@ class RunStatistics:
         None without a target, and if it was never reached.
         """
         means = self.curve(self.headline, TEST_ACCURACY)["mean"]
-        reached = means.index[means >= (math.inf if target is None else target - ROUNDING)]
-        if reached.empty:
+        reached_rounds = means.index[means >= (math.inf if target is None else target - ROUNDING)]
+        if reached_rounds.empty:
             return None
-        records = [record for record in self.record.rounds if record.round <= reached[0]]
-        return {"round": int(reached[0]), **total_costs(records)}
+        records = [record for record in self.record.rounds if record.round <= reached_rounds[0]]
+        return {"round": int(reached_rounds[0]), **total_costs(records)}
 
     @property
     def state(self) -> str:
@@ -321,20 +330,22 @@ class RunStatistics:
     @property
     def status(self) -> str:
         """What is wrong with the run; empty for a finished one that was evaluated."""
-        parts, state = [], self.state
+        problems, state = [], self.state
         if state != "finished":
-            trained = self.record.rounds[-1].round if self.record.rounds else 0
-            parts.append(f"{state} at round {self.record.status.get('rounds', trained)}")
+            last_round = self.record.rounds[-1].round if self.record.rounds else 0
+            problems.append(f"{state} at round {self.record.status.get('rounds', last_round)}")
         if self.record.missing:
-            parts.append(f"{describe_missing(self.record.missing)}, and costs are without them")
+            problems.append(f"{describe_missing(self.record.missing)}, and costs are without them")
         measure = self.measure or TEST_ACCURACY
-        scored = self.curve(self.headline, measure)
-        if scored.empty:
-            parts.append("no evaluation")
-        elif scored.index[-1] < self.table.of_clients(measure.name, self.headline or "", "test").index[-1]:
-            noun = measure.noun if measure.is_loss else "accuracy"
-            parts.append(f"no finite {noun} after round {scored.index[-1]}")
-        return ", ".join(parts)
+        score_curve = self.curve(self.headline, measure)
+        if score_curve.empty:
+            problems.append("no evaluation")
+        elif (
+            score_curve.index[-1] < self.table.of_clients(measure.name, self.headline or "", "test").index[-1]
+        ):
+            measure_name = measure.sentence_name if measure.is_loss else "accuracy"
+            problems.append(f"no finite {measure_name} after round {score_curve.index[-1]}")
+        return ", ".join(problems)
 
     @property
     def own_target(self) -> float | None:
@@ -359,9 +370,9 @@ def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str,
     empty where a seed's mean is not finite.
     """
     row: dict[str, float | None] = {}
-    for (name, series), end in list_metrics(runs, headline).items():
+    for (name, series), suffix in list_metrics(runs, headline).items():
         values = [run.last_metrics[name, series] for run in runs if (name, series) in run.last_metrics]
         interval = estimate(values) if np.isfinite(values).all() else None
-        row[f"metric_{name}{end}"] = interval.mean if interval else None
-        row[f"metric_{name}_ci95_seeds{end}"] = interval.ci if interval else None
+        row[f"metric_{name}{suffix}"] = interval.mean if interval else None
+        row[f"metric_{name}_ci95_seeds{suffix}"] = interval.ci if interval else None
     return row

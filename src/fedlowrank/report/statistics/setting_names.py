@@ -37,20 +37,20 @@ def settings_of(run: RunRecord) -> dict[str, str]:
     for name, model in run.section("models").items():
         text = f"{model['parameters']:,} parameters" if "parameters" in model else ""
         _flatten(f"models.{name}", f"{text} [{_digest(model.get('layers'))}]".lstrip(), settings)
-    left_out = (*NOT_SETTINGS, *STORAGE_SETTINGS)
-    return {key: value for key, value in settings.items() if key not in left_out}
+    excluded_keys = (*NOT_SETTINGS, *STORAGE_SETTINGS)
+    return {key: value for key, value in settings.items() if key not in excluded_keys}
 
 
 def _digest(value: object) -> str:
     return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=2).hexdigest()
 
 
-def _flatten(prefix: str, value: object, into: dict[str, str]) -> None:
+def _flatten(prefix: str, value: object, settings: dict[str, str]) -> None:
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _flatten(f"{prefix}.{key}", inner, into)
+        for key, inner_value in value.items():
+            _flatten(f"{prefix}.{key}", inner_value, settings)
     else:
-        into[prefix] = json.dumps(value, sort_keys=True)
+        settings[prefix] = json.dumps(value, sort_keys=True)
 
 
 def vary_text(vary: Sequence[tuple[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from ...results.measurements import Floats
 CONFIDENCE = 0.95  # of every interval of a report
 ALPHA = 1 - CONFIDENCE  # a corrected p-value below it is called significant
 RESAMPLES = 9999  # of the bootstrap over clients
-Over = Literal["seeds", "clients"]
+PairUnit = Literal["seeds", "clients"]
 
 
 class Difference(NamedTuple):
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
     high: float
     p: float  # two-sided; NaN if there are fewer than two pairs
     n: int  # number of pairs
-    over: Over  # what the pairs are
+    pair_unit: PairUnit  # what the pairs are
 
 
 def compare_over_seeds(differences: ArrayLike) -> Difference:
@@ -101,10 +101,10 @@ def correct_holm(p_values: Sequence[float], comparisons: int = 0) -> list[float]
     """
     p = np.asarray(p_values, dtype=np.float64)
     order = [i for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
-    corrected = np.full(len(p), math.nan)
+    corrected_p = np.full(len(p), math.nan)
     factors = max(comparisons, len(order)) - np.arange(len(order))
-    corrected[order] = np.minimum(1.0, np.maximum.accumulate(factors * p[order])) if order else ()
-    return [float(value) for value in corrected]
+    corrected_p[order] = np.minimum(1.0, np.maximum.accumulate(factors * p[order])) if order else ()
+    return [float(value) for value in corrected_p]
 
 
 def _is_constant(x: Floats) -> bool:
@@ -113,10 +113,10 @@ def _is_constant(x: Floats) -> bool:
     return bool(np.ptp(x) <= max(1e-12, 1e-9 * np.abs(x).max()))
 
 
-def _without_spread(x: Floats, over: Over) -> Difference:
+def _without_spread(x: Floats, unit: PairUnit) -> Difference:
     """The comparison of pairs that all differ by the same amount."""
     mean, n = float(x.mean()), len(x)
     # by the tolerance of the spread, so that rounding is no difference
     if abs(mean) <= 1e-12:
-        return Difference(mean, mean, mean, 1.0, n, over)
-    return Difference(mean, math.nan, math.nan, 2.0 * 0.5**n, n, over)
+        return Difference(mean, mean, mean, 1.0, n, unit)
+    return Difference(mean, math.nan, math.nan, 2.0 * 0.5**n, n, unit)

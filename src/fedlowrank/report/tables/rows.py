@@ -57,8 +57,8 @@ def _identity(group: RunGroup) -> Row:
         "clients_without_test": _common(results["without"].astype(int)),
         "clients_not_finite": _common(results["non_finite"].astype(int)),
         "last_round": _common(results["round"].astype(int)),
-        "judged_by": group.measure.noun if len(results) else None,
-        "clients_unseen": _common(len(run.record.measurements.flagged("unseen")) for run in runs),
+        "judged_by": group.measure.sentence_name if len(results) else None,
+        "clients_unseen": _common(len(run.record.measurements.flagged_ids("unseen")) for run in runs),
     }
 
 
@@ -69,8 +69,8 @@ def _clusters(group: RunGroup) -> Row:
         "recovery": recovery.mean if recovery else None,
         "recovery_ci95_seeds": recovery.ci if recovery else None,
     }
-    if any(hostile := [len(run.record.measurements.flagged("hostile")) for run in group.runs]):
-        row["clients_hostile"] = _common(hostile)
+    if any(hostile_counts := [len(run.record.measurements.flagged_ids("hostile")) for run in group.runs]):
+        row["clients_hostile"] = _common(hostile_counts)
     if (final := group.final()) and final.groups_found:
         row["groups_found_seeds"], row["groups_known_seeds"] = final.groups_found
     return row
@@ -89,36 +89,38 @@ def _costs(group: RunGroup) -> Row:
 
 def _costs_to_target(group: RunGroup) -> Row:
     """Mean costs until the target was reached; none unless every evaluated seed reached it."""
-    reached = [cost for run in group.runs if (cost := run.costs_to(group.target.value)) is not None]
-    counted = reached if reached and len(reached) == len(group.headline_results) else []
+    target_costs = [cost for run in group.runs if (cost := run.costs_to(group.target.value)) is not None]
+    complete_costs = target_costs if target_costs and len(target_costs) == len(group.headline_results) else []
     return {
         "target": group.target.value,
         "target_source": group.target.source,
-        "target_reached_seeds": len(reached),
-        "target_round": _mean(cost["round"] for cost in counted),
-        "target_bytes": _mean(_both_ways(cost, "bytes") for cost in counted),
-        "target_parameters": _mean(_both_ways(cost, "parameters") for cost in counted),
-        "target_flops": _mean(cost["flops"] for cost in counted),
-        "target_steps": _mean(cost["steps"] for cost in counted),
+        "target_reached_seeds": len(target_costs),
+        "target_round": _mean(cost["round"] for cost in complete_costs),
+        "target_bytes": _mean(_both_ways(cost, "bytes") for cost in complete_costs),
+        "target_parameters": _mean(_both_ways(cost, "parameters") for cost in complete_costs),
+        "target_flops": _mean(cost["flops"] for cost in complete_costs),
+        "target_steps": _mean(cost["steps"] for cost in complete_costs),
         # Evaluation is part of measuring, not of the method.
-        "target_seconds": _mean(sum(cost.get(kind, 0.0) for kind in WORK) for cost in counted),
-        "target_simulated_seconds": _mean(cost.get("simulated_seconds") for cost in counted),
+        "target_seconds": _mean(sum(cost.get(kind, 0.0) for kind in WORK) for cost in complete_costs),
+        "target_simulated_seconds": _mean(cost.get("simulated_seconds") for cost in complete_costs),
     }
 
 
 def _paper(group: RunGroup, accuracy: float | None) -> Row:
     """Ranks at the end, the paper's numbers beside an accuracy, and runs that are not finished."""
-    first, ranks = group.first, last_ranks(group)
+    first_run, ranks = group.first, last_ranks(group)
     sections = ("accuracy", "communication", "parameters", "score")
-    has_paper = any(first.section("reference", name) for name in sections)
-    runs = (*group.runs, *group.left_out)
-    status = [f"seed {run.record.seed}: " * (len(runs) > 1) + run.status for run in runs if run.status]
+    has_paper = any(first_run.section("reference", name) for name in sections)
+    runs = (*group.runs, *group.unfinished_runs)
+    statuses = [f"seed {run.record.seed}: " * (len(runs) > 1) + run.status for run in runs if run.status]
     return {
         "ranks_last": json.dumps(ranks) if ranks else None,
-        "reference": _reference_source(first) if has_paper else None,
+        "reference": _reference_source(first_run) if has_paper else None,
         **_reference(group, group.headline, accuracy, ""),
-        "reference_communication_gb": _number(first.section("reference", "communication").get(group.method)),
-        "status": "; ".join(status) or None,
+        "reference_communication_gb": _number(
+            first_run.section("reference", "communication").get(group.method)
+        ),
+        "status": "; ".join(statuses) or None,
     }
 
 
@@ -141,7 +143,7 @@ def _results(group: RunGroup, measure: Measure) -> Row:
         "ci95_seeds": final.ci if final else None,
         "best_by_validation_ci95_seeds": best.ci if best else None,
         **(
-            {"success_seeds": final.modes.reached, "success_bound": final.modes.bound}
+            {"success_seeds": final.modes.success_count, "success_bound": final.modes.bound}
             if final and final.modes
             else {}
         ),
@@ -150,25 +152,25 @@ def _results(group: RunGroup, measure: Measure) -> Row:
     return {measure.column(name): value for name, value in row.items()}
 
 
-def _further_series(group: RunGroup, name: str, end: str) -> Row:
+def _further_series(group: RunGroup, name: str, suffix: str) -> Row:
     """Columns of a series other than the headline, only those that it has."""
     accuracy, loss = group.final(name, TEST_ACCURACY), group.final(name, TEST_LOSS)
-    row: Row = {f"series{end}": accuracy.mean if accuracy else None}
+    row: Row = {f"series{suffix}": accuracy.mean if accuracy else None}
     if loss:
-        row[f"loss_series{end}"] = loss.mean
-    row |= {key: value for key, value in _model_size(group, name, end).items() if value is not None}
+        row[f"loss_series{suffix}"] = loss.mean
+    row |= {key: value for key, value in _model_size(group, name, suffix).items() if value is not None}
     if any(
         f"{group.method}.{name}" in group.first.section("reference", kind)
         for kind in ("accuracy", "parameters")
     ):
-        row |= _reference(group, name, row[f"series{end}"], end)
+        row |= _reference(group, name, row[f"series{suffix}"], suffix)
     return row
 
 
-def _model_size(group: RunGroup, series: str | None, end: str) -> Row:
+def _model_size(group: RunGroup, series: str | None, suffix: str) -> Row:
     size = model_size(group, series) if series is not None else None
     mean, std = (size[0].mean, size[1].mean) if size else (None, None)
-    return {f"parameters_model{end}": mean, f"parameters_model_std{end}": std}
+    return {f"parameters_model{suffix}": mean, f"parameters_model_std{suffix}": std}
 
 
 def _reference_source(run: RunRecord) -> str:
@@ -176,24 +178,32 @@ def _reference_source(run: RunRecord) -> str:
     reference, scores = run.section("reference"), run.section("reference", "score")
     label = on_one_line(reference.get("label") or "the paper")
     numbers = {name: value for name, value in scores.items() if isinstance(value, (int, float))}
-    known = [f"{on_one_line(name)} {value:g}" for name, value in numbers.items()]
+    score_texts = [f"{on_one_line(name)} {value:g}" for name, value in numbers.items()]
     metric = on_one_line(reference.get("metric") or "score")
-    return f"{label} ({metric}: {', '.join(known)}; score ours by `fedlowrank score`)" if scores else label
+    return (
+        f"{label} ({metric}: {', '.join(score_texts)}; score ours by `fedlowrank score`)" if scores else label
+    )
 
 
-def _reference(group: RunGroup, series: str | None, ours: float | None, end: str) -> Row:
+def _reference(group: RunGroup, series: str | None, measured_accuracy: float | None, suffix: str) -> Row:
     """The paper's numbers for a series, and how far ours is from its accuracy."""
-    keys = [f"{group.method}.{series}"] if end else [group.method, f"{group.method}.{series}"]
+    keys = [f"{group.method}.{series}"] if suffix else [group.method, f"{group.method}.{series}"]
     accuracy, parameters = (
-        [known[key] for key in keys if key in (known := group.first.section("reference", name))]
+        [
+            reference_values[key]
+            for key in keys
+            if key in (reference_values := group.first.section("reference", name))
+        ]
         for name in ("accuracy", "parameters")
     )
     value = _number(accuracy[0]) if accuracy else None
     return {
-        f"reference_percent{end}": value,
-        f"reference_not_converged{end}": int(accuracy[:1] == [None]),
-        f"difference_points{end}": 100 * ours - value if ours is not None and value is not None else None,
-        f"reference_parameters_m{end}": _number(parameters[0]) if parameters else None,
+        f"reference_percent{suffix}": value,
+        f"reference_not_converged{suffix}": int(accuracy[:1] == [None]),
+        f"difference_points{suffix}": 100 * measured_accuracy - value
+        if measured_accuracy is not None and value is not None
+        else None,
+        f"reference_parameters_m{suffix}": _number(parameters[0]) if parameters else None,
     }
 
 

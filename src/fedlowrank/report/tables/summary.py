@@ -37,70 +37,86 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
     """
     measures = list(dict.fromkeys(family.measure for family in families))
     unit = measures[0].unit if len(measures) == 1 else ""
-    noun = " or ".join(measure.noun for measure in measures)
+    measure_names = " or ".join(measure.sentence_name for measure in measures)
     results = {_key(g): (family.measure, value) for family in families for g, value in family.ranked}
-    others = {_key(one.group): (family.measure, one) for family in families for one in family.others}
-    best = {_key(g) for family in families if family.others for g in family.not_worse}
-    first = {_key(family.best) for family in families if family.best and family.others}
+    comparisons = {
+        _key(entry.group): (family.measure, entry) for family in families for entry in family.comparisons
+    }
+    best_keys = {_key(g) for family in families if family.comparisons for g in family.not_worse}
+    leader_keys = {_key(family.best) for family in families if family.best and family.comparisons}
     keys = list(zip(frame["experiment"], frame["label"], strict=True))
-    counts = {value.n for _, value in results.values()}
-    several = max(counts, default=1) > 1
-    note = f"mean {noun} over clients, each counting once, at the last evaluated round"
-    if several:
-        seeds = f"{max(counts)} seeds" if len(counts) == 1 else "several seeds"
+    seed_counts = {value.n for _, value in results.values()}
+    has_several_seeds = max(seed_counts, default=1) > 1
+    note = f"mean {measure_names} over clients, each counting once, at the last evaluated round"
+    if has_several_seeds:
+        seeds = f"{max(seed_counts)} seeds" if len(seed_counts) == 1 else "several seeds"
         note += (
             f"; mean over {seeds} ± half-width of its 95 % interval (Student's t, n − 1 degrees of freedom)"
         )
     if any(value.modes for _, value in results.values()):
         note += f"; {MODES_NOTE}"
-    title = noun if len(measures) == 1 else "result"
+    title = measure_names if len(measures) == 1 else "result"
     columns: list[Cells] = [
         (
             TableColumn(title, unit, note),
             [format_estimate(*results[key]) if key in results else MISSING for key in keys],
         )
     ]
-    chosen = {
-        _key(g): (f.measure, one) for f in families for g, _ in f.ranked if (one := g.best_by_validation())
+    validation_results = {
+        _key(g): (f.measure, entry)
+        for f in families
+        for g, _ in f.ranked
+        if (entry := g.best_by_validation())
     }
-    if chosen:
+    if validation_results:
         best_round = "highest mean validation accuracy"
         if any(measure.is_loss for measure in measures):
             best_round = "best mean validation result"
-        note = f"mean {noun} at the round of the {best_round}, the earliest on ties, which is no choice by test examples"
-        cells = [format_estimate(*chosen[key]) if key in chosen else MISSING for key in keys]
+        note = f"mean {measure_names} at the round of the {best_round}, the earliest on ties, which is no choice by test examples"
+        cells = [
+            format_estimate(*validation_results[key]) if key in validation_results else MISSING
+            for key in keys
+        ]
         columns.append((TableColumn("best by validation", unit, note), cells))
-    if len(counts) > 1:
-        numbers = [str(results[key][1].n) if key in results else MISSING for key in keys]
-        columns.append((TableColumn("seeds"), numbers))
-    if others:
+    if len(seed_counts) > 1:
+        seed_texts = [str(results[key][1].n) if key in results else MISSING for key in keys]
+        columns.append((TableColumn("seeds"), seed_texts))
+    if comparisons:
         note = (
             "mean difference from the best with its own 95 % interval, not corrected. Runs of the same seed "
             "are paired, for they have the same clients, data and initial weights"
         )
-        if len(counts) > 1:
+        if len(seed_counts) > 1:
             note += "; over the seeds that both have"
-        gaps = [
-            _format_gap(*others[key]) if key in others else "best" if key in first else MISSING
+        gap_texts = [
+            _format_gap(*comparisons[key])
+            if key in comparisons
+            else "best"
+            if key in leader_keys
+            else MISSING
             for key in keys
         ]
-        of_points = "points" if all(not measure.is_loss for measure in measures) else ""
-        columns.append((TableColumn("minus the best", of_points, note), gaps))
+        gap_unit = "points" if all(not measure.is_loss for measure in measures) else ""
+        columns.append((TableColumn("minus the best", gap_unit, note), gap_texts))
         tests = list(dict.fromkeys(family.test for family in families if family.test))
         note = "; ".join(tests) or "no test was possible"
-        texts = [format_p(others[key][1].p) if key in others else MISSING for key in keys]
+        texts = [format_p(comparisons[key][1].p) if key in comparisons else MISSING for key in keys]
         columns.append((TableColumn("p", note=note), texts))
-    sent = [
-        format_si(up + down, "B") for up, down in zip(frame["bytes_up"], frame["bytes_down"], strict=True)
+    byte_texts = [
+        format_si(bytes_up + bytes_down, "B")
+        for bytes_up, bytes_down in zip(frame["bytes_up"], frame["bytes_down"], strict=True)
     ]
     columns.append(
-        (TableColumn("sent", note="bytes of all messages, both ways; units of 1000", is_wide=True), sent)
+        (
+            TableColumn("sent", note="bytes of all messages, both ways; units of 1000", is_wide=True),
+            byte_texts,
+        )
     )
     if frame["status"].notna().any():
-        status = frame["status"].fillna("").astype(str).tolist()
-        columns.append((TableColumn("status", note="runs that are not finished", align="left"), status))
+        statuses = frame["status"].fillna("").astype(str).tolist()
+        columns.append((TableColumn("status", note="runs that are not finished", align="left"), statuses))
     table = make_table("Results", labels, columns)
-    bold = frozenset((y, 1) for y, key in enumerate(keys) if key in best)
+    bold = frozenset((y, 1) for y, key in enumerate(keys) if key in best_keys)
     is_one_method = any(len({g.vary for g, _ in family.ranked}) > 1 for family in families)
     return TextTable(
         table.title, table.fields, table.columns, table.rows, bold=bold,
@@ -112,6 +128,6 @@ def _key(group: RunGroup) -> tuple[str, str]:
     return group.experiment, group.label
 
 
-def _format_gap(measure: Measure, one: Versus) -> str:
-    gap = one.difference
+def _format_gap(measure: Measure, comparison: Versus) -> str:
+    gap = comparison.difference
     return measure.format_gap(gap.mean, gap.low, gap.high) if gap else MISSING

@@ -20,8 +20,8 @@ def sweep_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
 
     Results that are not significantly worse than the best of their family are bold.
     """
-    families = [family for experiment in experiments for family in experiment.families if family.others]
-    best = {(g.experiment, g.label) for family in families for g in family.not_worse}
+    families = [family for experiment in experiments for family in experiment.families if family.comparisons]
+    best_keys = {(g.experiment, g.label) for family in families for g in family.not_worse}
     groups_by_setting: dict[tuple[tuple[str, ...], Measure], list[RunGroup]] = {}
     for experiment in experiments:
         for group in experiment.groups:
@@ -29,17 +29,21 @@ def sweep_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
                 keys = tuple(key for key, _ in group.vary)
                 groups_by_setting.setdefault((keys, experiment.measure), []).append(group)
     tables = [
-        _sweep_table(keys, measure, members, best) for (keys, measure), members in groups_by_setting.items()
+        _sweep_table(keys, measure, setting_groups, best_keys)
+        for (keys, measure), setting_groups in groups_by_setting.items()
     ]
     return [table for table in tables if len(table.rows) > 1]
 
 
 def _sweep_table(
-    keys: tuple[str, ...], measure: Measure, groups: Sequence[RunGroup], best: Collection[tuple[str, str]]
+    keys: tuple[str, ...],
+    measure: Measure,
+    groups: Sequence[RunGroup],
+    best_keys: Collection[tuple[str, str]],
 ) -> TextTable:
     cells: dict[tuple[tuple[str, ...], tuple[str, str]], RunGroup] = {}
     for group in groups:
-        cells.setdefault((_setting(group), (group.experiment, group.short)), group)
+        cells.setdefault((_setting(group), (group.experiment, group.short_label)), group)
     columns = list(dict.fromkeys(column for _, column in cells))
     names = {group.experiment: group.first.title for group in reversed(groups)}
     if len(set(names.values())) < len(names):
@@ -62,7 +66,8 @@ def _sweep_table(
         (y, len(keys) + x)
         for y, setting in enumerate(settings)
         for x, column in enumerate(columns)
-        if (own := cells.get((setting, column))) and (own.experiment, own.label) in best
+        if (cell_group := cells.get((setting, column)))
+        and (cell_group.experiment, cell_group.label) in best_keys
     )
     fields = shorten_names(keys)
     method = f" of {next(iter(methods))}" if len(methods) == 1 and len(names) > 1 else ""
@@ -80,18 +85,18 @@ def _sweep_table(
 
 def bold_note(is_one_method: bool) -> str:
     """What bold means in a table of results."""
-    among = " of all settings" if is_one_method else ""
+    scope = " of all settings" if is_one_method else ""
     test = f"paired test, corrected p ≥ {ALPHA:.2g}"
-    return f"Bold: the best mean{among} and those not significantly worse ({test})."
+    return f"Bold: the best mean{scope} and those not significantly worse ({test})."
 
 
 def shorten_names(keys: Sequence[str]) -> tuple[str, ...]:
     """The last parts of settings' names, with as many parts before them as it takes to tell them apart."""
-    parts = [key.split(".") for key in keys]
-    for length in range(1, max(map(len, parts), default=1) + 1):
-        short = [".".join(one[-length:]) for one in parts]
-        if max(Counter(short).values(), default=1) == 1:
-            return tuple(short)
+    split_keys = [key.split(".") for key in keys]
+    for length in range(1, max(map(len, split_keys), default=1) + 1):
+        short_names = [".".join(key_parts[-length:]) for key_parts in split_keys]
+        if max(Counter(short_names).values(), default=1) == 1:
+            return tuple(short_names)
     return tuple(keys)
 
 
@@ -102,31 +107,33 @@ def _setting(group: RunGroup) -> tuple[str, ...]:
 def _sort_settings(groups: Sequence[RunGroup]) -> list[tuple[str, ...]]:
     """Settings by the first field, then the second, ...: numbers by size, others in the order given."""
     settings = {_setting(group): [value for _, value in group.vary] for group in groups}
-    places: list[dict[str, float]] = []
+    orders: list[dict[str, float]] = []
     for column in zip(*settings.values(), strict=True):
         is_numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in column)
         texts = dict.fromkeys(map(value_text, column))
-        places.append({text: float(text) if is_numeric else i for i, text in enumerate(texts)})
-    return sorted(settings, key=lambda one: [place[text] for place, text in zip(places, one, strict=True)])
+        orders.append({text: float(text) if is_numeric else i for i, text in enumerate(texts)})
+    return sorted(
+        settings, key=lambda setting: [order[text] for order, text in zip(orders, setting, strict=True)]
+    )
 
 
 def _note(keys: Sequence[str], measure: Measure, groups: Sequence[RunGroup]) -> str:
-    seeds = {n for group in groups if (n := len(group.headline_results))}
-    note = f"Mean {measure.noun} over clients at the last evaluated round"
-    if max(seeds, default=1) > 1:
-        count = str(max(seeds)) if len(seeds) == 1 else f"up to {max(seeds)}"
+    seed_counts = {n for group in groups if (n := len(group.headline_results))}
+    note = f"Mean {measure.sentence_name} over clients at the last evaluated round"
+    if max(seed_counts, default=1) > 1:
+        count = str(max(seed_counts)) if len(seed_counts) == 1 else f"up to {max(seed_counts)}"
         note += f", mean over {count} seeds ± half-width of the 95 % confidence interval"
     if measure.is_loss:
         note += "; lower is better"
-    own: dict[str, list[str]] = {}
+    fields_by_method: dict[str, list[str]] = {}
     for key, short in zip(keys, shorten_names(keys), strict=True):
-        head, _, rest = key.partition(".")
-        if head == "methods":
-            own.setdefault(rest.partition(".")[0], []).append(short)
-    for method, fields in own.items():
-        titles = list(dict.fromkeys(group.short for group in groups if group.method == method))
-        others = list(dict.fromkeys(group.short for group in groups if group.method != method))
-        if titles and others:
-            are = "is a setting" if len(fields) == 1 else "are settings"
-            note += f". {' and '.join(fields)} {are} of {titles[0]} and no matter to {' and '.join(others)}"
+        section, _, field_path = key.partition(".")
+        if section == "methods":
+            fields_by_method.setdefault(field_path.partition(".")[0], []).append(short)
+    for method, fields in fields_by_method.items():
+        titles = list(dict.fromkeys(group.short_label for group in groups if group.method == method))
+        other_titles = list(dict.fromkeys(group.short_label for group in groups if group.method != method))
+        if titles and other_titles:
+            predicate = "is a setting" if len(fields) == 1 else "are settings"
+            note += f". {' and '.join(fields)} {predicate} of {titles[0]} and no matter to {' and '.join(other_titles)}"
     return f"{note}."

@@ -53,12 +53,14 @@ def escape_markdown(text: str) -> str:
 
 def to_markdown(table: TextTable) -> str:
     """The table as Markdown, with its title above and its note below."""
-    heads = [*table.fields, *(column.heading for column in table.columns)]
+    headings = [*table.fields, *(column.heading for column in table.columns)]
     rules = [":---"] * len(table.fields) + ["---:" if c.align == "right" else ":---" for c in table.columns]
     rows = [[_markdown_cell(table, y, x) for x in range(len(row))] for y, row in enumerate(table.rows)]
-    lines = [f"| {' | '.join(row)} |" for row in (list(map(escape_markdown, heads)), rules, *rows)]
-    note = [line for text in (table.note, table.bold_note) if text for line in ("", escape_markdown(text))]
-    return "\n".join([f"**{escape_markdown(table.title)}**", "", *lines, *note])
+    lines = [f"| {' | '.join(row)} |" for row in (list(map(escape_markdown, headings)), rules, *rows)]
+    note_lines = [
+        line for text in (table.note, table.bold_note) if text for line in ("", escape_markdown(text))
+    ]
+    return "\n".join([f"**{escape_markdown(table.title)}**", "", *lines, *note_lines])
 
 
 def _markdown_cell(table: TextTable, row: int, column: int) -> str:
@@ -68,23 +70,25 @@ def _markdown_cell(table: TextTable, row: int, column: int) -> str:
 
 def to_rich(table: TextTable) -> Iterator[Table | Text]:
     """As many tables as the width of a terminal takes, each with the fields in front, then the note."""
-    for i, columns in enumerate(_share_out(table)):
+    for i, columns in enumerate(_split_columns(table)):
         title = Text(table.title + (", continued" if i else ""))
         rich_table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for field in table.fields:
             rich_table.add_column(
                 Text(field), overflow="fold", no_wrap=bool(table.note), min_width=None if table.note else 10
             )
-        for place in columns:
-            column = table.columns[place]
+        for index in columns:
+            column = table.columns[index]
             rich_table.add_column(
                 Text(column.title if table.note else _stack(column)), justify=column.align, overflow="fold",
                 no_wrap=not _wraps(table, column), max_width=LABEL if table.note else None,
             )  # fmt: skip
-        shown = [*range(len(table.fields)), *(len(table.fields) + place for place in columns)]
+        cell_indices = [*range(len(table.fields)), *(len(table.fields) + index for index in columns)]
         for y, row in enumerate(table.rows):
             # Text, not markup: a name in brackets must stay a name.
-            rich_table.add_row(*(Text(row[x], style="bold" if (y, x) in table.bold else "") for x in shown))
+            rich_table.add_row(
+                *(Text(row[x], style="bold" if (y, x) in table.bold else "") for x in cell_indices)
+            )
         yield rich_table
     for text in (table.note, table.bold_note):
         if text:
@@ -100,30 +104,34 @@ def _stack(column: TableColumn) -> str:
     return column.heading.replace(" / ", "\n/ ").replace(" ", "\n", 1)
 
 
-def _share_out(table: TextTable) -> Sequence[Sequence[int]]:
-    """Places of the columns that stand in each table of a terminal."""
-    fields = [max(len(row[i]) for row in (table.fields, *table.rows)) for i in range(len(table.fields))]
-    taken = sum(3 + width for width in fields) if table.note else max(10, min(LABEL, fields[0]))
-    room = TERMINAL - 2 - taken
-    whole = _fill(table, range(len(table.columns)), room)
-    if len(whole) == 1:
-        return whole
-    return _fill(table, [place for place, column in enumerate(table.columns) if not column.is_wide], room)
+def _split_columns(table: TextTable) -> Sequence[Sequence[int]]:
+    """Indices of the columns that stand in each table of a terminal."""
+    field_widths = [max(len(row[i]) for row in (table.fields, *table.rows)) for i in range(len(table.fields))]
+    label_width = (
+        sum(3 + width for width in field_widths) if table.note else max(10, min(LABEL, field_widths[0]))
+    )
+    available_width = TERMINAL - 2 - label_width
+    full_shares = _pack_columns(table, range(len(table.columns)), available_width)
+    if len(full_shares) == 1:
+        return full_shares
+    return _pack_columns(
+        table, [index for index, column in enumerate(table.columns) if not column.is_wide], available_width
+    )
 
 
-def _fill(table: TextTable, places: Iterable[int], room: int) -> list[list[int]]:
-    """Columns at these places, shared out to tables that have room for so many characters."""
+def _pack_columns(table: TextTable, indices: Iterable[int], available_width: int) -> list[list[int]]:
+    """Columns of these indices, divided among tables of at most so many characters."""
     shares: list[list[int]] = []
-    left = 0
-    for place in places:
-        column = table.columns[place]
-        lines = [*_stack(column).splitlines(), *(row[len(table.fields) + place] for row in table.rows)]
+    remaining_width = 0
+    for index in indices:
+        column = table.columns[index]
+        lines = [*_stack(column).splitlines(), *(row[len(table.fields) + index] for row in table.rows)]
         if table.note:
             lines[: len(_stack(column).splitlines())] = [column.title]
         width = 3 + min(max(map(len, lines)), LABEL if _wraps(table, column) else TERMINAL)
-        if not shares or width > left:
+        if not shares or width > remaining_width:
             shares.append([])
-            left = room
-        shares[-1].append(place)
-        left -= width
+            remaining_width = available_width
+        shares[-1].append(index)
+        remaining_width -= width
     return shares

@@ -20,35 +20,39 @@ VALIDATION_LOSS = Measure("loss", "validation loss", "Validation loss")
 
 
 def tuning_tables(
-    settings: Mapping[str, Sequence[Setting]], chosen: Mapping[str, Setting | None]
+    settings: Mapping[str, Sequence[Setting]], best_settings: Mapping[str, Setting | None]
 ) -> list[TextTable]:
     """A table for each method that was tuned.
 
     Args:
         settings: all settings of a method, with scores, by the method's title.
-        chosen: the chosen one of them.
+        best_settings: the chosen one of them.
     """
-    return [_table(title, some, chosen[title]) for title, some in settings.items() if len(some) > 1]
+    return [
+        _table(title, method_settings, best_settings[title])
+        for title, method_settings in settings.items()
+        if len(method_settings) > 1
+    ]
 
 
-def _table(title: str, settings: Sequence[Setting], chosen: Setting | None) -> TextTable:
-    measure, seeds = tuning_measure(settings), len(settings[0].runs)
+def _table(title: str, settings: Sequence[Setting], best_setting: Setting | None) -> TextTable:
+    measure, seed_count = tuning_measure(settings), len(settings[0].runs)
     rows = []
-    for one in settings:
-        result = None if one.mean is None else estimate(score.value for score in one.scores if score)
+    for setting in settings:
+        result = None if setting.mean is None else estimate(score.value for score in setting.scores if score)
         cell = MISSING if result is None else measure.format_pair(result.mean, result.ci)
-        remark = "chosen" if one is chosen else "; ".join(dict.fromkeys(one.messages))
-        rows.append((*map(value_text, one.values.values()), cell, remark))
-    note = f"Mean {measure.noun} over clients"
-    if seeds > 1:
-        note += f", mean over {seeds} tuning seeds ± half-width of the 95 % confidence interval"
-    lower = "; lower is better" if measure.is_loss else ""
+        remark = "chosen" if setting is best_setting else "; ".join(dict.fromkeys(setting.messages))
+        rows.append((*map(value_text, setting.values.values()), cell, remark))
+    note = f"Mean {measure.sentence_name} over clients"
+    if seed_count > 1:
+        note += f", mean over {seed_count} tuning seeds ± half-width of the 95 % confidence interval"
+    direction_note = "; lower is better" if measure.is_loss else ""
     return TextTable(
-        f"{title}: {measure.noun} of every setting",
+        f"{title}: {measure.sentence_name} of every setting",
         shorten_names(list(settings[0].values)),
         (TableColumn(measure.heading), TableColumn("Result", align="left")),
         tuple(rows),
-        f"{note}{lower}. A setting of which a run diverged counts as worst.",
+        f"{note}{direction_note}. A setting of which a run diverged counts as worst.",
     )
 
 
@@ -56,34 +60,34 @@ def tuning_measure(settings: Sequence[Setting]) -> Measure:
     """What the settings of a method are judged by."""
     return (
         VALIDATION_LOSS
-        if any(score and score.is_loss for one in settings for score in one.scores)
+        if any(score and score.is_loss for setting in settings for score in setting.scores)
         else VALIDATION_ACCURACY
     )
 
 
-def tuning_csv(settings: Mapping[str, Sequence[Setting]], chosen: Mapping[str, Setting | None]) -> str:
+def tuning_csv(settings: Mapping[str, Sequence[Setting]], best_settings: Mapping[str, Setting | None]) -> str:
     """All exact values, a row for each setting, as CSV; see :func:`tuning_tables` for the arguments."""
     rows: list[dict[str, Any]] = []
-    for title, some in settings.items():
-        for one in some:
-            result = estimate(score.value for score in one.scores if score)
+    for title, method_settings in settings.items():
+        for setting in method_settings:
+            result = estimate(score.value for score in setting.scores if score)
             rows.append(
                 {
-                    "method": one.method,
-                    "chosen": one is chosen[title],
-                    "judged_by": tuning_measure(some).noun if one.runs else None,
-                    "validation_mean": one.mean,
-                    "validation_ci95_seeds": None if one.mean is None or result is None else result.ci,
-                    "seeds": len(one.runs),
-                    "without_score": sum(score is None for score in one.scores),
+                    "method": setting.method,
+                    "chosen": setting is best_settings[title],
+                    "judged_by": tuning_measure(method_settings).sentence_name if setting.runs else None,
+                    "validation_mean": setting.mean,
+                    "validation_ci95_seeds": None if setting.mean is None or result is None else result.ci,
+                    "seeds": len(setting.runs),
+                    "without_score": sum(score is None for score in setting.scores),
                     "validation_by_seed": " ".join(
-                        "-" if score is None else repr(score.value) for score in one.scores
+                        "-" if score is None else repr(score.value) for score in setting.scores
                     ),
                     "evaluated_at": " ".join(
-                        "-" if score is None else str(score.round) for score in one.scores
+                        "-" if score is None else str(score.round) for score in setting.scores
                     ),
-                    "messages": "; ".join(dict.fromkeys(one.messages)),
-                    **one.values,
+                    "messages": "; ".join(dict.fromkeys(setting.messages)),
+                    **setting.values,
                 }
             )
     return str(pd.DataFrame(rows).to_csv(index=False, lineterminator="\n"))
@@ -91,5 +95,5 @@ def tuning_csv(settings: Mapping[str, Sequence[Setting]], chosen: Mapping[str, S
 
 def tuning_markdown(tables: Sequence[TextTable], warnings: Sequence[str]) -> str:
     """The tables as Markdown, with warnings first."""
-    parts = [f"> {escape_markdown(warning)}" for warning in warnings]
-    return "\n\n".join([*parts, *map(to_markdown, tables)]) + "\n"
+    blocks = [f"> {escape_markdown(warning)}" for warning in warnings]
+    return "\n\n".join([*blocks, *map(to_markdown, tables)]) + "\n"

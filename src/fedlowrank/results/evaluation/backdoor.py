@@ -34,13 +34,13 @@ def backdoor_success(
     """
     rates: list[float] = []
     for info in clients:
-        triggered = with_trigger(federation.clients[info.id].test, attack)
-        if not len(triggered):
+        triggered_examples = with_trigger(federation.clients[info.id].test, attack)
+        if not len(triggered_examples):
             continue
         model = model_of(info)
         predict = next(iter(model.predictors.values()))
         with torch.inference_mode():
-            rate = measure_predictor(predict, make_pool(model.model, [triggered])).accuracy[0]
+            rate = measure_predictor(predict, make_pool(model.model, [triggered_examples])).accuracy[0]
         if rate is not None:
             rates.append(rate)
     return sum(rates) / len(rates) if rates else None

@@ -75,7 +75,7 @@ class CohortEvaluation:
             round_models.federation,
             round_models.round,
             arguments,
-            lambda place, trainer: (infos[place].id, trainer),
+            lambda position, trainer: (infos[position].id, trainer),
             lambda cohort: [self._evaluate_cohort(cohort, infos, round_models, is_trained)],
         )
         tables = [result for result in results if isinstance(result, ClientTable)]
@@ -86,57 +86,57 @@ class CohortEvaluation:
         self, cohort: Cohort, infos: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool
     ) -> ClientTable:
         """Evaluate a cohort; if that fails, give up cohorts."""
-        members = [infos[place] for place in cohort.places]
+        cohort_infos = [infos[position] for position in cohort.positions]
         try:
-            return self._measure_cohort(cohort, members, round_models, is_trained)
+            return self._measure_cohort(cohort, cohort_infos, round_models, is_trained)
         except (Exception, NoRuleError):
             # an operation without a rule, or the method's own error, which a client alone raises
             self.is_given_up = True
             raise
 
     def _measure_cohort(
-        self, cohort: Cohort, members: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool
+        self, cohort: Cohort, infos: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool
     ) -> ClientTable:
         """Evaluate a cohort; raises NoRuleError if its clients are to be evaluated one by one."""
-        architecture = members[0].architecture
-        pool = self._pools.concatenate([info.id for info in members])
-        model = round_models.task.model(members[0])
+        architecture = infos[0].architecture
+        pool = self._pools.concatenate([info.id for info in infos])
+        model = round_models.task.model(infos[0])
         is_known_equal = self._is_equal.get(architecture)
         if pool is None or model.couples or model.has_hooks or is_known_equal is False:
             raise NoRuleError("models that are evaluated client by client")
-        models = CohortModels(round_models, members, cohort, pool)
+        models = CohortModels(round_models, infos, cohort, pool)
         with torch.inference_mode(), contextlib.nullcontext() if is_known_equal else full_precision():
             scores = models.score()
             labels = pool.passes[0].y
             results = {
-                series: measure_scores([(of_series, labels)], pool, self._metrics)
-                for series, of_series in scores.items()
+                series: measure_scores([(series_scores, labels)], pool, self._metrics)
+                for series, series_scores in scores.items()
             }
             if is_known_equal is None:
-                is_equal = self._is_as_alone(members, scores, pool, round_models)
+                is_equal = self._matches_single_client(infos, scores, pool, round_models)
                 # models that are not trained yet are compared again
                 if not is_equal or is_trained:
                     self._is_equal[architecture] = is_equal
                 if not is_equal:
                     raise NoRuleError("scores that are others for one client alone")
-        return tabulate_results([info.id for info in members], results, models.sizes())
+        return tabulate_results([info.id for info in infos], results, models.sizes())
 
-    def _is_as_alone(
+    def _matches_single_client(
         self,
-        members: Sequence[ClientInfo],
+        infos: Sequence[ClientInfo],
         scores: Mapping[str, Tensor],
         pool: ScoringPool,
         round_models: RoundModels,
     ) -> bool:
         """Whether the scores of the last client that has examples are those that it gives alone."""
         counts = pool.count_examples(len(SPLITS))
-        place = max(k for k, count in enumerate(counts) if count)
-        end = sum(counts[: place + 1])
-        rows = slice(end - counts[place], end)
-        alone = self._pools.make_single(members[place].id)
-        predictors = round_models.make(members[place]).predictors
+        position = max(k for k, count in enumerate(counts) if count)
+        end = sum(counts[: position + 1])
+        rows = slice(end - counts[position], end)
+        single_pool = self._pools.make_single(infos[position].id)
+        predictors = round_models.make(infos[position]).predictors
         return predictors.keys() == scores.keys() and all(
-            is_close(scores[series][rows], score_sets(predict, alone))
+            is_close(scores[series][rows], score_sets(predict, single_pool))
             for series, predict in predictors.items()
         )
 
@@ -172,15 +172,15 @@ class CohortModels:
 
     def sizes(self) -> list[ModelSize]:
         """The size of each client's model."""
-        count, all_series = len(self._infos), [*self.predictors()]
-        parts = split_clients(dict(self._client_model.parts), count)
-        routes = split_clients(self._client_model.routes, count)
+        client_count, all_series = len(self._infos), [*self.predictors()]
+        parts = split_clients(dict(self._client_model.parts), client_count)
+        routes = split_clients(self._client_model.routes, client_count)
         sizes = []
         for parts_of_client, shares in zip(parts, routes, strict=True):
             client_model = ClientModel({}, self._client_model.series, parts_of_client, shares)
-            local = LocalModel(client_model, self.model, self._key, self._server)
-            parameters = {series: local.count_parameters(series) for series in all_series}
-            sizes.append(ModelSize(parameters, local.routes or []))
+            local_model = LocalModel(client_model, self.model, self._key, self._server)
+            parameters = {series: local_model.count_parameters(series) for series in all_series}
+            sizes.append(ModelSize(parameters, local_model.routes or []))
         return sizes
 
     def score(self) -> dict[str, Tensor]:
@@ -198,9 +198,10 @@ class CohortModels:
             if not callable(model.params) and not any(map(callable, model.series.values())):
                 raise NoRuleError("clients with very different numbers of examples")
             raise DifferingError([count.bit_length() for count in counts])
-        (whole,) = self._pool.passes
+        (examples,) = self._pool.passes
         return {
-            series: score_by_rows(predict, whole.x, counts) for series, predict in self.predictors().items()
+            series: score_by_rows(predict, examples.x, counts)
+            for series, predict in self.predictors().items()
         }
 
 
@@ -215,21 +216,21 @@ def score_by_rows(predict: Predictor, inputs: Any, counts: Sequence[int]) -> Ten
     Raises:
         NoRuleError: if a score is not one row an example.
     """
-    clients, longest, total = len(counts), max(counts), sum(counts)
+    client_count, max_count, example_count = len(counts), max(counts), sum(counts)
     lengths = torch.tensor(counts, device=inputs.device)
     starts = lengths.cumsum(0) - lengths
-    columns = torch.arange(longest, device=inputs.device)
+    columns = torch.arange(max_count, device=inputs.device)
     is_own = columns < lengths[:, None]
     # a client with fewer examples repeats its last one; one without any has another's, which is not used
-    places = starts[:, None] + torch.minimum(columns, (lengths - 1).clamp(min=0)[:, None])
-    places = places.clamp(max=total - 1)
-    width = max(1, EXAMPLES_PER_LOSS_CALL // clients)
-    parts = []
+    row_indices = starts[:, None] + torch.minimum(columns, (lengths - 1).clamp(min=0)[:, None])
+    row_indices = row_indices.clamp(max=example_count - 1)
+    width = max(1, EXAMPLES_PER_LOSS_CALL // client_count)
+    chunks = []
     with with_rows():
-        for first in range(0, longest, width):
-            index = places[:, first : first + width]
+        for start in range(0, max_count, width):
+            index = row_indices[:, start : start + width]
             scores = predict(channels_last(inputs.index_select(0, index.flatten())))
             if len(scores) != index.numel():
                 raise NoRuleError("scores that are not one row an example")
-            parts.append(scores.as_subclass(Tensor).unflatten(0, index.shape))
-    return torch.cat(parts, 1)[is_own]
+            chunks.append(scores.as_subclass(Tensor).unflatten(0, index.shape))
+    return torch.cat(chunks, 1)[is_own]

@@ -31,39 +31,44 @@ def tabulate_models(models: Sequence[SharedModel], results: Mapping[str, SetResu
         results: of each series on the sets of one client after another.
     """
     sizes: list[ModelSize] = []
-    for model, clients in ((shared.model, shared.clients) for shared in models):
+    for model, clients in ((shared_model.model, shared_model.clients) for shared_model in models):
         parameters = {series: model.count_parameters(series) for series in results}
         sizes += [ModelSize(parameters, model.routes or [])] * len(clients)
-    return tabulate_results([info.id for shared in models for info in shared.clients], results, sizes)
+    return tabulate_results(
+        [info.id for shared_model in models for info in shared_model.clients], results, sizes
+    )
 
 
 def tabulate_results(
-    clients: list[int], results: Mapping[str, SetResults], sizes: Sequence[ModelSize]
+    client_ids: list[int], results: Mapping[str, SetResults], sizes: Sequence[ModelSize]
 ) -> ClientTable:
     """The table of clients, given their results and the sizes of their models.
 
     Args:
-        clients: their identifiers.
+        client_ids: their identifiers.
         results: of each series on the sets of one client after another.
         sizes: of each client.
     """
     values: dict[str, dict[str, list[float | None]]] = {
         ACCURACY: {
-            series: found.accuracy if found.accuracy_name == ACCURACY else [None] * len(found.accuracy)
-            for series, found in results.items()
+            series: set_results.accuracy
+            if set_results.accuracy_name == ACCURACY
+            else [None] * len(set_results.accuracy)
+            for series, set_results in results.items()
         },
-        LOSS: {series: [_shorten(v) for v in found.loss] for series, found in results.items()},
+        LOSS: {series: [_shorten(v) for v in set_results.loss] for series, set_results in results.items()},
     }
-    for name in sorted({found.accuracy_name for found in results.values()} - {ACCURACY}):
-        values[name] = {series: found.accuracy for series, found in results.items()}
+    for name in sorted({set_results.accuracy_name for set_results in results.values()} - {ACCURACY}):
+        values[name] = {series: set_results.accuracy for series, set_results in results.items()}
     for name in next(iter(results.values())).metrics:
         values[name] = {
-            series: [_shorten(v) for v in found.metrics[name]] for series, found in results.items()
+            series: [_shorten(v) for v in set_results.metrics[name]]
+            for series, set_results in results.items()
         }
     columns = [
-        Column(name, series, split, of_sets[k :: len(SPLITS)])
+        Column(name, series, split, set_values[k :: len(SPLITS)])
         for name, values_of_series in values.items()
-        for series, of_sets in values_of_series.items()
+        for series, set_values in values_of_series.items()
         for k, split in enumerate(SPLITS)
     ]
     columns += [
@@ -73,7 +78,7 @@ def tabulate_results(
         Column(ROUTE, str(c), "", [s.routes[c] if c < len(s.routes) else None for s in sizes])
         for c in range(max(len(size.routes) for size in sizes))
     ]
-    return ClientTable(clients, columns)
+    return ClientTable(client_ids, columns)
 
 
 def _shorten(value: float | None) -> float | None:

@@ -86,12 +86,14 @@ class Evaluator:
         round_models = RoundModels(
             self.method, self.federation, self.task, self.engine, server, state_of, round
         )
-        items = self._divide_work(self.federation.infos if clients is None else clients)
+        work_items = self._divide_work(self.federation.infos if clients is None else clients)
         with self.pools.begin_evaluation():
-            tables = self.engine.each(partial(self._evaluate_item, round_models, is_trained), items)
-        measured = ClientTable.join([ClientTable.from_json(table) for table in tables])
-        self._warn_of_not_finite(measured)
-        return ClientTable(measured.clients, measured.columns + self._count_labels(measured.clients))
+            tables = self.engine.each(partial(self._evaluate_item, round_models, is_trained), work_items)
+        client_table = ClientTable.join([ClientTable.from_json(table) for table in tables])
+        self._warn_of_not_finite(client_table)
+        return ClientTable(
+            client_table.client_ids, client_table.columns + self._count_labels(client_table.client_ids)
+        )
 
     def _evaluate_item(
         self, round_models: RoundModels, is_trained: bool, infos: Sequence[ClientInfo]
@@ -100,40 +102,45 @@ class Evaluator:
         if not self.engine.has_cohorts or self._cohorts.is_given_up or round_models.is_global:
             return self._models.evaluate(infos, round_models).as_json()
         tables, trainers = self._cohorts.evaluate(infos, round_models, is_trained)
-        if rest := [info for info in infos if info.id in trainers]:
-            tables.append(self._models.evaluate(rest, replace(round_models, trainers=trainers)))
+        if remaining_infos := [info for info in infos if info.id in trainers]:
+            tables.append(self._models.evaluate(remaining_infos, replace(round_models, trainers=trainers)))
         return ClientTable.join(tables).as_json()
 
-    def _count_labels(self, clients: Sequence[int]) -> list[Column]:
+    def _count_labels(self, client_ids: Sequence[int]) -> list[Column]:
         """How many labels of each client count; nothing where these are the numbers of examples."""
-        for i in clients:
+        for i in client_ids:
             if i not in self._labels:
                 data = self.federation.clients[i]
-                counts = [count_labels(part, self.federation.loss) for part in list_sets(data)]
+                counts = [count_labels(examples, self.federation.loss) for examples in list_sets(data)]
                 self._labels[i] = None if counts == self._examples_of(i) else counts
-        if all(self._labels[i] is None for i in clients):
+        if all(self._labels[i] is None for i in client_ids):
             return []
-        counted = {i: self._labels[i] or self._examples_of(i) for i in clients}
+        label_counts = {i: self._labels[i] or self._examples_of(i) for i in client_ids}
         return [
-            Column(COUNTED_LABELS, "", split, [counted[i][k] for i in clients])
+            Column(COUNTED_LABELS, "", split, [label_counts[i][k] for i in client_ids])
             for k, split in enumerate(SPLITS)
         ]
 
-    def _examples_of(self, client: int) -> list[int]:
+    def _examples_of(self, client_id: int) -> list[int]:
         """Number of examples of each split of a client."""
-        return [len(part) for part in list_sets(self.federation.clients[client])]
+        return [len(examples) for examples in list_sets(self.federation.clients[client_id])]
 
-    def _warn_of_not_finite(self, measured: ClientTable) -> None:
+    def _warn_of_not_finite(self, table: ClientTable) -> None:
         """Name once each client whose loss is not finite."""
         descriptions: dict[int, str] = {}
-        for column in measured.columns:
-            for client, loss in zip(measured.clients, column.values, strict=True):
-                if column.name != LOSS or loss is None or math.isfinite(loss) or client in self._not_finite:
+        for column in table.columns:
+            for client_id, loss in zip(table.client_ids, column.values, strict=True):
+                if (
+                    column.name != LOSS
+                    or loss is None
+                    or math.isfinite(loss)
+                    or client_id in self._not_finite
+                ):
                     continue
-                n = len(getattr(self.federation.clients[client], column.split))
+                n = len(getattr(self.federation.clients[client_id], column.split))
                 examples = format_count(n, f"{column.split} example")
-                title = self.federation.infos[client].title
-                descriptions.setdefault(client, f"{title} ({column.series} model, {examples})")
+                title = self.federation.infos[client_id].title
+                descriptions.setdefault(client_id, f"{title} ({column.series} model, {examples})")
         self._not_finite |= descriptions.keys()
         if descriptions:
             logger.warning(
@@ -144,12 +151,12 @@ class Evaluator:
 
     def _divide_work(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
         """Consecutive clients with about EXAMPLES_PER_WORK_ITEM examples together; the same for every engine."""
-        items: list[list[ClientInfo]] = []
-        examples = EXAMPLES_PER_WORK_ITEM
+        work_items: list[list[ClientInfo]] = []
+        example_count = EXAMPLES_PER_WORK_ITEM
         for info in infos:
-            if examples >= EXAMPLES_PER_WORK_ITEM:
-                items.append([])
-                examples = 0
-            items[-1].append(info)
-            examples += self._examples[info.id]
-        return items
+            if example_count >= EXAMPLES_PER_WORK_ITEM:
+                work_items.append([])
+                example_count = 0
+            work_items[-1].append(info)
+            example_count += self._examples[info.id]
+        return work_items

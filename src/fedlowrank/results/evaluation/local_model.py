@@ -50,8 +50,10 @@ class LocalModel:
     @property
     def is_computed(self) -> bool:
         """Whether a function of the method computes scores or parameters in every use."""
-        own = self.client_model
-        return any(map(callable, own.series.values())) or (callable(own.params) and not own.series)
+        client_model = self.client_model
+        return any(map(callable, client_model.series.values())) or (
+            callable(client_model.params) and not client_model.series
+        )
 
     @property
     def identity(self) -> Any:
@@ -87,7 +89,7 @@ class LocalModel:
 
     def personal(self) -> Params:
         """Parameters of the whole model, with the client's own statistics of batch normalizations."""
-        return self.model.whole(self.client_model.whole())
+        return self.model.inference_params(self.client_model.whole())
 
     def is_one_model(self, x: Any) -> bool:
         """Whether the parameters of :meth:`personal` give the scores that the client infers by.
@@ -101,8 +103,13 @@ class LocalModel:
             return True
         params = tree.canonical(self.personal())
         with torch.inference_mode():
-            whole, inferred = self.model.apply(params, x), next(iter(self.predictors.values()))(x)
-        return whole.shape == inferred.shape and torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4)
+            full_scores, inferred_scores = (
+                self.model.apply(params, x),
+                next(iter(self.predictors.values()))(x),
+            )
+        return full_scores.shape == inferred_scores.shape and torch.allclose(
+            full_scores, inferred_scores, rtol=1e-3, atol=1e-4
+        )
 
     def count_parameters(self, series: str) -> int:
         """Parameter count of the model of a series."""
@@ -123,7 +130,7 @@ def make_local_model(
     round: int,
     *,
     server: Any = None,
-    down: Any = None,
+    download: Any = None,
     trainer: Trainer | None = None,
 ) -> LocalModel:
     """The model that a client would use now.
@@ -138,18 +145,18 @@ def make_local_model(
         info: who it is.
         round: counted from 0.
         server: state of the server, where it is known here.
-        down: what the client was sent, where the server is elsewhere.
+        download: what the client was sent, where the server is elsewhere.
         trainer: executes what the method asks of the client's data; None for the engine's way.
     """
-    of_engine = engine.trainer(method, federation, round, info)
-    is_server_here = server is not None or down is None
+    engine_trainer = engine.trainer(method, federation, round, info)
+    is_server_known = server is not None or download is None
     state, task = install_buffers(task, split_optimizers(state)[0])
-    model = task.model(info).with_local_statistics(of_engine.inputs, of_engine.whose)
-    view = ClientView(info, task, model, round, of_engine.data.key, trainer or of_engine)
+    model = task.model(info).with_local_statistics(engine_trainer.inputs, engine_trainer.owner)
+    view = ClientView(info, task, model, round, engine_trainer.data.key, trainer or engine_trainer)
     with torch.inference_mode(False):
-        message = tree.canonical(method.download(server, info)) if is_server_here else down
+        message = tree.canonical(method.download(server, info)) if is_server_known else download
         client_model = check_client_model(method, method.client_model(state, message, view))
-        server_params = method.server_model(server, state, view) if is_server_here else None
+        server_params = method.server_model(server, state, view) if is_server_known else None
     return LocalModel(client_model, model, view.key / "evaluation", server_params)
 
 
@@ -208,14 +215,14 @@ class SharedModel:
 
 def share_models(infos: Sequence[ClientInfo], round_models: RoundModels) -> list[SharedModel]:
     """The models of clients; those that are the same tensors are one."""
-    shared: dict[Any, SharedModel] = {}
+    models_by_key: dict[Any, SharedModel] = {}
     is_global = round_models.is_global
     for info in infos:
         # the server's own model is made once for all clients of an architecture
         key: Any = info.architecture if is_global else None
-        if key not in shared:
+        if key not in models_by_key:
             model = round_models.make(info)
             key = key or model.identity or info.id
-            shared.setdefault(key, SharedModel(model, []))
-        shared[key].clients.append(info)
-    return list(shared.values())
+            models_by_key.setdefault(key, SharedModel(model, []))
+        models_by_key[key].clients.append(info)
+    return list(models_by_key.values())

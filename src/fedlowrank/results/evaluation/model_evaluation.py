@@ -54,12 +54,12 @@ class ModelEvaluation:
             round_models: makes their models.
         """
         tables: list[ClientTable] = []
-        for of_one_module in group_by_module(share_models(infos, round_models)):
-            results = self._measure_in_one_pass(of_one_module)
+        for module_models in group_by_module(share_models(infos, round_models)):
+            results = self._measure_in_one_pass(module_models)
             if results is None:
-                tables += self._evaluate_one_by_one(of_one_module, round_models)
+                tables += self._evaluate_one_by_one(module_models, round_models)
             else:
-                tables.append(tabulate_models(of_one_module, results))
+                tables.append(tabulate_models(module_models, results))
         return ClientTable.join(tables)
 
     def _measure_in_one_pass(self, models: Sequence[SharedModel]) -> dict[str, SetResults] | None:
@@ -74,7 +74,7 @@ class ModelEvaluation:
             return None
         if self._is_separable.get(module.name) is False:
             return None
-        pool = self._pools.concatenate([info.id for shared in models for info in shared.clients])
+        pool = self._pools.concatenate([info.id for shared_model in models for info in shared_model.clients])
         if pool is None:
             return None
         with torch.inference_mode():
@@ -90,21 +90,26 @@ class ModelEvaluation:
         Whether it does is found by comparing the mean losses of the first client that has examples with those of this
         client alone.
         """
-        clients = [(shared.model, info.id) for shared in models for info in shared.clients]
+        clients_with_models = [
+            (shared_model.model, info.id) for shared_model in models for info in shared_model.clients
+        ]
         counts = pool.count_examples(len(SPLITS))
-        place = next(k for k, count in enumerate(counts) if count)
-        model, client = clients[place]
-        alone = self._pools.make_single(client)
-        own_sets = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
+        position = next(k for k, count in enumerate(counts) if count)
+        model, client_id = clients_with_models[position]
+        single_pool = self._pools.make_single(client_id)
+        set_slice = slice(position * len(SPLITS), (position + 1) * len(SPLITS))
         is_equal = True
-        device = self._federation.clients[client].train.y.device
+        device = self._federation.clients[client_id].train.y.device
         with model.key.global_generators(device), full_precision():
-            before = generator_states()
+            initial_states = generator_states()
             results = _measure_models(models, pool, self._metrics)
             for series, predict in model.predictors.items():
-                expected, found = measure_predictor(predict, alone).loss, results[series].loss[own_sets]
-                is_equal = is_equal and all(map(_is_equal_mean_loss, expected, found))
-            is_random = generator_states() != before
+                expected, actual = (
+                    measure_predictor(predict, single_pool).loss,
+                    results[series].loss[set_slice],
+                )
+                is_equal = is_equal and all(map(_is_equal_mean_loss, expected, actual))
+            is_random = generator_states() != initial_states
         name = model.model.name
         self._is_separable[name] = is_equal and not is_random
         if is_equal and not is_random:
@@ -118,9 +123,9 @@ class ModelEvaluation:
     ) -> list[ClientTable]:
         """Evaluate each client by itself, each with a model of its own."""
         tables = []
-        for shared in models:
-            for info in shared.clients:
-                model = shared.model if len(shared.clients) == 1 else round_models.make(info)
+        for shared_model in models:
+            for info in shared_model.clients:
+                model = shared_model.model if len(shared_model.clients) == 1 else round_models.make(info)
                 data = self._federation.clients[info.id]
                 with naming(f"{info.title}, whose examples are evaluated as one batch"):
                     tables.append(evaluate_client(model, info, data, self._metrics, self._federation.loss))
@@ -162,14 +167,14 @@ def group_by_module(models: Sequence[SharedModel]) -> list[list[SharedModel]]:
 
     A function of the method, and a user's module, is called for one model at a time.
     """
-    modules = {id(shared.model.model): shared.model.model for shared in models}
+    modules = {id(shared_model.model.model): shared_model.model.model for shared_model in models}
     is_standard = {i: module.is_standard for i, module in modules.items()}
     groups: dict[Any, list[SharedModel]] = {}
-    for place, shared in enumerate(models):
-        model = shared.model
+    for index, shared_model in enumerate(models):
+        model = shared_model.model
         may_join = is_standard[id(model.model)] and not model.is_computed
-        key = (model.model, *model.client_model.series) if may_join else place
-        groups.setdefault(key, []).append(shared)
+        key = (model.model, *model.client_model.series) if may_join else index
+        groups.setdefault(key, []).append(shared_model)
     return list(groups.values())
 
 
@@ -177,9 +182,15 @@ def _measure_models(
     models: Sequence[SharedModel], pool: ScoringPool, metrics: Mapping[str, Metric]
 ) -> dict[str, SetResults]:
     """Results of models on the sets of their clients, by series."""
-    predictors = [(shared.model.predictors, len(SPLITS) * len(shared.clients)) for shared in models]
+    predictors = [
+        (shared_model.model.predictors, len(SPLITS) * len(shared_model.clients)) for shared_model in models
+    ]
     return {
-        series: measure_predictors([(of_model[series], sets) for of_model, sets in predictors], pool, metrics)
+        series: measure_predictors(
+            [(model_predictors[series], set_count) for model_predictors, set_count in predictors],
+            pool,
+            metrics,
+        )
         for series in predictors[0][0]
     }
 

@@ -24,8 +24,8 @@ class ScoringPool:
     """Sets of examples that are scored in one pass.
 
     Args:
-        parts: the sets.
-        whole: the examples of all sets, one after another; None to go through set by set.
+        sets: the sets.
+        all_examples: the examples of all sets, one after another; None to go through set by set.
         one_batch_each: whether each set is one batch; only where they are gone through set by set.
         loss: of the task.
         vocabulary: of a language model; see :func:`fedlowrank.training.local_data.chunk_size`.
@@ -38,20 +38,22 @@ class ScoringPool:
 
     def __init__(
         self,
-        parts: Sequence[Examples],
-        whole: Examples | None = None,
+        sets: Sequence[Examples],
+        all_examples: Examples | None = None,
         one_batch_each: bool = False,
         loss: Loss = AUTO,
         vocabulary: int | None = None,
     ) -> None:
         self.one_batch_each, self.loss, self.vocabulary = one_batch_each, loss, vocabulary
-        self.lengths = [len(part) for part in parts]
-        self.passes = [part for part in parts if len(part)] if whole is None else [whole]
-        self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
+        self.lengths = [len(examples) for examples in sets]
+        self.passes = (
+            [examples for examples in sets if len(examples)] if all_examples is None else [all_examples]
+        )
+        self.bytes = 0 if all_examples is None else all_examples.inputs.nbytes  # type: ignore[union-attr]  # one tensor
 
-    def count_examples(self, sets: int) -> list[int]:
+    def count_examples(self, set_count: int) -> list[int]:
         """Number of examples of each client, given the number of sets that every client has."""
-        return [sum(self.lengths[k : k + sets]) for k in range(0, len(self.lengths), sets)]
+        return [sum(self.lengths[k : k + set_count]) for k in range(0, len(self.lengths), set_count)]
 
 
 def list_sets(data: ClientData) -> list[Examples]:
@@ -59,23 +61,25 @@ def list_sets(data: ClientData) -> list[Examples]:
     return [getattr(data, split) for split in SPLITS]
 
 
-def make_pool(model: EngineModel, parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
+def make_pool(model: EngineModel, sets: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
     """Sets of examples, each of them one batch if the model mixes the examples of a batch."""
-    is_long = any(len(part) > chunk_size(part, model.vocabulary) for part in parts)
+    is_long = any(len(examples) > chunk_size(examples, model.vocabulary) for examples in sets)
     mixes = is_long and mixes_examples(model)
-    return ScoringPool(parts, one_batch_each=mixes, loss=loss, vocabulary=model.vocabulary)
+    return ScoringPool(sets, one_batch_each=mixes, loss=loss, vocabulary=model.vocabulary)
 
 
-def concatenate_sets(parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool | None:
+def concatenate_sets(sets: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool | None:
     """Sets of examples as one, in the fastest memory layout; None where inputs are not tensors of one form."""
-    filled = [part for part in parts if len(part)]
-    inputs: list[Any] = [part.inputs for part in filled]
-    if not filled or any(isinstance(x, dict) for x in inputs):
+    nonempty_sets = [examples for examples in sets if len(examples)]
+    inputs: list[Any] = [examples.inputs for examples in nonempty_sets]
+    if not nonempty_sets or any(isinstance(x, dict) for x in inputs):
         return None
     if len({(x.shape[1:], x.dtype) for x in inputs}) > 1:
         return None
-    whole = Examples(channels_last(torch.cat(inputs)), torch.cat([part.y for part in filled]))
-    return ScoringPool(parts, whole, loss=loss)
+    all_examples = Examples(
+        channels_last(torch.cat(inputs)), torch.cat([examples.y for examples in nonempty_sets])
+    )
+    return ScoringPool(sets, all_examples, loss=loss)
 
 
 class PoolCache:
@@ -102,18 +106,18 @@ class PoolCache:
         finally:
             self._earlier = {}
 
-    def concatenate(self, clients: Sequence[int]) -> ScoringPool | None:
+    def concatenate(self, client_ids: Sequence[int]) -> ScoringPool | None:
         """The sets of clients, one client after another; None where inputs cannot be concatenated."""
-        key = tuple(clients)
+        key = tuple(client_ids)
         pool = self._earlier.pop(key, None)
         if pool is None:
-            parts = [part for i in clients for part in list_sets(self._federation.clients[i])]
-            pool = concatenate_sets(parts, self._federation.loss)
+            sets = [examples for i in client_ids for examples in list_sets(self._federation.clients[i])]
+            pool = concatenate_sets(sets, self._federation.loss)
         if pool is not None and sum(p.bytes for p in self.pools.values()) + pool.bytes <= MAX_CACHED_BYTES:
             self.pools[key] = pool
         return pool
 
-    def make_single(self, client: int) -> ScoringPool:
+    def make_single(self, client_id: int) -> ScoringPool:
         """The sets of one client, which are scored set by set."""
-        data = self._federation.clients[client]
+        data = self._federation.clients[client_id]
         return ScoringPool(list_sets(data), loss=self._federation.loss)

@@ -46,14 +46,14 @@ class ExampleSums(NamedTuple, Generic[N]):
     """Of a set, accuracy = ``right / asked`` and mean loss = ``loss / weight``. Of examples ``[n]``, what each adds to them.
 
     Attributes:
-        right: answers that are right.
-        asked: answers that count; 0 where there is no accuracy.
+        correct: answers that are right.
+        answers: answers that count; 0 where there is no accuracy.
         loss: loss times ``weight``.
         weight: of the example in the mean loss; 0 of a text in which no token is to be predicted.
     """
 
-    right: N
-    asked: N
+    correct: N
+    answers: N
     loss: N
     weight: N
 
@@ -109,26 +109,28 @@ def measure_predictors(
         pool: the sets.
         metrics: as of :func:`measure_predictor`.
     """
-    scored = ((predict(batch.x), batch.y) for predict, batch in _batches(predictors, pool))
-    return measure_scores(scored, pool, metrics)
+    scored_batches = ((predict(batch.x), batch.y) for predict, batch in _batches(predictors, pool))
+    return measure_scores(scored_batches, pool, metrics)
 
 
 def measure_scores(
-    scored: Iterable[tuple[Tensor, Tensor]], pool: ScoringPool, metrics: Mapping[str, Metric] | None = None
+    scored_batches: Iterable[tuple[Tensor, Tensor]],
+    pool: ScoringPool,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> SetResults:
     """Results of scores on each set of a pool.
 
     Args:
-        scored: scores and labels of the examples of all sets, one after another, in parts of any size.
+        scored_batches: scores and labels of the examples of all sets, one after another, in parts of any size.
         pool: the sets.
         metrics: as of :func:`measure_predictor`.
     """
     if not pool.passes:
-        nothing: list[float | None] = [None] * len(pool.lengths)
-        return SetResults(nothing, nothing, dict.fromkeys(metrics or (), nothing))
+        missing_values: list[float | None] = [None] * len(pool.lengths)
+        return SetResults(missing_values, missing_values, dict.fromkeys(metrics or (), missing_values))
     terms: list[Tensor] = []
     entries: list[tuple[Tensor, Tensor, Tensor]] = []
-    for scores, labels in _join_parts(scored):
+    for scores, labels in _join_parts(scored_batches):
         # one tensor [n, 4], in the order of the fields
         terms.append(torch.stack(_sum_terms(scores, Batch(None, labels, loss=pool.loss)), 1))
         if metrics:
@@ -139,24 +141,24 @@ def measure_scores(
     totals = torch.segment_reduce(terms_of_examples, "sum", lengths=lengths).tolist()
     sums: list[ExampleSums[float]] = [ExampleSums(*total) for total in totals]
     return SetResults(
-        [of_set.right / of_set.asked if of_set.asked else None for of_set in sums],
-        [of_set.loss / of_set.weight if of_set.weight else None for of_set in sums],
+        [set_sums.correct / set_sums.answers if set_sums.answers else None for set_sums in sums],
+        [set_sums.loss / set_sums.weight if set_sums.weight else None for set_sums in sums],
         _compute_metrics(entries, pool.lengths, metrics) if metrics else {},
         _name_accuracy(pool),
     )
 
 
-def _join_parts(scored: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def _join_parts(scored_batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores and labels in parts of at least EXAMPLES_PER_LOSS_CALL examples, but for the last one."""
     scores: list[Tensor] = []
     labels: list[Tensor] = []
     count = 0
-    for part, targets in scored:
-        scores.append(part)
+    for batch_scores, targets in scored_batches:
+        scores.append(batch_scores)
         labels.append(targets)
         count += len(targets)
         # texts are as wide as their batch, and scores of pixels are many
-        if count >= EXAMPLES_PER_LOSS_CALL or part.ndim > 2:
+        if count >= EXAMPLES_PER_LOSS_CALL or batch_scores.ndim > 2:
             yield torch.cat(scores), torch.cat(labels)
             scores, labels, count = [], [], 0
     if scores:
@@ -166,19 +168,24 @@ def _join_parts(scored: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tenso
 def _name_accuracy(pool: ScoringPool) -> str:
     if pool.loss.compares_texts:
         return PAIR_ACCURACY if pool.loss.is_preference else RETRIEVAL
-    return TOKEN_ACCURACY if any(pool.loss.predicts_tokens(part.y) for part in pool.passes) else ACCURACY
+    return (
+        TOKEN_ACCURACY if any(pool.loss.predicts_tokens(examples.y) for examples in pool.passes) else ACCURACY
+    )
 
 
 def _compute_metrics(
     entries: Sequence[tuple[Tensor, Tensor, Tensor]], lengths: Sequence[int], metrics: Mapping[str, Metric]
 ) -> dict[str, list[float | None]]:
     """Metrics of each set, given the scores and labels of all sets, one after another."""
-    scores, labels, counts = (torch.cat(parts).cpu() for parts in zip(*entries, strict=True))
-    ends = np.append(0, np.cumsum(counts.numpy()))[np.cumsum(lengths)[:-1]]
+    scores, labels, counts = (torch.cat(arrays).cpu() for arrays in zip(*entries, strict=True))
+    boundaries = np.append(0, np.cumsum(counts.numpy()))[np.cumsum(lengths)[:-1]]
     # exact, and NumPy knows no bfloat16
-    parts = np.split(scores.double().numpy(), ends), np.split(labels.numpy(), ends)
+    arrays = np.split(scores.double().numpy(), boundaries), np.split(labels.numpy(), boundaries)
     return {
-        name: [compute_metric(name, metric, *map(np.copy, part)) for part in zip(*parts, strict=True)]
+        name: [
+            compute_metric(name, metric, *map(np.copy, set_arrays))
+            for set_arrays in zip(*arrays, strict=True)
+        ]
         for name, metric in metrics.items()
     }
 
@@ -188,20 +195,20 @@ def _batches(
 ) -> Iterator[tuple[Predictor, Batch]]:
     """The examples of a pool in their order, each batch with its predictor."""
     lengths = iter(pool.lengths)
-    counts = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]
+    counts = [(predict, sum(itertools.islice(lengths, set_count))) for predict, set_count in predictors]
     for examples in pool.passes:
-        first, size = 0, chunk_size(examples, pool.vocabulary)
+        offset, size = 0, chunk_size(examples, pool.vocabulary)
         if not isinstance(examples.x, dict) and examples.x.shape[1:].numel() <= MAX_SMALL_INPUT:
             size *= 2
         if pool.one_batch_each:
             size = len(examples)
         if pool.loss.couples:
             size = EVALUATION_BATCH
-        for predict, n in counts:
-            end = min(first + n, len(examples))
-            for start in range(first, end, size):
+        for predict, count in counts:
+            end = min(offset + count, len(examples))
+            for start in range(offset, end, size):
                 yield predict, _slice(examples, start, min(start + size, end))
-            first = end
+            offset = end
 
 
 def count_labels(examples: Examples, loss: Loss) -> int:
@@ -232,20 +239,20 @@ def labeled_entries(scores: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tens
         ``[rows, classes]``, ``[rows]`` and ``[b]``; of pixels with real targets ``[rows, 1]`` twice. Scores and
         targets of one row an example are as they came.
     """
-    each = torch.ones(len(y), dtype=torch.int64, device=y.device)
+    row_counts = torch.ones(len(y), dtype=torch.int64, device=y.device)
     if y.is_floating_point():
         if y.ndim == 2 or scores.shape != y.shape:
-            return scores, y, each
-        return scores.reshape(-1, 1), y.reshape(-1, 1), each * y[0].numel()
+            return scores, y, row_counts
+        return scores.reshape(-1, 1), y.reshape(-1, 1), row_counts * y[0].numel()
     if y.ndim > 1 and scores.ndim == y.ndim + 1:
         scores = scores.movedim(class_axis(scores), -1)
-        each = each * y[0].numel()
+        row_counts = row_counts * y[0].numel()
     elif y.ndim > 1:
-        return scores, y, each
-    counts = y != loss.ignore_index
-    if y.ndim == 1 and bool(counts.all()):
-        return scores, y, each
-    return scores[counts], y[counts], counts.flatten(1).sum(1) if y.ndim > 1 else counts.long()
+        return scores, y, row_counts
+    mask = y != loss.ignore_index
+    if y.ndim == 1 and bool(mask.all()):
+        return scores, y, row_counts
+    return scores[mask], y[mask], mask.flatten(1).sum(1) if y.ndim > 1 else mask.long()
 
 
 def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
@@ -254,28 +261,30 @@ def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
     losses, weights = _each_loss(scores, batch), batch.weights
     ones = torch.ones_like(losses)
     if loss.couples:
-        right, asked = nearest_is_own(scores), ones
+        correct_counts, answer_counts = nearest_is_own(scores), ones
     elif loss.is_preference:
-        right, asked = difference_of_chosen(scores, y) > 0, ones
+        correct_counts, answer_counts = difference_of_chosen(scores, y) > 0, ones
     elif y.is_floating_point():
-        right, asked = _right_entries(scores, y) if loss.is_binary(y) else (ones, torch.zeros_like(losses))
+        correct_counts, answer_counts = (
+            _right_entries(scores, y) if loss.is_binary(y) else (ones, torch.zeros_like(losses))
+        )
     elif weights is not None:
-        right, asked = (scores[:, :-1].argmax(-1) == y[:, 1:]).sum(1), weights
-    elif scores.ndim != y.ndim + 1 or (loss.is_own and scores.shape[class_axis(scores)] < 2):
+        correct_counts, answer_counts = (scores[:, :-1].argmax(-1) == y[:, 1:]).sum(1), weights
+    elif scores.ndim != y.ndim + 1 or (loss.is_custom and scores.shape[class_axis(scores)] < 2):
         # a function of the user's own alone knows what the scores mean
-        right, asked = ones, torch.zeros_like(losses)
+        correct_counts, answer_counts = ones, torch.zeros_like(losses)
     else:
-        counts = y != loss.ignore_index
-        is_right = (scores.argmax(class_axis(scores)) == y) & counts
-        right, asked = (
-            (is_right, counts) if y.ndim == 1 else (is_right.flatten(1).sum(1), counts.flatten(1).sum(1))
+        mask = y != loss.ignore_index
+        is_right = (scores.argmax(class_axis(scores)) == y) & mask
+        correct_counts, answer_counts = (
+            (is_right, mask) if y.ndim == 1 else (is_right.flatten(1).sum(1), mask.flatten(1).sum(1))
         )
     count, weight = (ones, ones) if weights is None else (weights, weights)
     if (class_weights := loss.weigh(y)) is not None:
         count, weight = class_weights
     # of scores with a NaN, argmax gives the place of the NaN
-    right = torch.where(losses.isnan(), 0.0, right.double())
-    return ExampleSums(right, asked.double(), losses.double() * count, weight.double())
+    correct_counts = torch.where(losses.isnan(), 0.0, correct_counts.double())
+    return ExampleSums(correct_counts, answer_counts.double(), losses.double() * count, weight.double())
 
 
 def _right_entries(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,13 +301,13 @@ def _right_entries(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _each_loss(scores: Tensor, batch: Batch) -> Tensor:
     """The loss of each example; with few classes softmax is faster over adjacent scores of a class."""
     y = batch.y
-    if batch.loss.is_own:
+    if batch.loss.is_custom:
         # what a function of the user's own does to its arguments in place is its own affair
         return example_losses(scores.clone(), replace(batch, y=y.clone()))
     if batch.loss != AUTO or y.ndim > 1 or scores.shape[1] >= MIN_ADJACENT_CLASSES or len(y) < MAX_CHUNK:
         return example_losses(scores, batch)
-    by_class = scores.to(wide_type(scores.dtype)).t().contiguous()
-    return functional.cross_entropy(by_class.unsqueeze(0), y.unsqueeze(0), reduction="none").squeeze(0)
+    class_scores = scores.to(wide_type(scores.dtype)).t().contiguous()
+    return functional.cross_entropy(class_scores.unsqueeze(0), y.unsqueeze(0), reduction="none").squeeze(0)
 
 
 def _slice(examples: Examples, start: int, stop: int) -> Batch:

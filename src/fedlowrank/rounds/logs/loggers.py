@@ -108,7 +108,7 @@ class Logger(Callback, ABC):
     def on_run_begin(self, records: Sequence[RoundRecord]) -> None:
         """Open the target, and write what it lacks of the rounds before."""
         try:
-            missing = self.open([record.round for record in records])
+            missing_rounds = self.open([record.round for record in records])
         except ConfigError:
             raise
         except Exception as error:
@@ -118,7 +118,7 @@ class Logger(Callback, ABC):
         self._bytes = 0
         for record in records:
             values = self._scalars(record)
-            if record.round in missing:
+            if record.round in missing_rounds:
                 self.write(values, record.round)
 
     def __call__(self, record: RoundRecord) -> None:
@@ -168,8 +168,8 @@ class TensorBoardLogger(Logger):
     def open(self, rounds: Sequence[int]) -> Collection[int]:
         """Write all rounds anew: rounds after the last checkpoint are done again and must not stand twice."""
         target = self.folder / "tensorboard"
-        for old in target.glob(f"events.out.tfevents.*{self._SUFFIX}"):
-            old.unlink()
+        for old_file in target.glob(f"events.out.tfevents.*{self._SUFFIX}"):
+            old_file.unlink()
         self._writer = summary_writer(target, filename_suffix=self._SUFFIX, purge_step=0)
         return rounds
 
@@ -194,18 +194,18 @@ class WandbLogger(Logger):
     def open(self, rounds: Sequence[int]) -> Collection[int]:
         """Start a run, or go on with the one that this folder began."""
         wandb = import_logger("wandb")
-        known = self.read_identifier()
+        run_id = self.read_identifier()
         self._run = wandb.init(
             project=str(self.config.get("name", "fedlowrank")),
             name=run_label(self.config),
             config=dict(self.config),
-            id=known,
-            resume=None if known is None else "allow",
+            id=run_id,
+            resume=None if run_id is None else "allow",
             settings=wandb.Settings(silent=True, console="off", reinit="create_new"),
         )
         self.keep_identifier(str(self._run.id))
         # Weights & Biases ignores a step below its last one, and merges the last one
-        return rounds if known is None else rounds[-1:]
+        return rounds if run_id is None else rounds[-1:]
 
     def write(self, values: Mapping[str, float], round: int) -> None:
         """Write numbers by tag."""
@@ -228,21 +228,25 @@ class MlflowLogger(Logger):
         """Create a run, or go on with the one that this folder began."""
         mlflow = import_logger("mlflow")
         self._client = mlflow.MlflowClient()
-        known = self.read_identifier()
-        if known is None:
+        run_id = self.read_identifier()
+        if run_id is None:
             title = str(self.config.get("name", "fedlowrank"))
             experiment = self._client.get_experiment_by_name(title)
-            number = self._client.create_experiment(title) if experiment is None else experiment.experiment_id
-            self._id = str(self._client.create_run(number, run_name=run_label(self.config)).info.run_id)
+            experiment_id = (
+                self._client.create_experiment(title) if experiment is None else experiment.experiment_id
+            )
+            self._id = str(
+                self._client.create_run(experiment_id, run_name=run_label(self.config)).info.run_id
+            )
             self.keep_identifier(self._id)
             entities = importlib.import_module("mlflow.entities")
             parameters = [entities.Param(field, value) for field, value in _flat(self.config)]
             for start in range(0, len(parameters), 100):
                 self._client.log_batch(self._id, params=parameters[start : start + 100])
             return rounds
-        self._id = known
-        self._client.update_run(known, status="RUNNING")
-        self._logged = {m.step for m in self._client.get_metric_history(known, self._EVERY_ROUND)}
+        self._id = run_id
+        self._client.update_run(run_id, status="RUNNING")
+        self._logged = {m.step for m in self._client.get_metric_history(run_id, self._EVERY_ROUND)}
         return rounds
 
     def write(self, values: Mapping[str, float], round: int) -> None:
@@ -250,8 +254,8 @@ class MlflowLogger(Logger):
         if round in self._logged:
             return
         entities = importlib.import_module("mlflow.entities")
-        now = int(1000 * time.time())
-        metrics = [entities.Metric(tag, value, now, round) for tag, value in values.items()]
+        timestamp = int(1000 * time.time())
+        metrics = [entities.Metric(tag, value, timestamp, round) for tag, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def on_run_end(self, finished: bool) -> None:

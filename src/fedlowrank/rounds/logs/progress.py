@@ -49,7 +49,7 @@ def tell(text: str) -> None:
 
 
 @contextmanager
-def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecord], None]]:
+def bar(title: str, rounds: int, completed_rounds: int = 0) -> Iterator[Callable[[RoundRecord], None]]:
     """A bar over the rounds of one run, with the mean test accuracy, or of a regression the test loss.
 
     In Jupyter it is a widget. Where the error stream is no terminal, it is a plain line every 30 seconds and
@@ -58,7 +58,7 @@ def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecor
     Args:
         title: of the run.
         rounds: in all.
-        done: before a resumed run goes on.
+        completed_rounds: before a resumed run goes on.
 
     Yields:
         A function to be called with every record.
@@ -78,7 +78,7 @@ def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecor
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=CONSOLE) as progress:
-        task = progress.add_task(title, total=rounds, completed=done, accuracy="")
+        task = progress.add_task(title, total=rounds, completed=completed_rounds, accuracy="")
 
         def show(record: RoundRecord) -> None:
             progress.update(task, completed=record.round)
@@ -109,9 +109,9 @@ def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
 
 def describe_record(record: RoundRecord) -> str:
     """Mean test accuracy or loss of a record and the privacy spent, as text; empty without evaluation."""
-    right, lost = record.mean(split="test"), record.mean(LOSS, split="test")
-    spent = record.server_metrics.get("privacy")
-    private = "" if spent is None else f", ε {spent['epsilon']:.3g} at δ {spent['delta']:g}"
-    if right is not None:
-        return f"test {100 * right:5.1f} %{private}"
-    return "" if lost is None else f"test loss {lost:.3g}{private}"
+    accuracy, loss = record.mean(split="test"), record.mean(LOSS, split="test")
+    privacy = record.server_metrics.get("privacy")
+    privacy_text = "" if privacy is None else f", ε {privacy['epsilon']:.3g} at δ {privacy['delta']:g}"
+    if accuracy is not None:
+        return f"test {100 * accuracy:5.1f} %{privacy_text}"
+    return "" if loss is None else f"test loss {loss:.3g}{privacy_text}"

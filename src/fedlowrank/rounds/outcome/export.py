@@ -89,20 +89,22 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     model, parts = _parts(run, client, series)
     dense = copy.deepcopy(model.module)
     state = dense.state_dict()
-    like = {n: as_real(state[n]) for part in parts for n in part if n in state}
-    dense.load_state_dict(with_complex(sum_parts(parts, like), model.complex), strict=False)
+    templates = {n: as_real(state[n]) for part in parts for n in part if n in state}
+    dense.load_state_dict(with_complex(sum_parts(parts, templates), model.complex), strict=False)
     save_deployed(_deployed(model, parts, layout), path)
-    thin = load_deployed(model.module, path)
+    deployed_module = load_deployed(model.module, path)
     data = run.federation.clients[client]
     x = (data.test if len(data.test) else data.train).inputs
     with torch.inference_mode():
-        ours, theirs = (m(**x) if isinstance(x, dict) else m(x) for m in (thin, dense))
-    times = compare_latency({"dense": dense, "deployed": thin}, _first(x), repeats)
+        deployed_scores, dense_scores = (
+            m(**x) if isinstance(x, dict) else m(x) for m in (deployed_module, dense)
+        )
+    times = compare_latency({"dense": dense, "deployed": deployed_module}, _first(x), repeats)
     return Gain(
-        (measure_size(dense), measure_size(thin)),
+        (measure_size(dense), measure_size(deployed_module)),
         (times["dense"], times["deployed"]),
-        float((ours.argmax(-1) == theirs.argmax(-1)).double().mean()),
-        float((ours - theirs).abs().max()),
+        float((deployed_scores.argmax(-1) == dense_scores.argmax(-1)).double().mean()),
+        float((deployed_scores - dense_scores).abs().max()),
         path.stat().st_size,
     )
 
@@ -123,11 +125,11 @@ def _parts(run: Run, client: int | str, series: str | None) -> tuple[EngineModel
             "exported"
         )
     if name in model.parts:
-        first, *rest = model.parts[name]
+        first_part, *other_parts = model.parts[name]
         weights = sum_parts(model.parts[name], model.model.initial)
         # statistics of batch normalizations and other buffers are of the client, and of no part
-        own = {n: t for n, t in model.model.whole(weights).items() if n not in weights}
-        return model.model, ({**first, **own}, *rest)
+        client_buffers = {n: t for n, t in model.model.inference_params(weights).items() if n not in weights}
+        return model.model, ({**first_part, **client_buffers}, *other_parts)
     params = single_model(run, info, model)
     # with what is frozen, and with factors of the ranks that the module's layers have
     state = full_state_dict(model.model, params)
@@ -162,8 +164,14 @@ def _first(x: Stored) -> Inputs:
 
 
 def _deployed(model: EngineModel, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:
-    first, *rest = parts
+    first_part, *other_parts = parts
     # matrices of complex numbers have no smaller layout
-    whole = unpack_weights({n: first[n] for n in model.complex if n in first}, model.initial)
-    more = with_complex(sum_parts(rest, model.initial), model.complex) if rest else None
-    return deploy(model.module, {**first, **with_complex(whole, model.complex)}, more, layout)
+    complex_weights = unpack_weights(
+        {n: first_part[n] for n in model.complex if n in first_part}, model.initial
+    )
+    other_weights = (
+        with_complex(sum_parts(other_parts, model.initial), model.complex) if other_parts else None
+    )
+    return deploy(
+        model.module, {**first_part, **with_complex(complex_weights, model.complex)}, other_weights, layout
+    )

@@ -81,13 +81,13 @@ def predictions(
         ConfigError: if there is no such client, split or series, the run is of a language model, or has a label for
             each pixel or token.
     """
-    first = run.federation.clients[0].train
+    first_examples = run.federation.clients[0].train
     if run.federation.loss.compares_texts:
         raise ConfigError(
             "predictions are of classes or real targets, and these models compare texts; predict(client) gives the scores or "
             "embeddings of both texts of a pair"
         )
-    if first.is_dense or first.y.ndim > 2:
+    if first_examples.is_dense or first_examples.y.ndim > 2:
         raise ConfigError(
             "predictions are a table with one row an example, and these data have a label or target for each pixel or "
             "token; predict(client) gives the scores"
@@ -99,11 +99,11 @@ def predictions(
     for i in range(len(infos)) if client is None else [run.federation.client(client).id]:
         examples = getattr(run.federation.clients[i], split)
         scores = _scores(run, i, examples, series)
-        counted = _counted_examples(examples, run.federation.loss)
-        columns: dict[str, Any] = {"client": np.full(len(counted), i), "example": counted}
+        example_indices = _counted_examples(examples, run.federation.loss)
+        columns: dict[str, Any] = {"client": np.full(len(example_indices), i), "example": example_indices}
         if infos[i].name:
-            columns["client_name"] = np.full(len(counted), infos[i].name)
-        columns |= _outcomes(scores[counted], examples.y.cpu()[counted], run.federation.loss)
+            columns["client_name"] = np.full(len(example_indices), infos[i].name)
+        columns |= _outcomes(scores[example_indices], examples.y.cpu()[example_indices], run.federation.loss)
         if has_names and "label" in columns:
             columns |= {f"{name}_name": _names(classes, columns[name]) for name in ("label", "prediction")}
         tables.append(pd.DataFrame(columns))
@@ -113,7 +113,7 @@ def predictions(
 def predict_rows(
     run: Run,
     inputs: Callable[[int], Any],
-    places: Mapping[int, Sequence[int]],
+    rows_by_client: Mapping[int, Sequence[int]],
     series: str | None = None,
 ) -> pd.DataFrame:
     """What clients' models predict for new rows without labels, one row for each client and row.
@@ -121,7 +121,7 @@ def predict_rows(
     Args:
         run: where it stands now.
         inputs: all rows as the model of a client takes them, given its number; see :func:`predict`.
-        places: the rows of each client, counted from 0.
+        rows_by_client: the rows of each client, counted from 0.
         series: which of the method's models; by default its headline.
 
     Returns:
@@ -133,16 +133,16 @@ def predict_rows(
     """
     tables, infos, classes = [], run.federation.infos, run.federation.classes
     has_names = classes != tuple(map(str, range(len(classes))))
-    for i, rows in places.items():
+    for i, rows in rows_by_client.items():
         examples = _as_examples(inputs(i)[list(rows)], run.federation.clients[i].train, run.federation)
         scores = _scores(run, i, examples, series)
         columns: dict[str, Any] = {"client": np.full(len(rows), i), "row": list(rows)}
         if infos[i].name:
             columns["client_name"] = np.full(len(rows), infos[i].name)
-        found = _outcomes(scores, examples.y.cpu(), run.federation.loss)
-        columns |= {n: v for n, v in found.items() if n.startswith(("prediction", "probability"))}
-        if has_names and "label" in found:
-            columns["prediction_name"] = _names(classes, found["prediction"])
+        outcomes = _outcomes(scores, examples.y.cpu(), run.federation.loss)
+        columns |= {n: v for n, v in outcomes.items() if n.startswith(("prediction", "probability"))}
+        if has_names and "label" in outcomes:
+            columns["prediction_name"] = _names(classes, outcomes["prediction"])
         tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
 
@@ -177,13 +177,13 @@ def confusion(
     return pd.DataFrame(counts, pd.Index(names, name="label"), pd.Index(names, name="prediction"))
 
 
-def _scores(run: Run, client: int, examples: Examples, series: str | None) -> Tensor:
+def _scores(run: Run, client_id: int, examples: Examples, series: str | None) -> Tensor:
     if examples.has_token_labels:
         raise ConfigError(
             "language models have a score for each token and not for each example, so there are no "
             "predictions of them; `fedlowrank score` and `fedlowrank adapters` use their models"
         )
-    model = run.local_model(run.federation.infos[client])
+    model = run.local_model(run.federation.infos[client_id])
     with torch.inference_mode(), _random_numbers(model, examples):
         predict = _predictor(run, model, series)
         if not len(examples):
@@ -208,52 +208,64 @@ def _predictor(run: Run, model: LocalModel, series: str | None) -> Predictor:
     return predictors[series or next(iter(predictors))]
 
 
-def _as_examples(inputs: Any, own: Examples, federation: Federation) -> Examples:
+def _as_examples(inputs: Any, train_examples: Examples, federation: Federation) -> Examples:
     """Inputs as examples with labels that mean nothing, on the device of the client's own."""
-    if isinstance(inputs, dict) != isinstance(own.x, dict):
-        kind = f"a dictionary with {sorted(own.x)}" if isinstance(own.x, dict) else "one tensor"
-        raise DataError(f"the inputs must be {kind}, as those that the client trains on")
-    device = own.y.device
+    if isinstance(inputs, dict) != isinstance(train_examples.x, dict):
+        structure = (
+            f"a dictionary with {sorted(train_examples.x)}"
+            if isinstance(train_examples.x, dict)
+            else "one tensor"
+        )
+        raise DataError(f"the inputs must be {structure}, as those that the client trains on")
+    device = train_examples.y.device
     x: Inputs
-    if isinstance(own.x, dict):
-        if inputs.keys() != own.x.keys():
-            raise DataError(f"the inputs must have the names {sorted(own.x)}, not {sorted(inputs)}")
-        named = {
+    if isinstance(train_examples.x, dict):
+        if inputs.keys() != train_examples.x.keys():
+            raise DataError(
+                f"the inputs must have the names {sorted(train_examples.x)}, not {sorted(inputs)}"
+            )
+        tensors = {
             name: _as_tensor(value, f"the inputs {name!r}", name, federation).to(device)
             for name, value in inputs.items()
         }
-        x = {name: convert_named_input(value, own.x[name].dtype) for name, value in named.items()}
-        if wrong := [name for name, value in x.items() if value.dtype != own.x[name].dtype]:
-            name = wrong[0]
-            wanted = str(own.x[name].dtype).removeprefix("torch.")
-            raise DataError(f"the input {name!r} must be {wanted}, not {describe_array(named[name])}")
+        x = {
+            name: convert_named_input(value, train_examples.x[name].dtype) for name, value in tensors.items()
+        }
+        if wrong_names := [name for name, value in x.items() if value.dtype != train_examples.x[name].dtype]:
+            name = wrong_names[0]
+            expected_form = str(train_examples.x[name].dtype).removeprefix("torch.")
+            raise DataError(
+                f"the input {name!r} must be {expected_form}, not {describe_array(tensors[name])}"
+            )
         count = len(next(iter(x.values())))
     else:
         numbers = _as_tensor(inputs, "the inputs", "", federation).to(device)
-        x = convert_inputs(numbers, ids=own.x.dtype == torch.int64)
-        if x.dtype != own.x.dtype:
+        x = convert_inputs(numbers, ids=train_examples.x.dtype == torch.int64)
+        if x.dtype != train_examples.x.dtype:
             raise DataError(
                 "the model looks up whole numbers, so the inputs must be whole numbers, not "
                 f"{describe_array(numbers)}; give x.long()"
             )
-        if x.ndim == 0 or x.shape[1:] != own.x.shape[1:]:
-            wanted = ", ".join(map(str, ["n", *own.x.shape[1:]]))
-            raise DataError(f"the inputs must have the shape [{wanted}], not {[*x.shape]}")
+        if x.ndim == 0 or x.shape[1:] != train_examples.x.shape[1:]:
+            expected_form = ", ".join(map(str, ["n", *train_examples.x.shape[1:]]))
+            raise DataError(f"the inputs must have the shape [{expected_form}], not {[*x.shape]}")
         count = len(x)
-    return Examples(x, torch.zeros(count, *own.y.shape[1:], dtype=own.y.dtype, device=device))
+    return Examples(
+        x, torch.zeros(count, *train_examples.y.shape[1:], dtype=train_examples.y.dtype, device=device)
+    )
 
 
-def _as_tensor(inputs: Any, noun: str, name: str, federation: Federation) -> Tensor:
+def _as_tensor(inputs: Any, title: str, name: str, federation: Federation) -> Tensor:
     """One input as a tensor of its own type, with the columns and the scale of those that clients train on."""
     if is_frame(inputs) and name in federation.feature_names:
-        inputs = order_columns(inputs, federation.feature_names[name], noun)
-    tensor = to_input_tensor(inputs, noun)
-    check_finite_values(noun, tensor)
+        inputs = order_columns(inputs, federation.feature_names[name], title)
+    tensor = to_input_tensor(inputs, title)
+    check_finite_values(title, tensor)
     if name in federation.byte_inputs and tensor.dtype != torch.uint8 and tensor.numel():
         low, high = float(tensor.min()), float(tensor.max())
         if low < 0 or high > 1:
             raise DataError(
-                f"{noun} are {describe_array(tensor)} with values from {low:g} to {high:g}, but the clients train on unsigned "
+                f"{title} are {describe_array(tensor)} with values from {low:g} to {high:g}, but the clients train on unsigned "
                 "bytes, which are divided by 255. Give unsigned bytes, x.astype('uint8'), or values from 0 to 1"
             )
     return tensor
@@ -273,13 +285,13 @@ def _outcomes(scores: Tensor, y: Tensor, loss: Loss) -> dict[str, Any]:
         return _presences(scores, labels)
     if y.is_floating_point():
         return _errors(scores.double().numpy(), labels.astype(np.float64))
-    chosen = scores.argmax(-1).numpy()
-    probability = softmax(scores.double().numpy())[np.arange(len(labels)), chosen]
+    predicted_classes = scores.argmax(-1).numpy()
+    probability = softmax(scores.double().numpy())[np.arange(len(labels)), predicted_classes]
     return {
         "label": labels,
-        "prediction": chosen,
+        "prediction": predicted_classes,
         # of scores with a NaN, argmax gives the place of the NaN
-        "correct": (chosen == labels) & ~np.isnan(probability),
+        "correct": (predicted_classes == labels) & ~np.isnan(probability),
         "probability": probability,
     }
 
@@ -293,9 +305,12 @@ def _presences(scores: Tensor, targets: Any) -> dict[str, Any]:
     """Whether each class is present in each example, and predicted to be."""
     is_present, probability = (scores > 0).numpy(), torch.sigmoid(scores.double()).numpy()
     columns: dict[str, Any] = {}
-    for k, end in enumerate(_column_ends(targets)):
-        columns[f"label{end}"], columns[f"prediction{end}"] = targets[:, k], is_present[:, k].astype(int)
-        columns[f"probability{end}"] = probability[:, k]
+    for k, suffix in enumerate(_column_ends(targets)):
+        columns[f"label{suffix}"], columns[f"prediction{suffix}"] = (
+            targets[:, k],
+            is_present[:, k].astype(int),
+        )
+        columns[f"probability{suffix}"] = probability[:, k]
     is_number = ~np.isnan(probability).any(axis=1)
     return {**columns, "correct": (is_present == (targets > 0.5)).all(axis=1) & is_number}
 
@@ -308,7 +323,7 @@ def _column_ends(targets: Any) -> Sequence[str]:
 
 def _errors(outputs: Any, targets: Any) -> dict[str, Any]:
     columns: dict[str, Any] = {}
-    for k, end in enumerate(_column_ends(targets)):
-        columns[f"target{end}"], columns[f"prediction{end}"] = targets[:, k], outputs[:, k]
-        columns[f"error{end}"] = outputs[:, k] - targets[:, k]
+    for k, suffix in enumerate(_column_ends(targets)):
+        columns[f"target{suffix}"], columns[f"prediction{suffix}"] = targets[:, k], outputs[:, k]
+        columns[f"error{suffix}"] = outputs[:, k] - targets[:, k]
     return columns

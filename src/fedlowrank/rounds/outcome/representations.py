@@ -17,9 +17,9 @@ def compute_representations(run: Run, limit: int) -> dict[str, Tensor]:
         split from, or the labels are those of pixels or tokens.
     """
     federation = run.federation
-    first = federation.clients[0].train
+    first_examples = federation.clients[0].train
     has_heads = all(a.head_name is not None for a in federation.architectures.values())
-    if limit < 1 or not has_heads or first.is_dense or first.y.ndim > 2:
+    if limit < 1 or not has_heads or first_examples.is_dense or first_examples.y.ndim > 2:
         return {}
     share = max(1, limit // len(federation.clients))
     x, label, client = [], [], []
@@ -28,12 +28,12 @@ def compute_representations(run: Run, limit: int) -> dict[str, Tensor]:
             continue
         params = run.personal(info)
         model = federation.architectures[info.architecture]
-        some = data.test.take(torch.arange(min(share, len(data.test))))
-        seen = data.test if mixes_examples(model) else some
+        examples = data.test.take(torch.arange(min(share, len(data.test))))
+        batch = data.test if mixes_examples(model) else examples
         with torch.inference_mode():
-            x.append(model.represent(params, seen.x)[: len(some)].cpu().flatten(1).clone())
-        label.append(some.y.cpu())
-        client.append(torch.full((len(some),), info.id))
+            x.append(model.represent(params, batch.x)[: len(examples)].cpu().flatten(1).clone())
+        label.append(examples.y.cpu())
+        client.append(torch.full((len(examples),), info.id))
     if len({t.shape[1] for t in x}) != 1:
         return {}
     return {"x": torch.cat(x).contiguous(), "label": torch.cat(label), "client": torch.cat(client)}

@@ -71,10 +71,10 @@ class Result:
         record = (
             next(r for r in self.rounds if r.round == self.best_round) if at == "best" else self.rounds[-1]
         )
-        known = record.series()
-        if series is not None and series not in known:
+        series_names = record.series()
+        if series is not None and series not in series_names:
             raise ConfigError(
-                f"{self.run.method.title} has no series {series!r}. {did_you_mean(series, known)}"
+                f"{self.run.method.title} has no series {series!r}. {did_you_mean(series, series_names)}"
             )
         if split not in SPLITS:
             raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, SPLITS)}")

@@ -36,11 +36,11 @@ class Volume:
         self._last: tuple[Any, PayloadSize] = None, PayloadSize()
         self._sizes: dict[int, PayloadSize] = {}
 
-    def add(self, client: int, message: Any, kind: Any = None) -> None:
+    def add(self, client_id: int, message: Any, kind: Any = None) -> None:
         """Measure a message. The same object again, as where all clients are sent the same, is measured once.
 
         Args:
-            client: identifier.
+            client_id: identifier.
             message: a tree; None is no message and takes nothing.
             kind: an object that messages of one form share, of which one is measured.
         """
@@ -49,11 +49,11 @@ class Volume:
         kind = message if kind is None else kind
         if kind is not self._last[0]:
             self._last = kind, PayloadSize(tree.encoded_size(message), tree.numel(message))
-        self._sizes[client] = self._last[1]
+        self._sizes[client_id] = self._last[1]
 
-    def of(self, client: int) -> PayloadSize:
+    def of(self, client_id: int) -> PayloadSize:
         """Size of the message to or from a client; nothing if there was none."""
-        return self._sizes.get(client, PayloadSize())
+        return self._sizes.get(client_id, PayloadSize())
 
     @property
     def total(self) -> PayloadSize:
@@ -61,9 +61,9 @@ class Volume:
         return sum(self._sizes.values(), PayloadSize())
 
 
-def draw_lost_replies(clients: list[int], rate: float, key: Key) -> set[int]:
+def draw_lost_replies(client_ids: list[int], rate: float, key: Key) -> set[int]:
     """The clients whose reply is lost, each with probability ``rate``."""
     if rate == 0:
         return set()
-    draws = torch.rand(len(clients), generator=key.generator())
-    return {c for c, u in zip(clients, draws.tolist(), strict=True) if u < rate}
+    draws = torch.rand(len(client_ids), generator=key.generator())
+    return {c for c, u in zip(client_ids, draws.tolist(), strict=True) if u < rate}

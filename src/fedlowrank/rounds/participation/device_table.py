@@ -33,42 +33,46 @@ def read_device_table(file: str) -> dict[str, tuple[float, ...]]:
     # loading pandas takes half a second
     import pandas as pd
 
-    where = f"run.devices.file {file!r}"
-    if not (place := Path(expand_path(file))).exists():
-        raise ConfigError(f"{where}: {explain_missing(place)}")
+    location = f"run.devices.file {file!r}"
+    if not (path := Path(expand_path(file))).exists():
+        raise ConfigError(f"{location}: {explain_missing(path)}")
     try:
         table = pd.read_csv(expand_path(file), dtype=str, keep_default_na=False, skipinitialspace=True)
     except UnicodeDecodeError as error:
-        why = explain_encoding(Path(expand_path(file))) or error
-        raise ConfigError(f"{where} cannot be read as CSV: {why}") from error
+        reason = explain_encoding(Path(expand_path(file))) or error
+        raise ConfigError(f"{location} cannot be read as CSV: {reason}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where} cannot be read as CSV: {error}") from error
+        raise ConfigError(f"{location} cannot be read as CSV: {error}") from error
     names = [str(name).strip() for name in table.columns]
     table.columns = pd.Index(names)
     for name in names:
         if name != "client" and name not in COLUMNS:
             raise ConfigError(
-                f"{where}: there is no column {name!r}. {did_you_mean(name, ['client', *COLUMNS])}"
+                f"{location}: there is no column {name!r}. {did_you_mean(name, ['client', *COLUMNS])}"
             )
     if "client" not in names or len(names) < 2:
         raise ConfigError(
-            f"{where} needs the column client and one or more of {', '.join(COLUMNS)}; it has {', '.join(names)}"
+            f"{location} needs the column client and one or more of {', '.join(COLUMNS)}; it has {', '.join(names)}"
         )
-    clients = _numbers(table["client"], where)
-    if sorted(clients) != list(range(len(clients))) or not clients:
-        wrong = next((c for c in clients if clients.count(c) > 1), None)
-        why = f"client {wrong:g} stands there more than once" if wrong is not None else "some are missing"
-        raise ConfigError(f"{where} must list the clients 0, 1, ..., each once, but {why}")
-    order = sorted(range(len(clients)), key=clients.__getitem__)
+    client_ids = _numbers(table["client"], location)
+    if sorted(client_ids) != list(range(len(client_ids))) or not client_ids:
+        duplicate = next((c for c in client_ids if client_ids.count(c) > 1), None)
+        reason = (
+            f"client {duplicate:g} stands there more than once"
+            if duplicate is not None
+            else "some are missing"
+        )
+        raise ConfigError(f"{location} must list the clients 0, 1, ..., each once, but {reason}")
+    order = sorted(range(len(client_ids)), key=client_ids.__getitem__)
     columns = {}
     for name in names:
         if name != "client":
-            values = _numbers(table[name], where)
+            values = _numbers(table[name], location)
             columns[COLUMNS[name]] = tuple(values[row] for row in order)
     return columns
 
 
-def _numbers(column: Series, where: str) -> list[float]:
+def _numbers(column: Series, location: str) -> list[float]:
     """The cells as numbers; the first row below the heading is line 2 of the file."""
     numbers = []
     for line, text in enumerate(column, 2):
@@ -77,6 +81,8 @@ def _numbers(column: Series, where: str) -> list[float]:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ConfigError(f"{where}, line {line}, column {column.name}: a number is needed, not {text!r}")
+            raise ConfigError(
+                f"{location}, line {line}, column {column.name}: a number is needed, not {text!r}"
+            )
         numbers.append(value)
     return numbers

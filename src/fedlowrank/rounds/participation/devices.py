@@ -99,8 +99,11 @@ class Devices(CheckedFields):
             raise ConfigError(f"run.devices.{name} must be > 0 and finite; it is {value}")
 
         if self.per_client and not any(isinstance(getattr(self, name), tuple) for name in _LISTS):
-            where, cure = "without a list", "give run.devices.speeds, uplink, downlink or availability a list"
-            refuse_unread_field(self, "per_client", "run.devices", where, cure)
+            condition, advice = (
+                "without a list",
+                "give run.devices.speeds, uplink, downlink or availability a list",
+            )
+            refuse_unread_field(self, "per_client", "run.devices", condition, advice)
 
     @property
     def has_clock(self) -> bool:
@@ -113,18 +116,18 @@ class DeviceClock:
 
     Args:
         devices: of the clients.
-        clients: of the federation.
+        client_count: of the federation.
         key: of the federation.
 
     Raises:
         ConfigError: if a list is longer than the clients are many or, with ``per_client``, shorter.
     """
 
-    def __init__(self, devices: Devices, clients: int, key: Key) -> None:
+    def __init__(self, devices: Devices, client_count: int, key: Key) -> None:
         self.devices = devices
-        self._key, self._clients = key / "available", clients
+        self._key, self._clients = key / "available", client_count
         self._speeds, self._up, self._down, self._available = (
-            _broadcast(name, getattr(devices, name), clients, devices.per_client)
+            _broadcast(name, getattr(devices, name), client_count, devices.per_client)
             for name in ("speeds", "uplink", "downlink", "availability")
         )
 
@@ -135,20 +138,22 @@ class DeviceClock:
         draws = torch.rand(self._clients, generator=(self._key / round).generator(), dtype=torch.float64)
         return {i for i, u in enumerate(draws.tolist()) if u >= self._available[i]}
 
-    def seconds(self, client: int, down: PayloadSize, up: PayloadSize, flops: int) -> float:
+    def seconds(
+        self, client_id: int, download_size: PayloadSize, upload_size: PayloadSize, flops: int
+    ) -> float:
         """Seconds from the start of a round until the reply of a client has arrived.
 
         Args:
-            client: identifier.
-            down: size of the message to the client.
-            up: size of its reply.
+            client_id: identifier.
+            download_size: size of the message to the client.
+            upload_size: size of its reply.
             flops: floating-point operations of its training.
         """
         compute = 0.0
         if self.devices.flops_per_second is not None:
-            compute = flops / (self._speeds[client] * self.devices.flops_per_second)
-        download = down.bytes / (self._down[client] * MEGABIT)
-        upload = up.bytes / (self._up[client] * MEGABIT)
+            compute = flops / (self._speeds[client_id] * self.devices.flops_per_second)
+        download = download_size.bytes / (self._down[client_id] * MEGABIT)
+        upload = upload_size.bytes / (self._up[client_id] * MEGABIT)
         return 2 * self.devices.latency + download + compute + upload
 
 
@@ -161,15 +166,15 @@ class RoundTiming:
     Args:
         clock: of the clients.
         round: counted from 0.
-        sent: sizes of the messages to the participants.
+        download_volume: sizes of the messages to the participants.
 
     Attributes:
         round: the same.
     """
 
-    def __init__(self, clock: DeviceClock, round: int, sent: Volume) -> None:
+    def __init__(self, clock: DeviceClock, round: int, download_volume: Volume) -> None:
         self.round = round
-        self._clock, self._unavailable, self._sent = clock, clock.unavailable(round), sent
+        self._clock, self._unavailable, self._sent = clock, clock.unavailable(round), download_volume
         self._longest = 0.0
 
     @property
@@ -177,25 +182,25 @@ class RoundTiming:
         """Simulated seconds of the round until now; None if nothing takes time."""
         return self._longest if self._clock.devices.has_clock else None
 
-    def add(self, client: int, up: PayloadSize, flops: int) -> str | None:
+    def add(self, client_id: int, upload_size: PayloadSize, flops: int) -> str | None:
         """Measure a participant.
 
         Args:
-            client: identifier.
-            up: size of its reply.
+            client_id: identifier.
+            upload_size: size of its reply.
             flops: floating-point operations of its training.
 
         Returns:
             Why its reply is lost, or None if it arrives in time.
         """
-        if client in self._unavailable:
+        if client_id in self._unavailable:
             return "the client dropped out of the round"
         deadline = self._clock.devices.deadline
-        took = self._clock.seconds(client, self._sent.of(client), up, flops)
-        self._longest = max(self._longest, took if deadline is None else min(took, deadline))
-        if deadline is None or took <= deadline:
+        seconds = self._clock.seconds(client_id, self._sent.of(client_id), upload_size, flops)
+        self._longest = max(self._longest, seconds if deadline is None else min(seconds, deadline))
+        if deadline is None or seconds <= deadline:
             return None
-        return f"too slow: {took:.4g} s, and the deadline is {deadline:g} s"
+        return f"too slow: {seconds:.4g} s, and the deadline is {deadline:g} s"
 
 
 def _values(value: float | Sequence[float]) -> tuple[float, ...]:
@@ -203,14 +208,14 @@ def _values(value: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def _broadcast(
-    name: str, value: float | Sequence[float] | None, clients: int, per_client: bool
+    name: str, value: float | Sequence[float] | None, client_count: int, per_client: bool
 ) -> list[float]:
     """One number a client; infinity, for a link that takes no time, where none is given."""
     values = (math.inf,) if value is None else _values(value)
     is_list = not isinstance(value, int | float | None)
-    if len(values) > clients > 0 or (per_client and is_list and len(values) != clients):
-        each = "; the table of devices needs a row for each" if per_client else ""
+    if len(values) > client_count > 0 or (per_client and is_list and len(values) != client_count):
+        hint = "; the table of devices needs a row for each" if per_client else ""
         raise ConfigError(
-            f"run.devices.{name} has {len(values)} numbers, but there are {clients} clients{each}"
+            f"run.devices.{name} has {len(values)} numbers, but there are {client_count} clients{hint}"
         )
-    return [values[i * len(values) // clients] for i in range(clients)]
+    return [values[i * len(values) // client_count] for i in range(client_count)]

@@ -18,7 +18,7 @@ class Participants:
     """Draws the clients of each round.
 
     Args:
-        clients: of the federation.
+        client_count: of the federation.
         settings: of the run.
         key: of the federation.
         secret: draw from the operating system, for privacy is amplified only by draws that no client can
@@ -34,24 +34,26 @@ class Participants:
         ConfigError: if no client is left to train.
     """
 
-    def __init__(self, clients: int, settings: RunSettings, key: Key, *, secret: bool = False) -> None:
+    def __init__(self, client_count: int, settings: RunSettings, key: Key, *, secret: bool = False) -> None:
         self._share, self._key = settings.participation, key / "participants"
         self._secret, self._last = secret, (-1, list[int]())
-        count = round_half_up(settings.unseen * clients)
-        if count >= clients:
+        count = round_half_up(settings.unseen * client_count)
+        if count >= client_count:
             raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
-        order = (key / "unseen").numpy().permutation(clients)
+        order = (key / "unseen").numpy().permutation(client_count)
         self.unseen = frozenset(order[:count].tolist())
-        self.seen = [i for i in range(clients) if i not in self.unseen]
+        self.seen = [i for i in range(client_count) if i not in self.unseen]
         self.sampling = _sampling(settings, len(self.seen))
         self.expected = float(self.sampling.count or len(self.seen) * self._share)
         self._kind, self._count = settings.sampling, count_participants(self._share, len(self.seen))
-        most = len(self.seen)
-        self._candidates = min(2 * self._count, most) if settings.candidates is None else settings.candidates
-        if not self._count <= self._candidates <= most:
+        trainable_count = len(self.seen)
+        self._candidates = (
+            min(2 * self._count, trainable_count) if settings.candidates is None else settings.candidates
+        )
+        if not self._count <= self._candidates <= trainable_count:
             raise ConfigError(
                 f"run.candidates = {self._candidates} must be at least the {self._count} clients of a round and at most "
-                f"the {most} that may train"
+                f"the {trainable_count} that may train"
             )
 
     def draw(
@@ -80,10 +82,10 @@ class Participants:
     def _drawn_by_size(
         self, generator: torch.Generator, sizes: Sequence[int], losses: Mapping[int, float]
     ) -> list[int]:
-        own = [sizes[i] for i in self.seen]
+        trainable_sizes = [sizes[i] for i in self.seen]
         if self._kind == "size":
-            return [self.seen[i] for i in draw_by_size(own, self._count, generator)]
-        candidates = [self.seen[i] for i in draw_by_size(own, self._candidates, generator)]
+            return [self.seen[i] for i in draw_by_size(trainable_sizes, self._count, generator)]
+        candidates = [self.seen[i] for i in draw_by_size(trainable_sizes, self._candidates, generator)]
         order = torch.randperm(len(candidates), generator=generator).tolist()
         return choose_by_loss([candidates[i] for i in order], losses, self._count)
 
@@ -95,17 +97,21 @@ class Participants:
         return sorted(self.seen[i] for i in order[: self._count].tolist())
 
 
-def _sampling(settings: RunSettings, clients: int) -> Sampling:
+def _sampling(settings: RunSettings, client_count: int) -> Sampling:
     """How the clients of a round are drawn from those that may train."""
     if settings.sampling == "poisson":
-        return Sampling("poisson", clients, rate=settings.participation)
-    count = count_participants(settings.participation, clients)
-    return Sampling("all", clients) if count == clients else Sampling("fixed", clients, count=count)
+        return Sampling("poisson", client_count, rate=settings.participation)
+    count = count_participants(settings.participation, client_count)
+    return (
+        Sampling("all", client_count)
+        if count == client_count
+        else Sampling("fixed", client_count, count=count)
+    )
 
 
-def count_participants(share: float, clients: int) -> int:
+def count_participants(share: float, client_count: int) -> int:
     """Clients of a round of fixed size: the share of those that may train, rounded, and at least one."""
-    return max(1, round_half_up(share * clients))
+    return max(1, round_half_up(share * client_count))
 
 
 def round_half_up(x: float) -> int:

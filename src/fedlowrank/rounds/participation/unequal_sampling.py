@@ -43,18 +43,20 @@ _MANY = 10**6
 
 def always_drawn(sizes: Sequence[int], count: int) -> set[int]:
     """Places that are in every sample of so many, because of their size."""
-    certain: set[int] = set()
+    certain_indices: set[int] = set()
     while True:
-        left = count - len(certain)
-        total = sum(n for i, n in enumerate(sizes) if i not in certain)
-        too_large = {i for i, n in enumerate(sizes) if i not in certain and n and left * n >= total}
+        free_count = count - len(certain_indices)
+        total = sum(n for i, n in enumerate(sizes) if i not in certain_indices)
+        too_large = {
+            i for i, n in enumerate(sizes) if i not in certain_indices and n and free_count * n >= total
+        }
         if not too_large:
-            return certain
-        certain |= too_large
+            return certain_indices
+        certain_indices |= too_large
 
 
 def draw_by_size(sizes: Sequence[int], count: int, generator: torch.Generator) -> list[int]:
-    """Draw places without replacement, each with a probability in proportion to its size, or 1.
+    """Draw indices without replacement, each with a probability in proportion to its size, or 1.
 
     Args:
         sizes: at least 0; a place of size 0 is never drawn.
@@ -62,30 +64,35 @@ def draw_by_size(sizes: Sequence[int], count: int, generator: torch.Generator) -
         generator: of the draw.
 
     Returns:
-        The places, ascending.
+        The indices, ascending.
     """
-    certain = always_drawn(sizes, count)
+    certain_indices = always_drawn(sizes, count)
     order = torch.randperm(len(sizes), generator=generator).tolist()
     start = int(torch.randint(_FINE, (), generator=generator))
-    others, left = [i for i in order if i not in certain and sizes[i]], count - len(certain)
-    if not others or left < 1:
-        return sorted(certain)
-    # in whole numbers: rounding could draw a place twice, or one too few
-    ends = list(accumulate(sizes[i] * left * _FINE for i in others))
-    total = sum(sizes[i] for i in others)
-    drawn = {others[bisect_right(ends, (start + j * _FINE) * total)] for j in range(left)}
-    return sorted(certain | drawn)
+    candidates, free_count = (
+        [i for i in order if i not in certain_indices and sizes[i]],
+        count - len(certain_indices),
+    )
+    if not candidates or free_count < 1:
+        return sorted(certain_indices)
+    # in whole numbers: rounding could draw an index twice, or one too few
+    cumulative_sizes = list(accumulate(sizes[i] * free_count * _FINE for i in candidates))
+    total = sum(sizes[i] for i in candidates)
+    sampled_indices = {
+        candidates[bisect_right(cumulative_sizes, (start + j * _FINE) * total)] for j in range(free_count)
+    }
+    return sorted(certain_indices | sampled_indices)
 
 
 def weights_by_size(sizes: Sequence[int], count: int) -> list[int]:
     """Whole numbers in proportion to n_k / π_k, the weights of a sample of :func:`draw_by_size`."""
-    certain = always_drawn(sizes, count)
-    left = count - len(certain)
-    total = sum(n for i, n in enumerate(sizes) if i not in certain)
-    if not certain:
+    certain_indices = always_drawn(sizes, count)
+    free_count = count - len(certain_indices)
+    total = sum(n for i, n in enumerate(sizes) if i not in certain_indices)
+    if not certain_indices:
         return [1] * len(sizes)
     # n_k / π_k is n_k of those that are always drawn, and total / left of the others
-    return [n * max(left, 1) if i in certain else total for i, n in enumerate(sizes)]
+    return [n * max(free_count, 1) if i in certain_indices else total for i, n in enumerate(sizes)]
 
 
 def choose_by_loss(candidates: Sequence[int], losses: Mapping[int, float], count: int) -> list[int]:
@@ -95,21 +102,21 @@ def choose_by_loss(candidates: Sequence[int], losses: Mapping[int, float], count
 
 
 def next_losses(
-    last: Mapping[int, float], losses: Mapping[int, float], drawn: Sequence[int]
+    previous_losses: Mapping[int, float], losses: Mapping[int, float], participant_ids: Sequence[int]
 ) -> dict[int, float]:
     """The losses by which clients are drawn in the next round.
 
     Args:
-        last: those of this round.
+        previous_losses: those of this round.
         losses: of the clients that replied.
-        drawn: all clients of this round.
+        participant_ids: all clients of this round.
     """
-    known = {**last, **losses}
-    missing = [i for i in drawn if i not in losses]
-    others = [known[i] for i in sorted(known) if i not in missing]
-    if not others:
-        return known
-    return {**known, **dict.fromkeys(missing, math.fsum(others) / len(others))}
+    known_losses = {**previous_losses, **losses}
+    missing_ids = [i for i in participant_ids if i not in losses]
+    other_losses = [known_losses[i] for i in sorted(known_losses) if i not in missing_ids]
+    if not other_losses:
+        return known_losses
+    return {**known_losses, **dict.fromkeys(missing_ids, math.fsum(other_losses) / len(other_losses))}
 
 
 def check_weights(method: AnyMethod, task: Task, sampling: str) -> None:
@@ -139,10 +146,12 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
         return None
     infos = [dataclasses.replace(client, examples=times * _MANY) for times in (1, 3)]
     contributions = [method.contribution(server, upload, info) for info in infos]
-    pairs = list(zip(*([leaf for _, leaf in contribution_leaves(one)] for one in contributions), strict=True))
+    pairs = list(
+        zip(*([leaf for _, leaf in contribution_leaves(item)] for item in contributions), strict=True)
+    )
     if sampling == "size" and any(isinstance(leaf, Each) for leaf, _ in pairs):
         return "its server weighs single replies by a rule of its own"
-    if sampling == "size" and not all(_is_tripled(one, three) for one, three in pairs):
+    if sampling == "size" and not all(_is_tripled(item, tripled_item) for item, tripled_item in pairs):
         return (
             "it does not weigh clients by their number of examples, so that large clients would count twice"
         )
@@ -161,13 +170,13 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
     return None
 
 
-def _is_tripled(one: Any, three: Any) -> bool:
+def _is_tripled(leaf: Any, tripled_leaf: Any) -> bool:
     """Whether a leaf counts three times as much."""
-    if isinstance(one, Mean):
-        return math.isclose(float(three.weight), 3 * float(one.weight), rel_tol=1e-6)
-    return _is_close(tree.map_leaves(lambda t: 3 * t, one.value), three.value)
+    if isinstance(leaf, Mean):
+        return math.isclose(float(tripled_leaf.weight), 3 * float(leaf.weight), rel_tol=1e-6)
+    return _is_close(tree.map_leaves(lambda t: 3 * t, leaf.value), tripled_leaf.value)
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    pairs = zip(tree.tensors(one), tree.tensors(other), strict=True)
+def _is_close(first: Any, second: Any) -> bool:
+    pairs = zip(tree.tensors(first), tree.tensors(second), strict=True)
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)

@@ -80,12 +80,12 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
     def local_update(self, state: Any, down: WithStatistics, view: ClientView) -> tuple[Any, WithStatistics]:
         """The method's, from the statistics that were sent; they are sent back as training leaves them."""
         model = _engine_model(view)
-        before = _read(model)
+        original_statistics = _read(model)
         model.set_buffers(down.statistics or {})
         state, upload = check_pair(self.inner, self.inner.local_update(state, down.inner, view))
         statistics = _read(model)
         # a client keeps none
-        model.set_buffers(before)
+        model.set_buffers(original_statistics)
         return state, WithStatistics(upload, statistics)
 
     def follow_upload(
@@ -130,7 +130,7 @@ def average_statistics(method: AnyMethod, task: Task, settings: RunSettings) -> 
 
     Args:
         method: of the run.
-        task: on models whose statistics run, see :func:`fedlowrank.rounds.setup.preparation.place_data`.
+        task: on models whose statistics run, see :func:`fedlowrank.rounds.setup.preparation.move_to_device`.
         settings: of the run.
 
     Raises:

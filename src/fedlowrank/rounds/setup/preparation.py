@@ -9,7 +9,7 @@ from statistics import median_low
 from ...core.contract import AnyMethod, ClientInfo
 from ...core.errors import ConfigError, DataError, TaskError
 from ...data.federation import Federation
-from ...models.coupling import why_not_in_parts
+from ...models.coupling import find_coupling
 from ...trust.attacks import claimed_examples, hostile_clients, poison
 from ...trust.trust_settings import Robust, Trust
 from ..logs.progress import tell
@@ -19,7 +19,7 @@ MOST_EXAMPLES = 10
 """A client counts by at most so many times the median number of examples, where a rule weighs by examples."""
 
 
-def place_data(
+def move_to_device(
     federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell
 ) -> Federation:
     """A federation on the device of a run, its images and models in the form that the settings ask for.
@@ -97,26 +97,30 @@ def check_parts(method: AnyMethod, federation: Federation, micro_batch: int | No
             "the examples of a batch. Remove run.micro_batch; a smaller batch_size saves memory, too."
         )
     for name, model in federation.architectures.items() if micro_batch is not None else ():
-        if why := why_not_in_parts(model):
+        if reason := find_coupling(model):
             raise ConfigError(
                 f"run.micro_batch = {micro_batch} takes a batch in parts, and their gradients add up to that "
-                f"of the batch only where every example is treated by itself. In model {name!r}, {why}. Remove "
+                f"of the batch only where every example is treated by itself. In model {name!r}, {reason}. Remove "
                 "run.micro_batch; a smaller batch_size saves memory, too."
             )
 
 
-def usual_examples(clients: Sequence[ClientInfo]) -> int:
+def compute_median_examples(clients: Sequence[ClientInfo]) -> int:
     """The lower median of the clients' numbers of examples, at least 1."""
     return max(1, median_low(client.examples for client in clients))
 
 
-def weigh_client(client: ClientInfo, robust: Robust, usual: int) -> ClientInfo:
+def weigh_client(client: ClientInfo, robust: Robust, median_examples: int) -> ClientInfo:
     """A client with the number of examples by which it counts under a rule.
 
     Args:
         client: as it describes itself.
         robust: the rule.
-        usual: the median number of examples.
+        median_examples: the median number of examples.
     """
-    most = usual if robust.weights == "equal" else min(client.examples, MOST_EXAMPLES * usual)
-    return dataclasses.replace(client, examples=most)
+    counted_examples = (
+        median_examples
+        if robust.weights == "equal"
+        else min(client.examples, MOST_EXAMPLES * median_examples)
+    )
+    return dataclasses.replace(client, examples=counted_examples)

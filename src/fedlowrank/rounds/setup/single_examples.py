@@ -15,7 +15,7 @@ NEAREST = 32
 
 
 def check_single_examples(
-    method: AnyMethod, federation: Federation, never_train: Collection[int] = ()
+    method: AnyMethod, federation: Federation, untrained_ids: Collection[int] = ()
 ) -> None:
     """Raise SingleValueError if a client's batch normalization would see one example alone.
 
@@ -27,7 +27,7 @@ def check_single_examples(
     Args:
         method: says the passes over local data.
         federation: the clients, with their data.
-        never_train: identifiers of clients that are evaluated only.
+        untrained_ids: identifiers of clients that are evaluated only.
 
     Raises:
         ConfigError: of such a loss, if the batch size is 1.
@@ -35,46 +35,48 @@ def check_single_examples(
         SingleValueError: of a batch normalization.
     """
     if federation.loss.couples:
-        _check_batches_of_pairs(method, federation, never_train)
+        _check_batches_of_pairs(method, federation, untrained_ids)
     layers = {name: _layer(model) for name, model in federation.architectures.items()}
     if not any(layers.values()):
         return
     passes = method.local_passes()
     sizes = {
         info.id: n
-        for info, own in zip(federation.infos, federation.clients, strict=True)
-        if layers[info.architecture] and (n := len(own.train))
+        for info, data in zip(federation.infos, federation.clients, strict=True)
+        if layers[info.architecture] and (n := len(data.train))
     }
-    trained = {i: n for i, n in sizes.items() if i not in never_train}
+    counts = {i: n for i, n in sizes.items() if i not in untrained_ids}
     for i, n in sizes.items():
         model = federation.architectures[federation.infos[i].architecture]
-        if n == 1 and (model.statistics or i in trained):
+        if n == 1 and (model.statistics or i in counts):
             raise SingleValueError(
                 str(layers[model.name]),
                 f"{federation.infos[i].title} has 1 training example",
                 f"Give every client at least 2 ({_few(sizes)}; partition.min_size), leave those clients out, "
                 "or use a normalization that treats examples singly (nn.GroupNorm).",
             )
-    clients_by_layer = {
+    pass_by_client = {
         i: name
-        for i, n in trained.items()
+        for i, n in counts.items()
         for name, sweep in list(passes.items())[::-1]
         if sweep.has_batch_of_one(n)
     }
-    if clients_by_layer:
-        i, name = next(iter(clients_by_layer.items()))
+    if pass_by_client:
+        i, name = next(iter(pass_by_client.items()))
         size, layer = passes[name].batch_size, layers[federation.infos[i].architecture]
-        others = len(clients_by_layer) - 1
-        other_clients = f", as at {others} other client{'s' * (others > 1)}" if others else ""
+        other_count = len(pass_by_client) - 1
+        other_clients = f", as at {other_count} other client{'s' * (other_count > 1)}" if other_count else ""
         raise SingleValueError(
             str(layer),
-            f"{federation.infos[i].title} has {trained[i]} training examples, of which batches of {size} leave a batch of one "
+            f"{federation.infos[i].title} has {counts[i]} training examples, of which batches of {size} leave a batch of one "
             f"(pass {name!r}){other_clients}",
-            _advice(method, passes.values(), size, trained.values()),
+            _advice(method, passes.values(), size, counts.values()),
         )
 
 
-def _check_batches_of_pairs(method: AnyMethod, federation: Federation, never_train: Collection[int]) -> None:
+def _check_batches_of_pairs(
+    method: AnyMethod, federation: Federation, untrained_ids: Collection[int]
+) -> None:
     """Refuse passes in which a pair never meets another one: their loss is 0 whatever the model."""
     loss = federation.loss.kind
     for sweep in method.local_passes().values():
@@ -83,9 +85,9 @@ def _check_batches_of_pairs(method: AnyMethod, federation: Federation, never_tra
                 f"batch_size = 1: loss {loss!r} compares each pair with the others of its batch. Set batch_size to at least 2, "
                 f"for {method.title}; more pairs are more negatives."
             )
-        for info, own in zip(federation.infos, federation.clients, strict=True):
-            n = len(own.train)
-            if n and info.id not in never_train and sweep.examples_of(n) == 1:
+        for info, data in zip(federation.infos, federation.clients, strict=True):
+            n = len(data.train)
+            if n and info.id not in untrained_ids and sweep.examples_of(n) == 1:
                 raise DataError(
                     f"{info.title} trains on 1 of {n} pairs, and loss {loss!r} compares each pair with the others of its batch. "
                     "Give every client more pairs to train on (partition.min_size, split.train), or leave that client out."
@@ -99,8 +101,8 @@ def _layer(model: Architecture) -> str | None:
 
 def _few(sizes: dict[int, int]) -> str:
     """Which clients have one example."""
-    ones = [str(i) for i, n in sizes.items() if n == 1]
-    return f"client{'s' * (len(ones) > 1)} {', '.join(ones[:5])}{', ...' * (len(ones) > 5)} with 1"
+    single_ids = [str(i) for i, n in sizes.items() if n == 1]
+    return f"client{'s' * (len(single_ids) > 1)} {', '.join(single_ids[:5])}{', ...' * (len(single_ids) > 5)} with 1"
 
 
 def _advice(method: AnyMethod, passes: Iterable[Pass], size: int, sizes: Iterable[int]) -> str:
@@ -108,14 +110,16 @@ def _advice(method: AnyMethod, passes: Iterable[Pass], size: int, sizes: Iterabl
     passes, sizes = list(passes), set(sizes)
 
     def helps(batch_size: int, drop_last: bool) -> bool:
-        changed = [replace(p, batch_size=batch_size, drop_last=drop_last or p.drop_last) for p in passes]
-        return not any(p.has_batch_of_one(n) for p in changed for n in sizes)
+        new_passes = [replace(p, batch_size=batch_size, drop_last=drop_last or p.drop_last) for p in passes]
+        return not any(p.has_batch_of_one(n) for p in new_passes for n in sizes)
 
-    cures = ["drop_last = true (or defaults.drop_last=true for all methods)"] if helps(size, True) else []
-    near = sorted(range(2, size + NEAREST), key=lambda b: (abs(b - size), b))
-    other = next((b for b in near if helps(b, False)), None)
-    if other is not None:
-        cures.append(f"batch_size = {other}, with which no client has one")
-    if not cures:
+    suggestions = (
+        ["drop_last = true (or defaults.drop_last=true for all methods)"] if helps(size, True) else []
+    )
+    batch_sizes = sorted(range(2, size + NEAREST), key=lambda b: (abs(b - size), b))
+    new_size = next((b for b in batch_sizes if helps(b, False)), None)
+    if new_size is not None:
+        suggestions.append(f"batch_size = {new_size}, with which no client has one")
+    if not suggestions:
         return "Give every client more examples, or use a normalization that treats examples singly (nn.GroupNorm)."
-    return f"Set {', or '.join(cures)}, for {method.title}."
+    return f"Set {', or '.join(suggestions)}, for {method.title}."

@@ -142,8 +142,8 @@ def use_tensor(t: Any, *, once: bool = False) -> Any:
     return t.plain
 
 
-def split_rows_by_client(x: Tensor, clients: int) -> Tensor:
+def split_rows_by_client(x: Tensor, client_count: int) -> Tensor:
     """Rows ``[K·B, ...]`` as those of each client ``[K, B, ...]``."""
-    if not has_rows() or isinstance(x, ClientTensor) or x.ndim < 1 or x.shape[0] % clients:
+    if not has_rows() or isinstance(x, ClientTensor) or x.ndim < 1 or x.shape[0] % client_count:
         raise NoRuleError("rows that are not those of a batch")
-    return x.reshape(clients, x.shape[0] // clients, *x.shape[1:])
+    return x.reshape(client_count, x.shape[0] // client_count, *x.shape[1:])

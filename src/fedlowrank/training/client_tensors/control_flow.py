@@ -36,19 +36,19 @@ class DifferingError(BaseException):
         self.values = list(values)
 
     def parts(self) -> dict[str, list[int]]:
-        """The places of the clients that have a value, by the representation of the value."""
-        places: dict[str, list[int]] = {}
+        """The indices of the clients that have a value, by the representation of the value."""
+        positions: dict[str, list[int]] = {}
         for k, value in enumerate(self.values):
-            places.setdefault(repr(value), []).append(k)
-        return places
+            positions.setdefault(repr(value), []).append(k)
+        return positions
 
 
 def require_agreement(values: Sequence[T]) -> T:
     """The value that all clients have; raises :class:`DifferingError` if they differ."""
-    first = values[0]
-    if any(v != first for v in values[1:]):
+    first_value = values[0]
+    if any(v != first_value for v in values[1:]):
         raise DifferingError(values)
-    return first
+    return first_value
 
 
 class ClientIntegers(ClientTensor):
@@ -79,20 +79,20 @@ def unwrap_client_tensor(t: Tensor) -> Tensor:
     return t.plain if isinstance(t, ClientTensor) else t
 
 
-def expand_to_clients(t: Tensor, clients: int) -> Tensor:
+def expand_to_clients(t: Tensor, client_count: int) -> Tensor:
     """An ordinary tensor ``[K, ...]`` with a slice for each client; a tensor that all share is not copied."""
-    return unwrap_client_tensor(t) if isinstance(t, ClientTensor) else t.expand(clients, *t.shape)
+    return unwrap_client_tensor(t) if isinstance(t, ClientTensor) else t.expand(client_count, *t.shape)
 
 
-def split_clients(value: T, clients: int) -> list[T]:
+def split_clients(value: T, client_count: int) -> list[T]:
     """The tree of each client."""
-    columns = [expand_to_clients(t, clients).unbind() for t in tree.tensors(value)]
-    return [refill(value, [column[k] for column in columns]) for k in range(clients)]
+    columns = [expand_to_clients(t, client_count).unbind() for t in tree.tensors(value)]
+    return [refill(value, [column[k] for column in columns]) for k in range(client_count)]
 
 
-def select_clients(value: T, places: Sequence[int]) -> T:
-    """The tree of the clients at some places of a cohort."""
-    index = torch.tensor(places)
+def select_clients(value: T, positions: Sequence[int]) -> T:
+    """The tree of the clients at some indices of a cohort."""
+    index = torch.tensor(positions)
 
     def pick(t: Tensor) -> Tensor:
         return (
@@ -110,18 +110,18 @@ def stack_clients(trees: Sequence[T]) -> T:
     Raises:
         NoRuleError: if the trees differ in form.
     """
-    first, form = trees[0], tree.form(trees[0])
+    first_tree, form = trees[0], tree.form(trees[0])
     if any(tree.form(t) != form for t in trees[1:]):
         raise NoRuleError("clients whose trees differ in form")
     columns = zip(*(tree.tensors(t) for t in trees), strict=True)
-    return refill(first, [_share(column) for column in columns])
+    return refill(first_tree, [_share(column) for column in columns])
 
 
 def _share(tensors: Sequence[Tensor]) -> Tensor:
-    first = tensors[0]
-    place, strides = first.data_ptr(), first.stride()
-    if all(t is first or (t.data_ptr() == place and t.stride() == strides) for t in tensors[1:]):
-        return first
+    first_tensor = tensors[0]
+    address, strides = first_tensor.data_ptr(), first_tensor.stride()
+    if all(t is first_tensor or (t.data_ptr() == address and t.stride() == strides) for t in tensors[1:]):
+        return first_tensor
     return to_client_tensor(torch.stack(list(tensors)).detach())
 
 
@@ -138,18 +138,18 @@ def _share_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
 
     def shared(*args: Any, **kwargs: Any) -> Any:
         if not has_rows():
-            clients = count_slices(_tensors(args))
-            args = tuple(_expand(a, clients) for a in args)
+            client_count = count_slices(_tensors(args))
+            args = tuple(_expand(a, client_count) for a in args)
         return rule(*args, **kwargs)
 
     return shared
 
 
-def _expand(a: Any, clients: int) -> Any:
+def _expand(a: Any, client_count: int) -> Any:
     if isinstance(a, (tuple, list)) and any(isinstance(t, Tensor) for t in a):
-        return [_expand(t, clients) for t in a]
+        return [_expand(t, client_count) for t in a]
     return (
-        to_client_tensor(a.expand(clients, *a.shape))
+        to_client_tensor(a.expand(client_count, *a.shape))
         if isinstance(a, Tensor) and not isinstance(a, ClientTensor)
         else a
     )
@@ -178,17 +178,17 @@ def _values(t: Any) -> list[Any]:
 def _new_tensor(t: Any, values: Any, **options: Any) -> Tensor:
     if any(isinstance(v, ClientTensor) for v in _tensors((values,))):
         raise NoRuleError("a tensor made of a number of each client")
-    like = use_tensor(t) if isinstance(t, ClientTensor) else t
-    new: Tensor = like.new_tensor(values, **options)
-    return new
+    source = use_tensor(t) if isinstance(t, ClientTensor) else t
+    tensor: Tensor = source.new_tensor(values, **options)
+    return tensor
 
 
 def _equal(a: Any, b: Any) -> bool:
-    clients = count_slices((a, b))
-    left, right = expand_to_clients(a, clients), expand_to_clients(b, clients)
+    client_count = count_slices((a, b))
+    left, right = expand_to_clients(a, client_count), expand_to_clients(b, client_count)
     if left.shape != right.shape:
         return False
-    return bool(require_agreement((left == right).reshape(clients, -1).all(1).tolist()))
+    return bool(require_agreement((left == right).reshape(client_count, -1).all(1).tolist()))
 
 
 _SHARING_FUNCTIONS = (torch.matmul, Tensor.matmul, torch.cat, torch.stack, torch.tensordot, torch.linalg.svd)
@@ -197,9 +197,9 @@ _SHARING_FUNCTIONS = (torch.matmul, Tensor.matmul, torch.cat, torch.stack, torch
 CONTROL_FLOW_RULES: dict[Any, Callable[..., Any]] = {
     **{func: _share_constants(TENSOR_RULES[func]) for func in _SHARING_FUNCTIONS},
     **{
-        getattr(place, name): along_dimension(getattr(torch, name), (None,))
+        getattr(namespace, name): along_dimension(getattr(torch, name), (None,))
         for name in ("argmax", "argmin", "cumsum")
-        for place in (torch, Tensor)
+        for namespace in (torch, Tensor)
     },
     Tensor.to: _convert,
     Tensor.__bool__: lambda t: bool(require_agreement(list(map(bool, _values(t))))),

@@ -58,11 +58,11 @@ def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 def _parameters(*parameters: Any, once: bool = False) -> tuple[Any, ...]:
     """Parameters of a layer as ordinary tensors ``[K, ...]``, or None; one that all clients share is expanded."""
-    clients = [len(p) for p in parameters if isinstance(p, ClientTensor)]
-    if not clients:
+    client_counts = [len(p) for p in parameters if isinstance(p, ClientTensor)]
+    if not client_counts:
         raise NoRuleError("inputs that are a parameter")
     return tuple(
-        p.expand(clients[0], *p.shape)
+        p.expand(client_counts[0], *p.shape)
         if isinstance(p, Tensor) and not isinstance(p, ClientTensor)
         else use_tensor(p, once=once)
         for p in parameters
@@ -99,11 +99,11 @@ def _convolution(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if x.device.type != "cpu":
             return grouped_convolution(func, rows, w, b, stride, padding, dilation, groups)
         # one client after another: a CPU takes longer for many groups
-        parts = [
+        outputs = [
             func(rows[k], w[k], None if b is None else b[k], stride, padding, dilation, groups)
             for k in range(len(w))
         ]
-        return torch.cat(parts)
+        return torch.cat(outputs)
 
     return rule
 
@@ -133,11 +133,11 @@ def grouped_convolution(
     Returns:
         The outputs ``[K·B, out, ...]``.
     """
-    clients, batch = rows.shape[:2]
+    client_count, batch = rows.shape[:2]
     channels = rows.transpose(0, 1).flatten(1, 2)
     bias = None if b is None else b.flatten()
-    out = func(channels, w.flatten(0, 1), bias, stride, padding, dilation, groups * clients)
-    outputs = out.reshape(batch, clients, w.shape[1], *out.shape[2:])
+    out = func(channels, w.flatten(0, 1), bias, stride, padding, dilation, groups * client_count)
+    outputs = out.reshape(batch, client_count, w.shape[1], *out.shape[2:])
     return outputs.transpose(0, 1).flatten(0, 1)
 
 
@@ -148,8 +148,8 @@ def _layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps
 
 def _group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
     normal = functional.group_norm(x, groups, None, None, eps)
-    moved = _scaled(normal.movedim(1, -1), weight, bias, 1)
-    return moved.movedim(-1, 1)
+    output = _scaled(normal.movedim(1, -1), weight, bias, 1)
+    return output.movedim(-1, 1)
 
 
 def _scaled(x: Tensor, weight: Any, bias: Any, dims: int) -> Tensor:
@@ -175,11 +175,11 @@ def _embedding(
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         raise NoRuleError("an embedding with options")
     w = use_tensor(weight)
-    first = torch.arange(len(w), device=x.device) * w.shape[1]
+    offsets = torch.arange(len(w), device=x.device) * w.shape[1]
     index = split_rows_by_client(x, len(w))
     # an index that is no row would be one of another client
     is_row = (index >= 0) & (index < w.shape[1])
-    index = torch.where(is_row, index + first.reshape(-1, *[1] * x.ndim), w.shape[0] * w.shape[1])
+    index = torch.where(is_row, index + offsets.reshape(-1, *[1] * x.ndim), w.shape[0] * w.shape[1])
     return functional.embedding(index.flatten(0, 1), w.flatten(0, 1))
 
 

@@ -37,9 +37,9 @@ def _wrap_all(result: Any) -> Any:
     """Wrap a result, or each of a tuple of results, as a client tensor."""
     if isinstance(result, Tensor):
         return to_client_tensor(result)
-    parts = [_wrap_all(part) for part in result]
+    items = [_wrap_all(item) for item in result]
     # named tuples of torch are made of a sequence
-    return type(result)(parts)
+    return type(result)(items)
 
 
 def _dim(dim: Any, ndim: int) -> int:
@@ -67,13 +67,13 @@ def _elementwise(func: Rule) -> Rule:
         rows = [t for t in tensors if t.ndim and not isinstance(t, ClientTensor)]
         # a frozen weight beside its update: rows are as many as examples, and no parameter depends on that
         shapes = {t.shape[1:] for t in tensors if isinstance(t, ClientTensor)}
-        common = _common_type(tensors)
-        if common is not None:
-            args = _promoted(args, common)
+        common_type = _common_type(tensors)
+        if common_type is not None:
+            args = _promoted(args, common_type)
             rows = [a for a in args if isinstance(a, Tensor) and a.ndim and not isinstance(a, ClientTensor)]
         if rows and has_rows() and any(t.shape not in shapes for t in rows):
-            return _as_type(func(*_beside_rows(args, rows, ndim), **kwargs), common).flatten(0, 1)
-        result = to_client_tensor(_as_type(func(*[_aligned(a, ndim) for a in args], **kwargs), common))
+            return _as_type(func(*_beside_rows(args, rows, ndim), **kwargs), common_type).flatten(0, 1)
+        result = to_client_tensor(_as_type(func(*[_aligned(a, ndim) for a in args], **kwargs), common_type))
         if all(getattr(t, "number", None) for t in tensors):
             result.number = float
         return result
@@ -81,18 +81,18 @@ def _elementwise(func: Rule) -> Rule:
     return rule
 
 
-def _promoted(args: tuple[Any, ...], common: torch.dtype) -> tuple[Any, ...]:
+def _promoted(args: tuple[Any, ...], common_type: torch.dtype) -> tuple[Any, ...]:
     """Operands in the type that they have in common for one client.
 
     Numbers beside half precision stay in single precision, in which torch computes; the result is to be cast.
     """
-    narrow = torch.finfo(common).bits < 32 if common.is_floating_point else False
+    is_narrow = torch.finfo(common_type).bits < 32 if common_type.is_floating_point else False
 
     def cast(a: Any) -> Any:
-        if not isinstance(a, Tensor) or a.dtype == torch.bool or a.dtype == common:
+        if not isinstance(a, Tensor) or a.dtype == torch.bool or a.dtype == common_type:
             return a
-        kind = torch.float32 if narrow and not _ndim(a) and a.is_floating_point() else common
-        return to_client_tensor(use_tensor(a).to(kind)) if isinstance(a, ClientTensor) else a.to(kind)
+        dtype = torch.float32 if is_narrow and not _ndim(a) and a.is_floating_point() else common_type
+        return to_client_tensor(use_tensor(a).to(dtype)) if isinstance(a, ClientTensor) else a.to(dtype)
 
     return tuple([cast(a) for a in args])
 
@@ -103,32 +103,36 @@ def _common_type(tensors: list[Tensor]) -> torch.dtype | None:
     A tensor without dimensions, and behind it a number of Python, decides the type only if it is of a higher category: so
     torch promotes types.
     """
-    kinds = [t for t in tensors if t.dtype != torch.bool]
-    if len({t.dtype for t in kinds}) < 2:
+    numeric_tensors = [t for t in tensors if t.dtype != torch.bool]
+    if len({t.dtype for t in numeric_tensors}) < 2:
         return None
     ranked: list[list[torch.dtype]] = [[], [], []]
-    for t in kinds:
+    for t in numeric_tensors:
         number = getattr(t, "number", None)
-        place = 0 if _ndim(t) else 1 if number is None else 2
-        ranked[place].append(
+        rank = 0 if _ndim(t) else 1 if number is None else 2
+        ranked[rank].append(
             t.dtype if number is None else torch.int64 if number is int else torch.get_default_dtype()
         )
-    common: torch.dtype | None = None
+    common_type: torch.dtype | None = None
     for dtypes in reversed(ranked):
         if dtypes:
             promoted = functools.reduce(torch.promote_types, dtypes)
-            common = promoted if common is None or _category(promoted) >= _category(common) else common
-    return common
+            common_type = (
+                promoted
+                if common_type is None or _category(promoted) >= _category(common_type)
+                else common_type
+            )
+    return common_type
 
 
-def _category(kind: torch.dtype) -> int:
-    return 2 if kind.is_complex else 1 if kind.is_floating_point else 0
+def _category(dtype: torch.dtype) -> int:
+    return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
-def _as_type(result: Tensor, common: torch.dtype | None) -> Tensor:
+def _as_type(result: Tensor, common_type: torch.dtype | None) -> Tensor:
     """The result in the type that the operands have in common, if both are floating."""
-    is_wide = common is not None and common.is_floating_point and result.is_floating_point()
-    return result.to(common) if is_wide else result
+    is_wide = common_type is not None and common_type.is_floating_point and result.is_floating_point()
+    return result.to(common_type) if is_wide else result
 
 
 def _aligned(a: Any, ndim: int) -> Any:
@@ -136,13 +140,13 @@ def _aligned(a: Any, ndim: int) -> Any:
     if not isinstance(a, ClientTensor):
         return a
     p = use_tensor(a)
-    missing = ndim + 1 - p.ndim
-    return p.reshape(len(p), *[1] * missing, *p.shape[1:]) if missing else p
+    missing_dims = ndim + 1 - p.ndim
+    return p.reshape(len(p), *[1] * missing_dims, *p.shape[1:]) if missing_dims else p
 
 
 def _beside_rows(args: Any, rows: list[Tensor], ndim: int) -> list[Any]:
     """Operands as ``[K, B, ...]``: rows by client, and parameters that broadcast over the rows of their client."""
-    clients = next(len(a) for a in args if isinstance(a, ClientTensor))
+    client_count = next(len(a) for a in args if isinstance(a, ClientTensor))
     if any(t.ndim != ndim or len(t) != len(rows[0]) for t in rows):
         raise NoRuleError("a parameter beside a tensor that is not the rows of a batch")
     operands = []
@@ -153,7 +157,7 @@ def _beside_rows(args: Any, rows: list[Tensor], ndim: int) -> list[Any]:
                 raise NoRuleError("a parameter with a value for each row")
             operands.append(p)
         else:
-            operands.append(split_rows_by_client(a, clients) if isinstance(a, Tensor) and a.ndim else a)
+            operands.append(split_rows_by_client(a, client_count) if isinstance(a, Tensor) and a.ndim else a)
     return operands
 
 
@@ -260,12 +264,12 @@ def _item(t: Any, index: Any) -> Any:
     if isinstance(index, Tensor) and not isinstance(index, ClientTensor) and index.dtype == torch.int64:
         p = use_tensor(t)
         rows = split_rows_by_client(index, len(p))
-        clients = torch.arange(len(p), device=p.device).reshape(-1, *[1] * (rows.ndim - 1))
-        return p[clients, rows].flatten(0, 1)
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(i is None or i is ... or type(i) in (int, slice) for i in parts):
+        client_index = torch.arange(len(p), device=p.device).reshape(-1, *[1] * (rows.ndim - 1))
+        return p[client_index, rows].flatten(0, 1)
+    indices = index if isinstance(index, tuple) else (index,)
+    if not all(i is None or i is ... or type(i) in (int, slice) for i in indices):
         raise NoRuleError("an index that is no number, slice or rows of labels")
-    return to_client_tensor(use_tensor(t)[(slice(None), *parts)])
+    return to_client_tensor(use_tensor(t)[(slice(None), *indices)])
 
 
 # Products

@@ -1,4 +1,4 @@
-"""Rules of operations whose result has a size that depends on values, such as the places of nonzero entries.
+"""Rules of operations whose result has a size that depends on values, such as the indices of nonzero entries.
 
 The number of entries of a client is read as control flow reads a number (:mod:`.control_flow`): if all clients of a cohort
 have equally many, the result has a slice for each; if not, the engine divides the cohort by these numbers.
@@ -30,37 +30,37 @@ def _count_of_all(mask: Tensor) -> int:
 def _nonzero(t: Any, *, as_tuple: bool = False) -> ClientTensor:
     _require_outside_of_steps()
     if as_tuple:
-        raise NoRuleError("places as a tuple")
+        raise NoRuleError("indices as a tuple")
     p = use_tensor(t)
     n = _count_of_all(p != 0)
     return to_client_tensor(p.nonzero()[:, 1:].reshape(len(p), n, p.ndim - 1))
 
 
 def _entries(t: Any, index: Any) -> Any:
-    """``t[index]`` outside of steps, where the index is a tensor of places or a mask, and maybe None after it."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if has_rows() or not any(isinstance(i, Tensor) for i in parts):
+    """``t[index]`` outside of steps, where the index is a tensor of indices or a mask, and maybe None after it."""
+    indices = index if isinstance(index, tuple) else (index,)
+    if has_rows() or not any(isinstance(i, Tensor) for i in indices):
         return TENSOR_RULES[Tensor.__getitem__](t, index)
-    first, new_dims = parts[0], parts[1:]
-    if not isinstance(first, Tensor) or any(i is not None for i in new_dims):
-        raise NoRuleError("an index that is not places or a mask, and None behind it")
-    clients = count_slices((t, first))
-    p, i = expand_to_clients(t, clients), expand_to_clients(first, clients)
+    first_index, new_dims = indices[0], indices[1:]
+    if not isinstance(first_index, Tensor) or any(i is not None for i in new_dims):
+        raise NoRuleError("an index that is neither indices nor a mask, and None behind it")
+    client_count = count_slices((t, first_index))
+    p, i = expand_to_clients(t, client_count), expand_to_clients(first_index, client_count)
     if i.dtype == torch.bool:
         if p.shape[: i.ndim] != i.shape:
             raise NoRuleError("a mask of another shape")
         n = _count_of_all(i)
-        entries, ndim = p[i].reshape(clients, n, *p.shape[i.ndim :]), 2
+        entries, ndim = p[i].reshape(client_count, n, *p.shape[i.ndim :]), 2
     else:
-        own_slice = torch.arange(clients, device=p.device).reshape(-1, *[1] * (i.ndim - 1))
-        entries, ndim = p[own_slice, i], i.ndim
+        client_index = torch.arange(client_count, device=p.device).reshape(-1, *[1] * (i.ndim - 1))
+        entries, ndim = p[client_index, i], i.ndim
     return to_client_tensor(entries[(*[slice(None)] * ndim, *new_dims)])
 
 
 def _masked_scatter(t: Any, mask: Any, source: Any) -> ClientTensor:
     _require_outside_of_steps()
-    clients = count_slices((t, mask, source))
-    p, m, values = (expand_to_clients(v, clients) for v in (t, mask, source))
+    client_count = count_slices((t, mask, source))
+    p, m, values = (expand_to_clients(v, client_count) for v in (t, mask, source))
     if p.shape != m.shape or _count_of_all(m) != values[0].numel():
         raise NoRuleError("a mask of another shape or with fewer entries than values")
     return to_client_tensor(p.masked_scatter(m, values.contiguous()))
@@ -68,23 +68,23 @@ def _masked_scatter(t: Any, mask: Any, source: Any) -> ClientTensor:
 
 def _index_fill(t: Any, dim: int, index: Any, value: Any) -> ClientTensor:
     _require_outside_of_steps()
-    clients = count_slices((t, index))
-    p, i = expand_to_clients(t, clients), expand_to_clients(index, clients)
+    client_count = count_slices((t, index))
+    p, i = expand_to_clients(t, client_count), expand_to_clients(index, client_count)
     if p.ndim != 2 or i.ndim != 2 or dim not in (0, -1) or isinstance(value, Tensor):
-        raise NoRuleError("places in a tensor of several dimensions")
+        raise NoRuleError("indices in a tensor of several dimensions")
     return to_client_tensor(p.scatter(1, i, value))
 
 
 def _index_add(t: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> ClientTensor:
     _require_outside_of_steps()
-    clients = count_slices((t, index, source))
-    p, i, values = (expand_to_clients(v, clients) for v in (t, index, source))
+    client_count = count_slices((t, index, source))
+    p, i, values = (expand_to_clients(v, client_count) for v in (t, index, source))
     rows = p.shape[1]
     if dim != 0 or i.ndim != 2 or p.ndim < 2 or bool(((i < 0) | (i >= rows)).any()):
-        raise NoRuleError("places that are not rows")
-    first = rows * torch.arange(clients, device=p.device)[:, None]
-    sums = p.flatten(0, 1).index_add(0, (i + first).flatten(), values.flatten(0, 1), alpha=alpha)
-    return to_client_tensor(sums.unflatten(0, (clients, rows)))
+        raise NoRuleError("indices that are not rows")
+    offsets = rows * torch.arange(client_count, device=p.device)[:, None]
+    sums = p.flatten(0, 1).index_add(0, (i + offsets).flatten(), values.flatten(0, 1), alpha=alpha)
+    return to_client_tensor(sums.unflatten(0, (client_count, rows)))
 
 
 def _argsort(t: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> ClientTensor:
@@ -98,7 +98,7 @@ def _argsort(t: Any, dim: int = -1, descending: bool = False, stable: bool = Fal
 VARYING_SIZE_RULES: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _entries,
     **{
-        getattr(place, name): rule
+        getattr(namespace, name): rule
         for name, rule in (
             ("nonzero", _nonzero),
             ("masked_scatter", _masked_scatter),
@@ -106,7 +106,7 @@ VARYING_SIZE_RULES: dict[Any, Callable[..., Any]] = {
             ("index_add", _index_add),
             ("argsort", _argsort),
         )
-        for place in (torch, Tensor)
+        for namespace in (torch, Tensor)
     },
 }
 """The rule of each function whose result has a size that depends on values."""

@@ -30,14 +30,14 @@ def full_precision() -> Iterator[None]:
         name, value = "fp32_precision", "ieee"
     else:  # before PyTorch 2.9
         switches, name, value = [torch.backends.cudnn, torch.backends.cuda.matmul], "allow_tf32", False
-    before = [getattr(switch, name) for switch in switches]
+    previous_values = [getattr(switch, name) for switch in switches]
     try:
         for switch in switches:
             setattr(switch, name, value)
         yield
     finally:
-        for switch, was in zip(switches, before, strict=True):
-            setattr(switch, name, was)
+        for switch, previous_value in zip(switches, previous_values, strict=True):
+            setattr(switch, name, previous_value)
 
 
 def is_close(result: Any, expected: Any) -> bool:
@@ -59,6 +59,6 @@ def _is_near(a: Tensor, b: Tensor) -> bool:
         if bool((a.isinf() & ~is_equal).any()):
             return False
         a, b = a.masked_fill(is_equal, 0), b.masked_fill(is_equal, 0)
-    wide = tree.wide_type(a.dtype)
-    bound = max(1e-3, 30 * torch.finfo(a.dtype).eps) * float(b.to(wide).abs().max()) + 1e-5
-    return float((a.to(wide) - b.to(wide)).abs().max()) <= bound
+    wide_type = tree.wide_type(a.dtype)
+    bound = max(1e-3, 30 * torch.finfo(a.dtype).eps) * float(b.to(wide_type).abs().max()) + 1e-5
+    return float((a.to(wide_type) - b.to(wide_type)).abs().max()) <= bound

@@ -62,33 +62,41 @@ class CohortBatches:
             not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data
         )
 
-    def batch(self, step: int, active: int) -> Batch:
+    def batch(self, step: int, active_count: int) -> Batch:
         """The batch of the first clients at a step; steps must be requested in order."""
         if self._rows is not None:
             return self._rows.batch(step)
-        examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
+        examples, index = (
+            self._examples[:active_count],
+            [order[step] for order in self._orders[:active_count]],
+        )
         if self._columns is not None:
             # texts as wide as the widest; behind their end they have the padding of the tokenizer
-            columns = max(of_client[step] or 0 for of_client in self._columns[:active])
+            columns = max(client_columns[step] or 0 for client_columns in self._columns[:active_count])
             pairs = zip(examples, index, strict=True)
             return join_batches([gather(e, i, step, columns, self._loss) for e, i in pairs])
         if not self._can_copy_rows:
-            return join_batches([next(batches) for batches in self._batches_of_clients[:active]])
+            return join_batches([next(batches) for batches in self._batches_of_clients[:active_count]])
         if any(len(i) != len(index[0]) for i in index):
             return join_batches(
                 [gather(e, i, step, loss=self._loss) for e, i in zip(examples, index, strict=True)]
             )
-        x, y = (self._copy_rows(part, [getattr(e, part) for e in examples], index) for part in ("x", "y"))
+        x, y = (
+            self._copy_rows(field_name, [getattr(e, field_name) for e in examples], index)
+            for field_name in ("x", "y")
+        )
         return Batch(x, y, step=step, loss=self._loss)
 
-    def _copy_rows(self, part: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
+    def _copy_rows(self, field_name: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
         """Equally many rows of each tensor, ``[clients, b, ...]``."""
-        first: Any = tensors[0]
-        if isinstance(first, Pixels):
-            if all(p.table is first.table for p in tensors):
-                return first.images(self._copy_rows(part, [p.codes for p in tensors], index))
+        first_tensor: Any = tensors[0]
+        if isinstance(first_tensor, Pixels):
+            if all(p.table is first_tensor.table for p in tensors):
+                return first_tensor.images(self._copy_rows(field_name, [p.codes for p in tensors], index))
             return torch.stack([p.index_select(0, i) for p, i in zip(tensors, index, strict=True)])
-        out = self._pool.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
+        out = self._pool.like(
+            field_name, first_tensor, len(tensors), index[0].numel(), *first_tensor.shape[1:]
+        )
         for row, t, i in zip(out.unbind(), tensors, index, strict=True):
             torch.index_select(t, 0, i, out=row)
         return out
@@ -113,7 +121,7 @@ class _SharedRows:
         inputs: of all clients, ``[rows, ...]``, maybe encoded.
         labels: of all clients, ``[rows, ...]``.
         decode: turns rows of ``inputs`` into inputs.
-        places: for each step, the rows of ``inputs`` and of ``labels`` in its batch, each ``[clients, b]``.
+        row_indices: for each step, the rows of ``inputs`` and of ``labels`` in its batch, each ``[clients, b]``.
         masks: for each step, which rows of its batch are examples; None where all are.
         loss: of the task.
     """
@@ -121,13 +129,13 @@ class _SharedRows:
     inputs: Tensor
     labels: Tensor
     decode: Callable[[Tensor], Tensor]
-    places: list[tuple[Tensor, Tensor]]
+    row_indices: list[tuple[Tensor, Tensor]]
     masks: list[Tensor | None]
     loss: Loss
 
     def batch(self, step: int) -> Batch:
         """The batch of a step."""
-        x_rows, y_rows = self.places[step]
+        x_rows, y_rows = self.row_indices[step]
         x = channels_last(self.decode(self.inputs.index_select(0, x_rows.flatten())))
         y = self.labels.index_select(0, y_rows.flatten())
         shape = x_rows.shape
@@ -156,20 +164,20 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     if x is None or y is None or y[0].ndim > 2 or (y[0].ndim == 2 and not y[0].is_floating_point()):
         return None
     orders = [[i.numpy() for i in d.order(name)] for d in data]
-    places: list[list[Any]] = [[], []]
+    row_indices: list[list[Any]] = [[], []]
     masks: dict[int, Any] = {}
     for step in range(len(orders[0])):
         index = [order[step] for order in orders if step < len(order)]
         sizes = np.array([[len(i)] for i in index])
-        columns, firsts = np.arange(sizes.max()), sizes.cumsum()[:, None] - sizes
+        columns, starts = np.arange(sizes.max()), sizes.cumsum()[:, None] - sizes
         is_example = columns < sizes
         if not is_example.all():
             masks[step] = is_example
-        indices = np.concatenate(index)[firsts + np.where(is_example, columns, 0)]
-        for rows, (_, offsets) in zip(places, (x, y), strict=True):
+        indices = np.concatenate(index)[starts + np.where(is_example, columns, 0)]
+        for rows, (_, offsets) in zip(row_indices, (x, y), strict=True):
             rows.append(indices + np.array(offsets[: len(index)])[:, None])
     device = y[0].device
-    x_rows, y_rows = (_to_device(steps, device) for steps in places)
+    x_rows, y_rows = (_to_device(steps, device) for steps in row_indices)
     masks_on_device = dict(zip(masks, _to_device(list(masks.values()), device), strict=True))
     masks_of_steps = [masks_on_device.get(step) for step in range(len(x_rows))]
     rows_of_steps = list(zip(x_rows, y_rows, strict=True))
@@ -181,24 +189,26 @@ def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
     if not arrays:
         return []
     values = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
-    parts = torch.split(values, [a.size for a in arrays])
-    return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
+    tensors = torch.split(values, [a.size for a in arrays])
+    return [tensor.view(a.shape) for tensor, a in zip(tensors, arrays, strict=True)]
 
 
 def common_base(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     """The tensor whose rows all tensors are, and where each begins in it; None if there is no such tensor."""
-    first = tensors[0]
-    width = math.prod(first.shape[1:])
-    storage = first.untyped_storage()
-    if width == 0 or first.dtype == torch.bool:
+    first_tensor = tensors[0]
+    width = math.prod(first_tensor.shape[1:])
+    storage = first_tensor.untyped_storage()
+    if width == 0 or first_tensor.dtype == torch.bool:
         return None
     for t in tensors:
         is_inside = t.untyped_storage().data_ptr() == storage.data_ptr() and t.is_contiguous()
-        has_form = t.shape[1:] == first.shape[1:] and t.dtype == first.dtype
+        has_form = t.shape[1:] == first_tensor.shape[1:] and t.dtype == first_tensor.dtype
         if not is_inside or not has_form or t.storage_offset() % width:
             return None
-    rows = storage.nbytes() // first.element_size() // width
-    base = first.as_strided((rows, *first.shape[1:]), _contiguous_strides(first.shape[1:]), 0)
+    rows = storage.nbytes() // first_tensor.element_size() // width
+    base = first_tensor.as_strided(
+        (rows, *first_tensor.shape[1:]), _contiguous_strides(first_tensor.shape[1:]), 0
+    )
     return base, [t.storage_offset() // width for t in tensors]
 
 
@@ -221,7 +231,7 @@ def flatten_batch(batch: Batch) -> Batch:
 def join_batches(batches: list[Batch]) -> Batch:
     """Join a batch of each client into one ``[K, b, ...]``; shorter batches are zero-padded and masked."""
     sizes = [len(b) for b in batches]
-    longest = max(sizes)
+    max_size = max(sizes)
 
     def join(tensors: list[Tensor], fill: int = 0) -> Tensor:
         if all(t.shape == tensors[0].shape for t in tensors):
@@ -234,14 +244,18 @@ def join_batches(batches: list[Batch]) -> Batch:
         return out
 
     x = [b.x for b in batches]
-    inputs = {n: join([of_client[n] for of_client in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
+    inputs = (
+        {n: join([client_inputs[n] for client_inputs in x]) for n in x[0]}
+        if isinstance(x[0], dict)
+        else join(x)
+    )
     labels = join([b.y for b in batches], _padding(batches))
     mask = None
-    if min(sizes) != longest:
+    if min(sizes) != max_size:
         # created on the device: a copy from the host would wait for the steps before
-        mask = torch.ones(len(sizes), longest, dtype=torch.bool, device=batches[0].y.device)
+        mask = torch.ones(len(sizes), max_size, dtype=torch.bool, device=batches[0].y.device)
         for i, size in enumerate(sizes):
-            if size < longest:
+            if size < max_size:
                 mask[i, size:].fill_(False)
                 if labels.ndim == 2:
                     # a label of its own: that of another class may have an infinite loss

@@ -48,31 +48,37 @@ def total_cohort(
         NoRuleError: if an operation has no rule, or a result is the same for all clients.
     """
     require_like_inputs([trainer.data.examples.x for trainer in trainers])
-    chunks = [trainer.data.chunk_places() for trainer in trainers]
+    chunks = [trainer.data.chunk_slices() for trainer in trainers]
     if any(len(a) < len(b) for a, b in itertools.pairwise(chunks)):
         raise NoRuleError("clients whose chunks are not in order of their number")
     sums: Any = None
     for step in range(len(chunks[0])):
-        active = sum(step < len(places) for places in chunks)
-        batches = [t.data.chunk(places[step]) for t, places in zip(trainers[:active], chunks, strict=False)]
+        active_count = sum(step < len(slices) for slices in chunks)
+        batches = [
+            t.data.chunk(slices[step]) for t, slices in zip(trainers[:active_count], chunks, strict=False)
+        ]
         rows = flatten_batch(join_batches(batches))
         batch = CohortBatch(**{f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)})
-        now, of_active = tree.map_leaves(lambda t, n=active: _first_clients(t, n), (params, constants))
+        active_params, active_constants = tree.map_leaves(
+            lambda t, n=active_count: _first_clients(t, n), (params, constants)
+        )
         with torch.no_grad(), with_rows():
-            part = tree.map_leaves(lambda t: _padded(t, len(trainers)), statistic(now, batch, *of_active))
-        part = tree.widen(part)
-        sums = part if sums is None else tree.add(sums, part)
+            partial_sums = tree.map_leaves(
+                lambda t: _padded(t, len(trainers)), statistic(active_params, batch, *active_constants)
+            )
+        partial_sums = tree.widen(partial_sums)
+        sums = partial_sums if sums is None else tree.add(sums, partial_sums)
     return tree.map_leaves(to_client_tensor, sums)
 
 
-def _first_clients(t: Tensor, clients: int) -> Tensor:
-    return to_client_tensor(unwrap_client_tensor(t)[:clients]) if isinstance(t, ClientTensor) else t
+def _first_clients(t: Tensor, client_count: int) -> Tensor:
+    return to_client_tensor(unwrap_client_tensor(t)[:client_count]) if isinstance(t, ClientTensor) else t
 
 
-def _padded(t: Tensor, clients: int) -> Tensor:
+def _padded(t: Tensor, client_count: int) -> Tensor:
     """Sums ``[clients, ...]`` of all clients, 0 for those without further examples."""
     if not isinstance(t, ClientTensor):
         raise NoRuleError("a sum that is the same for all clients")
     sums = unwrap_client_tensor(t)
-    missing = clients - len(sums)
-    return sums if not missing else torch.cat([sums, sums.new_zeros(missing, *sums.shape[1:])])
+    missing_count = client_count - len(sums)
+    return sums if not missing_count else torch.cat([sums, sums.new_zeros(missing_count, *sums.shape[1:])])

@@ -50,7 +50,7 @@ class CohortSteps(PassSteps):
         params = [p.detach() if in_backward else p for p in self.params]
         rates = [lr if in_backward else None for lr in self.rates.lr]
         self._client_params = [to_client_tensor(p, lr) for p, lr in zip(params, rates, strict=True)]
-        self._client_now = refill(self.now, self._client_params)
+        self._client_now = refill(self.params_tree, self._client_params)
         self._client_constants = tree.map_leaves(to_client_tensor, self.constants)
 
     @property
@@ -58,16 +58,16 @@ class CohortSteps(PassSteps):
         """The trained trees of all clients, padded dimensions included."""
         return refill(self.request.start, self._of_all_clients[0])
 
-    def narrow(self, clients: int) -> None:
+    def narrow(self, client_count: int) -> None:
         """Go on with the first clients only; their parameters share the memory of those of all clients."""
         params, constants, center, linear = self._of_all_clients
-        self.params = [p[:clients].detach().requires_grad_() for p in params]
-        self.now = refill(self.now, self.params)
-        self.constants = tree.map_leaves(lambda t: t[:clients], constants)
+        self.params = [p[:client_count].detach().requires_grad_() for p in params]
+        self.params_tree = refill(self.params_tree, self.params)
+        self.constants = tree.map_leaves(lambda t: t[:client_count], constants)
         self.center, self.linear = (
-            None if ts is None else [t[:clients] for t in ts] for ts in (center, linear)
+            None if ts is None else [t[:client_count] for t in ts] for ts in (center, linear)
         )
-        self.memory = [[None if m is None else m[:clients] for m in ms] for ms in self.memory]
+        self.slots = [[None if m is None else m[:client_count] for m in ms] for ms in self.slots]
         self._wrap_tensors()
 
     def advance(self, batch: Batch, count: int) -> Tensor:
@@ -102,12 +102,12 @@ class CohortSteps(PassSteps):
         self._compare = False
         return value.detach()
 
-    def _loss_by_rows(self, now: Any, batch: Batch) -> Tensor:
+    def _loss_by_rows(self, params: Any, batch: Batch) -> Tensor:
         """The losses ``[clients]`` at parameters that are client tensors."""
         rows = flatten_batch(batch)
         for param in self._client_params:
             param.uses = 0
-        value: Tensor = self.request.loss(now, rows, *self._client_constants)
+        value: Tensor = self.request.loss(params, rows, *self._client_constants)
         value = unwrap_client_tensor(value)
         if value.shape != (rows.clients,):
             raise NoRuleError("a loss that is no mean over the examples of each client")
@@ -118,12 +118,16 @@ class CohortSteps(PassSteps):
 
         They differ if the loss mixes the examples of a batch, or if a constant tensor has the shape of rows.
         """
-        value = self._loss_by_rows(refill(self.now, [to_client_tensor(p) for p in self.params]), batch)
+        value = self._loss_by_rows(
+            refill(self.params_tree, [to_client_tensor(p) for p in self.params]), batch
+        )
         grads = self.gradient(value)
         for k in (0, len(value) - 1):
-            now = tree.map_leaves(lambda t: t.detach().requires_grad_(), _of_client(self.now, k))
-            params = tree.tensors(now)
-            loss = self.request.loss(now, _batch_of_client(batch, k), *_of_client(self.constants, k))
+            client_tree = tree.map_leaves(
+                lambda t: t.detach().requires_grad_(), _of_client(self.params_tree, k)
+            )
+            params = tree.tensors(client_tree)
+            loss = self.request.loss(client_tree, _batch_of_client(batch, k), *_of_client(self.constants, k))
             expected = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
             gradient = [
                 torch.zeros_like(e) if g is None else g[k] for g, e in zip(grads, expected, strict=True)
@@ -137,15 +141,15 @@ class CohortSteps(PassSteps):
     def mapped(self, f: Callable[..., Any], tensors: list[Tensor], params: list[Tensor]) -> list[Tensor]:
         """The tensors of ``f(a, p, *constants)`` of every client."""
         with _as_no_rule_error(), without_rows():
-            trees = [refill(self.now, [to_client_tensor(t) for t in ts]) for ts in (tensors, params)]
-            results = tensors_like(self.now, f(*trees, *self._client_constants))
+            trees = [refill(self.params_tree, [to_client_tensor(t) for t in ts]) for ts in (tensors, params)]
+            results = tensors_like(self.params_tree, f(*trees, *self._client_constants))
             if any(not isinstance(t, ClientTensor) for t in results):
                 raise NoRuleError("a result that is the same for all clients")
             unwrapped = [unwrap_client_tensor(t) for t in results]
             for k in (0, len(unwrapped[0]) - 1) if self._compare else ():
-                a = refill(self.now, [t[k] for t in tensors])
-                p = refill(self.now, [t[k] for t in params])
-                expected = tensors_like(self.now, f(a, p, *_of_client(self.constants, k)))
+                a = refill(self.params_tree, [t[k] for t in tensors])
+                p = refill(self.params_tree, [t[k] for t in params])
+                expected = tensors_like(self.params_tree, f(a, p, *_of_client(self.constants, k)))
                 _check_equal([t[k] for t in unwrapped], expected, "precondition or prox")
         return unwrapped
 
@@ -189,8 +193,8 @@ def _check_equal(results: Sequence[Tensor], expected: Sequence[Tensor], name: st
     """
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(results, expected, strict=True)]
     norms = torch.stack([torch.stack([(a - b).norm(), b.norm()]) for a, b in pairs])
-    coarse = min((t.dtype for t in expected), key=lambda dtype: -torch.finfo(dtype).eps)
-    noise = 100 * torch.finfo(coarse).eps
+    coarse_type = min((t.dtype for t in expected), key=lambda dtype: -torch.finfo(dtype).eps)
+    noise = 100 * torch.finfo(coarse_type).eps
     bound = 0.02 * norms[:, 1] + noise * norms[:, 1].norm() + noise
     # the numbers of a client that diverges cannot be compared
     if bool(((norms[:, 0] > bound) & norms.isfinite().all()).any()):
@@ -223,13 +227,15 @@ def train_cohort(
     batches = CohortBatches([t.data for t in trainers], request.name, pool)
     losses: list[Tensor] = []
     cohort = CohortSteps(request, round, compare, steps[0])
-    active = len(trainers)
+    active_count = len(trainers)
     for count in range(steps[0]):
-        while steps[active - 1] <= count:
-            active -= 1
-            cohort.narrow(active)
-        values = cohort.advance(batches.batch(count, active), count)
-        losses.append(values if active == len(steps) else functional.pad(values, (0, len(steps) - active)))
+        while steps[active_count - 1] <= count:
+            active_count -= 1
+            cohort.narrow(active_count)
+        values = cohort.advance(batches.batch(count, active_count), count)
+        losses.append(
+            values if active_count == len(steps) else functional.pad(values, (0, len(steps) - active_count))
+        )
     if request.kept is not None:
         request.kept.state = cohort.optimizer_state()
     return cohort.ends, torch.stack(losses, 1)

@@ -123,25 +123,26 @@ class CohortTrainer:
         self.answers: list[TrainerAnswer] = []
         self.errors = {} if errors is None else errors
 
-    def again(self, further: Sequence[TrainerAnswer] = (), joins: bool = False) -> CohortTrainer:
+    def again(self, new_answers: Sequence[TrainerAnswer] = (), joins: bool = False) -> CohortTrainer:
         """The trainer for another call of the function, with the answers of this trainer and further ones."""
-        return type(self)(self.locals_, self._memory, [*self.answers, *further], self.errors, joins)
+        return type(self)(self.locals_, self._memory, [*self.answers, *new_answers], self.errors, joins)
 
     def beside(self, locals_: Sequence[LocalTrainer]) -> CohortTrainer:
         """A trainer of other clients with the same memory and without answers."""
         return type(self)(locals_, self._memory)
 
-    def part(self, places: Sequence[int]) -> CohortTrainer:
-        """The trainer of the clients at some places, with their slices of the answers."""
+    def part(self, positions: Sequence[int]) -> CohortTrainer:
+        """The trainer of the clients at some indices, with their slices of the answers."""
         answers = [
             TrainerAnswer(
-                select_clients(a.value, places), None if a.kept is None else select_clients(a.kept, places)
+                select_clients(a.value, positions),
+                None if a.kept is None else select_clients(a.kept, positions),
             )
             for a in self.answers
         ]
-        new_places = {place: i for i, place in enumerate(places)}
-        errors = {new_places[k]: error for k, error in self.errors.items() if k in new_places}
-        return type(self)([self.locals_[k] for k in places], self._memory, answers, errors, self._joins)
+        new_positions = {position: i for i, position in enumerate(positions)}
+        errors = {new_positions[k]: error for k, error in self.errors.items() if k in new_positions}
+        return type(self)([self.locals_[k] for k in positions], self._memory, answers, errors, self._joins)
 
     def singles(self) -> list[ReplayTrainer]:
         """The trainers of the single clients, which answer with plain tensors."""
@@ -184,40 +185,42 @@ class CohortTrainer:
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
     ) -> Any | None:
         """The sums of all clients in one pass over their examples; None where each client must be computed by itself."""
-        last, clients = self.locals_[-1], len(self.locals_)
-        if clients == 1 or last.model.couples or not last.has_standard(statistic):
+        last_local, client_count = self.locals_[-1], len(self.locals_)
+        if client_count == 1 or last_local.model.couples or not last_local.has_standard(statistic):
             return None
-        arguments = split_clients((params, constants), clients)
-        cost = last.kind_of(statistic, *arguments[-1])
-        kind = "total", cost
-        known = self._memory.is_equal.get(kind)
-        if known is False:
+        arguments = split_clients((params, constants), client_count)
+        cost = last_local.kind_of(statistic, *arguments[-1])
+        cache_key = "total", cost
+        was_equal = self._memory.is_equal.get(cache_key)
+        if was_equal is False:
             return None
         try:
-            with contextlib.nullcontext() if known else full_precision():
+            with contextlib.nullcontext() if was_equal else full_precision():
                 sums = total_cohort(self.locals_, statistic, params, constants)
-                if not known:
-                    expected = last.fresh().total(statistic, *arguments[-1])
-                    self._memory.is_equal[kind] = is_close(split_clients(sums, clients)[-1], expected)
+                if not was_equal:
+                    expected = last_local.fresh().total(statistic, *arguments[-1])
+                    self._memory.is_equal[cache_key] = is_close(
+                        split_clients(sums, client_count)[-1], expected
+                    )
         except (Exception, NoRuleError, DifferingError) as reason:  # noqa: BLE001 - a client alone raises the statistic's own error, if it is one
-            self._memory.is_equal[kind] = False
+            self._memory.is_equal[cache_key] = False
             self._memory.log("total", reason)
-        if not self._memory.is_equal[kind]:
+        if not self._memory.is_equal[cache_key]:
             return None
         for local, args in zip(self.locals_, arguments, strict=True):
             local.count_total(statistic, *args, cost)
         return sums
 
     def _next(self, compute: Callable[[], TrainerAnswer]) -> TrainerAnswer:
-        place = len(self.answers)
-        answer = self._earlier[place] if place < len(self._earlier) else compute()
+        index = len(self.answers)
+        answer = self._earlier[index] if index < len(self._earlier) else compute()
         self.answers.append(answer)
         return answer
 
     def _train(self, request: Request) -> TrainerAnswer:
-        beside_loss = (request.precondition, request.prox, request.proximal_term, request.kept)
+        extras = (request.precondition, request.prox, request.proximal_term, request.kept)
         # a function beside the loss might see the zeros of the padding
-        joins = self._joins and request.padded.start and all(part is None for part in beside_loss)
+        joins = self._joins and request.padded.start and all(extra is None for extra in extras)
         if joins and not _counts_steps(request):
             raise PassAskedError(request)
         return self.answer(request)
@@ -239,68 +242,72 @@ class CohortTrainer:
         Returns:
             The answer; None where each client must be trained by itself.
         """
-        first, name = self.locals_[0], request.name
+        first_local, name = self.locals_[0], request.name
         if _counts_steps(request):
             require_agreement([local.steps(name) for local in self.locals_])
-        if first.model.couples or not first.may_stack(request):
-            if first.data.loss.is_own:
-                self._memory.log(name, f"the loss {first.data.loss.kind} is code of your own")
+        if first_local.model.couples or not first_local.may_stack(request):
+            if first_local.data.loss.is_custom:
+                self._memory.log(name, f"the loss {first_local.data.loss.kind} is code of your own")
             return None
         functions = (
-            first.kind(_of_first_client(request)),
+            first_local.kind(_of_first_client(request)),
             code_of(request.precondition),
             code_of(request.prox),
         )
-        known = self._memory.is_equal.get(functions)
-        if known is False or len(self.locals_) == 1:
+        was_equal = self._memory.is_equal.get(functions)
+        if was_equal is False or len(self.locals_) == 1:
             return None
-        parts = self._memory.parts.get(functions, 1)
+        part_count = self._memory.parts.get(functions, 1)
         while True:
             try:
-                answer = self._train_parts(request, not known, requests, parts)
+                answer = self._train_parts(request, not was_equal, requests, part_count)
             except NoRuleError as reason:
                 self._memory.is_equal[functions] = False
                 self._memory.log(name, reason)
                 return None
             except torch.OutOfMemoryError as error:
-                if parts >= len(self.locals_):
+                if part_count >= len(self.locals_):
                     # a client that is trained by itself may take a step in parts
                     self._memory.log(name, error)
                     return None
-                parts = self._memory.parts[functions] = min(2 * parts, len(self.locals_))
+                part_count = self._memory.parts[functions] = min(2 * part_count, len(self.locals_))
             else:
                 self._memory.is_equal[functions] = True
                 return answer
 
     def _train_parts(
-        self, request: Request, compare: bool, requests: Sequence[Request] | None, parts: int
+        self, request: Request, compare: bool, requests: Sequence[Request] | None, part_count: int
     ) -> TrainerAnswer:
         """Train a pass of all clients in at least so many parts of them, one part after another."""
-        clients = len(self.locals_)
+        client_count = len(self.locals_)
 
         def copy_for_clients(t: Tensor) -> Tensor:
-            return expand_to_clients(t, clients).detach().clone(memory_format=torch.contiguous_format)
+            return expand_to_clients(t, client_count).detach().clone(memory_format=torch.contiguous_format)
 
         start = tree.map_leaves(copy_for_clients, request.start)
-        constants = tree.map_leaves(lambda t: expand_to_clients(t, clients), request.constants)
+        constants = tree.map_leaves(lambda t: expand_to_clients(t, client_count), request.constants)
         term = request.proximal_term
         if term is not None and (term.center is not None or term.linear is not None):
             center, linear = (
-                None if v is None else tree.map_leaves(lambda t: expand_to_clients(t, clients), v)
+                None if v is None else tree.map_leaves(lambda t: expand_to_clients(t, client_count), v)
                 for v in (term.center, term.linear)
             )
             term = ProximalTerm(term.strength, center, linear)
-        before = None if request.kept is None else request.kept.state
-        slots = None if before is None else [tree.map_leaves(copy_for_clients, slot) for slot in before.slots]
-        ends, losses, kept = [], [], []
-        for a, b in self._bounds_of_parts(start, constants, parts):
+        previous_state = None if request.kept is None else request.kept.state
+        slots = (
+            None
+            if previous_state is None
+            else [tree.map_leaves(copy_for_clients, slot) for slot in previous_state.slots]
+        )
+        ends, losses, kept_states = [], [], []
+        for a, b in self._bounds_of_parts(start, constants, part_count):
             cut = _slice_clients(a, b)
             state = None
             if request.kept is not None:
-                if slots is None or before is None:
+                if slots is None or previous_state is None:
                     state = KeptState(None)
                 else:
-                    state = KeptState(OptimizerState([cut(s) for s in slots], before.taken))
+                    state = KeptState(OptimizerState([cut(s) for s in slots], previous_state.step_counts))
             part_term = (
                 None if term is None else ProximalTerm(term.strength, cut(term.center), cut(term.linear))
             )
@@ -313,20 +320,20 @@ class CohortTrainer:
                 )
             ends.append(tree.canonical(end))
             losses.append(loss)
-            kept.append(None if state is None else state.state)
+            kept_states.append(None if state is None else state.state)
         end = ends[0] if len(ends) == 1 else tree.map_leaves(lambda *ts: torch.cat(ts), ends[0], *ends[1:])
         self._account(requests or [request], losses, end)
-        return TrainerAnswer(tree.map_leaves(to_client_tensor, end), _join_kept(kept))
+        return TrainerAnswer(tree.map_leaves(to_client_tensor, end), _join_kept(kept_states))
 
-    def _bounds_of_parts(self, start: Any, constants: Any, parts: int) -> list[tuple[int, int]]:
-        """The first and the last place of parts of similar sizes that have room in memory; at least ``parts`` of them."""
+    def _bounds_of_parts(self, start: Any, constants: Any, part_count: int) -> list[tuple[int, int]]:
+        """The first and the last place of parts of similar sizes that have room in memory; at least ``part_count`` of them."""
         tensors = tree.tensors(start) + tree.tensors(constants)
-        clients = len(self.locals_)
+        client_count = len(self.locals_)
         on_cpu = all(t.device.type == "cpu" for t in tensors)
-        size = sum(t.nbytes for t in tensors) // clients
+        size = sum(t.nbytes for t in tensors) // client_count
         max_clients = max(1, (MAX_BYTES_ON_CPU if on_cpu else MAX_BYTES_ON_GPU) // max(1, size))
-        parts = min(clients, max(parts, -(-clients // max_clients)))
-        bounds = [clients * k // parts for k in range(parts + 1)]
+        part_count = min(client_count, max(part_count, -(-client_count // max_clients)))
+        bounds = [client_count * k // part_count for k in range(part_count + 1)]
         return list(itertools.pairwise(bounds))
 
     def _account(self, requests: Sequence[Request], losses: Sequence[Tensor], end: Any) -> None:
@@ -337,49 +344,59 @@ class CohortTrainer:
             losses: ``[clients, steps]`` of each part.
             end: the trained tree of all clients.
         """
-        name, k, first = requests[0].name, 0, self.locals_[0]
+        name, k, first_local = requests[0].name, 0, self.locals_[0]
         costs, flops = {}, dict[tuple[int, int], int]()
         for request in requests:
-            single = _of_first_client(request)
-            costs[id(request)] = single, first.kind(single), first.is_standard(single)
-        is_finite = all(all_finite(part, []) for part in losses) and all_finite(losses[0][:0], end)
-        for part in losses:
-            steps = [local.steps(name) for local in self.locals_[k : k + len(part)]]
-            means = (part.sum(1, dtype=torch.float64).cpu() / torch.tensor(steps)).tolist()
-            for row, taken, mean in zip(part, steps, means, strict=True):
+            single_request = _of_first_client(request)
+            costs[id(request)] = (
+                single_request,
+                first_local.kind(single_request),
+                first_local.is_standard(single_request),
+            )
+        is_finite = all(all_finite(part_losses, []) for part_losses in losses) and all_finite(
+            losses[0][:0], end
+        )
+        for part_losses in losses:
+            steps = [local.steps(name) for local in self.locals_[k : k + len(part_losses)]]
+            means = (part_losses.sum(1, dtype=torch.float64).cpu() / torch.tensor(steps)).tolist()
+            for row, step_count, mean in zip(part_losses, steps, means, strict=True):
                 local = self.locals_[k]
                 request = requests[k % len(requests)]
                 # batches of equally many examples cost the same, but for texts
                 examples = len(local.data.examples) if local.data.width is None else -1 - k
                 if (id(request), examples) not in flops:
-                    single, kind, is_standard = costs[id(request)]
+                    single_request, kind, is_standard = costs[id(request)]
                     if not is_standard:
-                        local.fit_cost(single, kind)
-                    local.count(single, kind)
-                    flops[id(request), examples] = local.flops(single, kind)
-                local.enter_pass(name, taken, flops[id(request), examples], mean)
+                        local.fit_cost(single_request, kind)
+                    local.count(single_request, kind)
+                    flops[id(request), examples] = local.flops(single_request, kind)
+                local.enter_pass(name, step_count, flops[id(request), examples], mean)
                 if not is_finite:
-                    own_end = tree.map_leaves(lambda t, k=k: t[k], end)
+                    client_end = tree.map_leaves(lambda t, k=k: t[k], end)
                     try:
-                        check_finite(local.data.info, local.round, name, row[:taken], own_end)
+                        check_finite(local.data.info, local.round, name, row[:step_count], client_end)
                     except NonFiniteError as error:
                         self.errors.setdefault(k, (len(self.answers), error))
                 k += 1
 
     def _train_one_by_one(self, request: Request) -> TrainerAnswer:
-        ends, kept = [], []
+        ends, kept_states = [], []
         requests = _split_request(request, len(self.locals_))
-        for k, (local, single) in enumerate(zip(self.locals_, requests, strict=True)):
+        for k, (local, single_request) in enumerate(zip(self.locals_, requests, strict=True)):
             try:
-                ends.append(local.train(single) if k not in self.errors else tree.canonical(single.start))
+                ends.append(
+                    local.train(single_request)
+                    if k not in self.errors
+                    else tree.canonical(single_request.start)
+                )
             except NonFiniteError as error:
                 self.errors[k] = len(self.answers), error
                 # what the function computes for this client from here on is not used
-                ends.append(tree.canonical(single.start))
-            kept.append(None if single.kept is None else single.kept.state)
-        if any(k is None for k in kept):
+                ends.append(tree.canonical(single_request.start))
+            kept_states.append(None if single_request.kept is None else single_request.kept.state)
+        if any(k is None for k in kept_states):
             return TrainerAnswer(stack_clients(ends))
-        return TrainerAnswer(stack_clients(ends), stack_clients(kept))
+        return TrainerAnswer(stack_clients(ends), stack_clients(kept_states))
 
 
 class ReplayTrainer:
@@ -420,11 +437,11 @@ class ReplayTrainer:
         return self._local.steps(name)
 
     def _next(self) -> TrainerAnswer | None:
-        place = self._calls
+        index = self._calls
         self._calls += 1
-        if self._error is not None and place >= self._error[0]:
+        if self._error is not None and index >= self._error[0]:
             raise self._error[1]
-        return self._answers[place] if place < len(self._answers) else None
+        return self._answers[index] if index < len(self._answers) else None
 
 
 def _own_tree(value: T) -> T:
@@ -456,25 +473,27 @@ def _of_first_client(request: Request) -> Request:
     )
 
 
-def _split_request(request: Request, clients: int) -> list[Request]:
+def _split_request(request: Request, client_count: int) -> list[Request]:
     """The request of each client."""
-    term, kept = request.proximal_term, request.kept
-    parts = (
+    term, kept_state = request.proximal_term, request.kept
+    trees = (
         request.start,
         request.constants,
         None if term is None else [term.center, term.linear],
-        None if kept is None else kept.state,
+        None if kept_state is None else kept_state.state,
     )
     requests = []
-    for start, constants, point, state in split_clients(parts, clients):
-        own_term = None if term is None or point is None else ProximalTerm(term.strength, *point)
+    for start, constants, term_tensors, state in split_clients(trees, client_count):
+        client_term = (
+            None if term is None or term_tensors is None else ProximalTerm(term.strength, *term_tensors)
+        )
         requests.append(
             dataclasses.replace(
                 request,
                 start=start,
                 constants=constants,
-                proximal_term=own_term,
-                kept=None if kept is None else KeptState(state),
+                proximal_term=client_term,
+                kept=None if kept_state is None else KeptState(state),
             )
         )
     return requests
@@ -482,11 +501,11 @@ def _split_request(request: Request, clients: int) -> list[Request]:
 
 def _join_kept(states: Sequence[OptimizerState | None]) -> OptimizerState | None:
     """Join the optimizer states of parts of the clients, all of which have taken equally many steps."""
-    kept = [s for s in states if s is not None]
-    if not kept:
+    kept_states = [s for s in states if s is not None]
+    if not kept_states:
         return None
-    slots = zip(*(s.slots for s in kept), strict=True)
+    slots = zip(*(s.slots for s in kept_states), strict=True)
     return OptimizerState(
         [tree.map_leaves(lambda *ts: to_client_tensor(torch.cat(ts)), *slot) for slot in slots],
-        kept[0].taken,
+        kept_states[0].step_counts,
     )

@@ -33,13 +33,13 @@ class CohortContribution:
     """What one client contributes, or all clients of a cohort or of a part of it.
 
     Attributes:
-        clients: their identifiers.
+        client_ids: their identifiers.
         value: a contribution with tensors ``[K, ...]``, see
             :meth:`fedlowrank.core.contract.contribution.Aggregator.add_rows`; or that of one client, with plain tensors.
         weights: weights of the clients, by the path of a mean; None for one client.
     """
 
-    clients: list[int]
+    client_ids: list[int]
     value: Any
     weights: Mapping[str, Sequence[float]] | None
 
@@ -64,47 +64,47 @@ class CohortUploads:
         self._rows: list[Any] | None = None
         self._finite: list[bool] | None = None
 
-    def row(self, place: int) -> Any:
+    def row(self, index: int) -> Any:
         """The upload of one client."""
         if self._rows is None:
             self._rows = split_clients(self.stacked, self.clients)
-        return self._rows[place]
+        return self._rows[index]
 
-    def is_finite(self, place: int) -> bool:
+    def is_finite(self, index: int) -> bool:
         """Whether all numbers of a client's upload are finite."""
         if self._finite is None:
             self._finite = self._find_finite().tolist()
-        return self._finite[place]
+        return self._finite[index]
 
     def _find_finite(self) -> Tensor:
         """Whether all numbers of the upload of each client are finite ``[clients]``."""
-        finite = torch.ones(self.clients, dtype=torch.bool)
+        mask = torch.ones(self.clients, dtype=torch.bool)
         # most rounds have no NaN, and a norm costs a tenth of a test of every element
         if tree.not_finite(tree.map_leaves(unwrap_client_tensor, self.stacked)) is None:
-            return finite
+            return mask
         for t in tree.tensors(self.stacked):
             values = unwrap_client_tensor(t)
             if not (values.is_floating_point() or values.is_complex()) or not values.numel():
                 continue
             if isinstance(t, ClientTensor):
-                finite &= values.isfinite().reshape(self.clients, -1).all(1).cpu()
+                mask &= values.isfinite().reshape(self.clients, -1).all(1).cpu()
             elif not bool(values.isfinite().all()):
-                finite[:] = False
-        return finite
+                mask[:] = False
+        return mask
 
     def contributions(
-        self, places: Sequence[int], infos: Sequence[ClientInfo], contribute: ContributeUpload
+        self, positions: Sequence[int], infos: Sequence[ClientInfo], contribute: ContributeUpload
     ) -> list[CohortContribution]:
         """What clients contribute, computed for all at once where the method's function allows it.
 
         Args:
-            places: of the clients in this cohort.
+            positions: of the clients in this cohort.
             infos: of these clients.
             contribute: maps an upload to its contribution, by the method.
         """
-        known = self._memory.is_equal.get(self._kind)
-        if known is False or len(places) == 1:
-            return [self._contribute_one(k, i, contribute) for k, i in zip(places, infos, strict=True)]
+        was_equal = self._memory.is_equal.get(self._kind)
+        if was_equal is False or len(positions) == 1:
+            return [self._contribute_one(k, i, contribute) for k, i in zip(positions, infos, strict=True)]
 
         def call_for_cohort(members: Sequence[tuple[int, ClientInfo]], _: None) -> list[CohortContribution]:
             if len(members) == 1:
@@ -114,7 +114,7 @@ class CohortUploads:
         def call_for_client(member: tuple[int, ClientInfo], _: None) -> CohortContribution:
             return self._contribute_one(*member, contribute)
 
-        members = list(zip(places, infos, strict=True))
+        members = list(zip(positions, infos, strict=True))
         contributions = divide(
             members,
             call_for_cohort,
@@ -122,7 +122,7 @@ class CohortUploads:
             None,
             lambda reason: self._memory.log("contribution", reason),
         )
-        if known is None:
+        if was_equal is None:
             is_equal = any(c.weights is not None for c in contributions) and self._is_equal(
                 contributions, members[-1], contribute
             )
@@ -132,17 +132,17 @@ class CohortUploads:
         return contributions
 
     def _contribute_one(
-        self, place: int, info: ClientInfo, contribute: ContributeUpload
+        self, index: int, info: ClientInfo, contribute: ContributeUpload
     ) -> CohortContribution:
-        return CohortContribution([info.id], contribute(self.row(place), info), None)
+        return CohortContribution([info.id], contribute(self.row(index), info), None)
 
     def _contribute_many(
         self, members: Sequence[tuple[int, ClientInfo]], contribute: ContributeUpload
     ) -> CohortContribution:
-        places, count = [place for place, _ in members], len(members)
+        positions, count = [position for position, _ in members], len(members)
         upload = self.stacked
-        if places != list(range(self.clients)):
-            upload = select_clients(self.stacked, places)
+        if positions != list(range(self.clients)):
+            upload = select_clients(self.stacked, positions)
         contribution = contribute(upload, CohortInfo([info for _, info in members]))
         weights: dict[str, list[float]] = {}
 
@@ -171,11 +171,16 @@ class CohortUploads:
         contribute: ContributeUpload,
     ) -> bool:
         """Whether a client contributes the same in its cohort as by itself, up to rounding."""
-        (of_cohort,) = (c for c in contributions if member[1].id in c.clients)
-        if of_cohort.weights is None:
+        (cohort_contribution,) = (c for c in contributions if member[1].id in c.client_ids)
+        if cohort_contribution.weights is None:
             return True
-        k, expected = of_cohort.clients.index(member[1].id), self._contribute_one(*member, contribute).value
-        pairs = zip(contribution_leaves(of_cohort.value), contribution_leaves(expected), strict=True)
+        k, expected = (
+            cohort_contribution.client_ids.index(member[1].id),
+            self._contribute_one(*member, contribute).value,
+        )
+        pairs = zip(
+            contribution_leaves(cohort_contribution.value), contribution_leaves(expected), strict=True
+        )
         for (path, leaf), (expected_path, expected_leaf) in pairs:
             if path != expected_path or type(leaf) is not type(expected_leaf):
                 return False
@@ -183,7 +188,7 @@ class CohortUploads:
             if not is_close(value, expected_leaf.value):
                 return False
             if isinstance(expected_leaf, Mean) and not is_close(
-                of_cohort.weights[path][k], float(expected_leaf.weight)
+                cohort_contribution.weights[path][k], float(expected_leaf.weight)
             ):
                 return False
         return True

@@ -21,14 +21,14 @@ class Cohort:
     """Arguments of a function that is called once for clients of one form.
 
     Attributes:
-        places: of the clients among all those for which the function is called.
+        positions: of the clients among all those for which the function is called.
         value: the trees of the clients as one tree of client tensors.
         info: of the clients.
         key: of the clients.
         trainer: executes the functions of the view for all clients.
     """
 
-    places: Sequence[int]
+    positions: Sequence[int]
     value: Any
     info: CohortInfo
     key: CohortKey
@@ -84,8 +84,8 @@ class CohortKey:
             if isinstance(count, Tensor)
             else [count] * len(self._keys)
         )
-        drawn = [f(key.generator(), n) for key, n in zip(self._keys, counts, strict=True)]
-        return to_client_tensor(torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True))
+        draws = [f(key.generator(), n) for key, n in zip(self._keys, counts, strict=True)]
+        return to_client_tensor(torch.nn.utils.rnn.pad_sequence(draws, batch_first=True))
 
     def generator(self) -> torch.Generator:
         """Refused: a generator belongs to one client."""

@@ -60,18 +60,18 @@ def divide(
     return [call_for_client(*pair) for pair in zip(members, trainers, strict=True)]
 
 
-def is_worth_dividing(parts: int, members: int) -> bool:
+def is_worth_dividing(part_count: int, member_count: int) -> bool:
     """Whether a call for each part takes less time than a call for each member.
 
     A call for a cohort takes as long as several calls for a single client, and a part may have to be divided again. So parts
     must be few, or of many members.
 
     Args:
-        parts: number of parts, 0 if the cohort has none.
-        members: number of members.
+        part_count: number of parts, 0 if the cohort has none.
+        member_count: number of members.
     """
-    max_parts = max(MAX_PARTS, members // MIN_CLIENTS_OF_PART)
-    return 1 < parts < members and parts <= max_parts
+    max_parts = max(MAX_PARTS, member_count // MIN_CLIENTS_OF_PART)
+    return 1 < part_count < member_count and part_count <= max_parts
 
 
 def _divide_parts(
@@ -82,9 +82,11 @@ def _divide_parts(
     trainer: CohortTrainer | None,
     log: Callable[[str], None],
 ) -> list[R]:
-    """Call :func:`divide` for the members at the places of each part."""
+    """Call :func:`divide` for the members at the indices of each part."""
     results: list[R] = []
-    for places in parts:
-        of_part = None if trainer is None else trainer.part(places)
-        results += divide([members[k] for k in places], call_for_cohort, call_for_client, of_part, log)
+    for positions in parts:
+        part_trainer = None if trainer is None else trainer.part(positions)
+        results += divide(
+            [members[k] for k in positions], call_for_cohort, call_for_client, part_trainer, log
+        )
     return results

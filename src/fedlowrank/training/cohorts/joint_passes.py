@@ -45,27 +45,30 @@ def divide_jointly(
         log: logs why the function is called for each member.
     """
     results: list[R] = []
-    waiting = [*cohorts]
-    while waiting:
+    queue = [*cohorts]
+    while queue:
         requests: list[tuple[Sequence[M], CohortTrainer, Request]] = []
         parts: list[tuple[Sequence[M], CohortTrainer]] = []
-        for members, trainer in waiting:
+        for members, trainer in queue:
             try:
                 with without_rows():
                     results += call_for_cohort(members, trainer)
             except PassAskedError as pass_:
                 requests.append((members, trainer, pass_.request))
             except DifferingError as differs:
-                answers_alike = differs.parts().values()
-                if len(answers_alike) == 1:
+                position_groups = differs.parts().values()
+                if len(position_groups) == 1:
                     # the values have one representation and yet differ, as NaN is not equal to itself
                     results += divide(members, call_for_cohort, call_for_client, trainer.again(), log)
                     continue
-                parts += [([members[k] for k in places], trainer.part(places)) for places in answers_alike]
+                parts += [
+                    ([members[k] for k in positions], trainer.part(positions))
+                    for positions in position_groups
+                ]
             except (Exception, NoRuleError):  # noqa: BLE001 - divide meets it again, and handles it
                 results += divide(members, call_for_cohort, call_for_client, trainer.again(), log)
         answers = _train_jointly([t for _, t, _ in requests], [r for _, _, r in requests])
-        waiting = parts + [
+        queue = parts + [
             (members, trainer.again([answer], joins=True))
             for (members, trainer, _), answer in zip(requests, answers, strict=True)
         ]
@@ -79,15 +82,17 @@ def _train_jointly(trainers: Sequence[CohortTrainer], requests: Sequence[Request
         trainers: one a cohort.
         requests: one a cohort.
     """
-    kinds: dict[Any, list[int]] = {}
-    for place, request in enumerate(requests):
-        kinds.setdefault(_kind_of(request), []).append(place)
+    positions_by_kind: dict[Any, list[int]] = {}
+    for position, request in enumerate(requests):
+        positions_by_kind.setdefault(_kind_of(request), []).append(position)
     answers: dict[int, TrainerAnswer] = {}
-    for places in kinds.values():
-        of_kind = [trainers[k] for k in places], [requests[k] for k in places]
-        joint = _train_as_one(*of_kind) if len(places) > 1 else None
-        joint = joint or [trainer.answer(request) for trainer, request in zip(*of_kind, strict=True)]
-        answers |= zip(places, joint, strict=True)
+    for positions in positions_by_kind.values():
+        group = [trainers[k] for k in positions], [requests[k] for k in positions]
+        group_answers = _train_as_one(*group) if len(positions) > 1 else None
+        group_answers = group_answers or [
+            trainer.answer(request) for trainer, request in zip(*group, strict=True)
+        ]
+        answers |= zip(positions, group_answers, strict=True)
     return [answers[k] for k in range(len(requests))]
 
 
@@ -96,50 +101,53 @@ def _train_as_one(
 ) -> list[TrainerAnswer] | None:
     """Train the passes of several cohorts as one; None where this pass cannot be batched over clients."""
     sizes = [len(t.locals_) for t in trainers]
-    clients = [(c, place) for c, size in enumerate(sizes) for place in range(size)]
-    locals_ = [trainers[c].locals_[place] for c, place in clients]
+    members = [(c, position) for c, size in enumerate(sizes) for position in range(size)]
+    locals_ = [trainers[c].locals_[position] for c, position in members]
     # clients with the most steps first
-    order = sorted(range(len(clients)), key=lambda k: -len(locals_[k].data.examples))
-    first = requests[0]
+    order = sorted(range(len(members)), key=lambda k: -len(locals_[k].data.examples))
+    first_request = requests[0]
 
     def join(values: Sequence[Any], axes: Mapping[str, int]) -> Any:
         columns = zip(_axes(values[0], axes), *map(tree.tensors, values), strict=True)
         return refill(values[0], [_join(ts, sizes, axis, order) for axis, *ts in columns])
 
     joint_request = dataclasses.replace(
-        first,
-        start=join([r.start for r in requests], first.padded.start),
-        constants=join([r.constants for r in requests], _axes_of_constants(first.padded)),
+        first_request,
+        start=join([r.start for r in requests], first_request.padded.start),
+        constants=join([r.constants for r in requests], _axes_of_constants(first_request.padded)),
     )
-    joint = trainers[0].beside([locals_[k] for k in order])
-    answer = joint.train_batched(joint_request, [requests[clients[k][0]] for k in order])
+    joint_trainer = trainers[0].beside([locals_[k] for k in order])
+    answer = joint_trainer.train_batched(joint_request, [requests[members[k][0]] for k in order])
     if answer is None:
         return None
-    for k, (_, error) in joint.errors.items():
-        c, place = clients[order[k]]
-        trainers[c].errors.setdefault(place, (len(trainers[c].answers), error))
-    back = torch.tensor(order).argsort()
-    rows = [unwrap_client_tensor(t)[back.to(t.device)] for t in tree.tensors(answer.value)]
-    answers, a = [], 0
+    for k, (_, error) in joint_trainer.errors.items():
+        c, position = members[order[k]]
+        trainers[c].errors.setdefault(position, (len(trainers[c].answers), error))
+    inverse_order = torch.tensor(order).argsort()
+    rows = [unwrap_client_tensor(t)[inverse_order.to(t.device)] for t in tree.tensors(answer.value)]
+    answers, offset = [], 0
     for request, size in zip(requests, sizes, strict=True):
-        like = tree.tensors(request.start)
-        cut = [
-            _remove_padding(t[a : a + size], _shape(unpadded)) for t, unpadded in zip(rows, like, strict=True)
+        templates = tree.tensors(request.start)
+        unpadded_tensors = [
+            _remove_padding(t[offset : offset + size], _shape(template))
+            for t, template in zip(rows, templates, strict=True)
         ]
-        answers.append(TrainerAnswer(refill(request.start, [to_client_tensor(t.contiguous()) for t in cut])))
-        a += size
+        answers.append(
+            TrainerAnswer(refill(request.start, [to_client_tensor(t.contiguous()) for t in unpadded_tensors]))
+        )
+        offset += size
     return answers
 
 
 def _kind_of(request: Request) -> Any:
     """What requests must have in common to become one pass: all but their tensors and the sizes of padded dimensions."""
-    padded = request.padded
+    padding = request.padded
     return (
         code_of(request.loss),
         request.name,
         repr(request.optimizer),
-        _form(request.start, padded.start),
-        _form(request.constants, _axes_of_constants(padded)),
+        _form(request.start, padding.start),
+        _form(request.constants, _axes_of_constants(padding)),
     )
 
 
@@ -159,10 +167,10 @@ def _shape(t: Tensor) -> torch.Size:
     return unwrap_client_tensor(t).shape[1:] if isinstance(t, ClientTensor) else t.shape
 
 
-def _axes_of_constants(padded: PaddedDimensions) -> dict[str, int]:
+def _axes_of_constants(padding: PaddedDimensions) -> dict[str, int]:
     """The padded dimensions of all constants, by the path in the tuple of them."""
     return {
-        f"/{place}{path}": axis for place, axes in enumerate(padded.constants) for path, axis in axes.items()
+        f"/{index}{path}": axis for index, axes in enumerate(padding.constants) for path, axis in axes.items()
     }
 
 
@@ -170,7 +178,9 @@ def _axes(value: Any, axes: Mapping[str, int]) -> list[int | None]:
     """The padded dimension of each tensor of a tree, None for those that have none."""
 
     def axis(path: str) -> int | None:
-        return next((a for part, a in axes.items() if path == part or path.startswith(f"{part}/")), None)
+        return next(
+            (a for prefix, a in axes.items() if path == prefix or path.startswith(f"{prefix}/")), None
+        )
 
     return [axis(path) for path, _ in tree.leaves(value)]
 
@@ -179,11 +189,11 @@ def _join(tensors: Sequence[Tensor], sizes: Sequence[int], axis: int | None, ord
     """Join the tensors of cohorts into one of all clients, padded with zeros; a tensor that all share stays as it is."""
     if all(t is tensors[0] and not isinstance(t, ClientTensor) for t in tensors):
         return tensors[0]
-    parts = [expand_to_clients(t, size) for t, size in zip(tensors, sizes, strict=True)]
+    stacks = [expand_to_clients(t, size) for t, size in zip(tensors, sizes, strict=True)]
     if axis is not None:
-        largest = max(p.shape[axis + 1] for p in parts)
-        parts = [_pad(p, axis + 1, largest) for p in parts]
-    return to_client_tensor(torch.cat(parts)[torch.tensor(order, device=parts[0].device)])
+        max_size = max(p.shape[axis + 1] for p in stacks)
+        stacks = [_pad(p, axis + 1, max_size) for p in stacks]
+    return to_client_tensor(torch.cat(stacks)[torch.tensor(order, device=stacks[0].device)])
 
 
 def _pad(t: Tensor, axis: int, size: int) -> Tensor:

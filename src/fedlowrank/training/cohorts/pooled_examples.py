@@ -16,26 +16,26 @@ MAX_POOLED_BYTES = 256 << 20
 """Bytes of training examples that are copied into one tensor, at most."""
 
 
-def pool_examples(parts: Sequence[Examples]) -> list[Examples]:
+def pool_examples(client_examples: Sequence[Examples]) -> list[Examples]:
     """The examples of each client as views of one tensor of inputs and one of targets.
 
     The examples are copied, so that they take twice their memory. Examples of more than :data:`MAX_POOLED_BYTES`, and inputs
     that are neither tensors of one form nor images of one table, come back as they are.
     """
-    unchanged, inputs = list(parts), [part.x for part in parts]
+    originals, inputs = list(client_examples), [examples.x for examples in client_examples]
     table = inputs[0].table if isinstance(inputs[0], Pixels) else None
     if table is not None:
         inputs = [x.codes for x in inputs if isinstance(x, Pixels) and x.table is table]
-    columns: list[list[Any]] = [list(inputs), [part.y for part in parts]]
-    if len(inputs) < len(parts) or not all(isinstance(x, torch.Tensor) for x in inputs):
-        return unchanged
+    columns: list[list[Any]] = [list(inputs), [examples.y for examples in client_examples]]
+    if len(inputs) < len(client_examples) or not all(isinstance(x, torch.Tensor) for x in inputs):
+        return originals
     if any(len({(t.shape[1:], t.dtype, t.device) for t in column}) > 1 for column in columns):
-        return unchanged
+        return originals
     if sum(t.nbytes for column in columns for t in column) > MAX_POOLED_BYTES or all(
         map(common_base, columns)
     ):
-        return unchanged
-    bounds = list(itertools.accumulate((len(part) for part in parts), initial=0))
+        return originals
+    bounds = list(itertools.accumulate((len(examples) for examples in client_examples), initial=0))
     x, y = map(torch.cat, columns)
     return [
         Examples(x[a:b] if table is None else Pixels(x[a:b], table), y[a:b])

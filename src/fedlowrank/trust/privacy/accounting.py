@@ -95,25 +95,25 @@ def local_epsilon(noise: float, releases: int, delta: float, accountant: Account
 
 
 def composed_epsilon(
-    rounds: Mapping[tuple[float, Sampling], int], delta: float, accountant: Accountant
+    round_counts: Mapping[tuple[float, Sampling], int], delta: float, accountant: Accountant
 ) -> float:
-    """ε after different rounds, as :func:`epsilon`; ``rounds`` has their number by noise and sampling."""
+    """ε after different rounds, as :func:`epsilon`; ``round_counts`` has their number by noise and sampling."""
     if accountant not in ("pld", "rdp"):
         raise ConfigError(f"privacy.accountant: {accountant!r}. {did_you_mean(accountant, ['pld', 'rdp'])}")
-    for (noise, _), count in rounds.items():
+    for (noise, _), count in round_counts.items():
         _check(noise=noise, releases=count, delta=delta)
-    relations = {sampling.relation for _, sampling in rounds}
+    relations = {sampling.relation for _, sampling in round_counts}
     if len(relations) > 1:
         raise ConfigError(
             "run.sampling: ε of draws of a fixed size cannot be added to others; keep the first"
         )
     if accountant == "pld" and "replace_one" in relations:
         raise ConfigError("privacy.accountant: 'pld' has no bound for draws of a fixed size; set 'rdp'")
-    return _compose(tuple((*key, count) for key, count in rounds.items() if count), delta, accountant)
+    return _compose(tuple((*key, count) for key, count in round_counts.items() if count), delta, accountant)
 
 
 def total_epsilon(
-    rounds: Mapping[tuple[float, Sampling], int], delta: float, accountant: Accountant
+    round_counts: Mapping[tuple[float, Sampling], int], delta: float, accountant: Accountant
 ) -> float:
     """ε after the rounds of several runs, as :func:`composed_epsilon`, also of runs of both relations.
 
@@ -122,30 +122,32 @@ def total_epsilon(
     ``replace_one``, by which a client is taken away and another one added. A guarantee (ε, δ') for
     ``add_remove`` is (2ε, (1 + exp ε) δ') for two such steps (Dwork & Roth 2014, group privacy).
     """
-    parts: dict[str, dict[tuple[float, Sampling], int]] = {}
-    for key, count in rounds.items():
+    counts_by_relation: dict[str, dict[tuple[float, Sampling], int]] = {}
+    for key, count in round_counts.items():
         if count:
-            parts.setdefault(key[1].relation, {})[key] = count
-    if len(parts) < 2:
+            counts_by_relation.setdefault(key[1].relation, {})[key] = count
+    if len(counts_by_relation) < 2:
         # earlier runs may have had another accountant than this one
-        return composed_epsilon(rounds, delta, "rdp" if "replace_one" in parts else accountant)
-    replaced = composed_epsilon(parts["replace_one"], delta / 2, "rdp")
-    return replaced + _for_two_steps(
-        lambda small: composed_epsilon(parts["add_remove"], small, accountant), delta / 2
+        return composed_epsilon(
+            round_counts, delta, "rdp" if "replace_one" in counts_by_relation else accountant
+        )
+    replaced_epsilon = composed_epsilon(counts_by_relation["replace_one"], delta / 2, "rdp")
+    return replaced_epsilon + _for_two_steps(
+        lambda small: composed_epsilon(counts_by_relation["add_remove"], small, accountant), delta / 2
     )
 
 
 def _for_two_steps(epsilon_at: Callable[[float], float], delta: float) -> float:
     """2ε for a δ' with (1 + exp ε(δ')) δ' ≤ δ, found by decreasing it; infinite if there is none above 1e-300."""
-    small = delta / 2
-    while small > 1e-300:
-        one = epsilon_at(small)
-        if one > 600:
+    step_delta = delta / 2
+    while step_delta > 1e-300:
+        step_epsilon = epsilon_at(step_delta)
+        if step_epsilon > 600:
             break
-        if (1 + math.exp(one)) * small <= delta:
-            return 2 * one
+        if (1 + math.exp(step_epsilon)) * step_delta <= delta:
+            return 2 * step_epsilon
         # ε grows as δ' falls, so no δ' above this fits
-        small = min(small / 2, delta / (1 + math.exp(one)))
+        step_delta = min(step_delta / 2, delta / (1 + math.exp(step_epsilon)))
     return math.inf
 
 
@@ -171,30 +173,30 @@ def rounds_within(
     delta: float,
     sampling: Sampling,
     accountant: Accountant,
-    most: int,
-    spent: Mapping[tuple[float, Sampling], int] | None = None,
+    max_rounds: int,
+    past_rounds: Mapping[tuple[float, Sampling], int] | None = None,
 ) -> int:
-    """Count the rounds, up to ``most``, that keep to the budget ``epsilon``; 0 if the first does not.
+    """Count the rounds, up to ``max_rounds``, that keep to the budget ``epsilon``; 0 if the first does not.
 
-    The rounds in ``spent``, as :func:`total_epsilon` takes them, come before and are not counted.
+    The rounds in ``past_rounds``, as :func:`total_epsilon` takes them, come before and are not counted.
     """
-    _check(epsilon=epsilon, most=most)
+    _check(epsilon=epsilon, most=max_rounds)
 
     def keeps(rounds: int) -> bool:
-        after = Counter(spent or {})
-        after[noise, sampling] += rounds
-        return total_epsilon(after, delta, accountant) <= epsilon
+        round_counts = Counter(past_rounds or {})
+        round_counts[noise, sampling] += rounds
+        return total_epsilon(round_counts, delta, accountant) <= epsilon
 
-    good, bad, middle = 0, most + 1, 1
-    while bad - good > 1:
-        good, bad = (middle, bad) if keeps(middle) else (good, middle)
-        middle = min(2 * good, most) if bad > most else (good + bad) // 2
-    return good
+    low, high, middle = 0, max_rounds + 1, 1
+    while high - low > 1:
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+        middle = min(2 * low, max_rounds) if high > max_rounds else (low + high) // 2
+    return low
 
 
-def default_count_noise(clients: float) -> float:
+def default_count_noise(client_count: float) -> float:
     """σ_b = m/20 of Andrew et al. 2021, for m expected clients a round: noise of 0.05 in the share."""
-    return clients / 20
+    return client_count / 20
 
 
 def split_noise(noise: float, count_noise: float) -> float:
@@ -285,18 +287,18 @@ def _pld_of_a_round(noise: float, rate: float) -> Any:
     return distributions.from_gaussian_mechanism(noise, sampling_prob=rate)
 
 
-def _smallest_noise(spent: Callable[[float], float], budget: float) -> float:
+def _smallest_noise(epsilon_at: Callable[[float], float], budget: float) -> float:
     high = 1.0
-    while spent(high) > budget:
+    while epsilon_at(high) > budget:
         high *= 2
         if high > 1e6:
             raise ConfigError(
                 f"privacy.epsilon: no noise keeps to {budget:g}; raise it or set accountant = 'pld'"
             )
     low = high / 2
-    while spent(low) <= budget:
+    while epsilon_at(low) <= budget:
         high, low = low, low / 2
     while high - low > 1e-3 * min(1.0, high):
         middle = (low + high) / 2
-        low, high = (low, middle) if spent(middle) <= budget else (middle, high)
+        low, high = (low, middle) if epsilon_at(middle) <= budget else (middle, high)
     return high

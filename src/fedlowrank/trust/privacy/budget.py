@@ -81,15 +81,15 @@ class Budget:
             self.noise = privacy.noise
         elif self.is_local:
             # who is drawn more often than that sits out in the end
-            times = max(1, math.ceil(rounds * participation))
-            self.noise = local_noise_for(float(limit or 0), self._delta, times, accountant)
+            release_count = max(1, math.ceil(rounds * participation))
+            self.noise = local_noise_for(float(limit or 0), self._delta, release_count, accountant)
         else:
             self.noise = noise_for(float(limit or 0), self._delta, rounds, sampling, accountant)
         # refuses an accountant that has no bound for these draws
         self.epsilon_of(0)
-        if noise is None and limit is not None and (one := self.epsilon_of(1)) > limit:
+        if noise is None and limit is not None and (round_epsilon := self.epsilon_of(1)) > limit:
             raise ConfigError(
-                f"privacy.epsilon = {limit:g} is less than the {one:.4g} that one round costs with "
+                f"privacy.epsilon = {limit:g} is less than the {round_epsilon:.4g} that one round costs with "
                 f"privacy.noise = {self.noise:g}. Raise either"
             )
 
@@ -100,18 +100,18 @@ class Budget:
             return local_epsilon(self.noise, rounds, self._delta, accountant)
         return epsilon(self.noise, rounds, self._delta, self.sampling, accountant)
 
-    def open(self, path: Path, done: int = 0) -> None:
+    def open(self, path: Path, completed_rounds: int = 0) -> None:
         """Keep the ledger in a file from now on, and take in what it holds.
 
         Args:
             path: of the file.
-            done: rounds that the run has completed, all of which the file must hold.
+            completed_rounds: rounds that the run has completed, all of which the file must hold.
 
         Raises:
             CheckpointError: if it cannot be read or lacks a round.
         """
         self.ledger, self._room_until = PrivacyLedger(path), 0
-        for t in range(done):
+        for t in range(completed_rounds):
             self.require(t)
 
     def count_site(self, site: SiteLedger) -> str:
@@ -122,10 +122,10 @@ class Budget:
         """
         is_new = self._site is None or self._site.name != site.name
         self._site, self._room_until = site, 0
-        if not is_new or not (before := self.spent_before()):
+        if not is_new or not (past_epsilon := self.spent_before()):
             return ""
         return (
-            f"earlier runs of this site on the same data have spent ε = {before:.4g} at δ = {self._delta:g}, which "
+            f"earlier runs of this site on the same data have spent ε = {past_epsilon:.4g} at δ = {self._delta:g}, which "
             "counts towards privacy.epsilon; `fedlowrank privacy` lists them"
         )
 
@@ -134,7 +134,7 @@ class Budget:
         if self._site is None:
             return 0.0
         return total_epsilon_of(
-            self._site.run.kind, self._site.others(), self._delta, self.privacy.accountant
+            self._site.run.kind, self._site.find_other_ledgers(), self._delta, self.privacy.accountant
         )
 
     @contextlib.contextmanager
@@ -151,24 +151,24 @@ class Budget:
                 "is no longer known. Restore the file from a copy"
             )
 
-    def charge(self, round: int, clip: float, clients: Iterable[int]) -> None:
+    def charge(self, round: int, clip: float, client_ids: Iterable[int]) -> None:
         """Charge a round before anything of it is released; see :meth:`PrivacyLedger.charge`.
 
         Raises:
             ConfigError: if the round would exceed a central budget; nothing is charged.
         """
-        clients = list(clients)
-        again = self.seeded and self.ledger.has(round, self.noise, clip, self.sampling, clients)
+        client_ids = list(client_ids)
+        is_repeated = self.seeded and self.ledger.has(round, self.noise, clip, self.sampling, client_ids)
         with self.exclusive():
-            if not (self.is_local or again or self._allows_release(round)):
+            if not (self.is_local or is_repeated or self._allows_release(round)):
                 raise ConfigError(f"round {round + 1} cannot be done: {self.reason()}")
             if self.ledger.clients_of(round) is not None:
                 # what was found of further draws holds no more
                 self._room_until = 0
-            if self._site is not None and not again:
+            if self._site is not None and not is_repeated:
                 # first, so that a kill in between leaves too much charged and not too little
-                self._site.charge(round, self.noise, clip, self.sampling, clients)
-            self.ledger.charge(round, self.noise, clip, self.sampling, clients, seeded=self.seeded)
+                self._site.charge(round, self.noise, clip, self.sampling, client_ids)
+            self.ledger.charge(round, self.noise, clip, self.sampling, client_ids, seeded=self.seeded)
 
     def spent(self) -> float:
         """ε of this run until now: of the models that the server released, or of the client that sent most."""
@@ -179,33 +179,33 @@ class Budget:
         """ε until now, with its δ and the noise multiplier σ."""
         return {"epsilon": self.spent(), "delta": self._delta, "noise": self.noise}
 
-    def allowed(self, clients: Sequence[int], round: int) -> list[int]:
+    def allowed(self, client_ids: Sequence[int], round: int) -> list[int]:
         """The clients that may take part in a round."""
         # a round that is done again with the same noise releases nothing new
-        again = self.ledger.clients_of(round, self.noise) if self.seeded else None
+        charged_ids = self.ledger.clients_of(round, self.noise) if self.seeded else None
         if not self.is_local:
-            return list(clients) if again is not None or self._allows_release(round) else []
+            return list(client_ids) if charged_ids is not None or self._allows_release(round) else []
         # clients that sent as often as each other have the same sum, so there are few of them
         # a folder may be older than the site's ledger, and the ledger may have been lost
-        least = 0.0 if self._site is None else self._site.precision()
-        known = {i: max(self.ledger.precision(i), least) for i in clients}
-        after = {p: self._local_after(p) for p in set(known.values())}
+        min_precision = 0.0 if self._site is None else self._site.precision()
+        precisions = {i: max(self.ledger.precision(i), min_precision) for i in client_ids}
+        epsilons = {p: self._local_after(p) for p in set(precisions.values())}
         limit = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
-        return [i for i in clients if i in (again or ()) or after[known[i]] <= limit]
+        return [i for i in client_ids if i in (charged_ids or ()) or epsilons[precisions[i]] <= limit]
 
     def reason(self) -> str:
         """Why the budget allows no further round, and what to do."""
-        whose, release = (" of each client", "update") if self.is_local else ("", "round")
-        begin = f"the privacy budget{whose}, privacy.epsilon = {self.privacy.epsilon}, is spent: "
-        if before := self.spent_before():
+        owner, release = (" of each client", "update") if self.is_local else ("", "round")
+        beginning = f"the privacy budget{owner}, privacy.epsilon = {self.privacy.epsilon}, is spent: "
+        if past_epsilon := self.spent_before():
             return (
-                f"{begin}earlier runs of this site on the same data had ε = {before:.4g}, this one {self.spent():.4g}, "
+                f"{beginning}earlier runs of this site on the same data had ε = {past_epsilon:.4g}, this one {self.spent():.4g}, "
                 f"and a further {release} with σ = {self.noise:.4g} exceeds it. Another folder changes nothing: the "
                 "budget is that of the data (`fedlowrank privacy` lists the runs). A new run needs a larger "
                 "privacy.epsilon, and all that was spent counts towards it"
             )
         return (
-            f"{begin}ε is {self.spent():.4g}, "
+            f"{beginning}ε is {self.spent():.4g}, "
             f"and a further {release} with σ = {self.noise:.4g} exceeds it. A resumed run keeps its σ, also when it "
             "gets more rounds: plan a new run, in another folder, for more rounds or a larger privacy.epsilon"
         )
@@ -217,26 +217,26 @@ class Budget:
 
     def _allows_release(self, round: int) -> bool:
         """Whether a central budget allows a further release in a round."""
-        limit, charged = self.privacy.epsilon, self.ledger.rounds()
+        limit, charge_count = self.privacy.epsilon, self.ledger.rounds()
         if limit is None:
             return True
-        others = self._draws_of_others()
+        other_draws = self._draws_of_others()
         # sampling amplifies a draw once, so a second release of it costs more than a further draw
         repeats = self.ledger.draws_if_repeated(round, self.noise)
-        if any(total_epsilon(r + others, self._delta, self.privacy.accountant) > limit for r in repeats):
+        if any(total_epsilon(r + other_draws, self._delta, self.privacy.accountant) > limit for r in repeats):
             return False
-        if charged >= self._room_until:
+        if charge_count >= self._room_until:
             # one search for many rounds: by privacy loss distributions a single ε takes half a second
-            self._room_until = charged + rounds_within(
+            self._room_until = charge_count + rounds_within(
                 limit,
                 self.noise,
                 self._delta,
                 self.sampling,
                 self.privacy.accountant,
                 self.rounds,
-                self.ledger.draws() + others,
+                self.ledger.draws() + other_draws,
             )
-        return charged < self._room_until
+        return charge_count < self._room_until
 
     def _draws_of_others(self) -> Counter[tuple[float, Sampling]]:
         """The draws of the site's other runs on the same data."""

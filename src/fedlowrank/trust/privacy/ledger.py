@@ -85,7 +85,7 @@ class PrivacyLedger:
         noise: float,
         clip: float,
         sampling: Sampling,
-        clients: Iterable[int],
+        client_ids: Iterable[int],
         *,
         seeded: bool,
     ) -> bool:
@@ -96,7 +96,7 @@ class PrivacyLedger:
             noise: σ, in units of the clipping norm, of all that the round releases.
             clip: C, the clipping norm.
             sampling: how the clients were drawn.
-            clients: who is charged.
+            client_ids: who is charged.
             seeded: the noise comes from the seed of the run, so that a round that is done again after a
                 resume releases the same bytes: a line that the ledger has is not written again. With noise of
                 the operating system each repetition is a further release.
@@ -107,7 +107,7 @@ class PrivacyLedger:
         Raises:
             CheckpointError: if the file cannot be written or something else wrote to it; nothing is charged.
         """
-        charge = _charge(round, noise, clip, sampling, sorted(clients))
+        charge = _charge(round, noise, clip, sampling, sorted(client_ids))
         if seeded and charge in self._known:
             return False
         if self.path is not None:
@@ -122,9 +122,11 @@ class PrivacyLedger:
             copy._add(charge)
         return copy
 
-    def has(self, round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]) -> bool:
+    def has(
+        self, round: int, noise: float, clip: float, sampling: Sampling, client_ids: Iterable[int]
+    ) -> bool:
         """Whether this very charge was made before; see :meth:`charge`."""
-        return _charge(round, noise, clip, sampling, sorted(clients)) in self._known
+        return _charge(round, noise, clip, sampling, sorted(client_ids)) in self._known
 
     def rounds(self) -> int:
         """Number of charged rounds; a round that was charged twice counts twice."""
@@ -148,9 +150,9 @@ class PrivacyLedger:
         """Who was charged at least once, ascending."""
         return sorted(self._releases)
 
-    def releases(self, client: int) -> int:
+    def releases(self, client_id: int) -> int:
         """Times that a client was charged; a round that was charged twice counts twice."""
-        return self._releases[client]
+        return self._releases[client_id]
 
     def spent(self, kind: Literal["central", "local"], delta: float, accountant: Accountant) -> float:
         """ε of all charged rounds.
@@ -167,8 +169,8 @@ class PrivacyLedger:
             ε, 0 for an empty ledger.
         """
         if kind == "local":
-            largest = max(self._precision.values(), default=None)
-            return 0.0 if largest is None else local_epsilon(largest**-0.5, 1, delta, accountant)
+            max_precision = max(self._precision.values(), default=None)
+            return 0.0 if max_precision is None else local_epsilon(max_precision**-0.5, 1, delta, accountant)
         return composed_epsilon(self.draws(), delta, accountant)
 
     def draws(self) -> Counter[tuple[float, Sampling]]:
@@ -178,34 +180,34 @@ class PrivacyLedger:
     def draws_if_repeated(self, round: int, noise: float) -> list[Counter[tuple[float, Sampling]]]:
         """:meth:`draws` after a further release of an earlier draw of a round, for each such draw."""
         counts = []
-        for (at, sampling, _), noises in self._draws.items():
-            if at == round:
-                after = self.draws()
-                after[_combine(noises), sampling] -= 1
-                after[_combine([*noises, noise]), sampling] += 1
-                counts.append(after)
+        for (draw_round, sampling, _), noises in self._draws.items():
+            if draw_round == round:
+                draws = self.draws()
+                draws[_combine(noises), sampling] -= 1
+                draws[_combine([*noises, noise]), sampling] += 1
+                counts.append(draws)
         return counts
 
-    def precision(self, client: int) -> float:
+    def precision(self, client_id: int) -> float:
         """Σ σ⁻² of a client's releases."""
-        return self._precision.get(client, 0.0)
+        return self._precision.get(client_id, 0.0)
 
     def _add(self, charge: Charge) -> None:
         self._charges.append(charge)
         self._known.add(charge)
         self._draws[charge.round, charge.sampling, charge.clients].append(charge.noise)
-        for client in charge.clients:
-            self._releases[client] += 1
-            self._precision[client] += charge.noise**-2
+        for client_id in charge.clients:
+            self._releases[client_id] += 1
+            self._precision[client_id] += charge.noise**-2
 
     def _append(self, path: Path, line: bytes) -> None:
         with as_checkpoint_error(f"cannot write {path}"):
-            new = not path.exists()
-            with path.open("xb" if new else "r+b", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != self._size:
+            is_new = not path.exists()
+            with path.open("xb" if is_new else "r+b", buffering=0) as file:
+                file_size = os.fstat(file.fileno()).st_size
+                if file_size != self._size:
                     raise CheckpointError(
-                        f"{path} has {size} bytes, not {self._size}: something else wrote to it. "
+                        f"{path} has {file_size} bytes, not {self._size}: something else wrote to it. "
                         "End the other process and resume the run"
                     )
                 try:
@@ -217,7 +219,7 @@ class PrivacyLedger:
                     os.fsync(file.fileno())
                 finally:
                     self._size = os.fstat(file.fileno()).st_size
-            if new:
+            if is_new:
                 sync_folder(path.parent)
         self._whole += len(line)
 
@@ -238,7 +240,7 @@ def _encode(charge: Charge) -> bytes:
     return json.dumps(table | {"check": zlib.crc32(json.dumps(table).encode())}).encode()
 
 
-def _decode(line: bytes, where: str) -> Charge:
+def _decode(line: bytes, location: str) -> Charge:
     try:
         value = json.loads(line)
         del value["check"]
@@ -248,7 +250,7 @@ def _decode(line: bytes, where: str) -> Charge:
             raise ValueError("it is not as it was written")
     except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
         raise CheckpointError(
-            f"{where}: this is no charge of the privacy ledger ({error}). What was spent is no longer known; "
+            f"{location}: this is no charge of the privacy ledger ({error}). What was spent is no longer known; "
             "restore the file from a copy"
         ) from error
     return charge

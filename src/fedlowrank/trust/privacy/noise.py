@@ -19,7 +19,7 @@ from ..secure_sums import expand
 NoiseSource = Key | Literal["system"]
 
 
-def gaussian(like: Mapping[str, Tensor], std: float, source: NoiseSource) -> dict[str, Tensor]:
+def gaussian(tensors: Mapping[str, Tensor], std: float, source: NoiseSource) -> dict[str, Tensor]:
     """Draw independent N(0, std²) of the shapes, types and devices of some tensors.
 
     Numbers are drawn as float64 on the CPU and rounded to the type of the tensor. Attacks on the rounding of
@@ -28,7 +28,7 @@ def gaussian(like: Mapping[str, Tensor], std: float, source: NoiseSource) -> dic
     cryptographic one either.
 
     Args:
-        like: floating tensors by name.
+        tensors: floating tensors by name.
         std: standard deviation; 0 for zeros.
         source: a key gives the same noise each time. It is for simulations: who knows the key can take the
             noise away. ``"system"`` seeds a fresh generator for every tensor with 256 bits of
@@ -42,14 +42,14 @@ def gaussian(like: Mapping[str, Tensor], std: float, source: NoiseSource) -> dic
     """
     if not (math.isfinite(std) and std >= 0):
         raise ConfigError(f"noise: the standard deviation must be finite and at least 0; it is {std}")
-    return {name: _draw(tensor, std, source, name) for name, tensor in like.items()}
+    return {name: _draw(tensor, std, source, name) for name, tensor in tensors.items()}
 
 
 def _draw(tensor: Tensor, std: float, source: NoiseSource, name: str) -> Tensor:
     if not tensor.is_floating_point():
         raise ConfigError(f"noise: {name!r} has the type {tensor.dtype}; only floating tensors can be noised")
-    drawn = std * _generator(source, name).standard_normal(tuple(tensor.shape))
-    return torch.from_numpy(np.asarray(drawn)).to(dtype=tensor.dtype, device=tensor.device)
+    noise = std * _generator(source, name).standard_normal(tuple(tensor.shape))
+    return torch.from_numpy(np.asarray(noise)).to(dtype=tensor.dtype, device=tensor.device)
 
 
 def _generator(source: NoiseSource, name: str) -> np.random.Generator:
@@ -83,21 +83,21 @@ def discrete_gaussian(size: int, std: float) -> NDArray[np.int64]:
         raise ConfigError(
             f"noise: the standard deviation on integers must be at least 1 and below 2^48; it is {std}"
         )
-    scale, drawn, count = math.floor(std) + 1, np.empty(size, dtype=np.int64), 0
+    scale, samples, count = math.floor(std) + 1, np.empty(size, dtype=np.int64), 0
     while count < size:
         # about three quarters are accepted
         tries = 16 + (size - count) * 3 // 2
         words = expand(os.urandom(32), 3 * tries).reshape(3, tries)
         # uniform in (0, 1), of 52 bits
-        magnitude, accept = (
+        magnitude, uniform = (
             ((row >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52 for row in words[:2]
         )
         laplace = np.floor(-scale * np.log(magnitude))
-        negative = (words[2] & np.uint64(1)).astype(bool)
-        keep = accept < np.exp(-((laplace - std * std / scale) ** 2) / (2 * std * std))
+        is_negative = (words[2] & np.uint64(1)).astype(bool)
+        mask = uniform < np.exp(-((laplace - std * std / scale) ** 2) / (2 * std * std))
         # zero has one sign, or it would count twice
-        keep &= ~(negative & (laplace == 0))
-        accepted = np.where(negative, -laplace, laplace)[keep].astype(np.int64)[: size - count]
-        drawn[count : count + len(accepted)] = accepted
-        count += len(accepted)
-    return drawn
+        mask &= ~(is_negative & (laplace == 0))
+        values = np.where(is_negative, -laplace, laplace)[mask].astype(np.int64)[: size - count]
+        samples[count : count + len(values)] = values
+        count += len(values)
+    return samples

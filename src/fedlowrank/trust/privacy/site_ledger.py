@@ -51,7 +51,7 @@ def state_folder() -> Path:
         ) from error
 
 
-def open_state(room: str = "privacy") -> Path:
+def open_state(name: str = "privacy") -> Path:
     """The folder in which a site keeps one thing, of the ledger unless another is named; made if it does not exist.
 
     Raises:
@@ -61,13 +61,13 @@ def open_state(room: str = "privacy") -> Path:
     state = state_folder()
     try:
         make_private_folder(state)
-        make_private_folder(state / room)
+        make_private_folder(state / name)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. It is to hold what a site must not forget between runs: set {STATE_VARIABLE} to a "
             "folder that can be written"
         ) from error
-    return state / room
+    return state / name
 
 
 @dataclass(frozen=True)
@@ -145,18 +145,18 @@ class SiteLedger:
             self._lock.release()
 
     def charge(
-        self, round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]
+        self, round: int, noise: float, clip: float, sampling: Sampling, client_ids: Iterable[int]
     ) -> None:
         """Charge a round, on disk when this returns; see :meth:`PrivacyLedger.charge`."""
         with self.locked():
             path = self.folder / f"{self.name}.json"
-            known = _read(path) if path.exists() else None
-            described = self.run if known is None else known.with_data_of(self.run)
-            if described != known:
+            stored_run = _read(path) if path.exists() else None
+            run = self.run if stored_run is None else stored_run.with_data_of(self.run)
+            if run != stored_run:
                 # the examples of a client may change in the course of a run
-                write_json(path, dataclasses.asdict(described))
+                write_json(path, dataclasses.asdict(run))
             PrivacyLedger(path.with_suffix(".jsonl")).charge(
-                round, noise, clip, sampling, clients, seeded=False
+                round, noise, clip, sampling, client_ids, seeded=False
             )
 
     def follow(
@@ -165,7 +165,7 @@ class SiteLedger:
         noise: float,
         clip: float,
         sampling: Sampling,
-        client: int,
+        client_id: int,
         limit: float | None,
         *,
         trains: bool,
@@ -179,7 +179,7 @@ class SiteLedger:
             noise: σ of a round.
             clip: C, the clipping norm.
             sampling: how the clients of a round are drawn.
-            client: number of the client.
+            client_id: number of the client.
             limit: ε that must not be exceeded, or None.
             trains: the last of the rounds is done now, maybe again; else all are over.
 
@@ -187,32 +187,34 @@ class SiteLedger:
             ε of all runs on the data after these rounds. Nothing is charged if it exceeds the limit.
         """
         with self.locked():
-            after = PrivacyLedger(self.folder / f"{self.name}.jsonl").copy_in_memory()
-            missing = [t for t in range(rounds - trains) if after.clients_of(t) is None]
-            missing += [rounds - 1] if trains else []
-            for t in missing:
-                after.charge(t, noise, clip, sampling, [client], seeded=False)
-            draws = after.draws() + self.draws_of_others()
+            ledger = PrivacyLedger(self.folder / f"{self.name}.jsonl").copy_in_memory()
+            uncharged_rounds = [t for t in range(rounds - trains) if ledger.clients_of(t) is None]
+            uncharged_rounds += [rounds - 1] if trains else []
+            for t in uncharged_rounds:
+                ledger.charge(t, noise, clip, sampling, [client_id], seeded=False)
+            draws = ledger.draws() + self.draws_of_others()
             epsilon = total_epsilon(draws, self.run.delta, self.run.accountant)
             if limit is None or epsilon <= limit:
-                for t in missing:
-                    self.charge(t, noise, clip, sampling, [client])
+                for t in uncharged_rounds:
+                    self.charge(t, noise, clip, sampling, [client_id])
             return epsilon
 
-    def others(self) -> list[PrivacyLedger]:
+    def find_other_ledgers(self) -> list[PrivacyLedger]:
         """The ledgers of other runs on the same data."""
         entries = read_entries(self.folder)
-        own_run = entries.pop(self.name, (self.run, None))[0]
-        return [ledger for run, ledger in entries.values() if run.concerns(self.run) or run.concerns(own_run)]
+        stored_run = entries.pop(self.name, (self.run, None))[0]
+        return [
+            ledger for run, ledger in entries.values() if run.concerns(self.run) or run.concerns(stored_run)
+        ]
 
     def precision(self) -> float:
         """Σ σ⁻² of all releases of the data, of this run and the others."""
-        own = PrivacyLedger(self.folder / f"{self.name}.jsonl")
-        return sum(_precision(ledger) for ledger in (own, *self.others()))
+        run_ledger = PrivacyLedger(self.folder / f"{self.name}.jsonl")
+        return sum(_precision(ledger) for ledger in (run_ledger, *self.find_other_ledgers()))
 
     def draws_of_others(self) -> Counter[tuple[float, Sampling]]:
         """The draws of other runs on the same data, as :meth:`PrivacyLedger.draws` counts them."""
-        return sum((ledger.draws() for ledger in self.others()), Counter())
+        return sum((ledger.draws() for ledger in self.find_other_ledgers()), Counter())
 
 
 def read_entries(folder: Path) -> dict[str, tuple[SiteRun, PrivacyLedger]]:
@@ -223,15 +225,15 @@ def read_entries(folder: Path) -> dict[str, tuple[SiteRun, PrivacyLedger]]:
     """
     entries = {}
     for path in folder.glob("*.jsonl"):
-        described = path.with_suffix(".json")
-        if not described.exists():
+        description_path = path.with_suffix(".json")
+        if not description_path.exists():
             raise CheckpointError(
-                f"{path} are charges of a run that {described.name} does not describe: whose privacy was spent is no "
+                f"{path} are charges of a run that {description_path.name} does not describe: whose privacy was spent is no "
                 "longer known. Restore that file from a copy."
             )
         with as_checkpoint_error(f"cannot read {path}"):
-            is_now = path.stat()
-        entries[path.stem] = _read(described), _ledger(path, is_now.st_size, is_now.st_mtime_ns)
+            status = path.stat()
+        entries[path.stem] = _read(description_path), _ledger(path, status.st_size, status.st_mtime_ns)
     return dict(sorted(entries.items(), key=lambda item: (item[1][0].began, item[0])))
 
 
@@ -239,9 +241,11 @@ def list_accounts(entries: dict[str, tuple[SiteRun, PrivacyLedger]]) -> list[lis
     """The names of runs, those on the same data in one list, also if only by way of a third run."""
     groups: list[list[str]] = []
     for name, (run, _) in entries.items():
-        joined = [group for group in groups if any(run.concerns(entries[other][0]) for other in group)]
-        groups = [group for group in groups if group not in joined] + [
-            [*(n for g in joined for n in g), name]
+        joined_groups = [
+            group for group in groups if any(run.concerns(entries[member][0]) for member in group)
+        ]
+        groups = [group for group in groups if group not in joined_groups] + [
+            [*(n for g in joined_groups for n in g), name]
         ]
     return groups
 
@@ -258,15 +262,15 @@ def total_epsilon_of(
 
 
 @functools.lru_cache(maxsize=1024)
-def _ledger(path: Path, size: int, changed: int) -> PrivacyLedger:
+def _ledger(path: Path, size: int, mtime_ns: int) -> PrivacyLedger:
     """A ledger that is only read; it is read again where size or time of the file differ."""
-    del size, changed
+    del size, mtime_ns
     return PrivacyLedger(path)
 
 
 def _precision(ledger: PrivacyLedger) -> float:
     """Σ σ⁻² of a client's ledger, whatever its number was in each run."""
-    return sum(ledger.precision(client) for client in ledger.clients())
+    return sum(ledger.precision(client_id) for client_id in ledger.clients())
 
 
 def _read(path: Path) -> SiteRun:

@@ -23,7 +23,7 @@ SHAREGPT_ROLES = {
 """Roles of a chat template for the speakers of ShareGPT's ``from``."""
 
 
-def read_messages(value: object, place: str, column: str) -> tuple[ChatMessage, ...]:
+def read_messages(value: object, location: str, column: str) -> tuple[ChatMessage, ...]:
     """The turns of a row in the form of OpenAI or of ShareGPT.
 
     Values that are null are left out, because Arrow files fill in every key that some row has. A content that
@@ -32,16 +32,16 @@ def read_messages(value: object, place: str, column: str) -> tuple[ChatMessage, 
 
     Args:
         value: a list of ``{"role": ..., "content": ...}``, or of ``{"from": ..., "value": ...}``.
-        place: file and row, for messages.
+        location: file and row, for messages.
         column: where the value is from, for messages.
 
     Raises:
         DataError: if a turn has no role, a role of ShareGPT is unknown, a content is no text, or a mark is none.
     """
-    where = f"{place}: {column!r}"
+    column_location = f"{location}: {column!r}"
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise DataError(f"{where} must be a list of at least one message, not {_shorten(value)}.")
-    return tuple(_read_message(message, f"{where}, turn {n}") for n, message in enumerate(value, 1))
+        raise DataError(f"{column_location} must be a list of at least one message, not {_shorten(value)}.")
+    return tuple(_read_message(message, f"{column_location}, turn {n}") for n, message in enumerate(value, 1))
 
 
 def is_message_list(value: object) -> bool:
@@ -49,7 +49,7 @@ def is_message_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def read_tools(value: object, place: str) -> tuple[Any, ...]:
+def read_tools(value: object, location: str) -> tuple[Any, ...]:
     """The JSON schemas of tools: a list, a list as JSON text, or nothing.
 
     Raises:
@@ -62,9 +62,9 @@ def read_tools(value: object, place: str) -> tuple[Any, ...]:
         try:
             tools = json.loads(value)
         except json.JSONDecodeError as error:
-            raise DataError(f"{place}: 'tools' is not JSON: {error}.") from error
+            raise DataError(f"{location}: 'tools' is not JSON: {error}.") from error
     if isinstance(tools, str) or not isinstance(tools, Sequence):
-        raise DataError(f"{place}: 'tools' must be a list of JSON schemas, not {_shorten(tools)}.")
+        raise DataError(f"{location}: 'tools' must be a list of JSON schemas, not {_shorten(tools)}.")
     return tuple(_remove_nulls(tool) for tool in tools)
 
 
@@ -73,7 +73,7 @@ def is_learnt(message: ChatMessage) -> bool:
     return bool(message.get("weight", 1)) and bool(message.get("train", True))
 
 
-def merge_system(messages: Sequence[ChatMessage], place: str) -> tuple[ChatMessage, ...]:
+def merge_system(messages: Sequence[ChatMessage], location: str) -> tuple[ChatMessage, ...]:
     """Put the system's text before the first user's text, separated by a blank line.
 
     Raises:
@@ -83,7 +83,7 @@ def merge_system(messages: Sequence[ChatMessage], place: str) -> tuple[ChatMessa
         return tuple(messages)
     if len(messages) < 2 or messages[1]["role"] != "user":
         raise DataError(
-            f"{place}: the system's turn cannot be merged: no turn of a user follows it. Drop the row, or set "
+            f"{location}: the system's turn cannot be merged: no turn of a user follows it. Drop the row, or set "
             "system to 'template'."
         )
     text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
@@ -98,49 +98,53 @@ def drop_oldest_exchange(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, 
     """
     start = int(messages[0]["role"] == "system") if messages else 0
     for k in range(start + 1, len(messages)):
-        answered = any(message["role"] == "assistant" for message in messages[k:])
-        if messages[k]["role"] == "user" and answered:
+        is_answered = any(message["role"] == "assistant" for message in messages[k:])
+        if messages[k]["role"] == "user" and is_answered:
             return (*messages[:start], *messages[k:])
     return None
 
 
-def _read_message(message: object, where: str) -> ChatMessage:
+def _read_message(message: object, location: str) -> ChatMessage:
     if not isinstance(message, Mapping):
-        raise DataError(f"{where} must be an object with 'role' and 'content', not {_shorten(message)}.")
+        raise DataError(f"{location} must be an object with 'role' and 'content', not {_shorten(message)}.")
     fields = _remove_nulls(message)
     if "role" in fields:
         role, content = fields["role"], fields.get("content", "")
-        rest = {key: value for key, value in fields.items() if key not in ("role", "content")}
+        extra_fields = {key: value for key, value in fields.items() if key not in ("role", "content")}
     elif "from" in fields:
         speaker, content = fields["from"], fields.get("value", "")
-        rest = {key: value for key, value in fields.items() if key not in ("from", "value")}
+        extra_fields = {key: value for key, value in fields.items() if key not in ("from", "value")}
         if speaker not in SHAREGPT_ROLES:
             raise DataError(
-                f"{where} is from {speaker!r}, which is none of {', '.join(SHAREGPT_ROLES)}. Rename it, or "
+                f"{location} is from {speaker!r}, which is none of {', '.join(SHAREGPT_ROLES)}. Rename it, or "
                 "write the row as messages with 'role' and 'content'."
             )
         role = SHAREGPT_ROLES[speaker]
     else:
         keys = ", ".join(map(repr, message)) or "nothing"
-        raise DataError(f"{where} has no 'role' (or 'from'); it has {keys}.")
+        raise DataError(f"{location} has no 'role' (or 'from'); it has {keys}.")
     if not isinstance(role, str):
-        raise DataError(f"{where}: 'role' must be text, not {_shorten(role)}.")
-    _check_marks(role, rest, where)
-    return {"role": role, "content": _read_content(content, where), **rest}
+        raise DataError(f"{location}: 'role' must be text, not {_shorten(role)}.")
+    _check_marks(role, extra_fields, location)
+    return {"role": role, "content": _read_content(content, location), **extra_fields}
 
 
-def _check_marks(role: str, keys: Mapping[str, Any], where: str) -> None:
+def _check_marks(role: str, keys: Mapping[str, Any], location: str) -> None:
     """Refuse marks of what is learnt that are neither yes nor no, or mark a turn that is never learnt."""
     weight, train = keys.get("weight", 1), keys.get("train", False)
     if weight not in (0, 1):
-        raise DataError(f"{where}: 'weight' is {_shorten(weight)}; it is 1 for a turn to learn, or 0.")
+        raise DataError(f"{location}: 'weight' is {_shorten(weight)}; it is 1 for a turn to learn, or 0.")
     if not isinstance(train, bool):
-        raise DataError(f"{where}: 'train' is {_shorten(train)}; it is true for a turn to learn, or false.")
+        raise DataError(
+            f"{location}: 'train' is {_shorten(train)}; it is true for a turn to learn, or false."
+        )
     if train and role != "assistant":
-        raise DataError(f"{where} has 'train': true, but turns of the {role} are not learnt. Drop the key.")
+        raise DataError(
+            f"{location} has 'train': true, but turns of the {role} are not learnt. Drop the key."
+        )
 
 
-def _read_content(content: object, where: str) -> str:
+def _read_content(content: object, location: str) -> str:
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, Sequence) else [content]
@@ -148,16 +152,16 @@ def _read_content(content: object, where: str) -> str:
     if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
         return "".join(map(str, texts))
     raise DataError(
-        f"{where}: 'content' must be text, or a list of parts of type 'text', not {_shorten(content)}. Images "
+        f"{location}: 'content' must be text, or a list of parts of type 'text', not {_shorten(content)}. Images "
         "and sound are not supported."
     )
 
 
 def _remove_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _remove_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_remove_nulls(inner) for inner in value]
+        return [_remove_nulls(item) for item in value]
     return value
 
 

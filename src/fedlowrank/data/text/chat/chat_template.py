@@ -72,8 +72,8 @@ class ChatTemplate:
                 "transformers.AutoTokenizer.from_pretrained(name, use_fast=True)."
             )
         self._tokenizer, self._loss_on, self._system = tokenizer, loss_on, system
-        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-        self._ends = tuple(sorted({*added, *tokenizer.all_special_tokens}))
+        added_tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        self._ends = tuple(sorted({*added_tokens, *tokenizer.all_special_tokens}))
         self._special = frozenset(tokenizer.convert_tokens_to_ids(list(self._ends)))
         self._read_keys: set[str] = set()
         self._tried_keys: Counter[str] = Counter()
@@ -91,30 +91,30 @@ class ChatTemplate:
                 follow, so that it cannot be told which tokens the assistant writes.
         """
         if self._system == "merge":
-            messages = merge_system(conversation.messages, conversation.place)
-            moved = len(conversation.messages) - len(messages)
-            start = max(0, conversation.learn_from - moved)
+            messages = merge_system(conversation.messages, conversation.location)
+            merged_count = len(conversation.messages) - len(messages)
+            start = max(0, conversation.learn_from - merged_count)
             conversation = replace(conversation, messages=messages, learn_from=start)
         text = self._render(conversation)
         self._check_turns_are_written(conversation, text)
         self._try_keys(conversation, text)
-        encoded = self._encode(text)
+        encoding = self._encode(text)
         if self._loss_on == "all":
             if not all(map(is_learnt, conversation.messages)):
                 raise DataError(
-                    f"{conversation.place}: a turn is marked as not learnt ('weight': 0 or 'train': false), and loss_on = 'all' "
-                    "learns every token. Set loss_on to 'assistant'."
+                    f"{conversation.location}: a turn is marked as not learnt ('weight': 0 or 'train': false), and loss_on = "
+                    "'all' learns every token. Set loss_on to 'assistant'."
                 )
-            return Sample(encoded.ids, encoded.ids.copy(), record)
+            return Sample(encoding.ids, encoding.ids.copy(), record)
         spans = self._find_marked_spans(conversation)
         if spans is None:
-            spans = self._find_spans_after_prompts(conversation, text, encoded)
-        learnt = [any(_overlaps(token, span) for span in spans) for token in encoded.offsets]
+            spans = self._find_spans_after_prompts(conversation, text, encoding)
+        loss_mask = [any(_overlaps(token, span) for span in spans) for token in encoding.offsets]
         labels = [
             token if is_learnt_token else IGNORE_INDEX
-            for token, is_learnt_token in zip(encoded.ids, learnt, strict=True)
+            for token, is_learnt_token in zip(encoding.ids, loss_mask, strict=True)
         ]
-        return Sample(encoded.ids, labels, record)
+        return Sample(encoding.ids, labels, record)
 
     @property
     def unread_keys(self) -> list[str]:
@@ -123,8 +123,8 @@ class ChatTemplate:
 
     def has_end(self, sample: Sample) -> bool:
         """Whether the last token to learn is a special one, by which a model learns to stop."""
-        learnt = [label for label in sample.labels if label != IGNORE_INDEX]
-        return not learnt or learnt[-1] in self._special
+        target_ids = [label for label in sample.labels if label != IGNORE_INDEX]
+        return not target_ids or target_ids[-1] in self._special
 
     def fit_turns(self, conversation: Conversation, context: int, record: int = 0) -> Sample:
         """The sample without as many of the oldest exchanges as it takes to fit the context.
@@ -136,30 +136,34 @@ class ChatTemplate:
             messages = drop_oldest_exchange(conversation.messages)
             if messages is None:
                 return sample
-            dropped = len(conversation.messages) - len(messages)
-            start = max(0, conversation.learn_from - dropped)
+            dropped_count = len(conversation.messages) - len(messages)
+            start = max(0, conversation.learn_from - dropped_count)
             conversation = replace(conversation, messages=messages, learn_from=start)
             sample = self.sample(conversation, record)
         return sample
 
-    def _render(self, conversation: Conversation, turns: int | None = None, *, generate: bool = False) -> str:
-        """The first turns as text, with ``generate`` up to where the assistant writes."""
+    def _render(
+        self, conversation: Conversation, turns: int | None = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """The first turns as text, with ``add_generation_prompt`` up to where the assistant writes."""
         messages = [dict(message) for message in conversation.messages[:turns]]
         try:
-            return str(self._apply(messages, conversation, generate))
+            return str(self._apply(messages, conversation, add_generation_prompt))
         except _RENDER_ERRORS as error:
-            place, hint = conversation.place, "Change the row, or use another template."
+            location, hint = conversation.location, "Change the row, or use another template."
             if messages and messages[0]["role"] == "system" and self._renders(messages[1:], conversation):
                 hint = (
                     "It has no role 'system'. Set system = 'merge' to put the system's text before the first "
                     "user's, or use another template."
                 )
-            raise DataError(f"{place}: {self._title} fails: {error}. {hint}") from error
+            raise DataError(f"{location}: {self._title} fails: {error}. {hint}") from error
 
-    def _apply(self, messages: list[dict[str, Any]], conversation: Conversation, generate: bool) -> Any:
+    def _apply(
+        self, messages: list[dict[str, Any]], conversation: Conversation, add_generation_prompt: bool
+    ) -> Any:
         tools = list(conversation.tools) or None
         return self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=generate
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
     def _renders(self, messages: list[dict[str, Any]], conversation: Conversation) -> bool:
@@ -171,26 +175,26 @@ class ChatTemplate:
 
     def _check_turns_are_written(self, conversation: Conversation, text: str) -> None:
         """Reject a template that leaves out a text, calls of tools, or the tools."""
-        where = f"{conversation.place}: {self._title} leaves out"
+        prefix = f"{conversation.location}: {self._title} leaves out"
         for k, message in enumerate(conversation.messages):
             role, hint = message["role"], "Use another template."
             is_written = message["content"].strip() in text
             if role in ("system", "user") and not is_written:
                 if role == "system":
                     hint = "Set system = 'merge' to put it before the first user's text, or use another template."
-                raise DataError(f"{where} or changes turn {k + 1}, of the {role}. {hint}")
+                raise DataError(f"{prefix} or changes turn {k + 1}, of the {role}. {hint}")
             # a template may change what an assistant or a tool says, such as its thoughts; an answer often repeats a tool's
             is_written = not message["content"].strip() or (is_written and role != "tool")
             if not is_written and self._is_unread(conversation, text, "content", k):
-                raise DataError(f"{where} the text of turn {k + 1}, of the {role}. {hint}")
+                raise DataError(f"{prefix} the text of turn {k + 1}, of the {role}. {hint}")
             if message.get("tool_calls") and self._is_unread(conversation, text, "tool_calls", k):
                 raise DataError(
-                    f"{where} the calls of tools of turn {k + 1}, so that a model would learn an answer without them. Use a "
+                    f"{prefix} the calls of tools of turn {k + 1}, so that a model would learn an answer without them. Use a "
                     "template that writes them, or leave these rows out."
                 )
         if conversation.tools and self._is_same(replace(conversation, tools=()), text):
             raise DataError(
-                f"{where} the tools. Use a template that writes them, or leave the column 'tools' out."
+                f"{prefix} the tools. Use a template that writes them, or leave the column 'tools' out."
             )
 
     def _try_keys(self, conversation: Conversation, text: str) -> None:
@@ -204,9 +208,9 @@ class ChatTemplate:
 
     def _is_unread(self, conversation: Conversation, text: str, key: str, turn: int | None = None) -> bool:
         """Whether the text is the same without a key in one turn, or in all; of a content, with an empty one."""
-        without = {"content": ""} if key == "content" else {}
+        replacement = {"content": ""} if key == "content" else {}
         messages = tuple(
-            {name: value for name, value in message.items() if name != key} | without
+            {name: value for name, value in message.items() if name != key} | replacement
             if turn in (None, k)
             else message
             for k, message in enumerate(conversation.messages)
@@ -242,25 +246,25 @@ class ChatTemplate:
         # turns that begin or end in a space, of which byte-level tokenizers trim the offsets
         # (huggingface/transformers#47325).
         library = importlib.import_module("transformers.utils.chat_template_utils")
-        _, marked = library.render_jinja_template(
+        _, marked_spans = library.render_jinja_template(
             conversations=[[dict(message) for message in conversation.messages]],
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
         )
-        spans: list[Span] = [(a, b) for a, b in marked[0]]
-        turns, chosen = _list_assistant_turns(conversation.messages), self._choose_turns(conversation)
-        if self._loss_on == "last" and chosen == turns[-1:]:
+        spans: list[Span] = [(a, b) for a, b in marked_spans[0]]
+        turns, learnt_turns = _list_assistant_turns(conversation.messages), self._choose_turns(conversation)
+        if self._loss_on == "last" and learnt_turns == turns[-1:]:
             return spans[-1:]
-        if chosen == turns:
+        if learnt_turns == turns:
             return spans
         if len(spans) != len(turns):
             raise DataError(
-                f"{conversation.place}: {self._title} marks {len(spans)} places for {len(turns)} turns of the "
+                f"{conversation.location}: {self._title} marks {len(spans)} places for {len(turns)} turns of the "
                 "assistant, so it is unclear which of them are learnt. Use another template."
             )
-        return [span for span, k in zip(spans, turns, strict=True) if k in chosen]
+        return [span for span, k in zip(spans, turns, strict=True) if k in learnt_turns]
 
     def _choose_turns(self, conversation: Conversation) -> list[int]:
         """The turns of the assistant to learn."""
@@ -269,49 +273,54 @@ class ChatTemplate:
         return [k for k in turns if is_learnt(conversation.messages[k])]
 
     def _find_spans_after_prompts(
-        self, conversation: Conversation, text: str, encoded: _Encoded
+        self, conversation: Conversation, text: str, encoding: _Encoded
     ) -> list[Span]:
         """Characters that follow the prompt for generation, of each turn of the assistant to learn."""
         messages, spans = conversation.messages, []
         for k in self._choose_turns(conversation):
-            where = f"{conversation.place}, turn {k + 1}"
+            location = f"{conversation.location}, turn {k + 1}"
             if k == 0:
                 raise DataError(
-                    f"{where}: the assistant begins, so there is no prompt. Drop this turn, or use a template "
+                    f"{location}: the assistant begins, so there is no prompt. Drop this turn, or use a template "
                     "with {% generation %} markers."
                 )
-            prompt = self._render(conversation, k, generate=True)
-            whole = text if k + 1 == len(messages) else self._render(conversation, k + 1)
-            if not whole.startswith(prompt):
+            prompt = self._render(conversation, k, add_generation_prompt=True)
+            partial_text = text if k + 1 == len(messages) else self._render(conversation, k + 1)
+            if not partial_text.startswith(prompt):
                 raise DataError(
-                    f"{where}: {self._title} writes another prompt when the assistant's text follows, so the "
+                    f"{location}: {self._title} writes another prompt when the assistant's text follows, so the "
                     f"prompts of training and generation would differ: it is no longer {prompt[-60:]!r}. Use a "
                     "template with {% generation %} markers."
                 )
-            end = self._find_end(whole, text, encoded)
+            end = self._find_end(partial_text, text, encoding)
             if end is None:
                 raise DataError(
-                    f"{where}: {self._title} rewrites earlier turns when later ones follow (as some do with "
+                    f"{location}: {self._title} rewrites earlier turns when later ones follow (as some do with "
                     "thoughts), so a model would not learn what it has to write. Set loss_on = 'last', split the "
                     "conversation, or use a template with {% generation %} markers."
                 )
             spans.append((len(prompt), self._strip_after_end(text, len(prompt), end)))
         return spans
 
-    def _find_end(self, whole: str, text: str, encoded: _Encoded) -> int | None:
+    def _find_end(self, partial_text: str, text: str, encoding: _Encoded) -> int | None:
         """Where a conversation up to a turn ends within the whole text; None if the turn was rewritten.
 
         A template may end a whole conversation with special tokens that it does not write between turns.
         """
-        if text.startswith(whole):
-            return len(whole)
-        ids, offsets = self._encode(whole)
-        same = 0
-        while same < min(len(ids), len(encoded.ids)) and ids[same] == encoded.ids[same]:
-            same += 1
-        rest = zip(ids[same:], offsets[same:], strict=True)
-        if same and all(token in self._special or not whole[a:b].strip() for token, (a, b) in rest):
-            return encoded.offsets[same - 1][1]
+        if text.startswith(partial_text):
+            return len(partial_text)
+        ids, offsets = self._encode(partial_text)
+        common_length = 0
+        while (
+            common_length < min(len(ids), len(encoding.ids))
+            and ids[common_length] == encoding.ids[common_length]
+        ):
+            common_length += 1
+        remaining_tokens = zip(ids[common_length:], offsets[common_length:], strict=True)
+        if common_length and all(
+            token in self._special or not partial_text[a:b].strip() for token, (a, b) in remaining_tokens
+        ):
+            return encoding.offsets[common_length - 1][1]
         return None
 
     def _strip_after_end(self, text: str, start: int, end: int) -> int:

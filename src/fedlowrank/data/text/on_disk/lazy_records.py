@@ -32,22 +32,22 @@ class LazyList(Sequence[T], Generic[T]):
         return len(self._numbers)
 
     @overload
-    def __getitem__(self, place: int) -> T: ...
+    def __getitem__(self, index: int) -> T: ...
 
     @overload
-    def __getitem__(self, place: slice) -> LazyList[T]: ...
+    def __getitem__(self, index: slice) -> LazyList[T]: ...
 
-    def __getitem__(self, place: int | slice) -> T | LazyList[T]:
-        if isinstance(place, slice):
-            return self.select(np.arange(len(self))[place])
-        return self._read(int(self._numbers[place]))
+    def __getitem__(self, index: int | slice) -> T | LazyList[T]:
+        if isinstance(index, slice):
+            return self.select(np.arange(len(self))[index])
+        return self._read(int(self._numbers[index]))
 
     def __iter__(self) -> Iterator[T]:
         return map(self._read, self._numbers.tolist())
 
-    def select(self, places: np.ndarray) -> LazyList[T]:
-        """The values at some places, in their order."""
-        return LazyList(self._read, self._numbers[places])
+    def select(self, indices: np.ndarray) -> LazyList[T]:
+        """The values at some indices, in their order."""
+        return LazyList(self._read, self._numbers[indices])
 
 
 def join_lists(parts: Sequence[LazyList[T]]) -> LazyList[T]:
@@ -55,8 +55,8 @@ def join_lists(parts: Sequence[LazyList[T]]) -> LazyList[T]:
     ends = list(itertools.accumulate(map(len, parts)))
 
     def read(number: int) -> T:
-        part = bisect.bisect_right(ends, number)
-        return parts[part][number - (ends[part - 1] if part else 0)]
+        part_index = bisect.bisect_right(ends, number)
+        return parts[part_index][number - (ends[part_index - 1] if part_index else 0)]
 
     return LazyList(read, np.arange(ends[-1] if ends else 0))
 
@@ -78,9 +78,9 @@ class RecentRows(Sequence[Mapping[str, Any]]):
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._rows)
 
-    def __getitem__(self, place: Any) -> Any:
-        if self._last is None or self._last[0] != place:
-            self._last = place, self._rows[place]
+    def __getitem__(self, index: Any) -> Any:
+        if self._last is None or self._last[0] != index:
+            self._last = index, self._rows[index]
         return self._last[1]
 
 
@@ -89,7 +89,7 @@ class LineRows(Sequence[Mapping[str, Any]]):
 
     Args:
         file: a ``.jsonl`` file without compression.
-        parse: parses a line, given its place for messages.
+        parse: parses a line, given its location for messages.
 
     Raises:
         DataError: if the file cannot be read.
@@ -112,20 +112,20 @@ class LineRows(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         with self._file.open("rb") as stream:
-            return self._read(stream, place)
+            return self._read(stream, index)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         with self._file.open("rb") as stream:
-            for place in range(len(self)):
-                yield self._read(stream, place)
+            for index in range(len(self)):
+                yield self._read(stream, index)
 
-    def _read(self, stream: BinaryIO, place: int) -> Mapping[str, Any]:
-        stream.seek(int(self._starts[place]))
-        where = f"{str(self._file)!r}, line {int(self.lines[place])}"
+    def _read(self, stream: BinaryIO, index: int) -> Mapping[str, Any]:
+        stream.seek(int(self._starts[index]))
+        location = f"{str(self._file)!r}, line {int(self.lines[index])}"
         try:
             # utf-8-sig skips the byte order mark that some editors write
-            return self._parse(stream.readline().decode("utf-8-sig"), where)
+            return self._parse(stream.readline().decode("utf-8-sig"), location)
         except UnicodeDecodeError as error:
-            raise DataError(f"{where} is not text in UTF-8: {error}.") from error
+            raise DataError(f"{location} is not text in UTF-8: {error}.") from error

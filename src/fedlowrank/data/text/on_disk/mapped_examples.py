@@ -35,7 +35,7 @@ class MappedExamples(Examples):
         assert isinstance(self.x, dict)
         x = {name: map_tensor((len(index), *t.shape[1:]), self.folder) for name, t in self.x.items()}
         y = map_tensor((len(index), *self.y.shape[1:]), self.folder)
-        for rows in split_places(len(index)):
+        for rows in split_slices(len(index)):
             for name, t in self.x.items():
                 torch.index_select(t, 0, index[rows], out=x[name][rows])
             torch.index_select(self.y, 0, index[rows], out=y[rows])
@@ -69,6 +69,6 @@ def explain_missing_file(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def split_places(count: int) -> Iterator[slice]:
+def split_slices(count: int) -> Iterator[slice]:
     """Places of the rows that are copied at once."""
     return (slice(a, min(count, a + _CHUNK_ROWS)) for a in range(0, count, _CHUNK_ROWS))

@@ -12,7 +12,7 @@ import torch
 
 from ....core.learning.losses import IGNORE_INDEX
 from ..packing import Sample
-from .mapped_examples import MappedExamples, explain_missing_file, map_tensor, split_places
+from .mapped_examples import MappedExamples, explain_missing_file, map_tensor, split_slices
 
 
 class TokenFile:
@@ -58,7 +58,7 @@ class TokenFile:
         shape = len(self._lengths), width
         ids, mask, labels = (map_tensor(shape, self._folder) for _ in range(3))
         self._file.seek(0)
-        for rows in split_places(len(self._lengths)):
+        for rows in split_slices(len(self._lengths)):
             ids[rows], labels[rows] = pad_token, IGNORE_INDEX
             for row in range(rows.start, rows.stop):
                 n = int(self._lengths[row])

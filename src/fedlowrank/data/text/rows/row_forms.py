@@ -102,8 +102,8 @@ def read_rows(
         raise DataError(
             f"{table.source!r} has labels, by which partitions divide. Leave category_column {category!r} out."
         )
-    columns, kind = _list_columns_with_values(table), FORMS[form]
-    for names in kind.columns:
+    columns, row_form = _list_columns_with_values(table), FORMS[form]
+    for names in row_form.columns:
         if not any(name in columns for name in names):
             raise DataError(
                 f"{table.source!r} has no column {' or '.join(map(repr, names))}, which rows of the form {form!r} "
@@ -113,26 +113,30 @@ def read_rows(
     def read_row(i: int) -> Record:
         stratum = table.name(i, category)
         if category is not None and stratum is None:
-            raise DataError(f"{table.place(i)} has no {category!r}, which partitions use. Fill it in.")
-        owner = table.name(i, client)
-        if client is not None and owner is None:
-            raise DataError(f"{table.place(i)} names no client in {client!r}. Fill it in, or drop the row.")
-        return kind.read(table, i, stratum, owner)
+            raise DataError(f"{table.locate(i)} has no {category!r}, which partitions use. Fill it in.")
+        client_name = table.name(i, client)
+        if client is not None and client_name is None:
+            raise DataError(f"{table.locate(i)} names no client in {client!r}. Fill it in, or drop the row.")
+        return row_form.read(table, i, stratum, client_name)
 
     count = len(table.rows)
     if on_disk:
         has_text = np.fromiter((_has_text(read_row(i)) for i in range(count)), bool, count)
         return LazyList(read_row, np.flatnonzero(has_text)), count - int(has_text.sum())
     records = [read_row(i) for i in range(count)]
-    learnable = [record for record in records if _has_text(record)]
-    return learnable, len(records) - len(learnable)
+    learnable_records = [record for record in records if _has_text(record)]
+    return learnable_records, len(records) - len(learnable_records)
 
 
 def list_unread_columns(table: Table, form: Form, *other_columns: str | None) -> list[str]:
     """Columns of a table that the form and the other settings do not read, sorted."""
-    kind = FORMS[form]
-    read = {*kind.optional, *other_columns, *(name for names in kind.columns for name in names)}
-    return sorted(_list_columns_with_values(table) - read)
+    row_form = FORMS[form]
+    read_columns = {
+        *row_form.optional,
+        *other_columns,
+        *(name for names in row_form.columns for name in names),
+    }
+    return sorted(_list_columns_with_values(table) - read_columns)
 
 
 def _list_columns_with_values(table: Table) -> set[str]:
@@ -151,28 +155,30 @@ def _has_text(record: Record) -> bool:
 def _find_value(table: Table, i: int, names: tuple[str, ...]) -> tuple[Any, str]:
     """The value of the only one of these columns that row ``i`` has, and its column."""
     row = table.rows[i]
-    filled = [name for name in names if row.get(name) is not None]
-    if len(filled) != 1:
+    filled_names = [name for name in names if row.get(name) is not None]
+    if len(filled_names) != 1:
         filled_columns = (
             ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"
         )
-        need = " or ".join(map(repr, names))
+        choices = " or ".join(map(repr, names))
         problem = (
-            f"needs one of {need}, and has several" if filled else f"has no {need}; it has {filled_columns}"
+            f"needs one of {choices}, and has several"
+            if filled_names
+            else f"has no {choices}; it has {filled_columns}"
         )
-        raise DataError(f"{table.place(i)} {problem}. Fill it in, or drop the row.")
-    return row[filled[0]], filled[0]
+        raise DataError(f"{table.locate(i)} {problem}. Fill it in, or drop the row.")
+    return row[filled_names[0]], filled_names[0]
 
 
 def _read_messages(table: Table, i: int, category: str | None, client: str | None) -> Conversation:
     value, column = _find_value(table, i, ("messages",))
-    messages = read_messages(value, table.place(i), column)
+    messages = read_messages(value, table.locate(i), column)
     return _make_conversation(table, i, messages, 0, category, client)
 
 
 def _read_conversations(table: Table, i: int, category: str | None, client: str | None) -> Conversation:
     value, column = _find_value(table, i, ("conversations",))
-    messages = read_messages(value, table.place(i), column)
+    messages = read_messages(value, table.locate(i), column)
     system = table.text(i, "system", optional=True)
     if system and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
@@ -187,11 +193,11 @@ def _make_conversation(
     category: str | None,
     client: str | None,
 ) -> Conversation:
-    place = table.place(i)
+    location = table.locate(i)
     if not any(message["role"] == "assistant" and is_learnt(message) for message in messages[learn_from:]):
-        raise DataError(f"{place} has no turn of the assistant to learn. Drop the row.")
-    tools = read_tools(table.rows[i].get("tools"), place)
-    return Conversation(messages, tools, learn_from, category, client, place)
+        raise DataError(f"{location} has no turn of the assistant to learn. Drop the row.")
+    tools = read_tools(table.rows[i].get("tools"), location)
+    return Conversation(messages, tools, learn_from, category, client, location)
 
 
 def _read_completion(
@@ -201,7 +207,7 @@ def _read_completion(
     completion, _ = _find_value(table, i, ("completion",))
     if isinstance(table.rows[i].get("label"), bool):
         raise DataError(
-            f"{table.place(i)} has a 'label' that tells good completions from bad ones, and all would be learnt. "
+            f"{table.locate(i)} has a 'label' that tells good completions from bad ones, and all would be learnt. "
             "Keep the good rows and drop the column, or make pairs of 'chosen' and 'rejected'."
         )
     return _make_prompted(table, i, prompt, completion, "completion", category, client)
@@ -217,18 +223,20 @@ def _make_prompted(
     client: str | None,
 ) -> Instruction | Conversation:
     """A prompt with a response, both texts or both lists of messages."""
-    place = table.place(i)
+    location = table.locate(i)
     if is_message_list(prompt) != is_message_list(response):
         raise DataError(
-            f"{place}: 'prompt' and {column!r} must both be text, or both be lists of messages. Rewrite one of them."
+            f"{location}: 'prompt' and {column!r} must both be text, or both be lists of messages. Rewrite one of them."
         )
     if is_message_list(prompt):
-        asked = read_messages(prompt, place, "prompt")
-        answered = read_messages(response, place, column)
-        return _make_conversation(table, i, (*asked, *answered), len(asked), category, client)
+        prompt_messages = read_messages(prompt, location, "prompt")
+        response_messages = read_messages(response, location, column)
+        return _make_conversation(
+            table, i, (*prompt_messages, *response_messages), len(prompt_messages), category, client
+        )
     for name, value in (("prompt", prompt), (column, response)):
         if not isinstance(value, str):
-            raise DataError(f"{place}: {name!r} must be text or a list of messages, not {value!r}.")
+            raise DataError(f"{location}: {name!r} must be text or a list of messages, not {value!r}.")
     return Instruction(prompt, response, "", category, client)
 
 
@@ -237,31 +245,31 @@ def _read_alpaca(table: Table, i: int, category: str | None, client: str | None)
     for name in ("history", "system"):
         if table.rows[i].get(name):
             raise DataError(
-                f"{table.place(i)} has a {name!r}, which this form would lose. Convert the rows to 'messages'."
+                f"{table.locate(i)} has a {name!r}, which this form would lose. Convert the rows to 'messages'."
             )
     response, column = _find_value(table, i, ("output", "response"))
     for name, value in (("instruction", instruction), (column, response)):
         if not isinstance(value, str):
-            raise DataError(f"{table.place(i)}: {name!r} must be text, not {value!r}.")
+            raise DataError(f"{table.locate(i)}: {name!r} must be text, not {value!r}.")
     inputs = [table.text(i, name, optional=True) for name in ("input", "context")]
     if all(inputs):
-        raise DataError(f"{table.place(i)} has both 'input' and 'context'. Drop one of them.")
+        raise DataError(f"{table.locate(i)} has both 'input' and 'context'. Drop one of them.")
     return Instruction(instruction, response, "".join(inputs), category, client)
 
 
 def _read_preference(table: Table, i: int, category: str | None, client: str | None) -> Preference:
     chosen, _ = _find_value(table, i, ("chosen",))
     rejected, _ = _find_value(table, i, ("rejected",))
-    prompt, place = table.rows[i].get("prompt"), table.place(i)
+    prompt, location = table.rows[i].get("prompt"), table.locate(i)
     if is_message_list(chosen) != is_message_list(rejected):
         raise DataError(
-            f"{place}: 'chosen' and 'rejected' must both be text, or both be lists of messages. Rewrite one."
+            f"{location}: 'chosen' and 'rejected' must both be text, or both be lists of messages. Rewrite one."
         )
     if is_message_list(chosen) and not is_message_list(prompt):
-        prompt, chosen, rejected = _split_prompt(prompt, chosen, rejected, place)
+        prompt, chosen, rejected = _split_prompt(prompt, chosen, rejected, location)
     if prompt is None:
         raise DataError(
-            f"{place} has no 'prompt', and 'chosen' and 'rejected' are text. Add a column 'prompt', or write "
+            f"{location} has no 'prompt', and 'chosen' and 'rejected' are text. Add a column 'prompt', or write "
             "lists of messages, whose common first turns are the prompt."
         )
     pair = [
@@ -272,31 +280,38 @@ def _read_preference(table: Table, i: int, category: str | None, client: str | N
 
 
 def _split_prompt(
-    prompt: Any, chosen: Any, rejected: Any, place: str
+    prompt: Any, chosen: Any, rejected: Any, location: str
 ) -> tuple[Sequence[ChatMessage], Sequence[ChatMessage], Sequence[ChatMessage]]:
     """The turns of the prompt, and what follows them in two lists of messages.
 
     The prompt is what both lists begin with; a prompt as text before lists of answers alone is a turn of the user.
     """
-    first, second = read_messages(chosen, place, "chosen"), read_messages(rejected, place, "rejected")
-    if isinstance(prompt, str) and prompt and first[0]["role"] == "assistant" == second[0]["role"]:
-        return [{"role": "user", "content": prompt}], first, second
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    common = [turn for turn, _ in pairs]
-    if not common or len(common) in (len(first), len(second)):
-        problem = "begin with different turns" if not common else "differ in no turn of the assistant"
+    chosen_messages, rejected_messages = (
+        read_messages(chosen, location, "chosen"),
+        read_messages(rejected, location, "rejected"),
+    )
+    if (
+        isinstance(prompt, str)
+        and prompt
+        and chosen_messages[0]["role"] == "assistant" == rejected_messages[0]["role"]
+    ):
+        return [{"role": "user", "content": prompt}], chosen_messages, rejected_messages
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(chosen_messages, rejected_messages, strict=False))
+    common_turns = [turn for turn, _ in pairs]
+    if not common_turns or len(common_turns) in (len(chosen_messages), len(rejected_messages)):
+        problem = "begin with different turns" if not common_turns else "differ in no turn of the assistant"
         raise DataError(
-            f"{place}: 'chosen' and 'rejected' {problem}, so there is no pair of responses to one prompt. Drop the "
+            f"{location}: 'chosen' and 'rejected' {problem}, so there is no pair of responses to one prompt. Drop the "
             "row, or add a column 'prompt'."
         )
-    return common, first[len(common) :], second[len(common) :]
+    return common_turns, chosen_messages[len(common_turns) :], rejected_messages[len(common_turns) :]
 
 
 def _read_pair(table: Table, i: int, category: str | None, client: str | None) -> TextPair:
     texts = [_find_value(table, i, names) for names in (("anchor", "query"), ("positive", "document"))]
     for value, column in texts:
         if not isinstance(value, str):
-            raise DataError(f"{table.place(i)}: {column!r} must be text, not {value!r}.")
+            raise DataError(f"{table.locate(i)}: {column!r} must be text, not {value!r}.")
     return TextPair(texts[0][0], texts[1][0], category, client)
 
 
@@ -307,26 +322,26 @@ def _read_text(table: Table, i: int, category: str | None, client: str | None) -
 def _read_label(table: Table, i: int, _category: str | None, client: str | None) -> Labeled:
     label, _ = _find_value(table, i, ("label",))
     if isinstance(label, bool) or not isinstance(label, str | int):
-        raise DataError(f"{table.place(i)}: 'label' must be text or a whole number, not {label!r}.")
+        raise DataError(f"{table.locate(i)}: 'label' must be text or a whole number, not {label!r}.")
     return Labeled(table.text(i, "text"), label, client)
 
 
 def _read_word_labels(table: Table, i: int, _category: str | None, client: str | None) -> TokenLabeled:
     words, _ = _find_value(table, i, ("tokens",))
     labels, column = _find_value(table, i, ("ner_tags", "labels", "tags"))
-    place = table.place(i)
+    location = table.locate(i)
     if not is_message_list(words) or not all(isinstance(word, str) for word in words) or not words:
-        raise DataError(f"{place}: 'tokens' must be a list of words, not {words!r}.")
-    is_label = is_message_list(labels) and all(
+        raise DataError(f"{location}: 'tokens' must be a list of words, not {words!r}.")
+    has_valid_labels = is_message_list(labels) and all(
         isinstance(n, str | int) and not isinstance(n, bool) for n in labels
     )
-    if not is_label or len(labels) != len(words):
+    if not has_valid_labels or len(labels) != len(words):
         count = len(labels) if is_message_list(labels) else repr(labels)
         raise DataError(
-            f"{place}: {column!r} must hold a name or whole number for each of the {len(words)} 'tokens'; it "
+            f"{location}: {column!r} must hold a name or whole number for each of the {len(words)} 'tokens'; it "
             f"holds {count}."
         )
-    return TokenLabeled(tuple(words), tuple(labels), client, place)
+    return TokenLabeled(tuple(words), tuple(labels), client, location)
 
 
 FORMS: dict[Form, RowForm] = {

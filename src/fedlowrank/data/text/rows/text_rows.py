@@ -83,10 +83,14 @@ class TextRows(CheckedFields):
 
     def __post_init__(self) -> None:
         check_share(self.test_share)
-        tests = {"test": self.test, "test_split": self.test_split, "test_share": self.test_share or None}
-        chosen = [name for name, value in tests.items() if value is not None]
-        if len(chosen) > 1:
-            raise ConfigError(f"{' and '.join(chosen)} each choose the test part; set one of them.")
+        test_settings = {
+            "test": self.test,
+            "test_split": self.test_split,
+            "test_share": self.test_share or None,
+        }
+        names = [name for name, value in test_settings.items() if value is not None]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} each choose the test part; set one of them.")
         if self.client_by_file and self.client_column is not None:
             raise ConfigError("client_by_file and client_column both say whose a row is; set one of them.")
         if self.client_by_file and self.test is not None:
@@ -110,18 +114,20 @@ class TextRows(CheckedFields):
         )
         self._check_one_type(itertools.chain(train, test))
         self._check_one_order([*train_tables, *test_tables], forms)
-        rest, share = hold_out(train, self.test_share, Key(("text_rows", self.seed)))
+        remaining_records, test_records = hold_out(train, self.test_share, Key(("text_rows", self.seed)))
         form = next(iter(forms.values()))
         columns = FORMS[form].describe()
-        how = "set by data.form" if self.form != "auto" else "recognized by its columns"
-        count = f"{len(forms)} files" if len(forms) > 1 else next(iter(forms))
-        own_columns = (self.client_column, self.category_column)
+        origin = "set by data.form" if self.form != "auto" else "recognized by its columns"
+        files_text = f"{len(forms)} files" if len(forms) > 1 else next(iter(forms))
+        setting_columns = (self.client_column, self.category_column)
         tables = [*train_tables, *test_tables]
-        unread = sorted({name for table in tables for name in list_unread_columns(table, form, *own_columns)})
-        rest_of_note = f"; not read: {', '.join(unread)}" if unread else ""
-        notes.insert(0, f"{count}: rows are of the form {form!r} ({columns}), {how}{rest_of_note}")
-        train_records: Any = rest
-        held_out: Any = test if len(test) else share
+        unread_columns = sorted(
+            {name for table in tables for name in list_unread_columns(table, form, *setting_columns)}
+        )
+        unread_note = f"; not read: {', '.join(unread_columns)}" if unread_columns else ""
+        notes.insert(0, f"{files_text}: rows are of the form {form!r} ({columns}), {origin}{unread_note}")
+        train_records: Any = remaining_records
+        held_out: Any = test if len(test) else test_records
         return Texts(
             self._choose_title(),
             train_records,
@@ -148,13 +154,15 @@ class TextRows(CheckedFields):
         return folder
 
     def _read(self, table: Table, forms: dict[str, Form], notes: list[str]) -> Sequence[Record]:
-        records, empty = read_rows(
+        records, empty_count = read_rows(
             table, forms[table.source], self.category_column, self.client_column, self.on_disk
         )
         if not len(records):
             raise DataError(f"{table.source!r}: no row has a text to learn.")
-        if empty:
-            notes.append(f"{table.source}: {empty} of {len(table.rows)} rows dropped, which have no text")
+        if empty_count:
+            notes.append(
+                f"{table.source}: {empty_count} of {len(table.rows)} rows dropped, which have no text"
+            )
         if self.client_by_file:
             client = _remove_endings(table.source)
             rows = records
@@ -164,12 +172,14 @@ class TextRows(CheckedFields):
         return records
 
     def _check_one_form(self, forms: dict[str, Form]) -> None:
-        first: dict[Form, str] = {}
+        first_sources: dict[Form, str] = {}
         for source, form in forms.items():
-            first.setdefault(form, source)
-        if len(first) > 1:
-            described = "; ".join(f"{form!r} as in {source!r}" for form, source in first.items())
-            raise DataError(f"the files have rows of different forms: {described}. Convert them to one form.")
+            first_sources.setdefault(form, source)
+        if len(first_sources) > 1:
+            forms_text = "; ".join(f"{form!r} as in {source!r}" for form, source in first_sources.items())
+            raise DataError(
+                f"the files have rows of different forms: {forms_text}. Convert them to one form."
+            )
 
     def _check_one_type(self, records: Iterable[Record]) -> None:
         kinds = {KINDS[type(record)] for record in records}
@@ -203,28 +213,28 @@ class TextRows(CheckedFields):
         if not isinstance(self.path, str):
             files = [expand_path(path) for path in self.path]
         else:
-            where = expand_path(self.path)
-            if any(letter in where for letter in "*?[") and not Path(where).exists():
-                files = sorted(glob.glob(where))  # noqa: PTH207 - a pattern may be absolute
+            expanded_path = expand_path(self.path)
+            if any(letter in expanded_path for letter in "*?[") and not Path(expanded_path).exists():
+                files = sorted(glob.glob(expanded_path))  # noqa: PTH207 - a pattern may be absolute
                 if not files:
-                    raise DataError(f"no file fits the pattern {str(Path(where).absolute())!r}.")
-            elif Path(where).is_file():
-                files = [where]
-            elif self.client_by_file and Path(where).is_dir():
-                paths = sorted(Path(where).iterdir())
+                    raise DataError(f"no file fits the pattern {str(Path(expanded_path).absolute())!r}.")
+            elif Path(expanded_path).is_file():
+                files = [expanded_path]
+            elif self.client_by_file and Path(expanded_path).is_dir():
+                paths = sorted(Path(expanded_path).iterdir())
                 files = [str(file) for file in paths if file.name.removesuffix(".gz").endswith(_ENDINGS)]
                 if not files:
-                    raise DataError(f"{where!r} holds no file that ends in {', '.join(_ENDINGS)}.")
+                    raise DataError(f"{expanded_path!r} holds no file that ends in {', '.join(_ENDINGS)}.")
             elif self.client_by_file:
                 raise DataError(
-                    f"client_by_file needs a folder, a pattern or a list of files, not {where!r}."
+                    f"client_by_file needs a folder, a pattern or a list of files, not {expanded_path!r}."
                 )
             else:
                 return None
         if self.client_by_file:
-            twice = [name for name, count in Counter(map(_remove_endings, files)).items() if count > 1]
-            if twice:
-                raise DataError(f"two files would both be the client {twice[0]!r}. Rename one of them.")
+            duplicates = [name for name, count in Counter(map(_remove_endings, files)).items() if count > 1]
+            if duplicates:
+                raise DataError(f"two files would both be the client {duplicates[0]!r}. Rename one of them.")
         return files
 
     def _find_class_names(self, table: Table, form: Form) -> tuple[str, ...]:
@@ -234,14 +244,14 @@ class TextRows(CheckedFields):
 
     def _check_one_order(self, tables: Sequence[Table], forms: Mapping[str, Form]) -> None:
         """Refuse class numbers of files that name their classes in other orders: a number would be two classes."""
-        named = {table.source: self._find_class_names(table, forms[table.source]) for table in tables}
-        orders = {source: names for source, names in named.items() if names}
+        class_names = {table.source: self._find_class_names(table, forms[table.source]) for table in tables}
+        orders = {source: names for source, names in class_names.items() if names}
         if self.classes:
             orders = {"data.classes": tuple(self.classes), **orders}
         if len(set(orders.values())) > 1:
-            described = "; ".join(f"{list(names)} in {source!r}" for source, names in orders.items())
+            listing = "; ".join(f"{list(names)} in {source!r}" for source, names in orders.items())
             raise DataError(
-                f"labels are numbers of classes whose names are in different orders: {described}. Store the names instead of the "
+                f"labels are numbers of classes whose names are in different orders: {listing}. Store the names instead of the "
                 "numbers, or cast all files to one order"
             )
 
@@ -249,10 +259,10 @@ class TextRows(CheckedFields):
         """A name for reports: of the file, or of its folder if the file is only the training part."""
         if not isinstance(self.path, str):
             return Path(expand_path(self.path[0])).parent.name or _remove_endings(self.path[0])
-        where = Path(expand_path(self.path))
+        expanded_path = Path(expand_path(self.path))
         stem = _remove_endings(self.path)
-        if (stem.startswith("train") or "*" in stem) and where.parent.name:
-            return where.parent.name
+        if (stem.startswith("train") or "*" in stem) and expanded_path.parent.name:
+            return expanded_path.parent.name
         return stem or self.path
 
 
