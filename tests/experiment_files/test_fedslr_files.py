@@ -81,7 +81,7 @@ SWEEPS: dict[str, tuple[str, tuple[Any, ...], dict[str, dict[str, tuple[float, .
         },
     ),
     "table5-eta-g": (
-        "methods.fedslr.eta_g",
+        "methods.fedslr.prox_step",
         (2, 10, 20, 100),
         {
             "accuracy": {GKR: (60.74, 64.22, 61.02, 58.69), MIXED: (80.37, 82.19, 80.60, 78.33)},
@@ -239,7 +239,7 @@ def test_the_whole_files_follow_the_protocol_of_the_paper(stem: str) -> None:
 def test_fedslr_has_the_settings_of_the_paper(stem: str) -> None:
     method: Any = loaded(whole(stem)).build_method("fedslr")
     settings = {
-        "lam": 1e-4, "mu": 1e-3, "eta_g": 10.0, "fusion_epochs": 1, "global_norm": "low_rank", "personal_norm": "sparse",
+        "lam": 1e-4, "mu": 1e-3, "prox_step": 10.0, "fusion_epochs": 1, "global_norm": "low_rank", "personal_norm": "sparse",
         "personal_start": "zero", "exclude": (), **CHANGED.get(stem, {}),
     }  # fmt: skip
     assert {name: getattr(method, name) for name in settings} == settings
@@ -250,7 +250,7 @@ def test_the_places_of_the_prox_share_its_size(path: Path) -> None:
     methods: list[Any] = [loaded(path).build_method(name) for name in ("fedslr", "lpgd", "gpgd")]
     fedslr, lpgd, gpgd = methods
     assert lpgd.lam == gpgd.lam == fedslr.lam
-    assert gpgd.eta_g == fedslr.eta_g
+    assert gpgd.prox_step == fedslr.prox_step
 
 
 @pytest.mark.parametrize("stem", MAIN)
@@ -262,8 +262,8 @@ def test_the_baselines_have_the_settings_of_the_paper(stem: str) -> None:
         "apfl": {"alpha": 0.5, "adaptive": False},
         "per_fedavg": {"alpha": 0.01},
         "fedspa": {"density": 0.5},
-        "standalone": {"everyone": False},
-        "scaffold": {"eta_g": 1.0},
+        "standalone": {"all_clients": False},
+        "scaffold": {"server_lr": 1.0},
     }
     for name, wanted in settings.items():
         method: Any = made.build_method(name)

@@ -42,7 +42,7 @@ def fedslr(
     decay: float,
     lam: float,
     mu: float,
-    eta_g: float,
+    prox_step: float,
     sparse_w: bool = False,
     nuclear_p: bool = False,
     start_at_w: bool = False,
@@ -58,10 +58,10 @@ def fedslr(
             own = w
             for i in first:
                 g = plus(
-                    plus(gradient(own, x[i], y[i]), gammas[k], -1.0), times(plus(own, w, -1.0), 1 / eta_g)
+                    plus(gradient(own, x[i], y[i]), gammas[k], -1.0), times(plus(own, w, -1.0), 1 / prox_step)
                 )
                 own = descended(own, plus(g, times(own, decay)), rate)
-            gammas[k] = plus(gammas[k], times(plus(w, own, -1.0), 1 / eta_g))
+            gammas[k] = plus(gammas[k], times(plus(w, own, -1.0), 1 / prox_step))
             replies.append(own)
             p = ps[k]
             for i in second:
@@ -69,8 +69,8 @@ def fedslr(
                 p = on_weights(p, nuclear, rate * mu) if nuclear_p else on_all(p, rate * mu)
             ps[k] = p
         mean_gamma = weighted_mean(gammas, [1] * len(gammas))
-        w = plus(weighted_mean(replies, [1] * len(replies)), times(mean_gamma, eta_g), -1.0)
-        w = on_weights(w, soft if sparse_w else nuclear, lam * eta_g)
+        w = plus(weighted_mean(replies, [1] * len(replies)), times(mean_gamma, prox_step), -1.0)
+        w = on_weights(w, soft if sparse_w else nuclear, lam * prox_step)
         history.append(w)
     return history, gammas, ps
 

@@ -79,7 +79,7 @@ def test_a_session_with_resnet18_weighs_what_the_paper_says(name: str) -> None:
 @pytest.mark.full
 def test_fedslr_sends_factors_down_and_the_whole_model_up() -> None:
     # after one round with a strong penalty every matrix has lost most of its rank; the next downlink shows it
-    method = METHODS["fedslr"](batch_size=2, lam=1.5, eta_g=1.0)
+    method = METHODS["fedslr"](batch_size=2, lam=1.5, prox_step=1.0)
     records = simulate(method, federate_resnet18(), rounds=2, representations=0).rounds
     whole = 11_173_952
     assert (
@@ -132,7 +132,7 @@ def test_parameters_sent_follow_the_formula(method, make, each_way: int) -> None
     [
         (SCAFFOLD(**LOCAL), 2, 2),
         (FedDyn(**LOCAL), 1, 1),
-        (FedDyn(evaluate="mean_of_clients", **LOCAL), 2, 1),
+        (FedDyn(inference="mean_of_clients", **LOCAL), 2, 1),
         (Ditto(**LOCAL), 1, 1),
         (APFL(**LOCAL), 1, 1),
         (APFL(adaptive=False, **LOCAL), 1, 1),

@@ -167,7 +167,7 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
     training = LoRATraining(rank=2, scaling="alpha")
     a, b = (
         run_rounds(
-            kind(keep=k, training=training, **FAST_LOCAL),
+            kind(base_updates=k, training=training, **FAST_LOCAL),
             federate_lora(ranks),
             participation=0.5,
             **NO_EVALUATION,
@@ -184,9 +184,9 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA], ids=lambda k: k.title)
-@pytest.mark.parametrize("keep", ["merged", "stacked"])
-def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) -> None:
-    run = run_lora(kind, 0, keep=keep, rounds=5, participation=0.5, lost_replies=0.3)
+@pytest.mark.parametrize("base_updates", ["merged", "stacked"])
+def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, base_updates: Any) -> None:
+    run = run_lora(kind, 0, base_updates=base_updates, rounds=5, participation=0.5, lost_replies=0.3)
     seen = dict.fromkeys(range(4), 0)
     lost = 0
     for _ in range(5):

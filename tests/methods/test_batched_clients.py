@@ -35,7 +35,7 @@ from .setting import FLOAT32, LOCAL, SIZES, federate_for, federate_one_model, ru
     [
         SCAFFOLD(**LOCAL),
         FedDyn(**LOCAL),
-        FedDyn(evaluate="mean_of_clients", **LOCAL),
+        FedDyn(inference="mean_of_clients", **LOCAL),
         Ditto(**LOCAL),
         APFL(**LOCAL),
         APFL(adaptive=False, **LOCAL),

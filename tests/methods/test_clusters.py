@@ -117,7 +117,7 @@ def test_losses_of_all_models() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "method",
-    [FedEM(clusters=2, adapt=40), Ensemble(clusters=2, router=Router(lr=2.0, adapt=60))],
+    [FedEM(clusters=2, unseen_steps=40), Ensemble(clusters=2, router=Router(lr=2.0, adapt=60))],
     ids=lambda m: m.title,
 )
 def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
@@ -141,8 +141,8 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
     "method",
     [
         Ensemble(clusters=2, router=OPTIMAL),
-        Ensemble(clusters=2, mixed="weights", router=Router(update="mfl", lr=2.0, keep=False)),
-        FedEM(clusters=2, adapt=0),
+        Ensemble(clusters=2, mix="weights", router=Router(update="mfl", lr=2.0, keep=False)),
+        FedEM(clusters=2, unseen_steps=0),
         IFCA(clusters=2, weighting="uniform"),
     ],
     ids=["optimal", "mfl", "fedem", "ifca"],

@@ -22,16 +22,16 @@ from .setting import LOCAL, LR, SAMPLE, federate_one_model, run_rounds
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("mixed", ["outputs", "weights"])
+@pytest.mark.parametrize("mix", ["outputs", "weights"])
 @pytest.mark.parametrize("known", [None, KNOWN_CLUSTERS], ids=["learned", "optimal"])
-def test_ensemble(mixed: str, known: Any, engine: type[Engine]) -> None:
+def test_ensemble(mix: str, known: Any, engine: type[Engine]) -> None:
     federation = federate_one_model(cluster=KNOWN_CLUSTERS)
     router = Router(lr=0.7) if known is None else OPTIMAL
-    method = Ensemble(clusters=3, mixed=mixed, router=router, **LOCAL)
+    method = Ensemble(clusters=3, mix=mix, router=router, **LOCAL)
     run = run_rounds(method, federation, engine=engine, **SAMPLE)
     models, thetas = reference.ensemble(
         get_networks(method.server_init(run.task)), get_train_data(federation), plan_rounds(run), LR, router_lr=0.7,
-        outputs=mixed == "outputs", known=known,
+        outputs=mix == "outputs", known=known,
     )  # fmt: skip
     assert_nested_close(get_networks(run.state.server), models)
     for k, state in enumerate(get_client_states(run)):
@@ -41,7 +41,7 @@ def test_ensemble(mixed: str, known: Any, engine: type[Engine]) -> None:
         assert_nested_close(routes(run.method, *get_client_inputs(run, k)).double(), pi)
         x = get_train_data(federation)[k][0]
         scores = sum(p * forward(net, x)[1] for p, net in zip(pi, models, strict=True))
-        if mixed == "weights":
+        if mix == "weights":
             whole = reference.summed([reference.scaled(net, p) for net, p in zip(models, pi, strict=True)])
             scores = forward(whole, x)[1]
             assert_nested_close(to_layers(run.personal(federation.infos[k])), whole)

@@ -45,7 +45,7 @@ def assert_shares_of_examples(rounds: list[dict[int, list[list[np.ndarray]]]]) -
 @pytest.mark.full
 @pytest.mark.parametrize(("eta", "upper"), [(1.0, 1), (20.0, 1), (20.0, 2)])
 def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
-    method = FedALA(eta=eta, first_epochs=2, layers=None if upper == 1 else upper, **LOCAL)
+    method = FedALA(weights_lr=eta, first_epochs=2, layers=None if upper == 1 else upper, **LOCAL)
     run = run_rounds(method, federate_one_model(), rounds=5, engine=engine, **SAMPLE)
     assert_shares_of_examples(plan_rounds(run))
     net, own, weights, seen = golden.fedala(*get_reference_inputs(run), eta, upper)
@@ -66,7 +66,7 @@ def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
 
 
 def test_with_its_weights_at_one_fedala_infers_by_the_download_bit_for_bit() -> None:
-    run = run_rounds(FedALA(eta=0.0, **LOCAL), federate_one_model(**FLOAT32), **SAMPLE)
+    run = run_rounds(FedALA(weights_lr=0.0, **LOCAL), federate_one_model(**FLOAT32), **SAMPLE)
     for k in range(len(SIZES)):
         assert tree.equal(run.personal(run.federation.infos[k]), run.state.server)
 

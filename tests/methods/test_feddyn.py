@@ -80,7 +80,7 @@ def test_feddyn_keeps_the_sum_rule_of_its_server() -> None:
 
 @pytest.mark.full
 def test_feddyn_shows_the_mean_of_the_last_replies_as_well_and_pays_for_it() -> None:
-    run = run_rounds(FedDyn(evaluate="mean_of_clients", **LOCAL), federate_one_model(), **SAMPLE)
+    run = run_rounds(FedDyn(inference="mean_of_clients", **LOCAL), federate_one_model(), **SAMPLE)
     plain = run_rounds(FedDyn(**LOCAL), federate_one_model(), **SAMPLE)
     assert tree.equal(run.state.server, plain.state.server)
     x = run.federation.clients[1].test.x

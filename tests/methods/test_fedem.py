@@ -81,16 +81,16 @@ def test_the_recorded_accuracy_of_fedem_is_that_of_the_mixture() -> None:
         )
 
 
-@pytest.mark.parametrize("adapt", [0, 1, 10])
-def test_a_newcomer_takes_em_steps_on_its_shares_alone(adapt: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 10])
+def test_a_newcomer_takes_em_steps_on_its_shares_alone(steps: int) -> None:
     federation = federate_one_model()
-    run = run_rounds(FedEM(clusters=3, adapt=adapt, **LOCAL), federation, steps=1, participation=0.5)
+    run = run_rounds(FedEM(clusters=3, unseen_steps=steps, **LOCAL), federation, steps=1, participation=0.5)
     k = next(i for i in range(len(SIZES)) if i not in run.state.clients)
     pi = np.full(3, 1 / 3)
-    for _ in range(adapt):
+    for _ in range(steps):
         pi = reference.likelihoods(get_networks(run.state.server), pi, *get_train_data(federation)[k]).mean(0)
     assert_nested_close(routes(run.method, *get_client_inputs(run, k)), pi)
-    assert (abs(pi - 1 / 3).max() > 1e-3) == (adapt > 0)
+    assert (abs(pi - 1 / 3).max() > 1e-3) == (steps > 0)
 
 
 @pytest.mark.full
@@ -175,8 +175,8 @@ def test_the_shares_of_examples_in_fedem_are_without_dropout(monkeypatch: pytest
 
 
 def test_fedem_counts_steps_of_em() -> None:
-    with pytest.raises(ConfigError, match="FedEM: adapt must be >= 0; it is -1"):
-        FedEM(adapt=-1)
+    with pytest.raises(ConfigError, match="FedEM: unseen_steps must be >= 0; it is -1"):
+        FedEM(unseen_steps=-1)
 
 
 def test_an_impossible_component_stays_impossible_and_makes_no_nan() -> None:

@@ -112,7 +112,7 @@ def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
     ids=lambda f: f.kind,
 )
 def test_fedhl_with_equal_scales_in_every_form(form: DeltaForm) -> None:
-    run = run_three_rounds(FedHL(form=form, training=LoRATraining(rank=2), **LOCAL), Sequential, RANKS)
+    run = run_three_rounds(FedHL(delta_form=form, training=LoRATraining(rank=2), **LOCAL), Sequential, RANKS)
     ws, net, _ = reference.fedhl(make_reference_setting(run, "equal"))
     assert_updates_equal(run, ws, net, RANKS, 1e-9)
 
@@ -120,7 +120,7 @@ def test_fedhl_with_equal_scales_in_every_form(form: DeltaForm) -> None:
 @pytest.mark.few(1)
 def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
     run = run_three_rounds(
-        FedHL(residual=True, form=DeltaForm("exact"), training=TRAINING, **LOCAL), engine, RANKS
+        FedHL(residual=True, delta_form=DeltaForm("exact"), training=TRAINING, **LOCAL), engine, RANKS
     )
     ws, net, _ = reference.fedhl(make_reference_setting(run), residual=True)
     for n, w in zip(LAYER_NAMES, ws, strict=True):
@@ -226,7 +226,11 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
     seed: int,
 ) -> None:
     method = FedHL(
-        weighing=weighing, split=split, form=form, training=LoRATraining(wire=wire, scaling="alpha"), **LOCAL
+        weighing=weighing,
+        split=split,
+        delta_form=form,
+        training=LoRATraining(wire=wire, scaling="alpha"),
+        **LOCAL,
     )
     run = Run(method, federate_with_ranks(ranks), RunSettings(rounds=1), Sequential())
     rng = np.random.default_rng(seed)

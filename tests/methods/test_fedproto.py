@@ -98,7 +98,7 @@ def test_fedproto_sends_all_prototypes_down_and_its_own_up() -> None:
 
 
 def run_with_prototypes(infer: str, known: list[bool]) -> tuple[Run, Prototypes]:
-    run = run_rounds(FedProto(infer=infer, **SLOW_LOCAL), federate_one_model())
+    run = run_rounds(FedProto(inference=infer, **SLOW_LOCAL), federate_one_model())
     mean = torch.where(
         torch.tensor(known)[:, None], run.state.server.mean, torch.zeros(1, dtype=torch.float64)
     )

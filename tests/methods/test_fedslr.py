@@ -35,7 +35,7 @@ from .fedslr_setting import DECAY, DECAYING_LOCAL, get_learning_rate, is_nonzero
 from .run_contents import get_initial_networks, get_train_data, plan_rounds
 from .setting import SIZES, Net, federate_one_model, make_arrays, run_rounds
 
-STRONG = {"lam": 0.06, "mu": 0.05, "eta_g": 5.0}
+STRONG = {"lam": 0.06, "mu": 0.05, "prox_step": 5.0}
 """The threshold is 0.3: ranks fall, but the network lives."""
 
 
@@ -105,7 +105,7 @@ def test_fedslr_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
 def test_without_penalty_the_global_model_is_feddyns_cloud_model() -> None:
     federation = federate_one_model()
     run = run_rounds(
-        FedSLR(**DECAYING_LOCAL, lam=0.0, eta_g=4.0), federation, rounds=4, steps=0, participation=0.5
+        FedSLR(**DECAYING_LOCAL, lam=0.0, prox_step=4.0), federation, rounds=4, steps=0, participation=0.5
     )
     wanted = reference.feddyn(
         get_initial_networks(federation)[0],
@@ -228,7 +228,7 @@ def test_of_many_ranks_the_weight_itself_travels() -> None:
 @pytest.mark.full
 def test_a_sparse_global_model_travels_as_its_entries() -> None:
     run = run_rounds(
-        FedSLR(**DECAYING_LOCAL, lam=0.02, eta_g=5.0, global_norm="sparse"),
+        FedSLR(**DECAYING_LOCAL, lam=0.02, prox_step=5.0, global_norm="sparse"),
         federate_one_model(torch.float32),
         rounds=3,
     )
@@ -305,7 +305,7 @@ def test_a_personal_part_that_starts_at_w_leaves_the_scale_of_normalizations() -
 
 def test_defaults_are_the_papers() -> None:
     m = FedSLR()
-    assert (m.lam, m.mu, m.eta_g, m.epochs, m.fusion_epochs, m.batch_size) == (1e-4, 1e-3, 10.0, 2, 1, 20)
+    assert (m.lam, m.mu, m.prox_step, m.epochs, m.fusion_epochs, m.batch_size) == (1e-4, 1e-3, 10.0, 2, 1, 20)
     assert m.optimizer.learning_rate(3) == pytest.approx(0.1 * 0.998**3)
     assert m.optimizer.weight_decay == 1e-3
 

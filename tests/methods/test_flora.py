@@ -25,11 +25,11 @@ from .setting import LOCAL
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("keep", ["merged", "stacked"])
-def test_flora(keep: Any, engine: type[Engine]) -> None:
-    if keep == "stacked" and engine is not Sequential:
+@pytest.mark.parametrize("base_updates", ["merged", "stacked"])
+def test_flora(base_updates: Any, engine: type[Engine]) -> None:
+    if base_updates == "stacked" and engine is not Sequential:
         pytest.skip("the same boxes as merged")
-    run = run_three_rounds(FLoRA(keep=keep, training=TRAINING, **LOCAL), engine, RANKS)
+    run = run_three_rounds(FLoRA(base_updates=base_updates, training=TRAINING, **LOCAL), engine, RANKS)
     s = make_reference_setting(run)
     draws = [
         {k: draw_initial_arrays(client_key(run.federation, k, t), s.ranks[k]) for k in clients}

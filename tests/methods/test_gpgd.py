@@ -15,7 +15,7 @@ from .setting import federate_one_model, run_rounds
 def test_gpgd(engine: type[Engine]) -> None:
     federation = federate_one_model()
     run = run_rounds(
-        GPGD(**DECAYING_LOCAL, lam=0.06, eta_g=5.0), federation, engine=engine, participation=0.75
+        GPGD(**DECAYING_LOCAL, lam=0.06, prox_step=5.0), federation, engine=engine, participation=0.75
     )
     wanted = reference.gpgd(
         get_initial_networks(federation)[0],

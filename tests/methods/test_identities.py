@@ -30,7 +30,11 @@ from .setting import SAMPLE, SLOW_LOCAL, federate_one_model, federate_two_models
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9), AdamW(lr=0.01)])
 @pytest.mark.parametrize(
     "method",
-    [lambda **k: MOON(mu=0.0, **k), lambda **k: FedRoD(gamma=0.0, **k), lambda **k: FedALA(eta=0.0, **k)],
+    [
+        lambda **k: MOON(mu=0.0, **k),
+        lambda **k: FedRoD(gamma=0.0, **k),
+        lambda **k: FedALA(weights_lr=0.0, **k),
+    ],
     ids=["moon without contrast", "fedrod with cross-entropy", "fedala with W = 1"],
 )
 def test_the_global_model_is_that_of_fedavg(method: Any, optimizer: Any) -> None:

@@ -182,12 +182,12 @@ def test_forms_of_one_server_agree_on_narrow_layers() -> None:
         )
 
     def form(kind: Any) -> Any:
-        return lambda **kw: FedHL(form=DeltaForm(kind), **kw)
+        return lambda **kw: FedHL(delta_form=DeltaForm(kind), **kw)
 
     def pairs() -> Any:
         yield run(form("exact")), run(form("dense"))
         yield run(form("exact")), run(form("capped"))
-        yield run(FLoRA), run(lambda **kw: FLoRA(keep="stacked", **kw))
+        yield run(FLoRA), run(lambda **kw: FLoRA(base_updates="stacked", **kw))
 
     for a, b in pairs():
         for x, y in zip(models(a), models(b), strict=True):

@@ -86,13 +86,13 @@ def test_bad_settings_are_refused_by_name(make: Any, settings: dict[str, Any], w
         (lambda: SCAFFOLD(optimizer=AdamW()), "has kind = 'adamw'"),
         (lambda: SCAFFOLD(optimizer=SGD(groups={"head": Group(lr=0.1)})), "has groups"),
         (lambda: SCAFFOLD(optimizer=SGD(clip=1.0)), "has clip"),
-        (lambda: SCAFFOLD(eta_g=0.0), "eta_g"),
-        (lambda: SCAFFOLD(eta_g=float("inf")), "eta_g"),
-        (lambda: SCAFFOLD(eta_g=float("nan")), "eta_g"),
+        (lambda: SCAFFOLD(server_lr=0.0), "server_lr"),
+        (lambda: SCAFFOLD(server_lr=float("inf")), "server_lr"),
+        (lambda: SCAFFOLD(server_lr=float("nan")), "server_lr"),
         (lambda: FedDyn(alpha=0.0), "alpha"),
         (lambda: FedDyn(alpha=-0.1), "alpha"),
         (lambda: FedDyn(alpha=float("nan")), "alpha"),
-        (lambda: FedDyn(evaluate="clients"), "evaluate"),
+        (lambda: FedDyn(inference="clients"), "inference"),
         (lambda: Ditto(lam=-0.1), "lam"),
         (lambda: Ditto(lam=float("inf")), "lam"),
         (lambda: APFL(alpha=-0.01), "alpha"),
@@ -107,10 +107,10 @@ def test_bad_settings_are_refused_by_name(make: Any, settings: dict[str, Any], w
         (lambda: PFedMe(local_rounds=0), "local_rounds"),
         (lambda: PFedMe(beta=0.0), "beta"),
         (lambda: PFedMe(weighting="even"), "weighting"),
-        (lambda: FedALA(eta=-1.0), "eta"),
+        (lambda: FedALA(weights_lr=-1.0), "weights_lr"),
         (lambda: FedALA(first_epochs=0), "first_epochs"),
         (lambda: FedALA(layers=0), "layers"),
-        (lambda: FedALA(share=0.0), "share"),
+        (lambda: FedALA(data_share=0.0), "data_share"),
     ],
 )
 def test_bad_settings_are_refused(make: Any, said: str) -> None:
@@ -145,14 +145,14 @@ def test_settings_of_fedslr_and_its_variants_out_of_range_are_refused() -> None:
     for bad in (
         {"lam": -1.0},
         {"mu": -1e-9},
-        {"eta_g": 0.0},
-        {"eta_g": -2.0},
+        {"prox_step": 0.0},
+        {"prox_step": -2.0},
         {"lam": float("nan")},
         {"fusion_epochs": 0},
     ):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             FedSLR(**bad)
-    for bad in ({"lam": -1.0}, {"eta_g": 0.0}):
+    for bad in ({"lam": -1.0}, {"prox_step": 0.0}):
         with pytest.raises(ConfigError):
             GPGD(**bad)
     with pytest.raises(ConfigError):
@@ -168,7 +168,7 @@ def test_settings_of_federated_lora_out_of_range_are_refused() -> None:
         (lambda: FedHL(residual=True), "'exact' or 'capped', not 'auto'"),
         (lambda: HetLoRA(prune=0.0), "prune must be > 0 and <= 1"),
         (lambda: HetLoRA(penalty=-1.0), "penalty must be >= 0"),
-        (lambda: FLoRA(keep="merge"), "Did you mean 'merged'"),  # type: ignore[arg-type]
+        (lambda: FLoRA(base_updates="merge"), "Did you mean 'merged'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match=match):
             make()
@@ -196,7 +196,7 @@ def test_a_setting_that_is_not_a_number_is_refused(method, setting: str) -> None
     "make",
     [
         lambda: FedAvg(weighting="example"),
-        lambda: FedProto(infer="neares"),
+        lambda: FedProto(inference="neares"),
         lambda: FedProto(weighting="example"),
         lambda: PFedLoRA(start="SVD"),
         lambda: RunSettings(on_nan="stopp"),

@@ -21,11 +21,11 @@ from .run_contents import get_client_states, get_initial_networks, get_train_dat
 from .setting import FALLING_RATES, LOCAL, LR, SAMPLE, SIZES, Net, federate_one_model, run_rounds
 
 
-@pytest.mark.parametrize(("eta_g", "decay"), [(1.0, 0.0), (0.6, 0.05)])
-def test_scaffold(eta_g: float, decay: float, engine: type[Engine]) -> None:
+@pytest.mark.parametrize(("server_lr", "decay"), [(1.0, 0.0), (0.6, 0.05)])
+def test_scaffold(server_lr: float, decay: float, engine: type[Engine]) -> None:
     federation = federate_one_model()
     optimizer = SGD(lr=LR, weight_decay=decay, schedule=Schedule("exponential", factor=0.5))
-    method = SCAFFOLD(eta_g=eta_g, optimizer=optimizer, batch_size=8, epochs=2)
+    method = SCAFFOLD(server_lr=server_lr, optimizer=optimizer, batch_size=8, epochs=2)
     run = run_rounds(method, federation, engine=engine, **SAMPLE)
     x, c, own = dual_reference.scaffold(
         get_initial_networks(federation)[0],
@@ -33,7 +33,7 @@ def test_scaffold(eta_g: float, decay: float, engine: type[Engine]) -> None:
         get_train_data(federation),
         plan_rounds(run),
         FALLING_RATES,
-        eta_g,
+        server_lr,
         decay,
     )
     assert_parameters_close(run.state.server.model, x)

@@ -22,7 +22,7 @@ def test_standalone(engine: type[Engine]) -> None:
 
 def test_standalone_of_everyone_trains_all_clients_in_every_round(engine: type[Engine]) -> None:
     federation = federate_two_models()
-    run = run_rounds(Standalone(everyone=True, **LOCAL), federation, engine=engine, **SAMPLE)
+    run = run_rounds(Standalone(all_clients=True, **LOCAL), federation, engine=engine, **SAMPLE)
     assert all(len(r) == len(SIZES) for r in plan_rounds(run))
     wanted = reference.standalone(
         get_initial_networks(federation), get_train_data(federation), plan_rounds(run), LR

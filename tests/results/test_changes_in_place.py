@@ -158,7 +158,7 @@ def test_several_models_are_not_given_as_one(method: str) -> None:
     result = simulate(method, fed, rounds=1)
     with pytest.raises(ConfigError, match="more than one model"):
         result.personal(0)
-    weights = simulate(fedlowrank.METHODS["ensemble"](mixed="weights"), fed, rounds=1)
+    weights = simulate(fedlowrank.METHODS["ensemble"](mix="weights"), fed, rounds=1)
     model = nn.Linear(6, 3)
     model.load_state_dict(weights.personal(0))
     x = fed.clients[0].test.x

@@ -60,7 +60,7 @@ def test_a_last_batch_of_one_is_named_and_each_advice_helps() -> None:
 
 def test_a_share_of_the_examples_may_be_one() -> None:
     with pytest.raises(TaskError, match=r"client 0 has 12 .*pass 'weights'"):
-        simulate(FedALA(batch_size=4, share=0.1), federation([12, 12]), rounds=1)
+        simulate(FedALA(batch_size=4, data_share=0.1), federation([12, 12]), rounds=1)
 
 
 def test_batches_of_one_have_another_advice_than_drop_last() -> None:

@@ -304,7 +304,7 @@ def test_bits_are_those_of_before_where_nothing_is_asked_for() -> None:
 @pytest.mark.parametrize("name", ["fedslr", "gpgd"])
 def test_weights_that_are_sent_as_factors_are_compared_whole(name: str) -> None:
     """Once the server's weights have lost rank, downloads hold factors, and uploads are dense."""
-    method = METHODS[name](batch_size=8, optimizer=SGD(lr=0.1), lam=0.3, eta_g=1.0)
+    method = METHODS[name](batch_size=8, optimizer=SGD(lr=0.1), lam=0.3, prox_step=1.0)
     run = run_of(method, rounds=4)
     for _ in range(3):
         run.step()

@@ -142,7 +142,7 @@ class RayWorker:
         Args:
             round: of the run.
             client_ids: their identifiers.
-            download_indices: place of each client's download among the downloads.
+            download_indices: index of each client's download among the downloads.
             payloads: the encoded state of each client, and then the encoded downloads.
 
         Returns:

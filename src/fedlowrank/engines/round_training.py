@@ -23,7 +23,7 @@ from ..training.trainer import LocalTrainer, Meter
 from .engine import ClientJob, ClientResult, Engine, finite_losses
 
 PlacedResult = tuple[int, ClientResult]
-"""A client's result, after the place of the client among the jobs."""
+"""A client's result, after the index of the client among the jobs."""
 
 
 @dataclass(frozen=True)

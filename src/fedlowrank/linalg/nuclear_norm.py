@@ -139,7 +139,7 @@ def warn_if_all_zero(title: str, before: PenalizedModel, after: PenalizedModel, 
     """Warn in the round in which the last penalized weight becomes zero."""
     if _is_all_zero(after) and not _is_all_zero(before):
         logging.getLogger("fedlowrank").warning(
-            "%s: after round %d every penalized weight is zero; choose a smaller lam or eta_g",
+            "%s: after round %d every penalized weight is zero; choose a smaller lam or prox_step",
             title,
             round + 1,
         )

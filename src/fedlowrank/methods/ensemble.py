@@ -66,12 +66,12 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     Attributes:
         clusters: C, number of models.
-        mixed: outputs, Σ_c π_c f(w_c; x), by C forward passes; or weights, f(Σ_c π_c w_c; x), by one.
+        mix: outputs, Σ_c π_c f(w_c; x), by C forward passes; or weights, f(Σ_c π_c w_c; x), by one.
         router: how a client finds its mixture.
     """
 
     clusters: int = 4
-    mixed: Literal["outputs", "weights"] = "outputs"
+    mix: Literal["outputs", "weights"] = "outputs"
     router: Router = Router()
 
     title = "Ensemble"
@@ -144,14 +144,14 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         routes = find_routes(self.title, self.router, view.info, pi, self.clusters)
 
         def params() -> Params:
-            if self.mixed == "outputs":
+            if self.mix == "outputs":
                 return map_leaves(lambda t: t[int(pi.argmax())], down)
             return map_leaves(lambda t: torch.tensordot(pi.to(t.dtype), t, 1), down)
 
         return ClientModel(params, {"personal": lambda x: apply({"models": down}, pi, x)}, routes=routes)
 
     def _apply(self, model: Model) -> Apply:
-        mixes_outputs = self.mixed == "outputs"
+        mixes_outputs = self.mix == "outputs"
 
         def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:
             models: Params = parts["models"]

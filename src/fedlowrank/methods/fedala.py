@@ -62,27 +62,27 @@ class FedALA(Method[Params, ClientState, Params, Params]):
     When to use: personal models for clients whose data differ, without more communication than FedAvg.
 
     Attributes:
-        eta: η ≥ 0, learning rate of the weights W.
+        weights_lr: η ≥ 0, learning rate of the weights W.
         first_epochs: of W in a client's second round.
         layers: p, how many of the last layers are upper ones; None for the head.
-        share: s in (0, 1], of a client's examples that W is trained on in a round.
+        data_share: s in (0, 1], of a client's examples that W is trained on in a round.
     """
 
-    eta: float = 1.0
+    weights_lr: float = 1.0
     first_epochs: int = 11
     layers: int | None = None
-    share: float = 0.8
+    data_share: float = 0.8
 
     title = "FedALA"
     citation = "Zhang et al., AAAI 2023, arXiv:2212.01197"
-    bounds = {"eta": ">= 0", "first_epochs": ">= 1", "layers": ">= 1", "share": "> 0 and <= 1"}
+    bounds = {"weights_lr": ">= 0", "first_epochs": ">= 1", "layers": ">= 1", "data_share": "> 0 and <= 1"}
 
     def passes(self) -> dict[str, Pass]:
         """Of the model, and of W in a client's second round and in the following ones."""
         return {
             "local": self.main_pass,
-            "weights": Pass(1, self.batch_size, share=self.share),
-            "first_weights": Pass(self.first_epochs, self.batch_size, share=self.share),
+            "weights": Pass(1, self.batch_size, share=self.data_share),
+            "first_weights": Pass(self.first_epochs, self.batch_size, share=self.data_share),
         }
 
     def server_init(self, task: Task) -> Params:
@@ -118,7 +118,12 @@ class FedALA(Method[Params, ClientState, Params, Params]):
             pass_name = "first_weights" if state.rounds == 1 else "weights"
             constants = (down, received_upper, personal_upper)
             weights = view.train(
-                loss_of_weights, weights, pass_name, SGD(lr=self.eta), constants=constants, prox=clip_weights
+                loss_of_weights,
+                weights,
+                pass_name,
+                SGD(lr=self.weights_lr),
+                constants=constants,
+                prox=clip_weights,
             )
         start = down | mix_upper_layers(weights, received_upper, personal_upper)
         theta = view.train(supervised_loss(model), start, "local", self.optimizer)

@@ -14,7 +14,7 @@ in every round, absentees included; all start at zero. At an exact solution g_k 
 their derivative, α (θ - θ^t) - g_k, added to the gradient; the norm is squared. All clients weigh the same, as in the
 paper, whose objective is their plain mean. Weight decay is part of F_k. The server subtracts h / α even if the clients
 hardly move, so a learning rate that falls to 0 does not suit this method. The model is θ, the paper's cloud model.
-``evaluate = "mean_of_clients"`` infers by the plain mean of the last replies, with θ as second series; the clients cannot
+``inference = "mean_of_clients"`` infers by the plain mean of the last replies, with θ as second series; the clients cannot
 compute that mean, so it is sent to them beside θ, and counted. α = 0.1 as in FedSLR's comparisons, where it is the
 inverse of the proximal step.
 """
@@ -62,11 +62,11 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
 
     Attributes:
         alpha: α > 0, weight of the proximal term towards the global model.
-        evaluate: infer by the cloud model θ, or by the mean of the last replies.
+        inference: infer by the cloud model θ, or by the mean of the last replies.
     """
 
     alpha: float = 0.1
-    evaluate: Literal["cloud", "mean_of_clients"] = "cloud"
+    inference: Literal["cloud", "mean_of_clients"] = "cloud"
 
     title = "FedDyn"
     citation = "Acar et al., ICLR 2021, arXiv:2111.04263"
@@ -84,7 +84,7 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """θ^t."""
-        return Download(server.model, None if self.evaluate == "cloud" else server.mean)
+        return Download(server.model, None if self.inference == "cloud" else server.mean)
 
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Params]:
         """SGD on F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖²."""

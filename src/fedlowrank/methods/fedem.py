@@ -13,7 +13,7 @@ form, 2).
 
 The E-step takes the models received and π_k of the round before, and holds during local training: every batch
 finds the q of its examples again from those models in inference mode, C forward passes more. Scores are the logarithm
-of the mixture. A client without π_k begins at even shares; one that never took part takes ``adapt`` EM steps on π_k
+of the mixture. A client without π_k begins at even shares; one that never took part takes ``unseen_steps`` EM steps on π_k
 alone, on its training data, before it infers.
 """
 
@@ -68,17 +68,17 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
     Attributes:
         clusters: C, number of components.
-        adapt: EM steps on the shares of a client that never took part, before it infers; 0 leaves them even.
+        unseen_steps: EM steps on the shares of a client that never took part, before it infers; 0 leaves them even.
     """
 
     clusters: int = 4
-    adapt: int = 10
+    unseen_steps: int = 10
 
     title = "FedEM"
     citation = "Marfoq et al., NeurIPS 2021, arXiv:2108.10252"
-    bounds = {"adapt": ">= 0"}
+    bounds = {"unseen_steps": ">= 0"}
     zero_step_settings: ClassVar[dict[str, int]] = {
-        "adapt": 1
+        "unseen_steps": 1
     }  # the one EM step of a round moves the shares at any learning rate
 
     def remarks(self, task: Task) -> list[str]:
@@ -143,6 +143,6 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         if state is not None:
             return state
         pi = _even_shares(down)
-        for _ in range(self.adapt):
+        for _ in range(self.unseen_steps):
             pi = update_mixture(down, pi, view)
         return pi

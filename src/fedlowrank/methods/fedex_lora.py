@@ -77,12 +77,12 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     """Means of factors, with an exact residual.
 
     Attributes:
-        keep: merged: a client adds residuals to its base weights; stacked: it keeps them as a frozen adapter
+        base_updates: merged: a client adds residuals to its base weights; stacked: it keeps them as a frozen adapter
             beside.
         training: rank, scale, head and form on the wire.
     """
 
-    keep: UpdateForm = "merged"
+    base_updates: UpdateForm = "merged"
     training: LoRATraining = LoRATraining()
 
     title = "FedEx-LoRA"
@@ -111,7 +111,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     ) -> tuple[ClientState, Message]:
         """Add the residuals, then train both factors."""
         base, start = self._catch_up(state, down, lora_of(view.model))
-        frozen_factors, moved_weights = base.split_updates(self.keep, lora_of(view.model))
+        frozen_factors, moved_weights = base.split_updates(self.base_updates, lora_of(view.model))
         leaves = train_leaves(
             view,
             start,
@@ -148,7 +148,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""
         base, leaves = self._catch_up(state, down, lora_of(view.model))
-        frozen_factors, moved_weights = base.split_updates(self.keep, lora_of(view.model))
+        frozen_factors, moved_weights = base.split_updates(self.base_updates, lora_of(view.model))
         return build_client_model(
             view, leaves, self.training.compute_scale(view), frozen_factors, moved_weights
         )
@@ -160,5 +160,5 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
         return insert_leaves(view.model, leaves, self.training.compute_scale(view), frozen_factors, {})
 
     def _catch_up(self, state: ClientState, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
-        base = state.base.with_updates(down.residuals, self.keep, lora)
+        base = state.base.with_updates(down.residuals, self.base_updates, lora)
         return base, read_leaves(down.message, state.rest)

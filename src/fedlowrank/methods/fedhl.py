@@ -95,14 +95,14 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         weighing: how truncation errors become p_i.
         split: which factor takes the singular values: sqrt for both, B or A.
         residual: send clients W - W^{r_i} too, which they do not train; local training then begins at W.
-        form: how the server holds W; ``{kind = "capped", cap = 64}`` bounds its rank.
+        delta_form: how the server holds W; ``{kind = "capped", cap = 64}`` bounds its rank.
         training: rank, scale, head and form on the wire.
     """
 
     weighing: Weighing = Weighing()
     split: FactorSplit = "sqrt"
     residual: bool = False
-    form: DeltaForm = DeltaForm()
+    delta_form: DeltaForm = DeltaForm()
     training: LoRATraining = LoRATraining()
 
     title = "FedHL"
@@ -113,10 +113,10 @@ class FedHL(Method[ServerState, Params, Download, Message]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.residual and self.form.kind not in ("exact", "capped"):
+        if self.residual and self.delta_form.kind not in ("exact", "capped"):
             raise ConfigError(
                 f"{self.title}: the residual travels as factors, so it needs a server that holds factors; set "
-                f"form.kind to 'exact' or 'capped', not {self.form.kind!r}"
+                f"delta_form.kind to 'exact' or 'capped', not {self.delta_form.kind!r}"
             )
 
     client_init = initial_rest
@@ -136,7 +136,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
     def server_init(self, task: Task) -> ServerState:
         """W_0 = 0, or the update of the model's trained factors."""
         ranks, model = self.training.resolve_ranks(task, self.title), task.common_model(self.title)
-        delta = build_starting_deltas(model, self.form, max(ranks))
+        delta = build_starting_deltas(model, self.delta_form, max(ranks))
         initial_factors = draw_initial_factors(task, max(ranks))
         scaling = self.training.build_scaling(lora_of(model))
         return ServerState(delta, initial_factors, self.training.read_initial_shared_rest(model), scaling, {})

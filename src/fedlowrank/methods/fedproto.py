@@ -78,12 +78,12 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
     Attributes:
         lam: λ ≥ 0, weight of the distance to the global prototype.
-        infer: by the classifier, by the nearest prototype of all classes, or of the client's own classes.
+        inference: by the classifier, by the nearest prototype of all classes, or of the client's own classes.
         weighting: of owners in a prototype: their examples of the class, or uniform.
     """
 
     lam: float = 1.0
-    infer: Literal["classifier", "nearest", "nearest_own"] = "classifier"
+    inference: Literal["classifier", "nearest", "nearest_own"] = "classifier"
     weighting: Weighting = "examples"
 
     title = "FedProto"
@@ -157,8 +157,8 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
     def client_model(self, state: ClientState, down: Prototypes, view: ClientView) -> ClientModel:
         """θ_k with its classifier, or with minus the distance to each usable prototype as scores."""
         model = view.model
-        is_usable = down.is_known & state.is_owned if self.infer == "nearest_own" else down.is_known
-        if self.infer == "classifier" or not bool(is_usable.any()):
+        is_usable = down.is_known & state.is_owned if self.inference == "nearest_own" else down.is_known
+        if self.inference == "classifier" or not bool(is_usable.any()):
             return ClientModel(state.model)
 
         def score_by_distance(x: Any) -> Tensor:

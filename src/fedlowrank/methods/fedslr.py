@@ -101,7 +101,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         fusion_epochs: of phase II.
         lam: λ ≥ 0, weight of the penalty on w.
         mu: μ ≥ 0, weight of the penalty on p_i.
-        eta_g: η_g > 0, proximal step; its inverse is the weight of the proximal term towards w^t.
+        prox_step: η_g > 0, proximal step; its inverse is the weight of the proximal term towards w^t.
         global_norm: penalty on w: nuclear norm of every matrix, or ℓ1 norm of the same.
         personal_norm: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition
             a step).
@@ -116,7 +116,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
     fusion_epochs: int = 1
     lam: float = 1e-4
     mu: float = 1e-3
-    eta_g: float = 10.0
+    prox_step: float = 10.0
     global_norm: Norm = "low_rank"
     personal_norm: Norm = "sparse"
     memory_efficient: bool = True
@@ -125,7 +125,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
 
     title = "FedSLR"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
-    bounds = {"lam": ">= 0", "mu": ">= 0", "eta_g": "> 0", "fusion_epochs": ">= 1"}
+    bounds = {"lam": ">= 0", "mu": ">= 0", "prox_step": "> 0", "fusion_epochs": ">= 1"}
     zero_step_settings: ClassVar[dict[str, float]] = {
         "lam": 0.0
     }  # else w shrinks at a learning rate of 0, too
@@ -178,7 +178,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
                 return map_leaves(lambda t: soft_threshold(t, threshold), p)
             return apply_prox_dense(p, threshold, self.personal_norm, ())
 
-        proximal_term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
+        proximal_term = ProximalTerm(1 / self.prox_step, center=w, linear=state.gamma)
         w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=proximal_term)
         p = view.train(loss_of_mixed_model, state.p, "phase2", self.optimizer, constants=(w,), prox=shrink)
         return self.follow_upload(state, ClientState(state.gamma, p), down, w_i, view), w_i
@@ -188,7 +188,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
     ) -> ClientState:
         """γ_i + (w^t - w_i) / η_g with w_i as it was sent, so that γ̄ stays the mean of all γ_i."""
         w = unpack_weights(down, view.model.initial)
-        return ClientState(add(before.gamma, sub(widen(w), upload), 1 / self.eta_g), after.p)
+        return ClientState(add(before.gamma, sub(widen(w), upload), 1 / self.prox_step), after.p)
 
     def contribution(self, server: ServerState, upload: Params, client: ClientInfo) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
@@ -199,16 +199,20 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
         initial = view.task.common_model(self.title).initial
         w, mean_w = widen(server.w.dense(initial)), total["w"]
-        gamma_by_client, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
+        gamma_by_client, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.prox_step)
         if not self.memory_efficient:
             gamma_by_client = {
                 str(c.id): server.gamma_by_client.get(str(c.id), zeros_like(w)) for c in view.trainable
             }
             for i, w_i in total["replies"].items():
-                gamma_by_client[str(i)] = add(gamma_by_client[str(i)], sub(w, w_i), 1 / self.eta_g)
+                gamma_by_client[str(i)] = add(gamma_by_client[str(i)], sub(w, w_i), 1 / self.prox_step)
             gamma = mean(gamma_by_client.values(), [1.0] * len(gamma_by_client))
         new_w = apply_prox(
-            add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.global_norm, self.exclude, initial
+            add(mean_w, gamma, -self.prox_step),
+            self.lam * self.prox_step,
+            self.global_norm,
+            self.exclude,
+            initial,
         )
         warn_if_all_zero(self.title, server.w, new_w, view.round)
         return ServerState(new_w, gamma, gamma_by_client)

@@ -54,12 +54,12 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
 
     Attributes:
         split: which factor takes the singular values: B, as in the authors' code, A, or sqrt for both.
-        form: how the server holds W.
+        delta_form: how the server holds W.
         training: rank, scale, head and form on the wire.
     """
 
     split: FactorSplit = "B"
-    form: DeltaForm = DeltaForm()
+    delta_form: DeltaForm = DeltaForm()
     training: LoRATraining = LoRATraining()
 
     title = "FlexLoRA"
@@ -77,7 +77,7 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
             self.training.build_scaling(lora_of(model)),
         )
         return ServerState(
-            build_starting_deltas(model, self.form, max(ranks)), initial_factors, rest, scaling
+            build_starting_deltas(model, self.delta_form, max(ranks)), initial_factors, rest, scaling
         )
 
     def download(self, server: ServerState, client: ClientInfo) -> Message:

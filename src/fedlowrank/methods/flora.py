@@ -73,12 +73,12 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     """Stacked factors.
 
     Attributes:
-        keep: merged: a client adds stacks to its base weights; stacked: it keeps them as a frozen adapter
+        base_updates: merged: a client adds stacks to its base weights; stacked: it keeps them as a frozen adapter
             beside, for bases that cannot be changed, such as quantized ones.
         training: rank, scale, head and form on the wire.
     """
 
-    keep: UpdateForm = "merged"
+    base_updates: UpdateForm = "merged"
     training: LoRATraining = LoRATraining()
 
     title = "FLoRA"
@@ -115,7 +115,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         base = self._update_base(state, down, lora)
         start = join_leaves(lora.draw_factors(rank, view.key / "lora"), state.rest | down.rest)
         scale = self.training.build_scaling(lora).scale_at(rank)
-        frozen_factors, moved_weights = base.split_updates(self.keep, lora)
+        frozen_factors, moved_weights = base.split_updates(self.base_updates, lora)
         leaves = train_leaves(
             view, start, scale, self.optimizer, frozen_factors=frozen_factors, moved_weights=moved_weights
         )
@@ -139,7 +139,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""
         frozen_factors, moved_weights = self._update_base(state, down, lora_of(view.model)).split_updates(
-            self.keep, lora_of(view.model)
+            self.base_updates, lora_of(view.model)
         )
         return ClientModel(
             view.model.initial | _build_params(view, frozen_factors, moved_weights, state.rest | down.rest)
@@ -151,7 +151,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         return _build_params(view, frozen_factors, {}, state.rest | server.rest)
 
     def _update_base(self, state: ClientState, down: Download, lora: LoRA) -> Base:
-        return state.base.with_updates(down.stacks, self.keep, lora)
+        return state.base.with_updates(down.stacks, self.base_updates, lora)
 
 
 def _build_params(view: ClientView, stack: Factors, moved_weights: Params, rest: Params) -> Params:

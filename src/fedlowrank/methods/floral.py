@@ -113,7 +113,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         alpha: α, factor on the adaptors.
         construction: of adaptors of convolutions.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.
-        random: the factor of U Vᵀ that is random at first; the other is zero.
+        random_factor: the factor of U Vᵀ that is random at first; the other is zero.
         initial_scale: factor on the random factor's range ±√(6 / columns).
         router: how a client finds its mixture.
         precondition: whether the gradients of low-rank factors are preconditioned (appendix D).
@@ -128,7 +128,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     alpha: float = 1.0
     construction: Construction = "balanced"
     kinds: tuple[Kind, ...] = KINDS
-    random: Factor = "u"
+    random_factor: Factor = "u"
     initial_scale: float = 1.0
     router: Router = Router()
     precondition: bool = True
@@ -161,7 +161,13 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         adapted_parameters, u = find_adapted(self, model), model.initial
         warn_adapted_ranks(self.title, adapted_parameters)
         a = initial_adaptors(
-            adapted_parameters, self.clusters, key, self.construction, u, self.random, self.initial_scale
+            adapted_parameters,
+            self.clusters,
+            key,
+            self.construction,
+            u,
+            self.random_factor,
+            self.initial_scale,
         )
         return ServerState({"base": u, "adaptors": a}, initial_optimizer_state())
 

@@ -39,7 +39,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
 
     Attributes:
         lam: λ ≥ 0, weight of the penalty.
-        eta_g: η_g > 0; the threshold is λ η_g.
+        prox_step: η_g > 0; the threshold is λ η_g.
         norm: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
         exclude: exact names of parameters that λ leaves alone.
     """
@@ -48,13 +48,13 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     batch_size: int = 20
     optimizer: Optimizer = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
     lam: float = 1e-4
-    eta_g: float = 10.0
+    prox_step: float = 10.0
     norm: Norm = "low_rank"
     exclude: tuple[str, ...] = ()
 
     title = "GPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
-    bounds = {"lam": ">= 0", "eta_g": "> 0"}
+    bounds = {"lam": ">= 0", "prox_step": "> 0"}
     zero_step_settings: ClassVar[dict[str, float]] = {
         "lam": 0.0
     }  # else w shrinks at a learning rate of 0, too
@@ -85,7 +85,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     def server_update(self, server: PenalizedModel, total: Params, view: ServerView) -> PenalizedModel:
         """Prox at the mean of the replies."""
         initial = view.task.common_model(self.title).initial
-        new_model = apply_prox(total, self.lam * self.eta_g, self.norm, self.exclude, initial)
+        new_model = apply_prox(total, self.lam * self.prox_step, self.norm, self.exclude, initial)
         warn_if_all_zero(self.title, server, new_model, view.round)
         return new_model
 

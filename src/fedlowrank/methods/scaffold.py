@@ -59,15 +59,15 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
     """Averaging with a correction of every local step by the difference of global and local mean gradient.
 
     Attributes:
-        eta_g: η_g > 0, step of the server along the mean of the replies.
+        server_lr: η_g > 0, step of the server along the mean of the replies.
     """
 
-    eta_g: float = 1.0
+    server_lr: float = 1.0
 
     title = "SCAFFOLD"
     citation = "Karimireddy et al., ICML 2020, arXiv:1910.06378"
     one_model = True
-    bounds = {"eta_g": "> 0"}
+    bounds = {"server_lr": "> 0"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +120,7 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
         self, server: ControlledModel, total: ControlledModel, view: ServerView
     ) -> ControlledModel:
         """A step along the mean; c moves by the share of the clients that replied."""
-        model = cast_like(add(server.model, total.model, self.eta_g), server.model)
+        model = cast_like(add(server.model, total.model, self.server_lr), server.model)
         return ControlledModel(model, add(server.control, total.control, view.share))
 
     def describe_update(self, down: ControlledModel, client: ClientInfo, task: Task) -> Update:

@@ -5,7 +5,7 @@ The lower bar of every comparison (``Local`` in FedSLR, Huang et al.; ``Standalo
     client k, each round:   θ_k ← SGD on F_k from θ_k, E epochs             local_update
 
 Choices: the clients that the protocol samples train in a round, as in the papers' tables, so that all methods
-take equally many local steps; ``everyone = true`` trains all clients in every round. Clients of one
+take equally many local steps; ``all_clients = true`` trains all clients in every round. Clients of one
 architecture begin with the same initial weights.
 """
 
@@ -23,10 +23,10 @@ class Standalone(Method[None, Params, None, None]):
     """Local training alone.
 
     Attributes:
-        everyone: train all clients in every round, not just the sampled ones.
+        all_clients: train all clients in every round, not just the sampled ones.
     """
 
-    everyone: bool = False
+    all_clients: bool = False
 
     title = "Standalone"
     citation = "local training, the lower bar of every table"
@@ -34,7 +34,7 @@ class Standalone(Method[None, Params, None, None]):
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
         """The sampled clients, or all."""
-        return everyone if self.everyone else sampled
+        return everyone if self.all_clients else sampled
 
     def server_init(self, task: Task) -> None:
         """The server knows nothing."""

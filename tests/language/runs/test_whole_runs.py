@@ -109,7 +109,7 @@ def test_adapters_of_a_run_load_in_peft_and_give_the_same_scores(llama: Path, tm
 
     # exact: the server's W stays factors, so that it can leave as an adapter too
     tables = make_causal_tables(
-        llama, tmp_path, methods={"fedhl": {"form": {"kind": "exact"}}}, run={"adapters": [1]}
+        llama, tmp_path, methods={"fedhl": {"delta_form": {"kind": "exact"}}}, run={"adapters": [1]}
     )
     file = write_toml(tables, tmp_path / "e.toml")
     assert main(["run", str(file), "-o", str(tmp_path / "run")]) == 0

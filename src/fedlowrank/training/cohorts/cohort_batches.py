@@ -35,7 +35,7 @@ class BufferPool:
 class CohortBatches:
     """The batches of clients, step by step.
 
-    If the examples of all clients are rows of one tensor, a batch of all clients is one selection of its rows, and the places
+    If the examples of all clients are rows of one tensor, a batch of all clients is one selection of its rows, and the indices
     of these rows are computed once for the pass. If not, the rows of each client are copied into a buffer that is used again.
     A batch is valid until the next one is requested.
 
