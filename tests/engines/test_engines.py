@@ -58,7 +58,7 @@ HERE = ["sequential", "vectorized", "wire"]
 LOCAL = [name for name in ENGINES if name != "ray"]
 """All engines but that of test_ray.py, whose start takes seconds."""
 
-NAMES = {test.__name__.strip("_"): name for name, test in CHECKS.items()}
+NAMES = {test.__name__.removeprefix("_check_"): name for name, test in CHECKS.items()}
 """Full names of the checks by a short one."""
 
 

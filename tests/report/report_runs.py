@@ -115,7 +115,7 @@ def maker(parent: Path) -> MakeRun:
         done = {"state": "finished", "rounds": len(rows) - 1, "message": ""}
         (folder / "run.json").write_text(json.dumps(config))
         (folder / "clients.json").write_text(json.dumps(people))
-        lines = "".join(json.dumps(as_line(row)) + "\n" for row in rows)
+        lines = "".join(json.dumps(encode_round(row)) + "\n" for row in rows)
         (folder / RECORDS_FILE).write_bytes(gzip.compress(lines.encode()))
         (folder / "status.json").write_text(json.dumps(status if status is not None else done))
         seal_run(folder)
@@ -133,12 +133,16 @@ def maker(parent: Path) -> MakeRun:
     return make
 
 
-def as_line(row: dict) -> dict:
+def encode_round(row: dict) -> dict:
     """A row of these tests as a line of the file, where all numbers of clients are columns of one block."""
-    kept = {k: v for k, v in row.items() if k not in ("accuracy", "risk", "metrics", "routes", "parameters")}
+    kept = {
+        k: v
+        for k, v in row.items()
+        if k not in ("accuracy", "client_losses", "metrics", "routes", "parameters")
+    }
     tables = {
         "accuracy": row.get("accuracy") or {},
-        "loss": row.get("risk") or {},
+        "loss": row.get("client_losses") or {},
         **(row.get("metrics") or {}),
     }
     tables["parameters"] = {series: {"": counts} for series, counts in (row.get("parameters") or {}).items()}
@@ -171,13 +175,13 @@ def curve(method: str, seed: int, count: int = 10, rounds: int = 20) -> list[dic
     return rounds_of(test)
 
 
-def with_risk(
-    rows: list[dict], risk: Sequence[Sequence[float | None]], *, regression: bool = False
+def with_losses(
+    rows: list[dict], losses: Sequence[Sequence[float | None]], *, regression: bool = False
 ) -> list[dict]:
     """The rows with a test loss of each client in each round; of a regression without accuracies."""
-    for row, values in zip(rows, risk, strict=True):
+    for row, values in zip(rows, losses, strict=True):
         names = list(row["accuracy"])
-        row["risk"] = {name: {"val": list(values), "test": list(values)} for name in names}
+        row["client_losses"] = {name: {"val": list(values), "test": list(values)} for name in names}
         if regression:
             row["accuracy"] = {
                 name: {"val": [None] * len(values), "test": [None] * len(values)} for name in names
@@ -185,9 +189,9 @@ def with_risk(
     return rows
 
 
-def regression_of(risk: Sequence[Sequence[float | None]]) -> list[dict]:
+def regression_of(losses: Sequence[Sequence[float | None]]) -> list[dict]:
     """One row a round of a task without classes."""
-    return with_risk(rounds_of(risk), risk, regression=True)
+    return with_losses(rounds_of(losses), losses, regression=True)
 
 
 def with_routes(rows: list[dict], routes: Sequence[Sequence[Sequence[float]] | None]) -> list[dict]:

@@ -35,7 +35,7 @@ from tests.report.report_runs import (
     rounds_of,
     rows_of,
     text_of,
-    with_risk,
+    with_losses,
 )
 
 T = stats.t.ppf(0.975, 1)
@@ -57,12 +57,12 @@ def with_server(rows, server):
     return rows
 
 
-def texts_of(risk, server=(), classes=False):
+def texts_of(losses, server=(), classes=False):
     """Rows of a language model: losses a token, and no accuracy; or of a classifier of texts, which has one."""
-    rows = with_risk(rounds_of([[0.5 if classes else None] * len(each) for each in risk]), risk)
+    rows = with_losses(rounds_of([[0.5 if classes else None] * len(each) for each in losses]), losses)
     for row, values in zip(rows, server, strict=False):
         row["accuracy"]["server"] = {"test": [None] * len(values)}
-        row["risk"]["server"] = {"test": list(values)}
+        row["client_losses"]["server"] = {"test": list(values)}
     return rows
 
 

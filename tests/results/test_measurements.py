@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedlowrank import SGD, Federation, simulate
+from fedlowrank.core.errors import ConfigError
 from fedlowrank.methods import METHODS
 from fedlowrank.results.client_metrics import METRICS
 from fedlowrank.results.measurements import ClientTable, Column, Measurements, mean_over_clients, summarize
@@ -167,3 +168,12 @@ def test_numbers_of_examples_are_whole_in_a_table_of_results(small_run: Result) 
     assert n.tolist() == [
         len(getattr(c, s)) for s in ("val", "test") for c in small_run.run.federation.clients
     ]
+
+
+def test_an_unknown_series_is_refused_and_a_number_that_was_not_measured_is_empty() -> None:
+    table = ClientTable([0, 1], [Column("accuracy", "personal", "test", [0.5, 0.25])])
+    assert table.values(series="personal") == [0.5, 0.25]
+    assert table.values("loss", series="personal") == []
+    assert table.by_client(series="personal", split="val") == {}
+    with pytest.raises(ConfigError, match=r"there is no series 'persnal'\. Did you mean 'personal'\?"):
+        table.values(series="persnal")

@@ -139,7 +139,7 @@ def test_it_keeps_its_state_and_counts_as_clipped(caplog: pytest.LogCaptureFixtu
     state = scaffold.state_of(info)
     jobs = [ClientJob(state, scaffold.method.download(scaffold.state.server, info), info)]
     (result,) = scaffold.engine.run(scaffold.method, scaffold.federation, scaffold.task, 0, jobs)
-    assert tree.equal(result.state.inner, result.upload.rest.control)
+    assert tree.equal(result.state.inner, result.upload.remainder.control)
 
 
 def test_optimizer_states_of_before_are_kept() -> None:

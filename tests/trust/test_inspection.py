@@ -462,7 +462,7 @@ def test_an_honest_clients_update_is_left_as_it_is(name: str, dtype: torch.dtype
             infos, run.engine.run(run.method, run.federation, run.task, t, jobs), strict=True
         ):
             found = run.method.contribution(server, result.upload, info)
-            plain = bare.method.contribution(server.inner, result.upload.rest, info)
+            plain = bare.method.contribution(server.inner, result.upload.remainder, info)
             assert tree.equal(*([leaf.value for _, leaf in contribution_leaves(c)] for c in (found, plain)))
 
 
@@ -471,7 +471,7 @@ def test_an_update_without_a_norm_is_no_update(updates: np.ndarray) -> None:
     run = run_of(clipping=Clipping(0.05))
     info, server = run.federation.infos[0], run.state.server
     far = tree.map_leaves(lambda t: torch.full_like(t, 1e200), server.inner)
-    upload = dataclasses.replace(_upload_of(run), rest=far)
+    upload = dataclasses.replace(_upload_of(run), remainder=far)
     assert tree.equal(run.method.contribution(server, upload, info).value, server.inner)
 
 

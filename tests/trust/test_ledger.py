@@ -203,10 +203,11 @@ def test_a_repeated_draw_of_clients_is_amplified_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"round": -1}, {"noise": 0.0}, {"noise": float("nan")}, {"clip": 0.0}, {"clients": [1, 1]}]
+    "settings",
+    [{"round": -1}, {"noise": 0.0}, {"noise": float("nan")}, {"clip": 0.0}, {"client_ids": [1, 1]}],
 )
 def test_wrong_charges(path: Path, settings: dict[str, object]) -> None:
-    right = {"round": 0, "noise": 1.0, "clip": 1.0, "sampling": FIXED, "clients": [1, 2], "seeded": False}
+    right = {"round": 0, "noise": 1.0, "clip": 1.0, "sampling": FIXED, "client_ids": [1, 2], "seeded": False}
     with pytest.raises(ConfigError):
         PrivacyLedger(path).charge(**(right | settings))  # type: ignore[arg-type]
     assert not path.exists()

@@ -95,7 +95,7 @@ class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]  #
 
 
 class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]  # weight is computed
-    """See :class:`CompressedLayer`; ``thin`` are the two convolutions without their weights."""
+    """See :class:`CompressedLayer`; ``convolutions`` are the two convolutions without their weights."""
 
     convolutions: tuple[_ConvNd, _ConvNd]
 
@@ -172,7 +172,7 @@ def compress_layer(layer: Any, tensors: Params) -> None:
     """
     shape, device = layer.weight.shape, layer.weight.device
     if type(layer) is not nn.Linear:
-        layer.thin = _thin_convolution(layer, False), _thin_convolution(layer, True)
+        layer.convolutions = _thin_convolution(layer, False), _thin_convolution(layer, True)
     del layer.weight
     layer.__class__, layer.shape = KINDS[type(layer)], shape
     for name, t in tensors.items():

@@ -4,7 +4,7 @@ A. Ghosh, J. Chung, D. Yin, K. Ramchandran. NeurIPS 2020. arXiv:2006.04088, Algo
 averaging).
 
     server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t                download
-    client k:               ĵ = argmin_j F_k(θ_j); s_k the one-hot of ĵ                          nearest
+    client k:               ĵ = argmin_j F_k(θ_j); s_k the one-hot of ĵ               find_nearest_model
                             θ_k ← SGD on F_k from θ_ĵ, E epochs; send θ_k and s_k                local_update
     server:                 θ_j ← Σ_k s_kj n_k θ_k / Σ_k s_kj n_k                                server_update
     inference:              θ_ĵ, with ĵ chosen anew from the models received                     client_model

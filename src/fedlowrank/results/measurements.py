@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.errors import ConfigError, did_you_mean
 from .client_metrics import find_number
 from .client_numbers import ACCURACY, COUNTED_LABELS, ROUTE, list_further_metrics
 
@@ -108,10 +109,17 @@ class ClientTable:
     def values(
         self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> list[float | None]:
-        """One column, a value for each client; by default of the headline series. Empty without such a column."""
+        """One column, a value for each client; by default of the headline series. Empty where it was not measured.
+
+        Raises:
+            ConfigError: if no column has that series.
+        """
         for column in self.columns:
             if (column.name, column.split) == (name, split) and series in (None, column.series):
                 return list(column.values)
+        series_names = {c.series for c in self.columns if c.name not in (COUNTED_LABELS, ROUTE)}
+        if name != ROUTE and series is not None and series_names and series not in series_names:
+            raise ConfigError(f"there is no series {series!r}. {did_you_mean(series, series_names)}")
         return []
 
     def by_client(

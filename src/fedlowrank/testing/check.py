@@ -109,9 +109,9 @@ def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
 
 def _applies(test: Callable[[Trajectory], str | None], method: AnyMethod) -> bool:
     """Whether a check tests something that the method claims."""
-    if test is _one_model:
+    if test is _check_one_model:
         return method.one_model
-    return not (test is _extended and method.uses_rounds)
+    return not (test is _check_extended and method.uses_rounds)
 
 
 def _describe_location(method: AnyMethod, error: Exception) -> str:
@@ -228,15 +228,15 @@ def _compare_states(a: Any, b: Any, device: str = "cpu") -> str | None:
     return None if tree.equal(a, b) else _first_difference(a, b, 0, 0) or "some bits differ"
 
 
-def _wire(trajectory: Trajectory) -> str | None:
+def _check_wire(trajectory: Trajectory) -> str | None:
     return _compare_states(trajectory.states(3), trajectory.run_rounds(Wire()), trajectory.device)
 
 
-def _vectorized(trajectory: Trajectory) -> str | None:
+def _check_vectorized(trajectory: Trajectory) -> str | None:
     return _first_difference(trajectory.states(3), trajectory.run_rounds(Vectorized()), 1e-3, 1e-4)
 
 
-def _resume(trajectory: Trajectory) -> str | None:
+def _check_resume(trajectory: Trajectory) -> str | None:
     interrupted_run = trajectory.run(2)
     resumed_run = trajectory.start()
     with tempfile.TemporaryDirectory() as folder:
@@ -246,7 +246,7 @@ def _resume(trajectory: Trajectory) -> str | None:
     return _compare_states(trajectory.states(3), _states(resumed_run), trajectory.device)
 
 
-def _extended(trajectory: Trajectory) -> str | None:
+def _check_extended(trajectory: Trajectory) -> str | None:
     if trajectory.method.uses_rounds:
         return None
     # a schedule over 3 rounds has come to its end where one over 40 has hardly begun
@@ -260,7 +260,7 @@ def _extended(trajectory: Trajectory) -> str | None:
     )
 
 
-def _check_purity(trajectory: Trajectory) -> str | None:
+def _check_pure(trajectory: Trajectory) -> str | None:
     if trajectory.device == "cpu" and (message := _impure_function(trajectory)) is not None:
         return message
     run = trajectory.start()
@@ -317,7 +317,7 @@ def _update_server(run: Run, uploads: dict[int, Any]) -> Any:
     return server if total is None else run.method.server_update(server, total, view)
 
 
-def _check_zero_rate(trajectory: Trajectory) -> str | None:
+def _check_still(trajectory: Trajectory) -> str | None:
     method = trajectory.method
     zero_rate_optimizers = {
         f.name: dataclasses.replace(value, lr=0.0, weight_decay=0.0, groups={})
@@ -336,7 +336,7 @@ def _check_zero_rate(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _learns(trajectory: Trajectory) -> str | None:
+def _check_learns(trajectory: Trajectory) -> str | None:
     method = fast_method = trajectory.method
     if isinstance(method.optimizer, SGD):
         fast_method = dataclasses.replace(
@@ -367,7 +367,7 @@ def _mean_accuracy(run: Run) -> float:
     return sum(shares) / len(shares)
 
 
-def _unseen(trajectory: Trajectory) -> str | None:
+def _check_unseen(trajectory: Trajectory) -> str | None:
     run = trajectory.run(1)
     seen_ids = set(run.state.clients)
     unseen_infos = [i for i in run.federation.infos if i.id not in seen_ids]
@@ -383,7 +383,7 @@ def _unseen(trajectory: Trajectory) -> str | None:
     )
 
 
-def _check_lost_reply(trajectory: Trajectory) -> str | None:
+def _check_lost(trajectory: Trajectory) -> str | None:
     run = trajectory.run(2, lost_replies=0.6)
     # encoded, for a method that changes its state in place would change a mere reference too
     before = {i: tree.encode(s) for i, s in run.state.clients.items()}
@@ -396,7 +396,7 @@ def _check_lost_reply(trajectory: Trajectory) -> str | None:
     return f"client {changed_ids[0]} changed its state although its reply was lost" if changed_ids else None
 
 
-def _check_sizes(trajectory: Trajectory) -> str | None:
+def _check_measured(trajectory: Trajectory) -> str | None:
     run, method = trajectory.run(2), trajectory.method
     for info in run.federation.infos:
         down = method.download(run.state.server, info)
@@ -407,7 +407,7 @@ def _check_sizes(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _adds_up(trajectory: Trajectory) -> str | None:
+def _check_adds_up(trajectory: Trajectory) -> str | None:
     run = trajectory.run(2)
     for info in run.federation.infos:
         local_model = run.local_model(info)
@@ -424,7 +424,7 @@ def _adds_up(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _one_model(trajectory: Trajectory) -> str | None:
+def _check_one_model(trajectory: Trajectory) -> str | None:
     if not trajectory.method.one_model:
         return None
     run = trajectory.run(2)
@@ -438,7 +438,7 @@ def _one_model(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _refuses(trajectory: Trajectory) -> str | None:
+def _check_refuses(trajectory: Trajectory) -> str | None:
     if trajectory.method.heterogeneous:
         return None
     try:
@@ -449,19 +449,19 @@ def _refuses(trajectory: Trajectory) -> str | None:
 
 
 _CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
-    "every message survives its bytes (wire = sequential, bit for bit)": _wire,
-    "a resumed run ends as an unbroken one (bit for bit)": _resume,
-    "a run of more rounds begins like one of fewer (bit for bit)": _extended,
-    "clients at once = one by one (to 1e-3)": _vectorized,
-    "functions are pure and draw from named keys": _check_purity,
-    "a learning rate of 0 changes no model": _check_zero_rate,
-    "it learns": _learns,
-    "a client that never took part can infer": _unseen,
-    "a lost reply leaves its client as it was": _check_lost_reply,
-    "messages are measured": _check_sizes,
-    "the parts of a model add up to it": _adds_up,
-    "one_model holds: all clients use the server's model": _one_model,
-    "unequal models are refused where they must be": _refuses,
+    "every message survives its bytes (wire = sequential, bit for bit)": _check_wire,
+    "a resumed run ends as an unbroken one (bit for bit)": _check_resume,
+    "a run of more rounds begins like one of fewer (bit for bit)": _check_extended,
+    "clients at once = one by one (to 1e-3)": _check_vectorized,
+    "functions are pure and draw from named keys": _check_pure,
+    "a learning rate of 0 changes no model": _check_still,
+    "it learns": _check_learns,
+    "a client that never took part can infer": _check_unseen,
+    "a lost reply leaves its client as it was": _check_lost,
+    "messages are measured": _check_measured,
+    "the parts of a model add up to it": _check_adds_up,
+    "one_model holds: all clients use the server's model": _check_one_model,
+    "unequal models are refused where they must be": _check_refuses,
 }
 
 

@@ -167,7 +167,7 @@ def test_a_system_is_written_and_not_learnt(name: str) -> None:
 def test_a_template_without_a_system_is_refused_unless_it_is_merged(name: str, problem: str) -> None:
     messages = [SYSTEM, *TALK]
     with pytest.raises(DataError, match=f"row 7.*{problem}.*system = 'merge'"):
-        learnt(tokenizer_for(name), messages, place="row 7")
+        learnt(tokenizer_for(name), messages, location="row 7")
     merged = [{"role": "user", "content": f"{SYSTEM['content']}\n\n{TALK[0]['content']}"}, *TALK[1:]]
     text = rendered(name, merged)
     wanted = expected(text, spans_of(text, answers_of(name, merged)))
@@ -249,7 +249,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"row 3, turn 2: the chat template of 'some/model' rewrites earlier turns"
     ):
-        learnt(tokenizer, thinking, place="row 3")
+        learnt(tokenizer, thinking, location="row 3")
     # the last answer is what the model has to write, whatever became of the earlier ones
     text = rendered("forgetting", thinking)
     answer = f"{thinking[-1]['content']}<|im_end|>"
@@ -268,7 +268,7 @@ def test_another_prompt_for_generation_is_refused() -> None:
 
 def test_an_assistant_that_begins_has_no_prompt() -> None:
     with pytest.raises(DataError, match="row 1, turn 1: the assistant begins"):
-        learnt(byte_tokenizer("chatml"), TALK[1:], place="row 1")
+        learnt(byte_tokenizer("chatml"), TALK[1:], location="row 1")
     assert sum(learnt(byte_tokenizer("marked"), TALK[1:])) == sum(learnt(byte_tokenizer("marked"), TALK))
 
 
@@ -311,7 +311,7 @@ def test_tokenizers_that_cannot_do_it_are_refused() -> None:
     with pytest.raises(
         DataError, match=r"row 2: the chat template .* fails: conversation roles must alternate"
     ):
-        learnt(tokenizer, [TALK[0], TALK[0], TALK[1]], place="row 2")
+        learnt(tokenizer, [TALK[0], TALK[0], TALK[1]], location="row 2")
 
 
 def test_answers_without_an_end_are_noted() -> None:

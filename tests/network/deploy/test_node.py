@@ -38,7 +38,7 @@ def test_a_message_of_the_pinned_app_is_answered_by_the_installed_package(
     assert json.loads(header.to_json())["client"] == 1
     assert server.calls.index("confirm") < server.calls.index("push")
     assert not node.step()
-    assert not node.process_folder.joinpath("working").exists()
+    assert not node.home.joinpath("working").exists()
 
 
 @pytest.mark.parametrize("ahead", [-299.0, 0.0, 299.0])

@@ -68,7 +68,7 @@ def test_the_table_of_results(make_run):
 def test_every_value(make_run, tmp_path):
     rows = rounds_of([[0.1, None], [0.4, 0.3]])
     for row in rows:
-        row["risk"] = {"personal": {"val": [1.5, None], "test": [math.inf, 0.25]}}
+        row["client_losses"] = {"personal": {"val": [1.5, None], "test": [math.inf, 0.25]}}
         row["metrics"] = {"own": {"personal": {"val": [None, None], "test": [7.0, None]}}}
     runs = [make_run("a", seed, rounds=rows) for seed in (0, 1)]
     write_values(runs, tmp_path / "new" / "values.csv")

@@ -159,14 +159,14 @@ def test_a_card_has_one_number_and_its_interval(make_run, written):
     ]
     card, numbers = numbers_of(runs)
     # Student's t with two degrees of freedom: 4.303 · 0.01 / √3 = 0.0248
-    assert (card.who, card.value, card.interval) == ("x", "81.0 %", "[78.5, 83.5]")
-    assert card.what == "highest mean test accuracy over seeds, with its 95 % interval"
+    assert (card.best_methods, card.value, card.interval) == ("x", "81.0 %", "[78.5, 83.5]")
+    assert card.measure == "highest mean test accuracy over seeds, with its 95 % interval"
     assert card.claim == "Significantly better than y."
     assert numbers == ["81.0", "78.5", "83.5"]
     card, numbers = numbers_of(runs[::3])
     assert (numbers, card.interval) == (["80.0"], "one seed")
     assert numbers_of([make_run("x", rounds=regression_of([[2.0, 2.0], [0.5, 0.7]]))])[1] == ["0.600"]
-    assert "nothing to compare" in numbers_of([make_run("x", rounds=[])])[0].what
+    assert "nothing to compare" in numbers_of([make_run("x", rounds=[])])[0].measure
     ends = {("a", 1): 0.5, ("a", 2): 0.8, ("a", 3): 0.6, ("b", 1): 0.7, ("b", 2): 0.2, ("b", 3): 0.3}
     sweep = [
         make_run(m, vary={"method.k": k}, rounds=rounds_of([[0.1], [end]])) for (m, k), end in ends.items()
@@ -242,10 +242,10 @@ ODD = [
     [],
     [{"round": 0, "accuracy": None}],
     [{"round": 0, "accuracy": None, "parameters": None, "ranks": {"a": 3}, "server_metrics": {"energy": {}}}],
-    [{"round": 1, "accuracy": {}, "risk": {}, "parameters": {}, "ranks": {}}],
+    [{"round": 1, "accuracy": {}, "client_losses": {}, "parameters": {}, "ranks": {}}],
     [{"round": 1, "loss": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
     [{"round": 1, "accuracy": {"global": {"val": [1.0]}}}],
-    [{"round": 1, "accuracy": None, "risk": {"g": {"val": [1.0]}}}],
+    [{"round": 1, "accuracy": None, "client_losses": {"g": {"val": [1.0]}}}],
     [
         {
             "round": 1,

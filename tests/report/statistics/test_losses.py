@@ -34,7 +34,7 @@ from tests.report.report_runs import (
     target_of,
     text_of,
     titles_of,
-    with_risk,
+    with_losses,
 )
 
 
@@ -57,7 +57,7 @@ class TestBesideAccuracy:
     @pytest.mark.full
     def test_column_is_the_mean_over_clients_and_seeds(self, make_run):
         rows = [
-            with_risk(rounds_of([[0.1] * 3, [0.9] * 3]), [[3, 3, 3], [1 + s, 2 + s, None]]) for s in (0, 1)
+            with_losses(rounds_of([[0.1] * 3, [0.9] * 3]), [[3, 3, 3], [1 + s, 2 + s, None]]) for s in (0, 1)
         ]
         table = compare_runs([*(make_run("a", s, rounds=r) for s, r in enumerate(rows)), make_run("old")])
         half = stats.t.ppf(0.975, 1) * 0.5  # 1.5 and 2.5: standard error 0.5
@@ -73,7 +73,7 @@ class TestBesideAccuracy:
         rows = rounds_of([[0.1, 0.2], [0.5, 0.7]])
         for row in rows:
             row["accuracy"]["global"] = {"test": [0.3, 0.4]}
-        runs = [make_run("a", s, rounds=with_risk(rows, [[2, 1], [1 + s, 1 + s]])) for s in (0, 1)]
+        runs = [make_run("a", s, rounds=with_losses(rows, [[2, 1], [1 + s, 1 + s]])) for s in (0, 1)]
         picture = draw(figures.plot_loss, *runs, make_run("old"))
         assert picture.title == "Test loss over rounds"
         assert legend_of(picture) == ["a"]
@@ -98,7 +98,7 @@ class TestBesideAccuracy:
         assert ("logarithmic" in axes.get_ylabel()) == (scale == "log")
 
     def test_a_loss_that_is_not_finite_is_left_out_and_said(self, make_run):
-        rows = with_risk(rounds_of([[0.5, 0.6]]), [[1.0, math.inf]])
+        rows = with_losses(rounds_of([[0.5, 0.6]]), [[1.0, math.inf]])
         groups = group_runs([make_run("a", rounds=rows)])
         assert groups[0].final(measure=TEST_LOSS).mean == 1.0
         assert "a: 1 client loss not finite, left out." in find_warnings(groups)
@@ -110,7 +110,7 @@ class TestInsteadOfAccuracy:
         test = [[9.0, 9.0], [3.0, 1.0], [0.5, 1.5], [1.0, 5.0]]
         rows = regression_of(test)
         for row, value in zip(rows, (9, 2, 4, 2), strict=True):
-            row["risk"]["personal"]["val"] = [value, value]
+            row["client_losses"]["personal"]["val"] = [value, value]
         run = RunStatistics(make_run(rounds=rows))
         got = main_of(run.record)
         assert (run.measure, run.headline, run.status) == (TEST_LOSS, "personal", "")
@@ -145,7 +145,7 @@ class TestInsteadOfAccuracy:
     def test_further_series(self, make_run):
         rows = regression_of([[3.0, 2.0], [0.5, 0.7]])
         for row in rows:
-            row["risk"]["global"] = {"test": [2.0, 4.0]}
+            row["client_losses"]["global"] = {"test": [2.0, 4.0]}
         run = make_run("a", rounds=rows)
         assert cells(compare_runs([run]), "loss", "global") == ["3.000"]
         picture = draw(figures.plot_loss, run)
@@ -229,7 +229,7 @@ class TestUnseen:
     def runs(self, make_run, regression=False):
         people = in_clusters([None] * 4, unseen=[1, 3])
         rows = rounds_of([[0.1, 0.5, 0.2, 0.7], [0.6, 0.2, 0.8, 0.4]])
-        rows = with_risk(rows, [[4, 4, 4, 4], [1, 3, 2, 5]], regression=regression)
+        rows = with_losses(rows, [[4, 4, 4, 4], [1, 3, 2, 5]], regression=regression)
         return [make_run("a", rounds=rows, clients=people), make_run("b", rounds=rows)]
 
     @pytest.mark.full

@@ -19,7 +19,7 @@ from tests.report.report_runs import (
     rounds_of,
     rows_of,
     text_of,
-    with_risk,
+    with_losses,
     with_routes,
 )
 
@@ -147,7 +147,7 @@ def test_all_seeds_are_drawn_and_no_interval(make_run):
 def test_further_measures_of_bimodal_results_have_no_band(make_run):
     runs = []
     for seed, final in enumerate([0.95, 0.67, 0.94, 0.93, 0.955]):
-        rows = with_risk(rounds_of([[0.1], [final]]), [[2.0], [1.5 - final]])
+        rows = with_losses(rounds_of([[0.1], [final]]), [[2.0], [1.5 - final]])
         runs.append(make_run("a", seed, rounds=rows))
     (axes,) = draw(figures.plot_loss, *runs).figure.axes
     assert not axes.collections

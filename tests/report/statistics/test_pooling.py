@@ -140,8 +140,8 @@ class TestDivergence:
         assert "diverged" not in results["b"]
 
     def test_a_round_at_which_a_client_diverged_is_not_the_best(self, make_run):
-        risk = [[2.0, 2.0], [1.0, 1.0], [0.5, math.inf]]
-        (row,) = rows_of(compare_runs([make_run("a", rounds=regression_of(risk))]))
+        losses = [[2.0, 2.0], [1.0, 1.0], [0.5, math.inf]]
+        (row,) = rows_of(compare_runs([make_run("a", rounds=regression_of(losses))]))
         assert (row["loss_best_round"], row["loss_best_by_validation"]) == (1, 1.0)
 
     def test_a_seed_whose_training_diverged_is_a_failure_and_no_result(self, make_run):
