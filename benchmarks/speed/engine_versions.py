@@ -6,12 +6,13 @@ BEFORE and AFTER are source trees (``git worktree add FOLDER COMMIT``); AFTER is
 process of its own with one thread, which runs one case by one version: three rounds to get ready, then ``ROUNDS`` rounds and
 evaluations, of which it reports the median. Versions alternate, so that a change of the machine's speed meets both. Beside the
 vectorized engine a loop written by hand gives the floor: batched matrix products of all clients, with the same number of steps
-and examples and with drawn orders, and nothing of what a simulator does.
+and examples and with the same draws, and nothing of what a simulator does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -134,6 +135,8 @@ def floor(case: str) -> float:
     import torch
     from torch.nn import functional
 
+    from fedlowrank.core.key import Key
+
     torch.set_num_threads(1)
     _, _, problem = CASES[case]
     clients, width, hidden = (problem.get(k, d) for k, d in (("clients", 60), ("width", 64), ("hidden", 64)))
@@ -145,13 +148,18 @@ def floor(case: str) -> float:
     shapes = [(width, hidden), (1, hidden), (hidden, 10), (1, 10)]
     server = [torch.tensor(0.1 * g.normal(size=s), dtype=torch.float32) for s in shapes]
 
+    root, rounds = Key((0,)), itertools.count()
+
     def one_round() -> None:
         nonlocal server
+        t = next(rounds)
         chosen = torch.randperm(clients)[:active]
         own_x, own_y = x[chosen], y[chosen]
-        w = [t.expand(active, *t.shape).clone().requires_grad_() for t in server]
+        w = [p.expand(active, *p.shape).clone().requires_grad_() for p in server]
+        # the draws of a simulator whose clients do not depend on each other: a generator for each client and round
+        generators = [(root / "client" / k / t / "order" / 0).generator() for k in chosen.tolist()]
         for _ in range(5):
-            order = torch.stack([torch.randperm(examples) for _ in range(active)])
+            order = torch.stack([torch.randperm(examples, generator=g) for g in generators])
             rows = torch.arange(active)[:, None]
             batch, labels = own_x[rows, order], own_y[rows, order]
             h = torch.relu(torch.baddbmm(w[1], batch, w[0]))
@@ -161,9 +169,9 @@ def floor(case: str) -> float:
             )
             grads = torch.autograd.grad(loss, w)
             with torch.no_grad():
-                for t, d in zip(w, grads, strict=True):
-                    t.sub_(d, alpha=0.01)
-        server = [t.detach().mean(0) for t in w]
+                for p, d in zip(w, grads, strict=True):
+                    p.sub_(d, alpha=0.01)
+        server = [p.detach().mean(0) for p in w]
 
     return median(one_round)
 
@@ -176,8 +184,9 @@ HEAD = """# Rounds and evaluations by cohorts
 Milliseconds of CPU of a round and of an evaluation by the vectorized engine, of two versions: `{before}` (a coroutine a client,
 whose requests to train are batched) and `{after}` (one call of the method for a cohort). One thread; {machine}. Each
 number is the median of {repeats} processes, which report the median of {rounds} rounds; versions alternate. The hand-written loop
-makes the same steps by batched matrix products, with drawn orders, and keeps no records, bytes, states or losses. Examples are
-random: 21 a client with 64 features (the shape of the handwritten digits) where nothing else is said, 784 features in the last
+makes the same steps by batched matrix products, with the same draws (a generator for each client and round), and keeps no
+records, bytes, states or losses. Examples are random: 21 a client with 64 features (the shape of the handwritten digits) where
+nothing else is said, 784 features in the last
 four rows; five epochs, batches of 32.
 
 | case | round before | after | ratio | evaluation before | after | ratio | round by hand | after / by hand |

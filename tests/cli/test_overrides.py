@@ -12,11 +12,14 @@ import pytest
 from fedlowrank.cli.main import main
 from fedlowrank.config.comparison import plan_runs, read_varied
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.reading.field_help import list_tables
 from fedlowrank.config.reading.merging import LayeredTables, parse_override, parse_value, parse_variation
 from fedlowrank.config.tuning import nest_values
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import AdamW, Group
 from fedlowrank.data.partitioning.partition import Dirichlet
+from fedlowrank.linalg.delta import DeltaForm
+from fedlowrank.methods import METHODS
 from fedlowrank.results.records import RunRecord
 from tests.cli.small_experiment import SMALL, done, files, refused, write
 
@@ -56,6 +59,30 @@ def test_a_kind_that_the_file_has_by_default_keeps_its_table() -> None:
     made = read("partition.kind=iid", "defaults.optimizer.kind=sgd", text=text)
     assert made.partition.clients == 3
     assert made.build_method("fedavg").optimizer.lr == 0.1
+
+
+def test_another_form_of_the_servers_update_discards_its_cap() -> None:
+    text = (
+        SMALL.replace('"standalone"', '"fedhl"')
+        + '\n[methods.fedhl]\ndelta_form = { kind = "capped", cap = 8 }\n'
+    )
+    assert read(text=text).build_method("fedhl").delta_form == DeltaForm("capped", cap=8)
+    exact = read("methods.fedhl.delta_form.kind=exact", text=text)
+    assert exact.build_method("fedhl").delta_form == DeltaForm("exact")
+
+
+def test_the_help_of_a_methods_table_names_a_field_of_it() -> None:
+    titles = [t.title for t in list_tables() if t.path.startswith("methods.") and t.path.count(".") == 2]
+    names = [
+        name.strip().split(".")
+        for title in titles
+        for name in title.strip("[]").split(",")
+        if "methods." in name
+    ]
+    assert ["methods", "flexlora", "delta_form"] in names
+    for _, method, field in names:
+        classes = METHODS.values() if method == "NAME" else [METHODS[method]]
+        assert any(field in cls.__dataclass_fields__ for cls in classes), f"{method}.{field}"
 
 
 def test_another_kind_says_what_it_discards_of_the_file(caplog: pytest.LogCaptureFixture) -> None:

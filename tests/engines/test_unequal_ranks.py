@@ -81,7 +81,7 @@ def test_clients_of_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
 def test_residuals_of_unequal_ranks() -> None:
     on = make_ranked_federation(build_network)
     method = METHODS["fedhl"](
-        residual=True, form=DeltaForm(kind="exact"), batch_size=8, optimizer=SGD(lr=0.1)
+        residual=True, delta_form=DeltaForm(kind="exact"), batch_size=8, optimizer=SGD(lr=0.1)
     )
     engine = CountingEngine()
     one, other = (Run(method, on, RunSettings(rounds=3), e) for e in (Sequential(), engine))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 from ..core import tree
-from ..core.contract import AnyMethod, ClientInfo, ClientView, Task
+from ..core.contract import AnyMethod, ClientInfo, ClientView, Pass, Task
 from ..core.contract.hook_results import check_pair
 from ..core.contract.training_request import Trainer
 from ..core.errors import NonFiniteError
@@ -182,15 +182,20 @@ class Engine(ABC):
         )
 
     def trainer(
-        self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        round: int,
+        client: ClientInfo,
+        passes: Mapping[str, Pass] | None = None,
     ) -> LocalTrainer:
-        """Make the trainer of one client."""
+        """Make the trainer of one client; ``passes`` are the method's, where the caller knows them."""
         key = client_key(federation, client.id, round)
         client_data = federation.clients[client.id]
-        passes, by_length = method.local_passes(), federation.by_length
         augment, turns, loss = federation.augment, client_data.quarter_turns, federation.loss
         examples = self.training_examples(federation, client.id)
-        data = LocalData(client, examples, passes, key, augment, turns, by_length, loss)
+        passes = method.local_passes() if passes is None else passes
+        data = LocalData(client, examples, passes, key, augment, turns, federation.by_length, loss)
         models = federation.architectures
         return LocalTrainer(
             models[client.architecture],

@@ -111,8 +111,9 @@ class Vectorized(Engine):
         """See the base class: clients of one architecture whose trees have one form are a cohort."""
         self._title = method.title
         groups: dict[Hashable, list[tuple[int, LocalTrainer]]] = {}
+        passes = method.local_passes()
         for index, (info, value) in enumerate(clients):
-            local_trainer = self.trainer(method, federation, round, info)
+            local_trainer = self.trainer(method, federation, round, info, passes)
             groups.setdefault((info.architecture, tree.form(value)), []).append((index, local_trainer))
 
         def call_for_members(members: Sequence[tuple[int, LocalTrainer]], trainer: CohortTrainer) -> list[T]:
@@ -153,8 +154,9 @@ class Vectorized(Engine):
         """Cohorts of clients of one kind that have room in memory, by architecture."""
         method, groups = training.method, dict[Hashable, list[CohortMember]]()
         method_settings, down, form_of_down = repr(method), None, tree.form(None)
+        passes = method.local_passes()
         for index, job in enumerate(jobs):
-            local_trainer = self.trainer(method, training.federation, training.round, job.client)
+            local_trainer = self.trainer(method, training.federation, training.round, job.client, passes)
             # one download for all as a rule
             if job.down is not down:
                 down, form_of_down = job.down, tree.form(job.down)

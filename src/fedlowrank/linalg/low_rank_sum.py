@@ -42,15 +42,15 @@ ROW_GAP = 8
 
 @dataclass(frozen=True)
 class ExtendedBasis:
-    """The orthonormal columns [old Q]. Q is not stored; it is defined by new = old·inner + Q·triangle.
+    """The orthonormal columns [basis Q]. Q is not stored; it is defined by new_rowsᵀ = basis·overlap + Q·triangle.
 
     Attributes:
         basis: ``[L, n, R]`` with orthonormal columns.
-        new_rows: ``[L, M, n]``, one row for each column; with the old columns they span the same space as the added
+        new_rows: ``[L, M, n]``, one row for each column of Q; with the basis they span the same space as the added
             columns.
         overlap: ``[L, R, M]`` in float64.
         triangle: ``[L, M, M]``, upper triangular, in float64.
-        coordinates: C ``[L, R + M, M]`` in float64 with added = [old Q] C.
+        coordinates: C ``[L, R + M, M]`` in float64, where the added columns are [basis Q] C.
     """
 
     basis: Tensor
@@ -60,7 +60,7 @@ class ExtendedBasis:
     coordinates: Tensor
 
     def multiply(self, i: int, x: Tensor) -> Tensor:
-        """Multiply [old Q] X for the i-th matrix, for X ``[R + M, r]`` in float64."""
+        """Multiply [basis Q] X for the i-th matrix, for X ``[R + M, r]`` in float64."""
         basis, r = self.basis[i], self.basis.shape[-1]
         new_coordinates = torch.linalg.solve_triangular(self.triangle[i], x[r:], upper=True)
         old_coordinates = x[:r] - self.overlap[i] @ new_coordinates
@@ -98,13 +98,13 @@ def extend_basis(basis: Tensor, new_rows: Tensor) -> ExtendedBasis:
 
 
 _FirstPass = tuple[Tensor, Tensor, Tensor | None]
-"""Rows N, C ``[L, t, M]`` and an upper triangle T (None: identity) with added = old[:, :t] C + Nᵀ T."""
+"""Rows N, C ``[L, t, M]`` and an upper triangle T (None: identity) with columns = basis[:, :t] C + Nᵀ T."""
 
 
 def _first_pass_float32(basis: Tensor, new_rows: Tensor) -> _FirstPass | None:
     """Do the first pass from products in float32; None if these are too coarse for it.
 
-    Only the leading old columns are subtracted, as many as the new ones have large components in: clients are sent
+    Only the leading columns of the basis are subtracted, as many as the new ones have large components in: clients are sent
     the leading triplets. The second pass subtracts the others; their components must be no larger than what
     remains.
     """
@@ -117,7 +117,7 @@ def _first_pass_float32(basis: Tensor, new_rows: Tensor) -> _FirstPass | None:
     t, inverse_norm = _cholesky(s)
     if not inverse_norm <= MAX_INVERSE_NORM_FLOAT32:
         return None
-    # squared norms of what would remain in the old columns from the j-th one on, relative to the rest
+    # squared norms of what would remain in the columns of the basis from the j-th one on, relative to the rest
     components = torch.linalg.solve_triangular(t, c, upper=True, left=False).square()
     remaining_norms = components.flip(-2).cumsum(-2).flip(-2).amax((0, -1))
     c = c[:, : int((remaining_norms > 1).sum())]
@@ -154,7 +154,7 @@ def _second_pass(basis: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> Ex
 
 
 def _subtract_projection(rows: Tensor, basis: Tensor, c: Tensor) -> Tensor:
-    """Subtract from rows their projection, given by C, on the leading old columns; the result is a new tensor."""
+    """Subtract from rows their projection, given by C, on the leading columns of the basis; the result is a new tensor."""
     out = empty_rows(rows, *rows.shape)
     if c.shape[1] == 0:
         return out.copy_(rows)
@@ -199,7 +199,7 @@ def orthogonalize(basis: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         columns: ``[L, n, M]``, R + M ≤ n.
 
     Returns:
-        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with new = [basis Q]
+        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` where columns = [basis Q]
         C.
     """
     if basis.shape[-1] == 0:

@@ -109,12 +109,12 @@ def test_what_is_merged_into_an_embedding_does_not_move_the_output_layer(
     tied: Path, tmp_path: Path, method: str
 ) -> None:
     runs = []
-    for keep in ("merged", "stacked"):
+    for base_updates in ("merged", "stacked"):
         tables: Any = make_causal_tables(tied, tmp_path, method=method, lora={"ranks": [2], "r": 2})
         tables["lora"]["target_modules"] = ["embed_tokens", "q_proj"]
         tables["defaults"] = {"batch_size": 8, "optimizer": {"kind": "sgd", "lr": 0.3}}
         made = ExperimentConfig.parse(tables)
-        rule = dataclasses.replace(made.build_method(made.default_method), keep=keep)
+        rule = dataclasses.replace(made.build_method(made.default_method), base_updates=base_updates)
         run = Run(rule, made.federation(), made.run, Sequential())
         for _ in range(2):
             run.step()

@@ -182,7 +182,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "floral, eq. 5": ("floral", {"router": Router(update="mfl")}),
     "floral, noise": ("floral", {"router": Router(noise=1.0, top=2, keep=False), "center": True}),
     "floral, optimal": ("floral", {"router": Router(routing="optimal")}),
-    "ensemble, eq. 5": ("ensemble", {"router": Router(update="mfl"), "mixed": "weights"}),
+    "ensemble, eq. 5": ("ensemble", {"router": Router(update="mfl"), "mix": "weights"}),
     "ensemble, optimal": ("ensemble", {"router": Router(routing="optimal")}),
     "ifca": ("ifca", {"weighting": "uniform"}),
     "fedproto": ("fedproto", {"inference": "nearest", "weighting": "uniform"}),

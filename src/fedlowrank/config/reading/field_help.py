@@ -199,7 +199,7 @@ def _sections() -> Iterator[FieldTable]:
                 ("methods.floral.router, methods.ensemble.router", Router),
                 ("methods.NAME.training, of federated LoRA", LoRATraining),
                 ("methods.fedhl.weighing", Weighing),
-                ("methods.fedhl.form, methods.flexlora.form", DeltaForm),
+                ("methods.fedhl.delta_form, methods.flexlora.delta_form", DeltaForm),
             ):
                 path, _, _ = title.partition(",")
                 yield FieldTable(path, "", f"[{title}]", tuple(list_fields(cls)), cls)

@@ -102,7 +102,7 @@ _TABLES: Mapping[str, Alternatives] = {
     "local_schedule": _of_switch(LocalSchedule),
     "router": _of_switch(Router),
     "weighing": _of_switch(Weighing),
-    "form": Alternatives("auto", Switch("kind", {"cap": ("capped",)})),
+    "delta_form": Alternatives("auto", Switch("kind", {"cap": ("capped",)})),
 }
 """Tables in other ones, by their name."""
 

@@ -19,7 +19,7 @@ _LARGE_MASK = 1 << 22
 def draw_length_buckets(lengths: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
     """Batches of one epoch with examples of similar length.
 
-    The examples are shuffled, sorted by length within windows of `WINDOW` batches, cut into batches, and the
+    The examples are shuffled, sorted by length within windows of `WINDOW_BATCHES` batches, cut into batches, and the
     batches shuffled. Each example occurs once. All batches but one are full.
 
     Args:
@@ -42,7 +42,7 @@ def draw_length_buckets(lengths: Tensor, batch_size: int, generator: torch.Gener
 def trim_padding(x: dict[str, Tensor], y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Cut off the last columns that are padding in every example of a batch.
 
-    The number of remaining columns is rounded up to a multiple of `MULTIPLE`.
+    The number of remaining columns is rounded up to a multiple of `WIDTH_MULTIPLE`.
 
     Args:
         x: token inputs by name, each [..., T], among them ``attention_mask``, 0 for padding. Inputs of
@@ -63,7 +63,7 @@ def measure_lengths(mask: Tensor) -> Tensor:
 
 
 def round_up_width(length: int) -> int:
-    """Width of a batch whose longest example has this length: the next multiple of `MULTIPLE`."""
+    """Width of a batch whose longest example has this length: the next multiple of `WIDTH_MULTIPLE`."""
     return -(-max(1, length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 

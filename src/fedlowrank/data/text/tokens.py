@@ -29,7 +29,7 @@ class TextSettings:
     """Settings of the tokenization.
 
     Attributes:
-        format: how instructions are written as text, see `formats.render`. Labeled texts stay unchanged, and
+        format: how instructions are written as text, see `text_formats.render_instruction`. Labeled texts stay unchanged, and
             conversations are written by the chat template.
         context: largest number of tokens of an example, at least 2.
         loss_on: what a causal model learns: ``response``, the response or all turns of the assistant, also

@@ -283,7 +283,7 @@ def _code_text(names: Sequence[str], settings: Mapping[str, str], method: str) -
 
     Args:
         names: of the code, ``module:attribute``.
-        settings: of a run, from :func:`settings_of`.
+        settings: of a run, from :func:`.setting_names.settings_of`.
         method: the name of its method.
     """
     texts = []

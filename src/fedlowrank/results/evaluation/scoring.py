@@ -43,10 +43,12 @@ N = TypeVar("N", Tensor, float)
 
 
 class ExampleSums(NamedTuple, Generic[N]):
-    """Of a set, accuracy = ``right / asked`` and mean loss = ``loss / weight``. Of examples ``[n]``, what each adds to them.
+    """Sums over the examples of a set: accuracy is ``correct / answers``, mean loss is ``loss / weight``.
+
+    Before they are added up, what each example adds, ``[n]``.
 
     Attributes:
-        correct: answers that are right.
+        correct: correct answers.
         answers: answers that count; 0 where there is no accuracy.
         loss: loss times ``weight``.
         weight: of the example in the mean loss; 0 of a text in which no token is to be predicted.

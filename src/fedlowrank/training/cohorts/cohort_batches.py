@@ -163,19 +163,26 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     x, y = common_base(inputs), common_base([d.examples.y for d in data])
     if x is None or y is None or y[0].ndim > 2 or (y[0].ndim == 2 and not y[0].is_floating_point()):
         return None
-    orders = [[i.numpy() for i in d.order(name)] for d in data]
+    orders = [d.order(name) for d in data]
+    indices = torch.cat([index for order in orders for index in order]).numpy() if orders[0] else np.empty(0)
+    step_counts = np.array([len(order) for order in orders])
+    # of clients and steps [K, S], 0 where a client has ended
+    sizes = np.zeros((len(orders), len(orders[0])), dtype=np.int64)
+    for k, order in enumerate(orders):
+        sizes[k, : len(order)] = [len(index) for index in order]
+    starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
     row_indices: list[list[Any]] = [[], []]
     masks: dict[int, Any] = {}
-    for step in range(len(orders[0])):
-        index = [order[step] for order in orders if step < len(order)]
-        sizes = np.array([[len(i)] for i in index])
-        columns, starts = np.arange(sizes.max()), sizes.cumsum()[:, None] - sizes
-        is_example = columns < sizes
+    for step in range(sizes.shape[1]):
+        client_count = np.count_nonzero(step_counts > step)
+        step_sizes = sizes[:client_count, step, None]
+        columns = np.arange(step_sizes.max())
+        is_example = columns < step_sizes
         if not is_example.all():
             masks[step] = is_example
-        indices = np.concatenate(index)[starts + np.where(is_example, columns, 0)]
+        step_indices = indices[starts[:client_count, step, None] + np.where(is_example, columns, 0)]
         for rows, (_, offsets) in zip(row_indices, (x, y), strict=True):
-            rows.append(indices + np.array(offsets[: len(index)])[:, None])
+            rows.append(step_indices + np.array(offsets[:client_count])[:, None])
     device = y[0].device
     x_rows, y_rows = (_to_device(steps, device) for steps in row_indices)
     masks_on_device = dict(zip(masks, _to_device(list(masks.values()), device), strict=True))
