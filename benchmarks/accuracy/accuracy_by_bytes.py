@@ -177,7 +177,7 @@ def measure(name: str, source: tuple[str, int], rounds: int, setting: Setting) -
     return row | {
         "bytes_up": sum(r.bytes_up for r in records),
         "messages": sum(len(r.participants) for r in records),
-        "loss": [round(sum(r.loss.values()), 4) for r in records],
+        "loss": [round(sum(r.training_losses.values()), 4) for r in records],
         "cpu_seconds": round(time.process_time() - began, 2),
     }
 

@@ -41,7 +41,7 @@ def run(method: str, seed: int, lam: str, limit: float, folder: Path, changes: l
     down = up = 0
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{method}{lam}-s{seed}.jsonl").open("w") as file:
-        record = made.start()
+        record = made.record_initial_models()
         while True:
             down, up = down + record.bytes_down, up + record.bytes_up
             if record.measured is not None:

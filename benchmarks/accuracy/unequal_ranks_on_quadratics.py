@@ -20,7 +20,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 

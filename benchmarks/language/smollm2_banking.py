@@ -223,7 +223,7 @@ def run_arm(
     scale = folders._lora.scale
     questions = Questions(language, folder / f"{part}.jsonl", device)
     infos = run.federation.infos
-    p = torch.tensor([float(i.examples) for i in infos], dtype=torch.float64)
+    p = torch.tensor([float(i.example_count) for i in infos], dtype=torch.float64)
     p /= p.sum()
     record: dict[str, Any] = {
         "texts": len(questions.rows),
@@ -273,7 +273,7 @@ def run_arm(
                 )
         record["rounds"].append(row)
 
-    run.start()
+    run.record_initial_models()
     total = rounds or experiment.run.rounds
     if part == "test":
         measure(last=False)

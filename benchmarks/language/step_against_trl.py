@@ -62,7 +62,10 @@ def main(base: str) -> None:
             for name, run in runs.items():
                 record = run.step()
                 seconds[name].append(record.cpu_seconds["train"])
-                print(f"{name}: {seconds[name][-1]:.1f} s, loss {record.loss['local']:.6f}", flush=True)
+                print(
+                    f"{name}: {seconds[name][-1]:.1f} s, loss {record.training_losses['local']:.6f}",
+                    flush=True,
+                )
     means = {name: statistics.mean(values) for name, values in seconds.items()}
     print(f"mean of {ROUNDS} rounds of {STEPS} steps: {means}; trl / own {means['trl'] / means['own']:.2f}")
 

@@ -24,7 +24,7 @@ from fedlowrank.core.contract import ClientInfo, Mean
 from fedlowrank.core.contract.contribution import Aggregator
 from fedlowrank.core.key import Key
 from fedlowrank.linalg.pair import Factors, Pair
-from fedlowrank.methods.families.lora_family import Message
+from fedlowrank.methods.shared.lora_family import Message
 from fedlowrank.network.validation.upload_forms import Template
 from fedlowrank.network.validation.uploads import Limits, inspect_upload
 

@@ -90,7 +90,7 @@ def evaluations() -> dict[str, list[float]]:
         if clients == 10_000:
             found["set-up of 10,000 clients, data included"] = [time.process_time() - start]
         name = f"evaluation of {clients:,} clients"
-        found[name] = timed(run.evaluation)
+        found[name] = timed(run.evaluate)
         x = torch.cat([e.inputs for c in made.clients for e in (c.val, c.test)])
         module = subject.plain()
 

@@ -103,7 +103,7 @@ def check_one(name: str, device: str) -> str:
     for place in (device, "cpu"):
         made = Federation.from_arrays(data, lambda: MLP(16, (12, 10), 3), classes=3)
         run = Run(METHODS[name](), made, RunSettings(rounds=2, device=place), ENGINES["vectorized"]())
-        run.start()
+        run.record_initial_models()
         run.step()
         run.step()
         states.append([t.cpu().double() for t in tree.tensors(run.state.server) if t.is_floating_point()])

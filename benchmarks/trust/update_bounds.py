@@ -99,7 +99,7 @@ def clients(unequal_ranks: bool, weigh: float) -> Federation:
     ranks = (1, 2, 4, 8, 1, 2, 4, 8) if unequal_ranks else (3,) * 8
     made = Federation.from_arrays(data, Net, classes=4, rank=ranks, cluster=[i % 2 for i in range(8)])
     most = int(weigh * median_low(EXAMPLES)) if weigh else max(EXAMPLES)
-    infos = [dataclasses.replace(info, examples=min(info.examples, most)) for info in made.infos]
+    infos = [dataclasses.replace(info, example_count=min(info.example_count, most)) for info in made.infos]
     return dataclasses.replace(made, infos=infos)
 
 
@@ -136,9 +136,9 @@ class Bounding(Sequential):
             return {}
         infos, ratio = federation.infos, self.variant.ratio
         passes = method.local_passes()
-        steps = {c: sum(steps_of(passes, infos[c].examples).values()) for c in norms}
-        usual = median_low(i.examples for i in infos)
-        reach = {c: min(1.0, usual / infos[c].examples) for c in norms}
+        steps = {c: sum(steps_of(passes, infos[c].example_count).values()) for c in norms}
+        usual = median_low(i.example_count for i in infos)
+        reach = {c: min(1.0, usual / infos[c].example_count) for c in norms}
         if self.variant.promised:
             reach = relative_steps(steps, norms)
         changed = {}
@@ -177,7 +177,7 @@ def trial(name: str, lr: float, variant: Variant, rounds: int) -> Found:
     method = METHODS[name](optimizer=SGD(lr=lr), batch_size=16, epochs=1)
     run = Run(method, federation, RunSettings(rounds=rounds, evaluate_every=rounds, on_nan="drop"), engine)
     try:
-        records = [run.start(), *(run.step() for _ in range(rounds))]
+        records = [run.record_initial_models(), *(run.step() for _ in range(rounds))]
     except NonFiniteError:
         return Found(0.0, 0.0, float("nan"))
     accuracy = records[-1].mean(split="test")

@@ -86,8 +86,8 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Every method as a class; `METHODS` maps names to them. [All methods](../methods/index.md) has their pages.",
         [
             *_classes(METHODS),
-            *_names("methods.families.lora_family", "LoRATraining"),
-            *_names("methods.families.effective_delta", "Weighing"),
+            *_names("methods.shared.lora_family", "LoRATraining"),
+            *_names("methods.shared.effective_delta", "Weighing"),
             *_names("adapters.mixtures.router", "Router"),
         ],
     ),

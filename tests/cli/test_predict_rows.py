@@ -88,7 +88,7 @@ def test_predictions_are_those_of_the_weights(capsys: Capsys) -> None:
     x = np.column_stack([scaled["age"], sexes, scaled["dose"]])
     run = open_run(RUN, "")
     for row in range(7):
-        params = run.personal(run.federation.infos[int(found["client"][row])])
+        params = run.personal_params(run.federation.infos[int(found["client"][row])])
         w1, b1, w2, b2 = (p.numpy().astype(np.float64) for p in params.values())
         scores = w2 @ np.maximum(w1 @ x[row] + b1, 0) + b2
         probability = np.exp(scores) / np.exp(scores).sum()

@@ -35,7 +35,7 @@ def messages(read: Any) -> tuple[list[Any], list[int]]:
         (lambda c: (c.rank, c.cluster), 6),
         # one field decides whether another one is read
         (lambda c: (c.rank, c.architecture if c.rank == 1 else ""), 4),
-        (lambda c: c.examples, 12),
+        (lambda c: c.example_count, 12),
         (lambda c: c.id, 12),
         (lambda c: c.title, 12),
         (lambda c: c.title if c.rank == 2 else c.rank, 2 + 4),
@@ -51,7 +51,7 @@ def test_a_message_is_what_each_client_alone_is_sent(read: Any, calls: int) -> N
 def test_at_most_so_many_messages_are_kept() -> None:
     class Sender(FedAvg):
         def download(self, server: Any, client: Any) -> Any:
-            return [client.examples]
+            return [client.example_count]
 
     downloads = Downloads(Sender(), "server")
     for i in range(2 * MAX_MESSAGES):

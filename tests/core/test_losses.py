@@ -121,7 +121,7 @@ def test_the_mean_of_a_batch_is_that_of_torch(name: str) -> None:
     # two clients of one batch, the second with one example of padding
     both = torch.cat([scores, scores.flip(0)])
     mask = torch.tensor([True] * len(y) + [True] * (len(y) - 1) + [False])
-    two = task_loss(both, Batch(None, torch.cat([y, y.flip(0)]), mask, clients=2, loss=loss))
+    two = task_loss(both, Batch(None, torch.cat([y, y.flip(0)]), mask, client_count=2, loss=loss))
     short = wanted(scores[1:], y[1:])
     torch.testing.assert_close(two, torch.stack([expected, short]), rtol=1e-6, atol=1e-9)
 

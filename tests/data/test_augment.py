@@ -214,7 +214,7 @@ class Watched(FedAvg):
             self.seen["train"].append(batch.x.clone())
             return nn.functional.cross_entropy(view.model.apply(theta, batch.x), batch.y)
 
-        view.total(statistic, down)
+        view.sum_over_data(statistic, down)
         return None, view.train(loss, down, "local", self.optimizer)
 
     def client_model(self, state: None, down: Any, view: ClientView) -> ClientModel:
@@ -240,12 +240,12 @@ def test_statistics_inference_and_the_count_of_operations_see_the_images_as_they
     assert {torch.equal(x, raw) for x in found["total"]} == {True}
     assert all(torch.equal(x, part.x) for x, part in zip(found["infer"], (data.val, data.test), strict=True))
     assert records[0].flops == records[1].flops > 0
-    assert records[0].loss != records[1].loss
+    assert records[0].training_losses != records[1].training_losses
 
 
 def test_adaptation_before_inference_is_a_pass_of_training() -> None:
     runs = [run_of(PerFedAvg(batch_size=8), "sequential", federation(a), 0) for a in (BOTH, Augment())]
-    assert not tree.equal(*(run.personal(run.federation.infos[0]) for run in runs))
+    assert not tree.equal(*(run.personal_params(run.federation.infos[0]) for run in runs))
 
 
 def test_inputs_that_are_no_images_or_too_small_are_refused_with_the_client() -> None:

@@ -69,7 +69,7 @@ def trajectory(method: Any, federation: Federation) -> list[Any]:
             str(i): {path: t.reshape(t.shape or (1,)) for path, t in tree.leaves(s)}
             for i, s in sorted(run.state.clients.items())
         }
-        found.append([run.state.server, states, [run.personal(client) for client in federation.infos]])
+        found.append([run.state.server, states, [run.personal_params(client) for client in federation.infos]])
     return found
 
 

@@ -89,7 +89,7 @@ class ByNumber(METHODS["fedavg"]):  # type: ignore[misc]
     """FedAvg whose weights depend on a number of the upload, which control flow reads."""
 
     def contribution(self, server: Any, upload: Params, client: ClientInfo) -> Mean[Params]:
-        return Mean(upload, client.examples if upload["head.bias"][0] > 0 else 2 * client.examples)
+        return Mean(upload, client.example_count if upload["head.bias"][0] > 0 else 2 * client.example_count)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class WithoutRule(METHODS["fedavg"]):  # type: ignore[misc]
     """FedAvg with an operation in its contribution that has no rule."""
 
     def contribution(self, server: Any, upload: Params, client: ClientInfo) -> Mean[Params]:
-        return Mean({n: torch.logcumsumexp(t, 0) for n, t in upload.items()}, client.examples)
+        return Mean({n: torch.logcumsumexp(t, 0) for n, t in upload.items()}, client.example_count)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Another(METHODS["fedavg"]):  # type: ignore[misc]
     """FedAvg that gives something else for stacked tensors, as a wrong rule would."""
 
     def contribution(self, server: Any, upload: Params, client: ClientInfo) -> Mean[Params]:
-        return Mean({n: t if type(t) is Tensor else 2 * t for n, t in upload.items()}, client.examples)
+        return Mean({n: t if type(t) is Tensor else 2 * t for n, t in upload.items()}, client.example_count)
 
 
 @pytest.mark.parametrize("method", [ByNumber(), WithoutRule(), Another()], ids=lambda m: type(m).__name__)

@@ -20,7 +20,7 @@ from fedlowrank.core.learning.optimizer import LocalSchedule
 from fedlowrank.core.tree import Params, sub
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.averaging import supervised_loss
+from fedlowrank.methods.shared.averaging import supervised_loss
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 
@@ -110,7 +110,7 @@ class Own(FedAvg):  # type: ignore[misc]
         return state, sub(down, self.code(end, view) if view.round > 0 else end)
 
     def contribution(self, _: Any, upload: Params, client: ClientInfo) -> Any:
-        return Mean(upload, client.examples)
+        return Mean(upload, client.example_count)
 
     def server_update(self, server: Any, total: Any, view: Any) -> Any:
         return tree.cast_like(sub(server, total), server)
@@ -127,11 +127,11 @@ def changes_the_answer(end: Params, view: ClientView) -> Params:
 
 
 def looks_up_the_count(end: Params, view: ClientView) -> Params:
-    return times(end, {32: 0.5}.get(view.info.examples, 1.0))
+    return times(end, {32: 0.5}.get(view.info.example_count, 1.0))
 
 
 def looks_for_the_count(end: Params, view: ClientView) -> Params:
-    return times(end, 0.5 if view.info.examples in {32, 24} else 1.0)
+    return times(end, 0.5 if view.info.example_count in {32, 24} else 1.0)
 
 
 def looks_for_itself(end: Params, view: ClientView) -> Params:
@@ -148,7 +148,7 @@ def catches_all(end: Params, view: ClientView) -> Params:
 
 def divides_a_number(end: Params, view: ClientView) -> Params:
     total = end["0.weight"].square().sum()
-    return {**end, "2.bias": end["2.bias"] * (total * 25 / view.info.examples)}
+    return {**end, "2.bias": end["2.bias"] * (total * 25 / view.info.example_count)}
 
 
 def counts_steps(end: Params, view: ClientView) -> Params:
@@ -205,10 +205,10 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("what", NUMBERS)
 def test_the_number_of_examples_is_that_of_each_client(what: str) -> None:
     def scales(end: Params, view: ClientView) -> Params:
-        return times(end, NUMBERS[what](view.info.examples))
+        return times(end, NUMBERS[what](view.info.example_count))
 
     federation = Federation.from_arrays(clients_of(40, 40, 40, 30, 30, 30, 20), perceptron)
-    assert len({info.examples for info in federation.infos}) == 3
+    assert len({info.example_count for info in federation.infos}) == 3
     compare(Own(code=scales, batch_size=10, optimizer=SGD(lr=0.3)), federation, rounds=2)
 
 

@@ -178,7 +178,7 @@ def test_every_engine_keeps_the_same_accounts(name: str, engines: list[str]) -> 
         record = run.step()
         accounts.append({k: v for k, v in record.untimed().items() if k not in rounded})
         measured.append((read_tables(record.measured)["loss"], record.server_metrics))
-        assert all(torch.isfinite(torch.tensor(v)) for v in record.loss.values())
+        assert all(torch.isfinite(torch.tensor(v)) for v in record.training_losses.values())
     assert all(a == accounts[0] for a in accounts[1:])
     for other in measured[1:]:
         assert flat(other) == pytest.approx(flat(measured[0]), rel=1e-4, abs=1e-6)

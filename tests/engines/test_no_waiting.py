@@ -162,7 +162,7 @@ def texts(by_length: bool = False) -> Federation:
     model = Architecture("m", Speaker(), example)
     on = tables()
     infos = [
-        dataclasses.replace(i, architecture="m", examples=len(c.train))
+        dataclasses.replace(i, architecture="m", example_count=len(c.train))
         for i, c in zip(on.infos, clients, strict=True)
     ]
     return Federation(clients, infos, {"m": model}, (), by_length=by_length)
@@ -257,7 +257,7 @@ def trainers(on: Federation, epochs: int, elsewhere: Federation) -> Iterator[Loc
     """Of the clients in an order of falling steps; they know lengths of texts, which cannot be found where
     nothing is."""
     method = METHODS["fedavg"](batch_size=4, epochs=epochs)
-    order = sorted(on.infos, key=lambda i: -i.examples)
+    order = sorted(on.infos, key=lambda i: -i.example_count)
     for info in order:
         here, there = (ENGINES["sequential"]().trainer(method, of, 0, info) for of in (on, elsewhere))
         there.data.__dict__.update(lengths=here.data.lengths, _ends=here.data._ends)

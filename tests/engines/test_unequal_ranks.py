@@ -15,7 +15,7 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from tests.engines.ranked_clients import RANKS, build_network, make_ranked_federation
@@ -65,13 +65,13 @@ def test_clients_of_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
     for _ in range(2):
         a, b = one.step(), other.step()
         assert (a.steps, a.flops, a.bytes_up) == (b.steps, b.flops, b.bytes_up)
-        assert b.loss == pytest.approx(a.loss, abs=1e-5)
+        assert b.training_losses == pytest.approx(a.training_losses, abs=1e-5)
     # states of optimizers count steps, and these clients take other numbers; one client's scale is the
     # module's own, which is no constant of the pass
     joint = len(RANKS) - (scaling == "alpha")
     assert engine.sizes == ([] if optimizer == "kept momentum" else [joint] * 2)
     for info in on.infos:
-        a, b = one.personal(info), other.personal(info)
+        a, b = one.personal_params(info), other.personal_params(info)
         assert max(float((a[n] - b[n]).abs().max()) for n in a) < 2e-5
     a, b = (tree.tensors(run.state.server) for run in (one, other))
     assert [t.shape for t in a] == [t.shape for t in b]
@@ -89,7 +89,7 @@ def test_residuals_of_unequal_ranks() -> None:
         one.step(), other.step()
     assert engine.sizes == [5, 5, 5]
     for info in on.infos:
-        a, b = one.personal(info), other.personal(info)
+        a, b = one.personal_params(info), other.personal_params(info)
         assert max(float((a[n] - b[n]).abs().max()) for n in a) < 2e-5
 
 

@@ -53,7 +53,7 @@ def write_run(
     zero = [0.0] * CLIENTS
     for record, of in ((records[0], dict.fromkeys(tests, zero)), (records[-2], tests)):
         tables = {series: {"val": zero, "test": values} for series, values in of.items()}
-        record["measured"] = make_client_table({"accuracy": tables}).as_json()
+        record["measured"] = make_client_table({"accuracy": tables}).to_dict()
     (run / "run.json").write_text(json.dumps(config))
     (run / "clients.json").write_text(json.dumps([{"id": i} for i in range(CLIENTS)]))
     (run / "status.json").write_text(

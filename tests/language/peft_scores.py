@@ -32,7 +32,7 @@ def score_with_peft(base: Path, adapter: Path, x: dict[str, Tensor]) -> Tensor:
 
 def score_in_memory(run: Run, client: int | None) -> Tensor:
     info = run.federation.infos[client or 0]
-    params = run.personal(info) if client is not None else run.local_model(info).server
+    params = run.personal_params(info) if client is not None else run.local_model(info).server
     assert params is not None
     with torch.no_grad():
         return run.federation.architectures["language"].apply(params, take_inputs(run))
@@ -49,7 +49,7 @@ TOKEN_IDS = torch.tensor([[1, 5, 9, 7, 4, 6]])
 def score_client_tokens(run: Run, client: int) -> Tensor:
     """Scores of a client's model in memory."""
     language: Any = run.federation.companion
-    with torch.no_grad(), language.use_parameters(run.personal(run.federation.infos[client])) as model:
+    with torch.no_grad(), language.use_parameters(run.personal_params(run.federation.infos[client])) as model:
         found: Tensor = model(input_ids=TOKEN_IDS).logits
     return found
 

@@ -15,7 +15,7 @@ from fedlowrank.linalg.factored import compress_update, rank_of_energy
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.linalg.svt import soft_threshold, threshold_all, threshold_dense, threshold_singular_values
 from fedlowrank.linalg.truncation import truncate_update
-from fedlowrank.methods.families.effective_delta import Weighing
+from fedlowrank.methods.shared.effective_delta import Weighing
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

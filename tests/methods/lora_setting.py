@@ -18,7 +18,6 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -27,6 +26,7 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from tests.golden import lora_reference as reference
 from tests.golden.reference import Array, Layers, forward

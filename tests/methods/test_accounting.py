@@ -142,7 +142,7 @@ def test_parameters_sent_follow_the_formula(method, make, each_way: int) -> None
 def test_whole_models_are_sent_so_many_times(method: Any, down: int, up: int) -> None:
     federation = federate_one_model(**FLOAT32)
     record = run_rounds(method, federation, steps=0, **SAMPLE).step()
-    theta = federation.architectures["small"].parameters
+    theta = federation.architectures["small"].parameter_count
     assert (record.parameters_down, record.parameters_up) == (3 * down * theta, 3 * up * theta)
     assert record.bytes_down >= 4 * record.parameters_down
 

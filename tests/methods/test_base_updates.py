@@ -17,10 +17,10 @@ from fedlowrank.core import tree
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.linalg.pair import Factors, Pair
-from fedlowrank.methods.families.base_updates import Base
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.flora import FLoRA
+from fedlowrank.methods.shared.base_updates import Base
+from fedlowrank.methods.shared.lora_family import LoRATraining
 
 from .comparisons import assert_parameters_close
 from .lora_setting import FAST_LOCAL, NO_EVALUATION, RANKS, federate_lora, predict, run_lora
@@ -70,7 +70,7 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
         assert get_addresses(state.base) <= get_addresses(ledger.updates)
         assert tree.numel(state.base) < whole
     # the weights with all updates are made once for all clients that use them
-    merged = [run.personal(i)["body.0.weight"] for i in federation.infos]
+    merged = [run.personal_params(i)["body.0.weight"] for i in federation.infos]
     if kind is FLoRA:
         assert len({w.data_ptr() for w in merged}) == 1
         w = dict(wrapped.named_parameters())["body.0.weight"].numpy()

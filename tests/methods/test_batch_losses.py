@@ -29,6 +29,6 @@ def test_padding_counts_in_no_mean() -> None:
     values = torch.tensor([1.0, 2.0, torch.inf])
     batch = Batch(torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.tensor([True, True, False]))
     assert float(batch.mean(values)) == 1.5
-    assert batch.total(torch.stack([values, values], 1)).tolist() == [3.0, 3.0]
+    assert batch.sum(torch.stack([values, values], 1)).tolist() == [3.0, 3.0]
     empty = Batch(torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool))
     assert float(empty.mean(values)) == 0.0

@@ -18,15 +18,15 @@ from fedlowrank.core.errors import TaskError
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.ensemble import Ensemble
-from fedlowrank.methods.families.clusters import (
+from fedlowrank.methods.fedem import FedEM
+from fedlowrank.methods.ifca import IFCA
+from fedlowrank.methods.shared.clusters import (
     average_clusters,
     compute_model_losses,
     contribute_by_cluster,
     draw_models,
     select_cluster,
 )
-from fedlowrank.methods.fedem import FedEM
-from fedlowrank.methods.ifca import IFCA
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage.client_store import ClientStore
@@ -128,7 +128,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
         {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)},
         ClientStore(),
     )
-    record = run.start()
+    record = run.record_initial_models()
     for k in range(6):
         assert record.values("route", series=str(k % 2), split="")[k] > 0.9
     assert record.values("accuracy", series="personal", split="test") == [1] * 6

@@ -44,9 +44,9 @@ def test_ensemble(mix: str, known: Any, engine: type[Engine]) -> None:
         if mix == "weights":
             whole = reference.summed([reference.scaled(net, p) for net, p in zip(models, pi, strict=True)])
             scores = forward(whole, x)[1]
-            assert_nested_close(to_layers(run.personal(federation.infos[k])), whole)
+            assert_nested_close(to_layers(run.personal_params(federation.infos[k])), whole)
         else:
-            assert_nested_close(to_layers(run.personal(federation.infos[k])), models[int(pi.argmax())])
+            assert_nested_close(to_layers(run.personal_params(federation.infos[k])), models[int(pi.argmax())])
         assert_nested_close(
             predictor(run.method, *get_client_inputs(run, k))(federation.clients[k].train.x).detach(), scores
         )

@@ -107,7 +107,7 @@ def test_fd_targets_are_probabilities_and_thirty_rounds_stay_finite() -> None:
     )
     losses = []
     for _ in range(30):
-        losses.append(run.step().loss["local"])
+        losses.append(run.step().training_losses["local"])
         for info in run.federation.infos:
             down = run.method.download(run.state.server, info)
             rows = down.mean[down.is_known]

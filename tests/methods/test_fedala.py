@@ -62,13 +62,13 @@ def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
     assert eta == 1.0 or (values == 0).any()
     for k in range(len(SIZES)):
         wanted = net[:-upper] + golden.between(weights[k], net[-upper:], own[k])
-        assert_nested_close(to_layers(run.personal(run.federation.infos[k])), wanted)
+        assert_nested_close(to_layers(run.personal_params(run.federation.infos[k])), wanted)
 
 
 def test_with_its_weights_at_one_fedala_infers_by_the_download_bit_for_bit() -> None:
     run = run_rounds(FedALA(weights_lr=0.0, **LOCAL), federate_one_model(**FLOAT32), **SAMPLE)
     for k in range(len(SIZES)):
-        assert tree.equal(run.personal(run.federation.infos[k]), run.state.server)
+        assert tree.equal(run.personal_params(run.federation.infos[k]), run.state.server)
 
 
 def test_fedala_of_so_many_layers_needs_no_head() -> None:

@@ -62,9 +62,11 @@ def test_fedbabu_fine_tunes_with_the_optimizer_of_the_training_unless_told_other
     alone, told = (
         run_rounds(FedBABU(fine_tuning_optimizer=o, **LOCAL), federation, steps=1) for o in (None, SGD(lr=LR))
     )
-    assert tree.equal(alone.personal(federation.infos[1]), told.personal(federation.infos[1]))
+    assert tree.equal(alone.personal_params(federation.infos[1]), told.personal_params(federation.infos[1]))
     other = run_rounds(FedBABU(fine_tuning_optimizer=SGD(lr=0.1), **LOCAL), federation, steps=1)
-    assert not tree.equal(alone.personal(federation.infos[1]), other.personal(federation.infos[1]))
+    assert not tree.equal(
+        alone.personal_params(federation.infos[1]), other.personal_params(federation.infos[1])
+    )
 
 
 def test_fedbabu_needs_a_head() -> None:

@@ -80,7 +80,7 @@ def test_fedbn(norm: type[nn.Module], kept: Any, engine: type[Engine]) -> None:
     for info in federation.infos:
         assert_trees_close(run.state.clients[info.id], own[info.id])
         # what a client infers by is the common model with its own scales and shifts
-        model = {n: p for n, p in run.personal(info).items() if "running" not in n}
+        model = {n: p for n, p in run.personal_params(info).items() if "running" not in n}
         assert_trees_close(model, {n: {**shared, **own[info.id]}[n] for n in model})
         assert len(model) == 6
 

@@ -50,7 +50,7 @@ def test_fedem(engine: type[Engine]) -> None:
     assert_nested_close(get_client_states(run), [pis[k] for k in range(len(SIZES))])
     for k, info in enumerate(federation.infos):
         assert_nested_close(routes(run.method, *get_client_inputs(run, k)), pis[k])
-        assert_nested_close(to_layers(run.personal(info)), models[int(pis[k].argmax())])
+        assert_nested_close(to_layers(run.personal_params(info)), models[int(pis[k].argmax())])
         x = get_train_data(federation)[k][0]
         mixture = sum(p * softmax(forward(net, x)[1]) for p, net in zip(pis[k], models, strict=True))
         assert_nested_close(

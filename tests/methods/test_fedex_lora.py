@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedlowrank.engines.engine import Engine
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedex_lora import FedExLoRA
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from tests.golden import lora_reference as reference
 
 from .comparisons import assert_nested_close
@@ -48,7 +48,7 @@ def test_fedex_of_one_round_is_the_base_with_the_mean_update() -> None:
     ups = collect_replies(run)
     run.step()
     found = method.server_model(run.state.server, run.state.clients[0], make_view(run, 0))
-    sizes = np.array([r.client.examples for r in ups], dtype=float)
+    sizes = np.array([r.client.example_count for r in ups], dtype=float)
     for n in LAYER_NAMES:
         pairs = [r.upload.factors[n] for r in ups]
         update = sum(

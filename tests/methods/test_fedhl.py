@@ -24,10 +24,10 @@ from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.linalg.delta import DeltaForm, update_deltas
 from fedlowrank.linalg.pair import Pair
-from fedlowrank.methods.families.effective_delta import Weighing
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.flexlora import FlexLoRA
+from fedlowrank.methods.shared.effective_delta import Weighing
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from tests.golden import lora_reference as reference
@@ -257,7 +257,7 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
     new = server_update(method, server, replies, ServerView(run.task, 0, Key((0,))))
     for n in LAYER_NAMES:
         p = weighing.weigh(
-            server.delta, [ranks[r.client.id] for r in replies], [r.client.examples for r in replies],
+            server.delta, [ranks[r.client.id] for r in replies], [r.client.example_count for r in replies],
             {name: pair.rank for name, pair in server.initial_factors.items()},
         )  # fmt: skip
         assert sum(p.weights[n]) == pytest.approx(1, abs=1e-14)

@@ -12,9 +12,9 @@ from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core import tree
 from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.engines.engine import Engine
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedit import FedIT
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from fedlowrank.storage.client_store import ClientStore
 from fedlowrank.storage.state import State
@@ -80,12 +80,14 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
     b = run_rounds(
         FedAvg(**local), federate_lora([3] * 4, held), steps=0, participation=0.75, **NO_EVALUATION
     )
-    start = a.personal(a.federation.infos[0])
+    start = a.personal_params(a.federation.infos[0])
     assert start.keys() == b.state.server.keys()
     b.state = State(0, {n: start[n] for n in b.state.server}, ClientStore())
     for _ in range(3):
         a.step()
         b.step()
-    assert tree.equal({n: a.personal(a.federation.infos[0])[n] for n in b.state.server}, b.state.server)
+    assert tree.equal(
+        {n: a.personal_params(a.federation.infos[0])[n] for n in b.state.server}, b.state.server
+    )
     moved = [n for n, t in b.state.server.items() if not torch.equal(t, start[n])]
     assert len(moved) == 6

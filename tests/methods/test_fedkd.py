@@ -104,7 +104,7 @@ def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
     for found, wanted in zip(to_layers(run.state.server.mentee), history[-1], strict=True):
         np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=1e-10)
         np.testing.assert_allclose(found[1], wanted[1], rtol=0, atol=1e-10)
-    whole = federation.architectures["small"].parameters
+    whole = federation.architectures["small"].parameter_count
     assert sent == [3 * whole] * 3
 
 

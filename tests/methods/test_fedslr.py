@@ -186,7 +186,7 @@ def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(
     assert tree.numel(run.method.download(run.state.server, info)) == sum(
         p.numel() for p in w.values() if p.ndim == 1
     )
-    assert run.start().is_evaluated
+    assert run.record_initial_models().is_evaluated
 
 
 def test_names_to_exclude_are_exact() -> None:
@@ -314,7 +314,7 @@ def test_the_record_counts_parameters_and_ranks_as_the_paper_does() -> None:
     run = run_rounds(
         FedSLR(**DECAYING_LOCAL, **STRONG), federate_one_model(torch.float32), rounds=2, participation=1.0
     )
-    record = run.start()
+    record = run.record_initial_models()
     assert record.ranks == run.state.server.w.ranks
     assert record.is_evaluated
     initial = run.task.model(run.federation.infos[0]).initial

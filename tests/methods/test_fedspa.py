@@ -202,7 +202,7 @@ def test_masked_values_and_new_masks_as_bits_are_all_that_crosses(prune: float) 
     down = get_download(run, 0)
     _, up = run.method.local_update(get_state(run, 0), down, make_view(run, 0))
     values = sum(counts.values()) + vectors
-    assert values == pytest.approx(0.5 * federation.architectures["small"].parameters, abs=1)
+    assert values == pytest.approx(0.5 * federation.architectures["small"].parameter_count, abs=1)
     assert tree.numel(down) == tree.numel(up) == values
     assert tree.nbytes(down) == 4 * values
     assert tree.nbytes(up) == 4 * values + bits

@@ -33,7 +33,7 @@ def test_the_mean_of_ffa_is_the_mean_of_its_updates_and_that_of_fedit_is_not() -
         ups = collect_replies(run)
         run.step()
         sizes, a0 = (
-            np.array([r.client.examples for r in ups], dtype=float),
+            np.array([r.client.example_count for r in ups], dtype=float),
             draw_initial_a(run.federation.key / "init", 3),
         )
         for n in LAYER_NAMES:

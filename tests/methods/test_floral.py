@@ -19,10 +19,10 @@ from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.engines.engine import Engine, client_key, client_view
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.families.clusters import select_cluster
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.local_adaptor import LocalAdaptor
+from fedlowrank.methods.shared.clusters import select_cluster
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage.client_store import ClientStore
@@ -327,7 +327,9 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
         tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, **close), own, alone.state.clients[k])
         infos = federation.infos[k]
         tree.map_leaves(
-            lambda a, b: torch.testing.assert_close(a, b, **close), run.personal(infos), alone.personal(infos)
+            lambda a, b: torch.testing.assert_close(a, b, **close),
+            run.personal_params(infos),
+            alone.personal_params(infos),
         )
 
 
@@ -357,7 +359,7 @@ def test_the_first_round_changes_no_base_by_adaptors_that_are_zero() -> None:
     federation = federate_one_model()
     run = run_rounds(FederatedFloral(clusters=3, rank=2, **LOCAL), federation, steps=0)
     for info in federation.infos:
-        assert tree.equal(run.personal(info), federation.architectures["small"].initial)
+        assert tree.equal(run.personal_params(info), federation.architectures["small"].initial)
 
 
 ADAPTOR_PARAMETERS = 2 * (WIDTH + INPUTS) + WIDTH + 2 * (CLASSES + WIDTH) + CLASSES
@@ -433,7 +435,7 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     )
     run.state = State(0, make_separated_server(run.method, run), ClientStore())
     assert len(run.draws.unseen) == 2
-    record = run.start()
+    record = run.record_initial_models()
     for k in range(6):
         assert record.values("route", series=str(k % 2), split="")[k] > 0.9
     assert record.values("accuracy", series="personal", split="test") == [1] * 6

@@ -45,14 +45,14 @@ from fedlowrank.methods import (
     PFedMe,
 )
 from fedlowrank.methods.ensemble import Ensemble
-from fedlowrank.methods.families.base_updates import Base
-from fedlowrank.methods.families.lora_family import LoRATraining, Message
 from fedlowrank.methods.fd import Outputs
 from fedlowrank.methods.feddyn import Download
 from fedlowrank.methods.fedproto import Upload as FedProtoUpload
 from fedlowrank.methods.fedspa import Upload
 from fedlowrank.methods.floral import Upload as FloralUpload
 from fedlowrank.methods.scaffold import ControlledModel
+from fedlowrank.methods.shared.base_updates import Base
+from fedlowrank.methods.shared.lora_family import LoRATraining, Message
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 
@@ -317,7 +317,7 @@ def test_padded_factors_of_many_clients(dtype: torch.dtype, weighting: Any, per_
     found = served(run.method, run.state.server, run.task, sent, 0)
     pairs = [(m.factors["body"].b.double(), m.factors["body"].a.double()) for m in sent]
     w = [
-        c.examples if weighting == "examples" else float((b @ a).norm())
+        c.example_count if weighting == "examples" else float((b @ a).norm())
         for c, (b, a) in zip(run.task.clients, pairs, strict=True)
     ]
     for j in range(3):
@@ -332,7 +332,7 @@ def test_padded_factors_of_many_clients(dtype: torch.dtype, weighting: Any, per_
 def test_updates_of_the_base_by_many_clients(kind: Any, dtype: torch.dtype) -> None:
     run = lora_run(kind(training=LoRATraining(rank=2)), dtype)
     model, sent = run.task.architectures["model"], factors(run, dtype, [2] * 100)
-    server, n = run.state.server, torch.tensor([float(c.examples) for c in run.task.clients]).double()
+    server, n = run.state.server, torch.tensor([float(c.example_count) for c in run.task.clients]).double()
     p = n / n.sum()
     update = sum(
         x * (m.factors["body"].b.double() @ m.factors["body"].a.double())
@@ -367,7 +367,7 @@ def test_adaptors_of_many_clients(dtype: torch.dtype) -> None:
         for k, pi in enumerate(shares)
     ]
     found = dict(tree.leaves(served(run.method, server, run.task, sent, 0).model))
-    n = torch.tensor([float(c.examples) for c in run.task.clients]).double()
+    n = torch.tensor([float(c.example_count) for c in run.task.clients]).double()
     q = n[:, None] * torch.stack(shares).double()
     for path, t in found.items():
         x = torch.stack([dict(tree.leaves(u.model))[path] for u in sent]).double()
@@ -422,7 +422,7 @@ def test_prototypes_of_many_clients(dtype: torch.dtype) -> None:
     sent = []
     for c in run.task.clients:
         own = some_labels(g)
-        count = torch.randint(1, c.examples + 1, own.shape, generator=g)
+        count = torch.randint(1, c.example_count + 1, own.shape, generator=g)
         sent.append(FedProtoUpload(own, torch.rand(len(own), 5, generator=g) + 1, count))
     found = served(run.method, run.state.server, run.task, sent, 0)
     for j in range(4):

@@ -14,9 +14,9 @@ from fedlowrank.core import tree
 from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.engines.engine import ClientJob, Engine
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.families.lora_family import LoRATraining, measure_rank
 from fedlowrank.methods.fedit import FedIT
 from fedlowrank.methods.hetlora import HetLoRA
+from fedlowrank.methods.shared.lora_family import LoRATraining, measure_rank
 from fedlowrank.trust.trust_settings import Clipping, Robust
 from fedlowrank.trust.updates import compute_norm
 
@@ -123,7 +123,7 @@ def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> N
         for kind in (HetLoRA, FedIT)
     )
     for info in a.federation.infos:
-        assert_parameters_close(a.personal(info), b.personal(info), 1e-12)
+        assert_parameters_close(a.personal_params(info), b.personal_params(info), 1e-12)
     # the server of zero padding holds factors of scale 1
     for n in LAYER_NAMES:
         mine, theirs = a.state.server.factors[n], b.state.server.factors[n]

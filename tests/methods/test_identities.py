@@ -58,7 +58,7 @@ def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
     )
     assert_trees_close({n: t[0] for n, t in a.state.server.items()}, b.state.server)
     for k, info in enumerate(a.federation.infos):
-        assert_trees_close(a.personal(info), b.state.server)
+        assert_trees_close(a.personal_params(info), b.state.server)
         assert routes(a.method, *get_client_inputs(a, k)).tolist() == [1]
         x = a.federation.clients[k].test.x
         found = predictor(a.method, *get_client_inputs(a, k))(x).detach()

@@ -14,8 +14,8 @@ from fedlowrank.core import tree
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.families.clusters import select_cluster
 from fedlowrank.methods.ifca import IFCA, find_nearest_model
+from fedlowrank.methods.shared.clusters import select_cluster
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage.client_store import ClientStore
@@ -63,7 +63,7 @@ def assert_ifca_equals_reference(weights: str, engine: type[Engine], **data: Any
                 ]
             )
         )
-        assert_nested_close(to_layers(run.personal(info)), models[own])
+        assert_nested_close(to_layers(run.personal_params(info)), models[own])
         assert routes(method, *get_client_inputs(run, k)).tolist() == np.eye(2)[own].tolist()
         assert find_nearest_model(*get_client_inputs(run, k)[1:]) == own
 

@@ -37,7 +37,8 @@ def test_local_adaptor(alpha: float, precondition: bool, engine: type[Engine]) -
     for k, state in enumerate(get_client_states(run)):
         assert_nested_close(get_adaptors(state), own[k])
         assert_nested_close(
-            to_layers(run.personal(federation.infos[k])), reference.mixed(net, own[k], np.ones(1), alpha)
+            to_layers(run.personal_params(federation.infos[k])),
+            reference.mixed(net, own[k], np.ones(1), alpha),
         )
 
 

@@ -16,7 +16,6 @@ from fedlowrank.core import tree
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential, Wire
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -26,6 +25,7 @@ from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.methods.local_adaptor import LocalAdaptor
+from fedlowrank.methods.shared.lora_family import LoRATraining
 
 from .setting import CLASSES, INPUTS, Net, make_arrays, run_rounds
 
@@ -73,7 +73,7 @@ def test_a_module_keeps_its_type_on_every_wire(kind: Any, dtype: torch.dtype, wi
         runs.append(run_rounds(method, made, rounds=2, engine=engine, evaluate_every=2, participation=0.75))
     a, b = runs
     for info in a.federation.infos:
-        one, other = a.personal(info), b.personal(info)
+        one, other = a.personal_params(info), b.personal_params(info)
         assert dtypes(one) == {dtype}
         assert tree.equal(one, other)
         assert any(not torch.equal(one[n], p) for n, p in a.federation.architectures["model"].initial.items())
@@ -112,7 +112,7 @@ def test_layers_of_different_types_have_factors_of_their_own(kind: Any, types: A
     federation = Federation.from_arrays(data(), made, classes=CLASSES, rank=[2] * 4)
     run = run_rounds(kind(optimizer=SGD(lr=0.1), batch_size=8), federation, rounds=2, evaluate_every=2)
     info = federation.infos[0]
-    for n, p in run.personal(info).items():
+    for n, p in run.personal_params(info).items():
         if not n.startswith("head"):
             assert p.dtype == types["two" in n], n
     sent = (run.method.download(run.state.server, info), run.state.clients.get(info.id))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedsa_lora import FedSALoRA
 from fedlowrank.methods.ffa_lora import FFALoRA
+from fedlowrank.methods.shared.lora_family import LoRATraining
 
 from .comparisons import get_shapes
 from .lora_setting import (
@@ -49,7 +49,7 @@ def test_the_head_travels_only_where_it_is_shared(kind: Any, head: Any) -> None:
         assert tree.numel(up) == count_sent_factors(kind, rank) + (HEAD_PARAMETERS if head == "shared" else 0)
         kept = {p for p in get_shapes(state) if "head" in p}
         assert len(kept) == (2 if head == "personal" else 0)
-        own = run.personal(run.federation.infos[k])
+        own = run.personal_params(run.federation.infos[k])
         assert all(torch.equal(own[n], p) for n, p in initial.items()) == (
             head == "frozen" or (head == "personal" and k not in run.state.clients)
         )
@@ -62,7 +62,7 @@ def test_the_head_travels_only_where_it_is_shared(kind: Any, head: Any) -> None:
         assert set(server.rest) == (set(initial) if head == "shared" else set())
     replies = collect_replies(run, (0, 2))
     if head == "shared":
-        sizes = [r.client.examples for r in replies]
+        sizes = [r.client.example_count for r in replies]
         mean = sum(
             w * r.upload.rest["head.weight"].numpy() for w, r in zip(sizes, replies, strict=True)
         ) / sum(sizes)
@@ -77,7 +77,7 @@ def test_the_servers_series_uses_a_clients_own_head() -> None:
         run = run_lora(kind, 2, ranks=(9,) * 4, training=LoRATraining(rank=9, head="personal"))
         for k in range(4):
             torch.testing.assert_close(predict(run, k), predict(run, k, "server"), rtol=0, atol=1e-12)
-        heads = [run.personal(i)["head.bias"] for i in run.federation.infos]
+        heads = [run.personal_params(i)["head.bias"] for i in run.federation.infos]
         assert not torch.allclose(heads[0], heads[1], atol=1e-3)
 
 

@@ -14,7 +14,6 @@ from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core import tree
 from fedlowrank.core.errors import TaskError
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.families.lora_family import LoRATraining, Scaling
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -23,6 +22,7 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
+from fedlowrank.methods.shared.lora_family import LoRATraining, Scaling
 from fedlowrank.storage.state import State
 from tests.golden import lora_reference as reference
 from tests.golden.reference import forward

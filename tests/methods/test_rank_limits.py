@@ -28,7 +28,7 @@ from fedlowrank.data.partitioning.rank_skew import assign_ranks
 from fedlowrank.engines.engine import client_key
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS, FedHL, FedIT, FLoRA, HetLoRA
-from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.outcome.result import Result
 
 from .run_contents import get_client_inputs
@@ -155,7 +155,7 @@ def test_a_narrow_layer_has_fewer_components_under_the_same_scale(wrapped: bool)
         run = simulate(method(name, 4), federation(model, (11,)), rounds=1).run
         wanted = plain_loop(run, 1.5 if wrapped else 1.0, "b" if name == "ffa_lora" else "both")
         lora = lora_of(run.federation.architectures["model"])
-        found = dict(run.personal(run.federation.infos[0]))
+        found = dict(run.personal_params(run.federation.infos[0]))
         for layer in lora.layers.values() if wrapped else ():
             # FLoRA and FedEx-LoRA move the weight itself
             w = found.get(layer.weight, lora.base[layer.weight])

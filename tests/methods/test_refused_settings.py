@@ -12,7 +12,6 @@ from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
 from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.ensemble import Ensemble
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedala import FedALA
 from fedlowrank.methods.fedavg import FedAvg
@@ -42,6 +41,7 @@ from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.pfedme import PFedMe
 from fedlowrank.methods.scaffold import SCAFFOLD
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run_settings import RunSettings
 
 from .setting import federate_one_model, run_rounds

@@ -14,12 +14,12 @@ from fedlowrank.core.contract import ClientInfo, Pass
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD, Group
 from fedlowrank.methods.ensemble import Ensemble
-from fedlowrank.methods.families.clusters import (
+from fedlowrank.methods.floral import FederatedFloral
+from fedlowrank.methods.shared.clusters import (
     compute_cluster_weights,
     require_known_cluster,
     zero_router_logits,
 )
-from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.training.client_tensors.client_tensor import to_client_tensor
 from tests.golden import floral_reference as reference
 

@@ -60,7 +60,7 @@ def personal(result: Result) -> list[dict[str, Tensor]]:
     # of an ensemble the model with the largest share
     run = result.run
     models = run.federation.architectures
-    return [full_state_dict(models[i.architecture], run.personal(i)) for i in run.federation.infos]
+    return [full_state_dict(models[i.architecture], run.personal_params(i)) for i in run.federation.infos]
 
 
 # -- modules whose scores have no gradient -------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Own(Method[Any, None, Any, Any]):
         def mode(params: Any, batch: Batch) -> Tensor:
             return torch.tensor(float(model.training))
 
-        assert float(view.total(mode, down)) == 0.0
+        assert float(view.sum_over_data(mode, down)) == 0.0
         assert model.training is False
         return None, view.train(loss, down, "local", self.optimizer)
 
@@ -275,7 +275,7 @@ def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
         monkeypatch.setattr(LocalTrainer, kind, inside)
 
     record("train", LocalTrainer.train)
-    record("total", LocalTrainer.total)
+    record("total", LocalTrainer.sum_over_data)
     for name in KINDS:
         data = federation(Recording)
         seen.clear()

@@ -32,7 +32,9 @@ def test_an_unknown_small_model_is_refused() -> None:
 
 def test_the_small_model_is_the_one_with_the_fewest_parameters() -> None:
     federation = federate_two_models()
-    assert federation.architectures["small"].parameters < federation.architectures["deep"].parameters
+    assert (
+        federation.architectures["small"].parameter_count < federation.architectures["deep"].parameter_count
+    )
     assert sorted(prepare_run(FML(), federation).state.server) == sorted(
         federation.architectures["small"].initial
     )

@@ -174,7 +174,7 @@ def test_methods_train_unusual_parameters(name: str, kind: str) -> None:
     result = simulate(METHODS[name](batch_size=6, optimizer=SGD(lr=0.1)), federation(kind), rounds=2)
     # of an ensemble the model with the largest share
     info, models = result.run.federation.infos[1], result.run.federation.architectures
-    module(kind).load_state_dict(full_state_dict(models[info.architecture], result.run.personal(info)))
+    module(kind).load_state_dict(full_state_dict(models[info.architecture], result.run.personal_params(info)))
 
 
 @pytest.mark.parametrize("name", ["fedslr", "gpgd", "lpgd"])

@@ -73,7 +73,7 @@ EXAMPLE = torch.ones(1, INPUTS)
 def test_they_are_no_part_of_the_initial_parameters() -> None:
     model = Architecture("net", Net(), EXAMPLE)
     assert set(model.initial) == {"middle.weight", "head.weight", "head.bias"}
-    assert model.parameters == INPUTS * 8 + 8 + 8 * 5 + 5 + 5 * CLASSES + CLASSES
+    assert model.parameter_count == INPUTS * 8 + 8 + 8 * 5 + 5 + 5 * CLASSES + CLASSES
     assert set(model.head_of(model.initial)) == {"head.weight", "head.bias"}
     assert set(model.body_of(model.initial)) == {"middle.weight"}
 
@@ -133,7 +133,7 @@ def test_training_neither_changes_nor_sends_them(name: str) -> None:
     assert all(module[n] is p for n, p in model.module.named_parameters())
     # the personal model computes with them all the same
     x = on.clients[1].test.x
-    personal = run.personal(info)
+    personal = run.personal_params(info)
     own = copy.deepcopy(model.module)
     own.load_state_dict({**own.state_dict(), **{n: t for n, t in personal.items() if n in own.state_dict()}})
     torch.testing.assert_close(model.apply(personal, x), own(x), rtol=0, atol=1e-6)

@@ -91,7 +91,7 @@ def test_the_split_point_is_the_output_of_a_hidden_layer_after_relu(
     assert (r >= 0).all()
     assert (r == 0).any()
     torch.testing.assert_close(a.head(a.initial, r), a.apply(a.initial, x))
-    assert sum(p.numel() for p in a.initial.values()) == COUNTS["cnn1"] == a.parameters
+    assert sum(p.numel() for p in a.initial.values()) == COUNTS["cnn1"] == a.parameter_count
 
 
 def test_the_split_point_changes_no_value() -> None:
@@ -122,7 +122,7 @@ def test_images_too_small_are_refused() -> None:
 def test_an_mlp_flattens_and_its_last_hidden_layer_is_the_representation() -> None:
     a = Architecture("mlp", MLP(12, (9, 5), 4), torch.zeros(1, 3, 4))
     assert a.width == 5
-    assert a.parameters == 13 * 9 + 10 * 5 + 6 * 4
+    assert a.parameter_count == 13 * 9 + 10 * 5 + 6 * 4
     x = torch.randn(6, 3, 4)
     w = list(a.initial.values())
     r = torch.relu(torch.relu(x.flatten(1) @ w[0].T + w[1]) @ w[2].T + w[3])

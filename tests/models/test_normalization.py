@@ -192,7 +192,9 @@ def test_a_model_that_mixes_examples_scores_each_set_as_one_batch(kind: str) -> 
         float(loss), rel=1e-5
     )
     trainer = trainer_of(federation.architectures["model"], Examples(many[1], labels[1]))
-    total = trainer.total(lambda p, b: b.total(trainer.model.apply(p, b.x).square()), result.personal(0), ())
+    total = trainer.sum_over_data(
+        lambda p, b: b.sum(trainer.model.apply(p, b.x).square()), result.personal(0), ()
+    )
     torch.testing.assert_close(total, scores.square().sum(0), rtol=1e-4, atol=1e-3)
 
 
@@ -202,7 +204,7 @@ def test_sums_over_the_training_data_do_not_depend_on_chunks() -> None:
     y = torch.randint(0, 3, (600,), generator=g)
     model = Architecture("net", Net(), x[:1])
     trainer = trainer_of(model, Examples(x, y))
-    total = trainer.total(lambda p, batch: batch.total(model.apply(p, batch.x)), model.initial, ())
+    total = trainer.sum_over_data(lambda p, batch: batch.sum(model.apply(p, batch.x)), model.initial, ())
     np.testing.assert_allclose(total, by_hand(model.initial, x, x).sum(0), rtol=1e-4, atol=1e-3)
     # two matrices, a multiplication and an addition an entry; the statistics take the first one more
     assert trainer.meter.flops == 600 * 2 * (2 * (4 * 5 + 5 * 3))

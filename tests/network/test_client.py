@@ -307,11 +307,11 @@ def test_at_the_end_it_writes_its_model_down(sequential_run: Run, folder: Path) 
     sequential_run.step()
     header, _ = answer(sequential_run, folder, stamp=1, train=False, evaluate=True, last=True)
     model = safetensors.torch.load_file(folder / RUN_NAME / "model" / "model.safetensors")
-    wanted = sequential_run.personal(sequential_run.federation.infos[1])
+    wanted = sequential_run.personal_params(sequential_run.federation.infos[1])
     assert tree.equal(model, {n: wanted[n] for n in model})
     assert model.keys() == wanted.keys()
     assert header.evaluation is not None
-    found = sequential_run.evaluation()
+    found = sequential_run.evaluate()
     assert found is not None
     assert header.evaluation.values("accuracy", series="personal", split="test") == [
         found.values("accuracy", series="personal", split="test")[1]
@@ -367,7 +367,7 @@ def test_a_federation_of_data_of_ones_own(own: tuple[ExperimentConfig, list[Path
     result = served(carrier, made, tmp_path / "run")
     whole = Shares(tuple(share.data[i] for i, share in enumerate(shares)), ("no", "yes"))
     run = Run(made.build_method("scaffold"), assemble(made, whole), made.run, Sequential())
-    records = [run.start(), *(run.step() for _ in range(3))]
+    records = [run.record_initial_models(), *(run.step() for _ in range(3))]
     same_states(result, carrier, run)
     assert [r.values() for r in result.rounds] == [r.values() for r in records]
     assert [r["train"] for r in result.run.clients()] == [len(d.train) for d in whole.data]

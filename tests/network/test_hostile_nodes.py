@@ -378,13 +378,13 @@ def judged(header: str, payload: bytes) -> tuple[str, dict[int, int]]:
     )
     run = NetworkRun(made.build_method("scaffold"), federation, made.run, engine)
     with log_lines() as lines:
-        before = run.start()
+        before = run.record_initial_models()
         record = run.step()
         found = run.take_late_evaluation()
     assert found is not None
     for r in (record, dataclasses.replace(before, measured=found)):
-        assert RoundRecord.from_json(r.to_json()).untimed() == r.untimed() or "NaN" in r.to_json()
-        assert all(math.isfinite(x) for x in (*r.loss.values(), float(r.steps), float(r.flops)))
+        assert RoundRecord.from_line(r.to_line()).untimed() == r.untimed() or "NaN" in r.to_line()
+        assert all(math.isfinite(x) for x in (*r.training_losses.values(), float(r.steps), float(r.flops)))
         assert all(line.isprintable() and len(line) < 1200 for line in (*lines, *r.lost.values()))
     assert tree.not_finite(run.state.server) is None
     assert set(record.lost) <= {"1"}

@@ -79,8 +79,8 @@ def test_private_clients_send_neither_sizes_nor_losses_nor_evaluations(tmp_path:
     assert len(answers) >= 6
     for answer in answers:
         assert (answer.steps, answer.flops, answer.losses, answer.evaluation) == (0, 0, {}, None)
-    assert all(info.examples == 1 for info in result.run.federation.infos)
-    assert all(not r.is_evaluated and not r.loss and not r.steps for r in result.rounds)
+    assert all(info.example_count == 1 for info in result.run.federation.infos)
+    assert all(not r.is_evaluated and not r.training_losses and not r.steps for r in result.rounds)
     for client in carrier.folders.values():
         header, _ = _runtime(client).make_registration()
         assert isinstance(header, Registration)

@@ -73,7 +73,7 @@ def test_a_network_is_the_simulation(loss: str, tmp_path: Path) -> None:
         prepare(folders[200 + i], made, i, shares, SiteSettings.simulated())
     result = served(LocalTransport(folders, intact), made, tmp_path / "run")
     run = Run(made.build_method("fedhl"), made.federation(), made.run, Sequential())
-    run.start()
+    run.record_initial_models()
     records = [run.step() for _ in range(2)]
     for record, same in zip(records, result.rounds[1:], strict=True):
         for name in ("loss", metric):

@@ -51,7 +51,7 @@ def rounds_of(
                 "flops": 3_000_000 * trained,
                 "seconds": {"train": 0.5 * trained, "server": 0.25 * trained, "evaluate": 0.125},
                 "cpu_seconds": {"train": 1.0 * trained},
-                "loss": {"local": 1.0 / (i + 1)} if trained else {},
+                "training_losses": {"local": 1.0 / (i + 1)} if trained else {},
                 "accuracy": {"personal": splits},
             }
         )
@@ -149,7 +149,7 @@ def encode_round(row: dict) -> dict:
     shares = itertools.zip_longest(*(row.get("routes") or []))
     tables["route"] = {str(cluster): {"": of} for cluster, of in enumerate(shares)}
     measured = make_client_table(tables)
-    return {**kept, "measured": measured.as_json() if measured.columns else None}
+    return {**kept, "measured": measured.to_dict() if measured.columns else None}
 
 
 def members(count: int) -> list[dict]:

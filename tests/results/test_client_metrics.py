@@ -44,7 +44,7 @@ def own_scores(run: Run, split: str) -> list[tuple[np.ndarray, np.ndarray]]:
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         part = getattr(data, split)
         with torch.no_grad():
-            scores = torch.func.functional_call(module, run.personal(info), (part.x,))
+            scores = torch.func.functional_call(module, run.personal_params(info), (part.x,))
         found.append((scores.double().numpy(), part.y.numpy()))
     return found
 

@@ -68,7 +68,7 @@ def test_all_values_are_those_of_the_files(runs: Path) -> None:
     for run, method, seed in (("a/fedavg-s0", "fedavg", 0), ("b", "fml", 1)):
         people = json.loads((runs / run / "clients.json").read_text())
         for line in lines_of(runs / run):
-            tables = read_tables(RoundRecord.from_json(json.dumps(line)).measured)
+            tables = read_tables(RoundRecord.from_line(json.dumps(line)).measured)
             for series, splits in tables["accuracy"].items():
                 for split, values in splits.items():
                     for client, accuracy in enumerate(values):
@@ -231,7 +231,7 @@ def test_clients_outside_training_are_in_no_mean() -> None:
         everyone = [v for v in values[split] if v is not None]
         assert found == pytest.approx(sum(known) / len(known))
         assert found != pytest.approx(sum(everyone) / len(everyone))
-    assert RoundRecord.from_json(record.to_json()).validation() == record.validation()
+    assert RoundRecord.from_line(record.to_line()).validation() == record.validation()
     assert f"{100 * result.mean_accuracy():.1f} %" in describe_record(record)
 
 

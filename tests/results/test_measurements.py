@@ -153,7 +153,7 @@ def test_every_number_of_the_records_is_a_row(small_run: Result) -> None:
             expected[record.round, -1, "", "", name] = getattr(record, name)
         for name, numbers in (
             ("seconds", record.seconds),
-            ("training_loss", record.loss),
+            ("training_loss", record.training_losses),
             ("ranks", record.ranks),
         ):
             expected |= {(record.round, -1, series, "", name): v for series, v in numbers.items()}

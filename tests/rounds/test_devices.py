@@ -87,7 +87,7 @@ def test_seconds_by_hand() -> None:
     assert without == plain.rounds[1].untimed()
     assert json.loads(plain.rounds[1].to_json())["simulated_seconds"] is None
     line = found.rounds[1].to_json()
-    assert RoundRecord.from_json(line).simulated_seconds == found.rounds[1].simulated_seconds
+    assert RoundRecord.from_line(line).simulated_seconds == found.rounds[1].simulated_seconds
 
 
 @pytest.mark.full

@@ -109,7 +109,7 @@ def expected(records: list[RoundRecord]) -> dict[tuple[str, int], float]:
         total += r.bytes_up + r.bytes_down
         found["bytes/total", r.round] = total
         found |= {(f"seconds/{kind}", r.round): value for kind, value in r.seconds.items()}
-        found |= {(f"loss/{name}", r.round): value for name, value in r.loss.items()}
+        found |= {(f"loss/{name}", r.round): value for name, value in r.training_losses.items()}
         for tag in ("accuracy", "loss"):
             for split in ("val", "test"):
                 known = [

@@ -15,7 +15,7 @@ from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.methods.shared.lora_family import LoRATraining
 
 INPUTS, CLASSES = 6, 3
 LORA = ("fedhl", "flexlora", "flora", "hetlora", "fedit", "ffa_lora", "fedsa_lora", "fedex_lora")
@@ -130,7 +130,7 @@ def test_ranks_of_the_slots_leave_factors_as_they_are() -> None:
     base = copy.deepcopy(data.architectures["model"].module.state_dict())
     moved = []
     for k, rank in enumerate((1, 2, 3)):
-        state, factors = result.personal(k), result.run.personal(data.infos[k])
+        state, factors = result.personal(k), result.run.personal_params(data.infos[k])
         a, b = state["first.lora_A"], state["first.lora_B"]
         assert (a.shape, b.shape) == ((2, 12), (12, 2))
         used = 0 if rank > 2 else rank

@@ -98,14 +98,14 @@ def trained(fed: Federation, client: int) -> Params:
     """A client's model after the first round, trained alone from the common initial weights."""
     run = Run(Standalone(batch_size=8), fed, RunSettings(rounds=1), Sequential())
     run.step()
-    return run.personal(fed.infos[client])
+    return run.personal_params(fed.infos[client])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sampling", ["size", "loss"])
 def test_a_round_takes_the_plain_mean_where_no_client_is_certain(sampling: Any) -> None:
     fed = federation()
-    assert tuple(i.examples for i in fed.infos) == SIZES
+    assert tuple(i.example_count for i in fed.infos) == SIZES
     run = Run(
         FedAvg(batch_size=8), fed, RunSettings(rounds=1, participation=0.5, sampling=sampling), Sequential()
     )
@@ -149,7 +149,7 @@ def test_the_highest_last_loss_comes_first_and_before_it_who_was_never_drawn() -
         assert chosen in (unknown or {max(last, key=lambda i: last[i])})
         others = [loss for i, loss in last.items() if i != chosen]
         # one that cannot be reached does not take every round
-        last[chosen] = sum(others) / len(others) if is_lost else record.loss["local"]
+        last[chosen] = sum(others) / len(others) if is_lost else record.training_losses["local"]
     assert len(last) == 4
 
 
@@ -159,7 +159,7 @@ def test_candidates_are_drawn_by_size() -> None:
     fed = federation()
     protocols: list[dict[str, Any]] = [{"sampling": "loss", "candidates": 1}, {"sampling": "size"}]
     one, size = (Run(FedAvg(), fed, RunSettings(participation=0.25, **p), Sequential()) for p in protocols)
-    sizes = [i.examples for i in fed.infos]
+    sizes = [i.example_count for i in fed.infos]
     draws = [one.draws.draw(t, sizes, {0: 9.0}) for t in range(400)]
     assert draws == [size.draws.draw(t, sizes) for t in range(400)]
     found = np.bincount(np.concatenate(draws), minlength=4) / 400

@@ -23,7 +23,7 @@ class CountingEngine(Vectorized):
 
         class CountingTrainer(CohortTrainer):
             def _train_parts(self, *args: Any) -> Any:
-                sizes.append(len(self.locals_))
+                sizes.append(len(self.client_trainers))
                 return super()._train_parts(*args)
 
         self.cohort_trainer = CountingTrainer  # type: ignore[misc]  # of this engine alone

@@ -376,7 +376,7 @@ def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, 
     """
     with threads(1), mock.patch.object(ModelEvaluation, "_measure_in_one_pass", return_value=None):
         run = Run(made.build_method(made.default_method), made.federation(), made.run, Sequential())
-        return run, [run.start(), *(run.step(lost_replies=r.lost) for r in records[1:])]
+        return run, [run.record_initial_models(), *(run.step(lost_replies=r.lost) for r in records[1:])]
 
 
 def agrees(

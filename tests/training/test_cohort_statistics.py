@@ -44,7 +44,7 @@ def test_sums_and_means_of_each_client_with_constants_of_its_own() -> None:
 
     def statistic(w: Tensor, batch: Batch, shift: Tensor) -> dict[str, Tensor]:
         scores = batch.x.double() @ w
-        return {"scores": batch.total(scores + shift), "count": batch.total(torch.ones_like(scores[:, 0]))}
+        return {"scores": batch.sum(scores + shift), "count": batch.sum(torch.ones_like(scores[:, 0]))}
 
     found = total_cohort(trainers(on), statistic, weight, (to_client_tensor(shift),))
     assert len(on.clients[0].train) > MAX_CHUNK

@@ -95,7 +95,7 @@ def test_every_client_that_trains_alone_has_one_optimizer_for_all_rounds(
     trained = {i: [t for t in range(ROUNDS) if i in run.draws.draw(t)] for i in run.state.clients}
     assert len({len(rounds) for rounds in trained.values()}) > 1
     for client, rounds in trained.items():
-        assert_close(run.personal(fed.infos[client]), with_torch(fed, client, rounds, make))
+        assert_close(run.personal_params(fed.infos[client]), with_torch(fed, client, rounds, make))
 
 
 def test_fedavg_of_one_client_is_one_optimizer_for_all_rounds() -> None:
@@ -114,8 +114,8 @@ def test_a_client_whose_reply_is_lost_keeps_the_state_of_before() -> None:
     )
     for t in range(3):
         run.step({"2": "lost"} if t == 1 else None)
-    assert_close(run.personal(fed.infos[2]), with_torch(fed, 2, [0, 2], make))
-    assert_close(run.personal(fed.infos[0]), with_torch(fed, 0, [0, 1, 2], make))
+    assert_close(run.personal_params(fed.infos[2]), with_torch(fed, 2, [0, 2], make))
+    assert_close(run.personal_params(fed.infos[0]), with_torch(fed, 0, [0, 1, 2], make))
 
 
 METHODS_WITH_PASSES: dict[str, AnyMethod] = {
@@ -153,13 +153,13 @@ def test_an_evaluation_uses_no_state_and_changes_none() -> None:
     fed, optimizer = federation(), KEPT["momentum"][0]
     run = run_of(FedBABU(optimizer=optimizer, fine_tuning_epochs=1), Sequential(), fed, rounds=2)
     before = {str(i): tree.encode(s) for i, s in run.state.clients.items()}
-    tuned = run.personal(fed.infos[0])
+    tuned = run.personal_params(fed.infos[0])
     afresh = FedBABU(
         optimizer=SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), fine_tuning_epochs=1
     )
     other = Run(afresh, fed, RunSettings(rounds=2), Sequential())
     other.restore(State(2, run.state.server, other.new_store()))
-    assert tree.equal(tuned, other.personal(fed.infos[0]))
+    assert tree.equal(tuned, other.personal_params(fed.infos[0]))
     assert before == {str(i): tree.encode(s) for i, s in run.state.clients.items()}
 
 

@@ -114,7 +114,7 @@ def test_steps_are_those_of_torch_with_its_scheduler(name: str, engine: type[Eng
     run = run_of(Standalone(epochs=2, batch_size=8, optimizer=SGD(lr=LR, local_schedule=ours)), engine(), fed)
     for info in fed.infos:
         wanted = with_torch(fed, info.id, lambda m: torch.optim.SGD(m.parameters(), lr=LR), schedule)
-        assert_close(run.personal(info), wanted)
+        assert_close(run.personal_params(info), wanted)
 
 
 @pytest.mark.full
@@ -140,7 +140,7 @@ def test_a_schedule_within_the_round_multiplies_that_over_rounds_and_the_rates_o
         groups = [{"params": rest, "lr": scale * LR}, {"params": head, "lr": scale * 0.02}]
         return torch.optim.AdamW(groups, weight_decay=0.1)
 
-    assert_close(run.personal(fed.infos[2]), with_torch(fed, 2, make, SCHEDULES["step"][1]))
+    assert_close(run.personal_params(fed.infos[2]), with_torch(fed, 2, make, SCHEDULES["step"][1]))
 
 
 def test_a_prox_takes_the_learning_rate_of_its_step() -> None:
@@ -192,7 +192,7 @@ def test_scaffold_divides_by_the_rates_of_the_round_where_a_schedule_goes_on(eng
     run = Run(SCAFFOLD(batch_size=1000, optimizer=optimizer), fed, RunSettings(rounds=4), engine())
     data, module = fed.clients[2].train, Net(6)
     for _ in range(3):
-        module.load_state_dict(run.personal(fed.infos[2]))
+        module.load_state_dict(run.personal_params(fed.infos[2]))
         module.zero_grad()
         functional.cross_entropy(module(data.x), data.y).backward()
         run.step()

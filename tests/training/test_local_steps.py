@@ -39,7 +39,7 @@ def test_steps_go_through_reshuffled_epochs(drop_last: bool) -> None:
     on, method = federation(), METHODS["fedavg"](steps=11, batch_size=4, drop_last=drop_last)
     for info in on.infos:
         data = Sequential().trainer(method, on, 0, info).data
-        n, order = info.examples, data.order("local")
+        n, order = info.example_count, data.order("local")
         assert len(order) == data.steps("local") == 11
         an_epoch = n // 4 if drop_last or not n % 4 else n // 4 + 1
         epochs = [torch.cat(order[a : a + an_epoch]).tolist() for a in range(0, 11, an_epoch)]

@@ -282,8 +282,8 @@ def test_a_statistic_is_the_sum_over_all_examples() -> None:
     # more than two chunks, the last of them short
     x, y = rng.normal(size=(600, INPUTS)).astype(np.float32), rng.integers(0, CLASSES, 600)
     v = view(federation(clients=[{"train": (x, y)}]))
-    total, count = v.total(
-        lambda p, b, s: (b.total(b.x * s["k"]), b.total(torch.ones(len(b)))),
+    total, count = v.sum_over_data(
+        lambda p, b, s: (b.sum(b.x * s["k"]), b.sum(torch.ones(len(b)))),
         {},
         constants=({"k": torch.tensor(2.0)},),
     )
@@ -495,7 +495,7 @@ def test_steps_and_losses_are_those_of_the_pass() -> None:
             for i in v.trainer.data.order("local")
         ]
         means.append(np.mean(losses))
-    assert record.loss["local"] == pytest.approx(np.mean(means))
+    assert record.training_losses["local"] == pytest.approx(np.mean(means))
 
 
 def test_a_pass_may_end_after_a_number_of_steps() -> None:

@@ -451,7 +451,7 @@ def test_buffers_belong_to_the_client(kind: type[Base], engine: str) -> None:
     runs = [federated(module_of(kind), engine, FEDAVG, every) for every in (1, 10**6)]
     assert all(torch.equal(p, runs[1].state.server[n]) for n, p in runs[0].state.server.items())
     for k, info in enumerate(runs[0].federation.infos):
-        personal = runs[0].personal(info)
+        personal = runs[0].personal_params(info)
         fresh = module_of(kind)
         fresh.load_state_dict(personal)
         if isinstance(fresh, ModeCounter):

@@ -115,7 +115,7 @@ class Telling(FedAvg):
         return None, {"model": upload, "count": view.steps("local")}
 
     def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Mean[Any]:
-        return Mean(upload["model"], client.examples)
+        return Mean(upload["model"], client.example_count)
 
     def describe_update(self, down: Any, client: ClientInfo, task: Task) -> Update:
         return Update({"model": down, "count": NO_UPDATE})
@@ -126,7 +126,7 @@ class Unequal(FedAvg):
     """Clients of the rank 2 contribute one number less."""
 
     def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Mean[Any]:
-        return Mean({n: t[1:] if client.rank == 2 else t for n, t in upload.items()}, client.examples)
+        return Mean({n: t[1:] if client.rank == 2 else t for n, t in upload.items()}, client.example_count)
 
 
 def test_all_clients_are_compared_and_not_only_the_first_and_the_last() -> None:

@@ -107,7 +107,7 @@ def test_a_client_whose_training_fails_sends_an_update_of_zeros(kind: str, engin
         record = run.step()
         run.engine.close()
         assert record.lost == {}
-        assert all(np.isfinite(loss) for loss in record.loss.values())
+        assert all(np.isfinite(loss) for loss in record.training_losses.values())
         steps.append(vector(run.state.server.inner) - start)
     assert np.array_equal(*steps)
     assert np.allclose(steps[0], expected_step(0.05), rtol=0, atol=1e-5)
@@ -201,5 +201,5 @@ def test_a_method_may_handle_the_error_in_a_cohort_too() -> None:
     for run in runs:
         record = run.step()
         assert record.lost == {}
-        assert np.isfinite(record.loss["local"])
+        assert np.isfinite(record.training_losses["local"])
     assert np.allclose(*(vector(run.state.server) for run in runs), rtol=0, atol=1e-6)

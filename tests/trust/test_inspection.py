@@ -160,13 +160,13 @@ def test_under_a_rule_every_client_counts_the_same(updates: np.ndarray) -> None:
 
 def test_a_lie_about_the_number_of_examples_counts_at_most_ten_times() -> None:
     lying = run_of(attack=Attack("examples", share=0.3))
-    assert {lying.federation.infos[i].examples for i in lying.hostile} == {
+    assert {lying.federation.infos[i].example_count for i in lying.hostile} == {
         100 * (12 + i) for i in lying.hostile
     }
-    claimed = [i.examples for i in lying.federation.infos]
+    claimed = [i.example_count for i in lying.federation.infos]
     for weights, most in (("examples", 10 * int(np.median(claimed))), ("equal", int(np.median(claimed)))):
         guarded = run_of(attack=Attack("examples", share=0.3), robust=Robust("median", weights=weights))  # type: ignore[arg-type]
-        counts = [guarded.weigh_client(i).examples for i in guarded.federation.infos]
+        counts = [guarded.weigh_client(i).example_count for i in guarded.federation.infos]
         assert max(counts) == most
         assert (len(set(counts)) == 1) == (weights == "equal")
 
@@ -177,7 +177,7 @@ def test_lies_do_not_carry_an_attack_through_a_rule(updates: np.ndarray) -> None
     for rule in ("median", "geometric_median", "multi_krum"):
         run = run_of(robust=Robust(rule, 0.28), attack=Attack("scaled", share=0.28, strength=1e3))
         liars = [
-            dataclasses.replace(i, examples=100 * i.examples) if i.id in run.hostile else i
+            dataclasses.replace(i, example_count=100 * i.example_count) if i.id in run.hostile else i
             for i in run.federation.infos
         ]
         run.federation = dataclasses.replace(run.federation, infos=liars)
@@ -346,7 +346,7 @@ def test_another_gauge_does_not_carry_a_reply_through_where_factors_are_averaged
 
 
 def test_factors_that_are_rounded_on_their_way_are_refused() -> None:
-    from fedlowrank.methods.families.lora_family import LoRATraining
+    from fedlowrank.methods.shared.lora_family import LoRATraining
 
     for settings in ({"clipping": Clipping(0.1)}, {"robust": Robust("norm_bound")}):
         with pytest.raises(TaskError, match=r"training.wire"):
@@ -354,7 +354,7 @@ def test_factors_that_are_rounded_on_their_way_are_refused() -> None:
 
 
 def test_shares_of_clusters_that_are_claimed_too_high_count_as_one() -> None:
-    from fedlowrank.methods.families.clusters import clamp_shares
+    from fedlowrank.methods.shared.clusters import clamp_shares
 
     assert clamp_shares(torch.tensor([1000.0, 0.0])).tolist() == [1.0, 0.0]
     assert clamp_shares(torch.tensor([3.0, -1.0, 1.0])).tolist() == [0.5, 0.0, 0.5]

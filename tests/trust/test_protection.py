@@ -79,7 +79,7 @@ def test_clipped_updates_are_averaged() -> None:
     bound = float(np.median([np.linalg.norm(u) for u in updates]))
     run = run_of(clipping=Clipping(bound))
     run.step()
-    weights = [i.examples for i in run.federation.infos]
+    weights = [i.example_count for i in run.federation.infos]
     expected = start + np.average([clipped(u, bound) for u in updates], axis=0, weights=weights)
     assert np.allclose(vector(start_of(run)), expected, rtol=0, atol=1e-12)
     assert not np.allclose(expected, start + np.average(updates, axis=0, weights=weights), atol=1e-4)
@@ -370,7 +370,9 @@ def test_personal_models_train_under_privacy_and_compression() -> None:
     plain = simulate(method, federation, rounds=2)
     assert result.run.method.title == "pFedLoRA"
     # the model itself never leaves, so only the adapter it learnt beside has noise
-    moved = [vector(result.run.personal(i)) - vector(plain.run.personal(i)) for i in federation.infos]
+    moved = [
+        vector(result.run.personal_params(i)) - vector(plain.run.personal_params(i)) for i in federation.infos
+    ]
     assert all(0 < np.abs(m).max() < 1 for m in moved)
 
 

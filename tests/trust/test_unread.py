@@ -18,9 +18,9 @@ from fedlowrank.config.tuning import plan_tuning
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import Schedule
 from fedlowrank.data.augment import Augment
-from fedlowrank.methods.families.effective_delta import Weighing
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.methods.per_fedavg import PerFedAvg
+from fedlowrank.methods.shared.effective_delta import Weighing
 from fedlowrank.models.zoo import ModelSettings
 from fedlowrank.rounds.participation.devices import Devices
 from tests.methods.setting import federate_one_model

@@ -128,7 +128,7 @@ def params_of(run: Run, name: str) -> Params:
         raise ConfigError(
             f"--model is server, base, or a client from 0 to {len(run.federation.infos) - 1}, not {name!r}"
         )
-    return run.personal(run.federation.infos[int(name)])
+    return run.personal_params(run.federation.infos[int(name)])
 
 
 def _plain(result: Score) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def choose_engine(
     can_use_cores = cores() > 1 and client_count > 1 and can_fork()
     is_worth_cores = can_use_cores and _count_flops(method, federation, client_count) >= MIN_PARALLEL_FLOPS
     max_parameters = MAX_PARAMETERS_BESIDE_CORES if is_worth_cores else MAX_PARAMETERS_ON_ONE_CORE
-    are_models_small = all(model.parameters <= max_parameters for model in models)
+    are_models_small = all(model.parameter_count <= max_parameters for model in models)
     are_layers_dense = all(p.ndim <= 2 for model in models for p in model.initial.values())
     if can_batch and are_layers_dense and are_models_small:
         return Vectorized, "small dense models, enough clients to batch"
@@ -79,7 +79,9 @@ def _count_flops(method: AnyMethod, federation: Federation, client_count: int) -
     total = 0.0
     for info in federation.infos:
         # a step may take the remaining examples of an epoch, but no more than there are
-        example_count = sum(min(p.batch_size, info.examples) * p.steps_over(info.examples) for p in passes)
+        example_count = sum(
+            min(p.batch_size, info.example_count) * p.steps_over(info.example_count) for p in passes
+        )
         total += 3 * flops_of[info.architecture] * example_count
     return total * client_count / len(federation.infos)
 

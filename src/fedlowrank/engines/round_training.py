@@ -89,7 +89,7 @@ class RoundTraining:
         kind = repr(method), infos[0].architecture, tree.form(upload)
         uploads = CohortUploads(upload, len(members), kind, self.memory)
         # a member whose training met a NaN is called by itself, for a method may handle the error
-        trainers = trainer.singles() if trainer.errors else []
+        trainers = trainer.split_by_client() if trainer.errors else []
         retried_results = {k: self.train_one(members[k], trainers[k])[1] for k in sorted(trainer.errors)}
         # a method that handled the error has an upload of another origin
         cohort = uploads if all(result.error is not None for result in retried_results.values()) else None

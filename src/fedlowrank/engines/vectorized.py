@@ -129,7 +129,7 @@ class Vectorized(Engine):
         results: list[T] = []
         for members in groups.values():
             members.sort(key=lambda m: -len(m[1].data.examples))
-            if len(members) < MIN_COHORT or not self._may_stack(members[0][1]):
+            if len(members) < MIN_COHORT or not self._check_stacking(members[0][1]):
                 results += [call_for_client(*member) for member in members]
                 continue
             trainer = self.cohort_trainer([local_trainer for _, local_trainer in members], self._memory)
@@ -181,7 +181,7 @@ class Vectorized(Engine):
         results: dict[int, ClientResult] = {}
         joint_cohorts: list[MembersOfKind] = []
         for kind, members in cohorts:
-            if self._memory.is_equal.get(kind) is False or not self._may_stack(members[0].local):
+            if self._memory.is_equal.get(kind) is False or not self._check_stacking(members[0].local):
                 results |= training.train_each(members)
             else:
                 joint_cohorts.append((kind, members))
@@ -206,7 +206,7 @@ class Vectorized(Engine):
     ) -> list[PlacedResult]:
         """Train clients of one kind: as a cohort if that gives what each gives by itself."""
         was_equal = self._memory.is_equal.get(kind)
-        if len(members) < MIN_COHORT or was_equal is False or not self._may_stack(members[0].local):
+        if len(members) < MIN_COHORT or was_equal is False or not self._check_stacking(members[0].local):
             return training.train_each(members)
         trainer = self.cohort_trainer([m.local for m in members], self._memory)
         if was_equal:
@@ -217,7 +217,7 @@ class Vectorized(Engine):
             self._memory.is_equal[kind] = is_equal
         return results if is_equal else training.retrain_each(members)
 
-    def _may_stack(self, local_trainer: LocalTrainer) -> bool:
+    def _check_stacking(self, local_trainer: LocalTrainer) -> bool:
         """Whether steps of clients with these models may be batched over clients; if not, the reason is logged once."""
         if reason := local_trainer.beyond_stacking:
             self._log(f"runs one client after another: {reason}")

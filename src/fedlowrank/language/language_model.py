@@ -255,7 +255,7 @@ class Language:
         elif settings.merged:
             raise TaskError(f"merged: {run.method.title} has no model of the server to write as a whole")
         for info in run.federation.infos:
-            write(f"client_{info.id:04d}", folders.split_model(run.personal(info), run.round, info.id))
+            write(f"client_{info.id:04d}", folders.split_model(run.personal_params(info), run.round, info.id))
         return written_paths
 
     def _folders(self, settings: ExportSettings) -> AdapterFolders:

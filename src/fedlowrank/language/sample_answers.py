@@ -47,9 +47,9 @@ def sample_answers(
     infos = run.federation.infos
     models: dict[str, Any] = {} if (server := find_server_model(run)) is None else {"server": server}
     if run.round == 0:
-        models = {"start": run.personal(infos[0]) if server is None else server}
+        models = {"start": run.personal_params(infos[0]) if server is None else server}
     else:
-        models |= {f"client {info.id}": run.personal(info) for info in infos[:MAX_ANSWERING_CLIENTS]}
+        models |= {f"client {info.id}": run.personal_params(info) for info in infos[:MAX_ANSWERING_CLIENTS]}
     decoding = Decoding(max_new_tokens=tokens)
     rows = []
     for name, params in models.items():

@@ -33,7 +33,7 @@ from ..core.contract import (
     Update,
 )
 from ..core.tree import Params, map_leaves, tree_dataclass
-from .families.clusters import (
+from .shared.clusters import (
     Apply,
     ClusterTotal,
     average_clusters,

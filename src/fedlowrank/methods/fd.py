@@ -43,7 +43,7 @@ from ..core.contract import (
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree_dataclass
-from .families.class_statistics import zero_rows_per_class
+from .shared.class_statistics import zero_rows_per_class
 
 
 @tree_dataclass
@@ -130,10 +130,10 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
         def sum_by_label(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
             one_hot = eye[batch.y]
             outputs = model.apply(theta, batch.x).softmax(-1)
-            return batch.total(one_hot[:, :, None] * outputs[:, None, :]), batch.total(one_hot)
+            return batch.sum(one_hot[:, :, None] * outputs[:, None, :]), batch.sum(one_hot)
 
         theta = view.train(loss, state, "local", self.optimizer, constants=(down,))
-        total, count = view.total(
+        total, count = view.sum_over_data(
             sum_by_label, theta, constants=(torch.eye(view.task.classes).to(down.mean),)
         )
         labels = count.nonzero()[:, 0]

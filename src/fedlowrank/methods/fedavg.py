@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ..core.contract import ClientInfo, Mean, Method, ServerView, Task
 from ..core.tree import Params
-from .families.averaging import Weighting, reply_weight, train_model
+from .shared.averaging import Weighting, reply_weight, train_model
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ..core.contract import ClientInfo, Method, ServerView, Task
 from ..core.tree import Params, add, cast_like, sub, tree_dataclass, widen, zeros_like
-from .families.averaging import Weighting, average_models, train_model
+from .shared.averaging import Weighting, average_models, train_model
 
 
 @tree_dataclass

@@ -31,8 +31,8 @@ from ..core.errors import TaskError
 from ..core.learning.batch_losses import mean_loss
 from ..core.learning.losses import class_axis
 from ..core.tree import Params
-from .families.clusters import compute_model_losses, describe_draws, draw_models, zero_router_logits
-from .families.fixed_models import in_inference_mode
+from .shared.clusters import compute_model_losses, describe_draws, draw_models, zero_router_logits
+from .shared.fixed_models import in_inference_mode
 
 
 def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -> Tensor:
@@ -45,9 +45,9 @@ def update_mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
     model = view.model
 
     def sum_shares(models: Params, batch: Batch, pi: Tensor) -> Tensor:
-        return batch.total(shares_of_examples(model, models, pi, batch))
+        return batch.sum(shares_of_examples(model, models, pi, batch))
 
-    return view.total(sum_shares, models, constants=(pi,)) / view.info.examples
+    return view.sum_over_data(sum_shares, models, constants=(pi,)) / view.info.example_count
 
 
 def _is_regression(task: Task, outputs: Tensor) -> bool:

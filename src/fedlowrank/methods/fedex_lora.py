@@ -21,16 +21,16 @@ from ..adapters.wire_format import PackedFactors, unpack_factors
 from ..core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, Method, ServerView, Task, Update
 from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.pair import Factors, Pair
-from .families.base_updates import Base, UpdateForm, UpdateHistory, weigh_factors
-from .families.factor_training import train_leaves
-from .families.lora_clients import (
+from .shared.base_updates import Base, UpdateForm, UpdateHistory, weigh_factors
+from .shared.factor_training import train_leaves
+from .shared.lora_clients import (
     build_client_model,
     build_factors_of_rank,
     describe_ranks,
     read_leaves,
     split_trained_leaves,
 )
-from .families.lora_family import (
+from .shared.lora_family import (
     Leaves,
     LoRATraining,
     Message,
@@ -125,12 +125,12 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
 
     def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
-        factors, n = unpack_factors(upload.factors), client.examples
+        factors, n = unpack_factors(upload.factors), client.example_count
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """Means, and what they miss: Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
-        means, weights = total["mean"], [float(c.examples) for c in view.replied]
+        means, weights = total["mean"], [float(c.example_count) for c in view.replied]
         deviations = [
             {n: Pair(widen(p.b), widen(p.a) - means[n].a) for n, p in factors.items()}
             for factors in (total["each"][c.id] for c in view.replied)

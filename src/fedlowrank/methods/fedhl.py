@@ -29,7 +29,7 @@ from ..core.errors import ConfigError
 from ..core.tree import Params, tree_dataclass
 from ..linalg.delta import Delta, DeltaForm, FactorSplit
 from ..linalg.pair import Factors
-from .families.effective_delta import (
+from .shared.effective_delta import (
     FactorReply,
     Weighing,
     apply_replies,
@@ -42,8 +42,8 @@ from .families.effective_delta import (
     measure_energies,
     measure_ranks,
 )
-from .families.factor_training import train_leaves
-from .families.lora_clients import (
+from .shared.factor_training import train_leaves
+from .shared.lora_clients import (
     CollectedFactors,
     build_client_model,
     collect_factors,
@@ -52,7 +52,7 @@ from .families.lora_clients import (
     read_leaves,
     split_trained_leaves,
 )
-from .families.lora_family import (
+from .shared.lora_family import (
     LoRATraining,
     Message,
     Scaling,
@@ -124,7 +124,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
 
     def remarks(self, task: Task) -> list[str]:
         """Ranks that are lowered, and whom the weights favor."""
-        remarks, sizes = describe_ranks(self, task), [c.examples for c in task.clients]
+        remarks, sizes = describe_ranks(self, task), [c.example_count for c in task.clients]
         if self.weighing.by == "truncation" and not self.weighing.by_examples and max(sizes) > 2 * min(sizes):
             size_range = f"{min(sizes):,} to {max(sizes):,}"
             remarks.append(
@@ -162,7 +162,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         """Line 17."""
         ranks = [self.training.find_rank_within(c, server.initial_factors) for c in view.replied]
         max_ranks = {name: pair.rank for name, pair in server.initial_factors.items()}
-        example_counts = [float(c.examples) for c in view.replied]
+        example_counts = [float(c.example_count) for c in view.replied]
         client_weights = self.weighing.weigh(server.delta, ranks, example_counts, max_ranks)
         replies = [
             FactorReply(r, server.scaling.scale_at(r), total["factors"][client.id])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..core.contract import Method, Task
 from ..core.tree import Params
-from .families.lora_clients import (
+from .shared.lora_clients import (
     MeanFactors,
     average_factors,
     build_factors_of_rank,
@@ -29,7 +29,7 @@ from .families.lora_clients import (
     store_mean_factors,
     train_factors,
 )
-from .families.lora_family import LoRATraining, Message
+from .shared.lora_family import LoRATraining, Message
 
 
 @dataclass(frozen=True)

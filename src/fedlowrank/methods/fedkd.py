@@ -166,7 +166,7 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
 
     def contribution(self, server: ServerState, upload: CompressedUpdate, client: ClientInfo) -> Mean[Params]:
         """The update of the mentee, weighted by n_k."""
-        return Mean(decompress_update(upload, server.mentee), client.examples)
+        return Mean(decompress_update(upload, server.mentee), client.example_count)
 
     def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
         """s^{t+1}, which clients rebuild from the compressed mean update; those that replied hold s^t."""

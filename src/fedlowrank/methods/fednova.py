@@ -103,11 +103,11 @@ class FedNova(Method[Params, None, Params, Params]):
 
     def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Mean[Params]:
         """d_k, weighted by n_k."""
-        return Mean(widen(upload), client.examples)
+        return Mean(widen(upload), client.example_count)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """A step of τ_eff along the mean of d_k."""
-        sizes = [client.examples for client in view.replied] or [1]
+        sizes = [client.example_count for client in view.replied] or [1]
         steps = [self.local_passes()["local"].steps_over(n) for n in sizes]
         weights = [weight_of_gradients(s, self._momentum) for s in steps]
         # equal τ need no numbers of examples, and the network compares the bits

@@ -29,7 +29,7 @@ import torch
 
 from ..core.contract import ClientInfo, Method, ServerView, Task
 from ..core.tree import Params, add, cast_like, map_leaves, sub, tree_dataclass, widen, zeros_like
-from .families.averaging import Weighting, average_models, train_model
+from .shared.averaging import Weighting, average_models, train_model
 
 CITATION = "Reddi et al., ICLR 2021, arXiv:2003.00295"
 

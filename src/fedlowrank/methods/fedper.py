@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ..core.contract import ClientView, Method, ServerView
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
-from .families.personal_head import body_with_head, initial_body, initial_head
+from .shared.personal_head import body_with_head, initial_body, initial_head
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ from ..core.contract import (
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, tree_dataclass, widen
-from .families.averaging import Weighting
-from .families.class_statistics import zero_rows_per_class
+from .shared.averaging import Weighting
+from .shared.class_statistics import zero_rows_per_class
 
 
 @tree_dataclass
@@ -116,10 +116,10 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
         def sum_by_class(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
             r, one_hot = model.represent(theta, batch.x), eye[batch.y]
-            return batch.total(one_hot[:, :, None] * r[:, None, :]), batch.total(one_hot)
+            return batch.sum(one_hot[:, :, None] * r[:, None, :]), batch.sum(one_hot)
 
         theta = view.train(loss, state.model, "local", self.optimizer, constants=(down,))
-        total, count = view.total(
+        total, count = view.sum_over_data(
             sum_by_class, theta, constants=(torch.eye(view.task.classes).to(down.mean),)
         )
         labels = count.nonzero()[:, 0]
@@ -134,7 +134,7 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
         labels = upload.labels.sort()[0]
         if bool((labels[1:] == labels[:-1]).any()):
             raise TaskError(f"{self.title}: client {client.id} sent a class twice")
-        count = upload.count.clamp(max=client.examples)
+        count = upload.count.clamp(max=client.example_count)
         weights = (count if self.weighting == "examples" else torch.ones_like(count)).to(server.mean)
         prototypes = torch.zeros_like(server.mean).index_add(0, upload.labels, weights[:, None] * upload.mean)
         return {

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..core.contract import Batch, ClientView, Method, Pass, ServerView
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
-from .families.personal_head import body_with_head, initial_body, initial_head
+from .shared.personal_head import body_with_head, initial_body, initial_head
 
 
 @dataclass(frozen=True)

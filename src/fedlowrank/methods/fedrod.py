@@ -91,7 +91,7 @@ class FedRoD(Method[Params, Params, Params, Params]):
         outputs = model.head_layers()[0].out_features
 
         def count_classes(_: Params, batch: Batch) -> Tensor:
-            return batch.total(functional.one_hot(batch.y, outputs).float())
+            return batch.sum(functional.one_hot(batch.y, outputs).float())
 
         def loss(heads: Joint, batch: Batch, offset: Tensor) -> Tensor:
             z = model.represent(heads.model, batch.x)
@@ -101,7 +101,7 @@ class FedRoD(Method[Params, Params, Params, Params]):
                 model.head(add(frozen_head, heads.personal_head), z.detach()), batch
             )
 
-        counts, parameter = view.total(count_classes, down), next(iter(down.values()))
+        counts, parameter = view.sum_over_data(count_classes, down), next(iter(down.values()))
         # the power before the logarithm: 0^0 = 1, whereas 0 log 0 is NaN
         offset = counts.to(wide_type(parameter.dtype)).pow(self.gamma).log().to(parameter)
         joint = view.train(loss, Joint(down, state), "local", self.optimizer, constants=(offset,))

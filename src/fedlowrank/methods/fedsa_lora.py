@@ -19,8 +19,8 @@ from ..adapters.wire_format import unpack_factors
 from ..core.contract import ClientInfo, ClientModel, ClientView, Method, Task
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors, Pair
-from .families.factor_training import train_leaves
-from .families.lora_clients import (
+from .shared.factor_training import train_leaves
+from .shared.lora_clients import (
     MeanFactors,
     average_factors,
     build_client_model,
@@ -30,7 +30,7 @@ from .families.lora_clients import (
     send_factors,
     store_mean_factors,
 )
-from .families.lora_family import (
+from .shared.lora_family import (
     Leaves,
     LoRATraining,
     Message,

@@ -15,7 +15,7 @@ M is the number of all clients that can train (those of ``run.unseen`` never do)
 (:mod:`fedlowrank.linalg.matricize`); every weight of two or more dimensions is proxed, vectors (biases, scales) are only
 averaged and corrected. The model is w + p_i; the series ``gkr`` is w alone. The proximal term towards w^t and γ_i enter
 the gradient explicitly; the optimizer's weight decay is part of f_i in both phases. With momentum β the threshold of
-phase II is η μ / (1 - β), so that μ weighs the same penalty (:mod:`fedlowrank.methods.families.proximal_steps`); with
+phase II is η μ / (1 - β), so that μ weighs the same penalty (:mod:`fedlowrank.methods.shared.proximal_steps`); with
 μ > 0 AdamW and groups of other learning rates are refused.
 
 Differences from the paper: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; and
@@ -64,7 +64,7 @@ from ..linalg.nuclear_norm import (
 )
 from ..linalg.svt import soft_threshold
 from ..models.statistics.normalization import zero_normalizations
-from .families.proximal_steps import check_proximal_optimizer, compute_proximal_step_size
+from .shared.proximal_steps import check_proximal_optimizer, compute_proximal_step_size
 
 
 @tree_dataclass

@@ -19,14 +19,14 @@ from ..core.contract import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree_dataclass
 from ..linalg.delta import Delta, DeltaForm, FactorSplit, update_deltas
 from ..linalg.pair import Factors
-from .families.effective_delta import (
+from .shared.effective_delta import (
     build_client_factors,
     build_server_model,
     build_starting_deltas,
     build_update_terms,
     measure_ranks,
 )
-from .families.lora_clients import (
+from .shared.lora_clients import (
     CollectedFactors,
     collect_factors,
     describe_factor_update,
@@ -35,7 +35,7 @@ from .families.lora_clients import (
     model_with_factors,
     train_factors,
 )
-from .families.lora_family import LoRATraining, Message, Scaling, draw_initial_factors, measure_rank
+from .shared.lora_family import LoRATraining, Message, Scaling, draw_initial_factors, measure_rank
 
 
 @tree_dataclass
@@ -98,7 +98,7 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
     def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
         """W = Σ p_i s_i B_i A_i."""
         factors = [total["factors"][c.id] for c in view.replied]
-        weights = [float(c.examples) for c in view.replied]
+        weights = [float(c.example_count) for c in view.replied]
         scales = [server.scaling.scale_at(measure_rank(f)) for f in factors]
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
         terms = build_update_terms(shares, scales, factors)

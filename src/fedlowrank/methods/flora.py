@@ -30,10 +30,10 @@ from ..core.contract import (
 )
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
-from .families.base_updates import Base, UpdateForm, UpdateHistory, weigh_factors
-from .families.factor_training import train_leaves
-from .families.lora_clients import CollectedFactors, collect_factors, describe_ranks, split_trained_leaves
-from .families.lora_family import (
+from .shared.base_updates import Base, UpdateForm, UpdateHistory, weigh_factors
+from .shared.factor_training import train_leaves
+from .shared.lora_clients import CollectedFactors, collect_factors, describe_ranks, split_trained_leaves
+from .shared.lora_family import (
     Leaves,
     LoRATraining,
     Message,
@@ -125,7 +125,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
         """One more stack."""
         factors = [total["factors"][c.id] for c in view.replied]
-        weights = [float(c.examples) for c in view.replied]
+        weights = [float(c.example_count) for c in view.replied]
         scales = [self.training.compute_client_scale(view.task, c) for c in view.replied]
         stack = weigh_factors(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
         return ServerState(server.history.with_update(stack, view.replied, self.training.wire), total["rest"])

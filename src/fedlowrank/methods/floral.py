@@ -52,8 +52,8 @@ from ..core.learning.server_optimizer import (
     server_step,
 )
 from ..core.tree import Params, cast_like, tree_dataclass, widen
-from .families.adaptors import build_mixed_model, build_preconditioner, find_adapted
-from .families.clusters import (
+from .shared.adaptors import build_mixed_model, build_preconditioner, find_adapted
+from .shared.clusters import (
     ClusterTotal,
     average_clusters,
     compute_cluster_weights,
@@ -198,7 +198,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
         weights = compute_cluster_weights(self.title, client, upload.pi, self.clusters)
         model = widen(upload.model)
-        base = Mean(model["base"], client.examples)
+        base = Mean(model["base"], client.example_count)
         return {"base": base, "adaptors": contribute_by_cluster(model["adaptors"], weights)}
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:

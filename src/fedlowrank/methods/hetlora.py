@@ -46,9 +46,9 @@ from ..core.learning.optimizer import refuse_keep
 from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.delta import measure_product_norms
 from ..linalg.pair import Factors, zero_pad_pair
-from .families.factor_training import train_leaves
-from .families.lora_clients import build_client_model, describe_ranks, initial_rest, read_leaves
-from .families.lora_family import (
+from .shared.factor_training import train_leaves
+from .shared.lora_clients import build_client_model, describe_ranks, initial_rest, read_leaves
+from .shared.lora_family import (
     Leaves,
     LoRATraining,
     Message,
@@ -150,7 +150,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
 
     def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
-        factors, n = unpack_factors(upload.factors), float(client.examples)
+        factors, n = unpack_factors(upload.factors), float(client.example_count)
         rank, max_rank = measure_rank(factors), measure_rank(server.factors)
         # a pruned upload has the scale of the rank that was sent, not that of its own rank
         unit_factors = scale_product(widen(factors), server.scaling.scale_at(self._sent_rank(server, client)))

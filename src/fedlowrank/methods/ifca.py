@@ -36,8 +36,8 @@ from ..core.contract import (
 )
 from ..core.learning.batch_losses import sum_losses, task_loss
 from ..core.tree import Params, map_leaves, tree_dataclass
-from .families.averaging import Weighting, reply_weight
-from .families.clusters import (
+from .shared.averaging import Weighting, reply_weight
+from .shared.clusters import (
     ClusterTotal,
     average_clusters,
     clamp_shares,
@@ -64,7 +64,7 @@ def find_nearest_model(down: Params, view: ClientView) -> int:
     def sum_model_losses(models: Params, batch: Batch) -> Tensor:
         return sum_losses(compute_model_losses(model, models, batch), batch)[0]
 
-    return int(view.total(sum_model_losses, down).argmin())
+    return int(view.sum_over_data(sum_model_losses, down).argmin())
 
 
 @dataclass(frozen=True)

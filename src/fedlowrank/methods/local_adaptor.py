@@ -24,7 +24,7 @@ from ..adapters.mixtures.parameter_budget import adaptor_warnings
 from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
-from .families.adaptors import build_mixed_model, build_preconditioner, find_adapted
+from .shared.adaptors import build_mixed_model, build_preconditioner, find_adapted
 
 
 @dataclass(frozen=True)

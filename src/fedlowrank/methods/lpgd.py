@@ -8,7 +8,7 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix
     server:                 w^{t+1} = mean_{S_t} w_i                                            server_update
 
 η is the learning rate of the step; with momentum β the threshold is λ η / (1 - β), so that λ weighs the same penalty
-(:mod:`fedlowrank.methods.families.proximal_steps`). With λ > 0 AdamW and groups of other learning rates are refused. A step
+(:mod:`fedlowrank.methods.shared.proximal_steps`). With λ > 0 AdamW and groups of other learning rates are refused. A step
 costs a singular value decomposition of every matrix, and the mean of low-rank models has full rank, so the download does not
 shrink; that is why the paper proposes FedSLR. The upload could travel as factors; it is sent whole, as FedSLR's is.
 Matrices and settings are FedSLR's; there is no personal component.
@@ -24,7 +24,7 @@ from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude, penalized_names, refuse_complex
-from .families.proximal_steps import check_proximal_optimizer, compute_proximal_step_size
+from .shared.proximal_steps import check_proximal_optimizer, compute_proximal_step_size
 
 
 @dataclass(frozen=True)

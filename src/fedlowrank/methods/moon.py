@@ -31,7 +31,7 @@ from torch.nn import functional
 from ..core.contract import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
-from .families.fixed_models import in_inference_mode
+from .shared.fixed_models import in_inference_mode
 
 
 def without_padding(representations: Tensor, batch: Batch) -> Tensor:

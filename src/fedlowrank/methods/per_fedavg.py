@@ -33,7 +33,7 @@ from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Mean, Me
 from ..core.learning.batch_losses import gradient, supervised_loss, task_loss
 from ..core.learning.optimizer import SGD, Optimizer
 from ..core.tree import Params, add, dot, map_leaves, sub
-from .families.averaging import Weighting, reply_weight
+from .shared.averaging import Weighting, reply_weight
 
 
 def split_batch(batch: Batch, offset: Literal[0, 1]) -> Batch:
@@ -41,7 +41,7 @@ def split_batch(batch: Batch, offset: Literal[0, 1]) -> Batch:
 
     Padding stands behind the examples, so the halves are the same whether a batch is padded or not.
     """
-    client_count, device = batch.clients or 1, batch.y.device
+    client_count, device = batch.client_count or 1, batch.y.device
     size = len(batch) // client_count
     rows = torch.arange(offset, max(size, 2), 2, device=device)
     count = torch.full((client_count, 1), size, device=device)
@@ -51,7 +51,7 @@ def split_batch(batch: Batch, offset: Literal[0, 1]) -> Batch:
     indices = (first_rows + torch.minimum(rows, count - 1)).flatten()
     mask = None if batch.mask is None else (rows < count.clamp(min=2)).flatten()
     x = {n: t[indices] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[indices]
-    return Batch(x, batch.y[indices], mask, clients=batch.clients, loss=batch.loss)
+    return Batch(x, batch.y[indices], mask, client_count=batch.client_count, loss=batch.loss)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, 
 from ..core.learning.batch_losses import gradient, supervised_loss
 from ..core.learning.optimizer import SGD
 from ..core.tree import Params, add, cast_like, map_leaves, square_distance, sub, widen
-from .families.averaging import Weighting, average_models
+from .shared.averaging import Weighting, average_models
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Architecture:
         initial: the parameters it starts from, those that can be trained; complex ones as real numbers
             ``[..., 2]``.
         complex: names of the complex parameters.
-        parameters: the number of all, frozen ones included; a complex number counts as two.
+        parameter_count: the number of all, frozen ones included; a complex number counts as two.
         layers: a line for each layer that says what it is, when the architecture was made; see
             :mod:`.fingerprint`.
         readout: what makes scores of the model's outputs and inputs, ``readout(outputs_of, x)`` with a function
@@ -123,7 +123,7 @@ class Architecture:
             n: as_real(p.detach()).clone().contiguous() for n, p in trainable_parameters.items()
         }
         self.complex = complex_names(module)
-        self.parameters = sum(as_real(p.detach()).numel() for p in module.parameters())
+        self.parameter_count = sum(as_real(p.detach()).numel() for p in module.parameters())
         self.autocast: torch.dtype | None = None
         self.readout: Callable[[Callable[[Any], Tensor], Any], Tensor] | None = None
         self.pass_trainer: Any = None

@@ -74,7 +74,7 @@ def check_counts(
 
 def weights_of(model: EngineModel) -> int:
     """Parameter count of a model, frozen parameters included."""
-    return max(1, model.parameters, sum(p.numel() for p in model.module.parameters()))
+    return max(1, model.parameter_count, sum(p.numel() for p in model.module.parameters()))
 
 
 def inputs_of(model: EngineModel) -> int:

@@ -240,7 +240,7 @@ class ClientRuntime:
         self.folder = folder
         contents = _read_client_file(folder / CLIENT_FILE)
         self.client: int = contents["client"]
-        self.clients: int = contents["clients"]
+        self.client_count: int = contents["clients"]
         self.experiment, self.engine = _load_shared(json.dumps(contents["tables"], sort_keys=True))
         self.classes = tuple(contents["classes"])
         # a folder of an earlier release has none
@@ -275,7 +275,7 @@ class ClientRuntime:
     @cached_property
     def _draws(self) -> Participants:
         """How the server draws clients."""
-        return Participants(self.clients, self.experiment.run, self.federation.key)
+        return Participants(self.client_count, self.experiment.run, self.federation.key)
 
     @cached_property
     def budget(self) -> Budget | None:
@@ -599,20 +599,20 @@ class ClientRuntime:
                 "secure sums need the keys of all clients, and this client has none: start it with --keys"
             )
         keys = MemberKeys.read({int(client_id): key for client_id, key in self.site.roster.items()})
-        return Participation(self.client, self.clients, self.folder, keys, self.signer)
+        return Participation(self.client, self.client_count, self.folder, keys, self.signer)
 
     @cached_property
     def _own_noise(self) -> DistributedNoise | None:
         """The client's part of the noise on a secure sum; None without central privacy."""
         if self.budget is None or self.budget.is_local:
             return None
-        logger.info(describe_collusion(self.budget, self.clients))
+        logger.info(describe_collusion(self.budget, self.client_count))
         norm = float(self.experiment.run.clipping.norm or 0.0)
-        return DistributedNoise(norm, self.budget.noise, self.clients, self._grid)
+        return DistributedNoise(norm, self.budget.noise, self.client_count, self._grid)
 
     @cached_property
     def _grid(self) -> FixedPoint:
-        return make_grid(self.experiment.run.secure, self.clients)
+        return make_grid(self.experiment.run.secure, self.client_count)
 
     def _mask_upload(self, order: Order, upload: Any, down: Any, digest: str) -> bytes:
         """The masked contribution of an upload that was made from a download with that digest."""
@@ -649,7 +649,7 @@ class ClientRuntime:
     def federation(self) -> Federation:
         """The federation as a client sees it: its own examples, and only the number of other clients."""
         shares = place_share_of_client(
-            Shares((self.data,), self.classes, (), self.language), self.client, self.clients
+            Shares((self.data,), self.classes, (), self.language), self.client, self.client_count
         )
         return move_to_device(
             assemble(self.experiment, shares, local_ids=frozenset({self.client})), self.experiment.run_here

@@ -243,7 +243,7 @@ class NetworkRun(Run):
         if federation is not self.federation:
             self.federation, self.task = federation, federation.task(self.settings.rounds)
             self.engine.templates = Templates(self.method, self.task)
-        self.engine.sizes = tuple(i.examples for i in federation.infos)
+        self.engine.sizes = tuple(i.example_count for i in federation.infos)
         # under differential privacy and secure sums, clients send no evaluations
         self.engine.evaluate = is_due = self.is_due() and self.budget is None and self.engine.secure is None
         training_ids = set() if self.is_over else {i.id for i in self.participants(self.round)}

@@ -12,7 +12,7 @@ from .number_formats import MISSING, format_p, format_signed
 from .statistics.groups import RunGroup
 from .statistics.measures import Measure
 from .statistics.modes import Modes
-from .statistics.paired import Family, Versus
+from .statistics.paired import ComparisonWithBest, Family
 from .statistics.run_statistics import Estimate
 from .statistics.significance import ALPHA
 
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
         return " ".join(text for text in self if text)
 
 
-class Headline(NamedTuple):
+class ResultCard(NamedTuple):
     """The main result as a card shows it: one number, and one interval or condition of it."""
 
     best_methods: str  # the best methods
@@ -49,7 +49,7 @@ def state_findings(families: Sequence[Family]) -> list[Finding]:
     """
     if len(families) == 1:
         return [_describe(families[0])]
-    texts = [(family.text or "Without variation", _describe(family)) for family in families]
+    texts = [(family.variation or "Without variation", _describe(family)) for family in families]
     findings = [finding._replace(result=f"{text}: {finding.result}") for text, finding in texts]
     leading_families = [family for family in families if family.best]
     if not leading_families:
@@ -67,12 +67,12 @@ def state_findings(families: Sequence[Family]) -> list[Finding]:
     return [Finding(f"{text}.", significance, limit), *findings]
 
 
-def state_headline(families: Sequence[Family]) -> Headline:
+def state_headline(families: Sequence[Family]) -> ResultCard:
     """The main result of one experiment, as short as it can be."""
     if len(families) > 1 and (leading_families := [family for family in families if family.best]):
         name, wins = Counter(family.ranked[0][0].short_label for family in leading_families).most_common(1)[0]
         measure_name = families[0].measure.sentence_name
-        return Headline(
+        return ResultCard(
             name,
             f"{wins} of {len(leading_families)}",
             "settings",
@@ -81,7 +81,7 @@ def state_headline(families: Sequence[Family]) -> Headline:
         )
     family = families[0]
     if not family.ranked:
-        return Headline("", MISSING, "", "No run was evaluated, so there is nothing to compare.", "")
+        return ResultCard("", MISSING, "", "No run was evaluated, so there is nothing to compare.", "")
     measure, best = family.measure, family.ranked[0][1]
     level_groups = [group for group, result in family.ranked if _is_level(best, result, measure)]
     value, interval = _format_value(best.mean, measure), _format_interval(best, measure)
@@ -102,7 +102,7 @@ def state_headline(families: Sequence[Family]) -> Headline:
     ties = [
         comparison
         for comparison in family.comparisons
-        if comparison.is_open and comparison.group not in level_groups
+        if comparison.is_inconclusive and comparison.group not in level_groups
     ]
     claims = []
     if worse_comparisons:
@@ -113,7 +113,7 @@ def state_headline(families: Sequence[Family]) -> Headline:
     if ties:
         claims.append(f"No significant difference from {_list(ties, family)}.")
     names = join_words([_name(group, family) for group in level_groups])
-    return Headline(names, value, interval, description, " ".join(claims))
+    return ResultCard(names, value, interval, description, " ".join(claims))
 
 
 def _describe(family: Family) -> Finding:
@@ -130,7 +130,7 @@ def _describe(family: Family) -> Finding:
     order = "lowest" if measure.is_loss else "highest"
     head = f"{names} {'reaches' if len(level_groups) == 1 else 'reach'} the {order} mean {measure.sentence_name}, {value}"
     comparisons = [
-        comparison for comparison in family.comparisons if comparison.is_worse or comparison.is_open
+        comparison for comparison in family.comparisons if comparison.is_worse or comparison.is_inconclusive
     ]
     if not comparisons:
         return Finding(f"{head}.", _describe_groups(family), _describe_test(family))
@@ -156,10 +156,12 @@ def _describe_groups(family: Family) -> str:
     return f"All groups of clients are found {join_words(texts)}." if texts else ""
 
 
-def _describe_others(comparisons: Sequence[Versus], baseline: Versus, family: Family) -> str:
+def _describe_others(
+    comparisons: Sequence[ComparisonWithBest], baseline: ComparisonWithBest, family: Family
+) -> str:
     worse_comparisons, ties = (
         [comparison for comparison in comparisons if comparison.is_worse],
-        [comparison for comparison in comparisons if comparison.is_open],
+        [comparison for comparison in comparisons if comparison.is_inconclusive],
     )
     sentences = []
     if worse_comparisons:
@@ -173,7 +175,7 @@ def _describe_others(comparisons: Sequence[Versus], baseline: Versus, family: Fa
     return " ".join(sentences)
 
 
-def _describe_one(comparison: Versus, family: Family) -> str:
+def _describe_one(comparison: ComparisonWithBest, family: Family) -> str:
     """The best against one group, in numbers."""
     gap, measure, name = comparison.difference, family.measure, _name(comparison.group, family)
     assert gap is not None  # it was tested
@@ -212,7 +214,7 @@ def _describe_test(family: Family) -> str:
     untested_comparisons = [
         comparison
         for comparison in family.comparisons
-        if comparison.group in converged_groups and not (comparison.is_worse or comparison.is_open)
+        if comparison.group in converged_groups and not (comparison.is_worse or comparison.is_inconclusive)
     ]
     if untested_comparisons:
         verb = "has" if len(untested_comparisons) == 1 else "have"
@@ -274,7 +276,7 @@ def _name(group: RunGroup, family: Family) -> str:
     return group.label if is_one_method else group.short_label
 
 
-def _list(comparisons: Sequence[Versus], family: Family) -> str:
+def _list(comparisons: Sequence[ComparisonWithBest], family: Family) -> str:
     names = [_name(comparison.group, family) for comparison in comparisons]
     if len(names) > MAX_NAMED_METHODS + 1:
         names = [*names[:MAX_NAMED_METHODS], f"{len(names) - MAX_NAMED_METHODS} others"]

@@ -109,7 +109,7 @@ def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
         if record.simulated_seconds is not None:
             row["simulated_seconds"] = record.simulated_seconds
         row |= {f"seconds_{name}": value for name, value in record.seconds.items()}
-        row |= {f"loss_{name}": value for name, value in record.loss.items()}
+        row |= {f"loss_{name}": value for name, value in record.training_losses.items()}
         rows.append(row)
     return pd.DataFrame(rows)
 

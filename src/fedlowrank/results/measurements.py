@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Floats = NDArray[np.float64]
-ClientGroup = Literal["counted", "unseen", "all"]
+ClientSelection = Literal["counted", "unseen", "all"]
 """Clients of a statistic: those that count in means (they can train and are not hostile), those that never train, or all."""
 
 COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
@@ -71,12 +71,12 @@ class ClientTable:
     client_ids: list[int]
     columns: list[Column]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The table as values of JSON, which share its lists."""
         return {"clients": self.client_ids, "columns": [vars(column) for column in self.columns]}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
         """Inverse of :meth:`as_json`."""
         return cls(list(value["clients"]), [Column(**column) for column in value["columns"]])
 
@@ -338,8 +338,8 @@ class Measurements:
         """A column of ``clients.json`` by the client's identifier; None where a row lacks it."""
         return {row.get("id", i): row.get(name) for i, row in enumerate(self._clients)}
 
-    def select_clients(self, group: ClientGroup, count: int) -> list[int]:
-        """Indices of a group among so many clients, see :data:`ClientGroup`."""
+    def select_clients(self, group: ClientSelection, count: int) -> list[int]:
+        """Indices of a group among so many clients, see :data:`ClientSelection`."""
         unseen, hostile = self.flagged_ids("unseen"), self.flagged_ids("hostile")
         if group == "all":
             return list(range(count))
@@ -360,7 +360,7 @@ class Measurements:
         return self.examples(split, count) if row is None else row
 
     def over_clients(
-        self, name: str, series: str, split: str = "test", group: ClientGroup = "counted"
+        self, name: str, series: str, split: str = "test", group: ClientSelection = "counted"
     ) -> pd.DataFrame:
         """Statistics over clients by round, as of :func:`summarize`, of the rounds with a finite value.
 
@@ -389,7 +389,7 @@ class Measurements:
         )
         return pd.DataFrame(statistics, index=list(rows_with_values))
 
-    def mean(self, name: str, series: str, split: str, group: ClientGroup = "counted") -> float | None:
+    def mean(self, name: str, series: str, split: str, group: ClientSelection = "counted") -> float | None:
         """The mean of :func:`mean_over_clients` after the last round that has the number; None without a value."""
         rows = self._of_clients.get((name, series, split), {})
         if not rows:

@@ -19,7 +19,7 @@ def exceeds(value: float, other: float, margin: float = 0.0) -> bool:
 
 
 def find_best(values: Iterable[float | None], *, lower_is_better: bool = False) -> int | None:
-    """Place of the best value, the first of those that are equal up to :data:`ROUNDING`.
+    """Index of the best value, the first of those that are equal up to :data:`ROUNDING`.
 
     Args:
         values: in the order in which ties are decided; None and NaN are never the best.

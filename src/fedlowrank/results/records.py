@@ -62,7 +62,7 @@ class RoundRecord:
         flops: floating-point operations of training, forward and backward, of all participants.
         seconds: wall-clock seconds of ``train``, ``server`` and ``evaluate``.
         cpu_seconds: the same in CPU time of this process.
-        loss: mean loss over the steps of each pass, over all participants.
+        training_losses: mean loss over the steps of each pass, over all participants.
         measured: what the evaluation found of each client: accuracy, loss, further metrics, size of its model and
             shares of clusters; None in rounds without evaluation.
         simulated_seconds: what the round took by the simulated clock of ``run.devices``; None without one.
@@ -84,7 +84,7 @@ class RoundRecord:
     flops: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
-    loss: dict[str, float] = field(default_factory=dict)
+    training_losses: dict[str, float] = field(default_factory=dict)
     measured: ClientTable | None = None
     ranks: dict[str, int] = field(default_factory=dict)
     server_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -92,18 +92,18 @@ class RoundRecord:
     excluded_from_means: list[int] | None = None
     restored: bool | None = None
 
-    def to_json(self) -> str:
+    def to_line(self) -> str:
         """One line of JSON."""
-        table = None if self.measured is None else self.measured.as_json()
+        table = None if self.measured is None else self.measured.to_dict()
         return json.dumps({**vars(self), "measured": table}, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> RoundRecord:
+    def from_line(cls, line: str | bytes) -> RoundRecord:
         """Read a line of :meth:`to_json`; raises one of :data:`RECORD_ERRORS` if it is none."""
         # a third of the time of json.loads
         fields = from_json(line)
         table = fields.pop("measured", None)
-        return cls(**fields, measured=None if table is None else ClientTable.from_json(table))
+        return cls(**fields, measured=None if table is None else ClientTable.from_dict(table))
 
     @property
     def is_evaluated(self) -> bool:
@@ -175,7 +175,7 @@ class RoundRecord:
             table.append(t, "simulated_seconds", self.simulated_seconds)
         numbers_by_name: dict[str, Mapping[str, Any]] = {
             "seconds": self.seconds,
-            TRAINING_LOSS: self.loss,
+            TRAINING_LOSS: self.training_losses,
             "ranks": self.ranks,
             **(self.server_metrics or {}),
         }
@@ -227,7 +227,7 @@ class RunRecord:
         # before the records, for a run that goes on has its records before its checkpoint
         completed_count = completed_rounds(folder, status)
         try:
-            rounds = [RoundRecord.from_json(line) for line in read_lines(folder)]
+            rounds = [RoundRecord.from_line(line) for line in read_lines(folder)]
         except (OSError, zlib.error, *RECORD_ERRORS) as error:
             raise CheckpointError(
                 f"{folder / RECORDS_FILE} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
@@ -328,14 +328,14 @@ def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]
     """
     damage = ""
     try:
-        records = [RoundRecord.from_json(line) for line in read_lines(folder)]
+        records = [RoundRecord.from_line(line) for line in read_lines(folder)]
     except (OSError, zlib.error, *RECORD_ERRORS) as error:
         damage, records = f": {error}", []
         with as_checkpoint_error(f"cannot read {folder / RECORDS_FILE}"):
             lines = salvage_lines(folder)
         for line in lines:
             with contextlib.suppress(*RECORD_ERRORS):
-                records.append(RoundRecord.from_json(line))
+                records.append(RoundRecord.from_line(line))
     records_by_round = {record.round: record for record in records if record.round <= round}
     missing_rounds = [t for t in range(round + 1) if t not in records_by_round]
     if missing_rounds:

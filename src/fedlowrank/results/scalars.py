@@ -43,7 +43,7 @@ def list_scalars(
         "bytes/total": bytes_before + record.bytes_up + record.bytes_down,
         "privacy/epsilon": table.last("privacy", "epsilon"),
     }
-    numbers_by_tag |= {f"loss/{name}": value for name, value in record.loss.items()}
+    numbers_by_tag |= {f"training_loss/{name}": value for name, value in record.training_losses.items()}
     numbers_by_tag |= {f"seconds/{kind}": value for kind, value in record.seconds.items()}
     numbers = {
         tag: value for tag, value in numbers_by_tag.items() if value is not None and math.isfinite(value)

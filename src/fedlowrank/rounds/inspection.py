@@ -230,7 +230,7 @@ class Inspection:
             return torch.ones(len(client_ids), dtype=torch.float64)
         median_examples, robust = compute_median_examples(self.task.clients), self.trust.robust
         return torch.tensor(
-            [float(weigh_client(infos[i], robust, median_examples).examples) for i in client_ids],
+            [float(weigh_client(infos[i], robust, median_examples).example_count) for i in client_ids],
             dtype=torch.float64,
         )
 
@@ -329,7 +329,7 @@ def aggregator_of(
     """What reduces the contributions of a round, by the rule that the settings ask for."""
     client_ids = [client.id for client in clients]
     if settings.secure.on:
-        max_examples = max(info.examples for info in federation.infos)
+        max_examples = max(info.example_count for info in federation.infos)
         return SecureAggregator(
             client_ids, settings.secure, federation.key / "secure" / round, float(max_examples)
         )

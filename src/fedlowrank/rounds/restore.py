@@ -62,8 +62,8 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
         run.stopped = str(folder.read_status().get("message", ""))
     elif run.round < run.settings.rounds:
         # rounds after the checkpoint will be done again
-        folder.rewrite(r.to_json() for r in records)
+        folder.rewrite(r.to_line() for r in records)
         folder.status("running", run.round)
     if missing_rounds:
-        folder.rewrite(r.to_json() for r in records)
+        folder.rewrite(r.to_line() for r in records)
     return records

@@ -55,7 +55,7 @@ def run_rounds(
         stack.push(loop.end)
         loop.begin()
         if not records:
-            loop.add(run.start())
+            loop.add(run.record_initial_models())
         while not run.is_over:
             record = run.step()
             loop.settle()
@@ -121,7 +121,7 @@ class _Loop:
         run, folder, settings = self._run, self._folder, self._run.settings
         self._records.append(record)
         if folder is not None:
-            folder.append(record.to_json())
+            folder.append(record.to_line())
             self._save_best()
             if record.round in settings.adapters:
                 _write_models(run, folder)
@@ -161,7 +161,7 @@ class _Loop:
     def _replace_last(self, record: RoundRecord) -> None:
         self._records[-1] = record
         if self._folder is not None:
-            self._folder.rewrite(r.to_json() for r in self._records)
+            self._folder.rewrite(r.to_line() for r in self._records)
 
     def _save_best(self) -> None:
         if self._folder is not None and self._run.settings.keep_best and _is_best(self._records):
@@ -227,7 +227,7 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
         if folder is not None:
             # unless it came between a round and its record, nothing of the finished rounds need be lost
             if records and records[-1].round == run.round:
-                folder.rewrite(r.to_json() for r in records)
+                folder.rewrite(r.to_line() for r in records)
                 _save_once(run, folder)
             folder.status("stopped", run.round, "interrupted")
         raise

@@ -248,7 +248,7 @@ class RoundResults:
         positions.append(result.position)
         if info is not None:
             infos_by_position[result.position] = info
-        if len(positions) < cohort.clients:
+        if len(positions) < cohort.client_count:
             return
         del self._cohorts[cohort]
         for contribution in contribute(cohort, infos_by_position) if infos_by_position else ():

@@ -190,7 +190,7 @@ class Run:
             return self.state.clients[info.id]
         return self.engine.boundary(self.method.client_init(info, self.task))
 
-    def personal(self, info: ClientInfo) -> Params:
+    def personal_params(self, info: ClientInfo) -> Params:
         """Parameters of the whole model that a client would use now, with its batch statistics."""
         return self.local_model(info).personal()
 
@@ -205,7 +205,7 @@ class Run:
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
         infos = self.federation.infos
-        sampled_ids = self.draws.draw(round, [i.examples for i in infos], self.state.losses)
+        sampled_ids = self.draws.draw(round, [i.example_count for i in infos], self.state.losses)
         participant_ids = self.method.participants(sampled_ids, self.draws.seen)
         return [
             infos[i]
@@ -374,7 +374,7 @@ class Run:
             parameters_up=upload_size.parameters,
             steps=sum(m.steps for m in meters),
             flops=sum(m.flops for m in meters),
-            loss=results.mean_losses(),
+            training_losses=results.mean_losses(),
             server_metrics=server_metrics,
             simulated_seconds=results.timing.seconds,
         )
@@ -397,7 +397,7 @@ class Run:
         }
         self._warned |= reasons.keys()
         for client_id, reason in reasons.items():
-            count = self.federation.infos[client_id].examples
+            count = self.federation.infos[client_id].example_count
             examples = f"{count} training example{'' if count == 1 else 's'}"
             logger.warning("client %d (%s) is left out: %s", client_id, examples, reason)
 
@@ -442,12 +442,14 @@ class Run:
     def weigh_client(self, info: ClientInfo) -> ClientInfo:
         """A client with the number of examples by which it counts under the rule and the sampling of the run."""
         if self.settings.sampling == "loss":
-            return dataclasses.replace(info, examples=1)
+            return dataclasses.replace(info, example_count=1)
         if self.settings.sampling == "size":
             if self._examples_by_size is None or self._examples_by_size[0] is not self.federation:
-                sizes = [i.examples for i in self.federation.infos]
+                sizes = [i.example_count for i in self.federation.infos]
                 self._examples_by_size = self.federation, self.draws.weights(sizes)
-            return dataclasses.replace(info, examples=self._examples_by_size[1].get(info.id, info.examples))
+            return dataclasses.replace(
+                info, example_count=self._examples_by_size[1].get(info.id, info.example_count)
+            )
         robust = self.trust.robust
         if robust.rule == "mean":
             return info
@@ -517,7 +519,7 @@ class Run:
         order = (self.federation.key / "evaluated").numpy().permutation(len(infos))[:count]
         return [infos[i] for i in sorted(order.tolist())]
 
-    def start(self) -> RoundRecord:
+    def record_initial_models(self) -> RoundRecord:
         """The record of round 0: the models before any training."""
         return self._add_evaluation(RoundRecord(round=0), Clock())
 
@@ -527,7 +529,7 @@ class Run:
         seconds, cpu = {**record.seconds, **clock.wall}, {**record.cpu_seconds, **clock.cpu}
         return dataclasses.replace(evaluated_record, seconds=seconds, cpu_seconds=cpu)
 
-    def evaluation(self) -> ClientTable | None:
+    def evaluate(self) -> ClientTable | None:
         """What the models are worth now; None where it is only known later, see :meth:`take_late_evaluation`."""
         t = max(self.round - 1, 0)
         return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated, self.round > 0)
@@ -557,7 +559,7 @@ class Run:
         client_table = None
         if self.is_due():
             with clock("evaluate"):
-                client_table = self.evaluation()
+                client_table = self.evaluate()
                 record = self._with_backdoor(record)
         metrics = {**record.server_metrics, **self.method.server_metrics(self.state.server)}
         # by privacy loss distributions, ε takes as long as a round of a small model

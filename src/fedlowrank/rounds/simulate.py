@@ -266,10 +266,10 @@ def _describe_model(architecture: Architecture, federation: Federation) -> dict[
         # the companion describes the base; its layers differ by dtype and quantization of this machine
         layers = {name: f"{t.dtype} {[*t.shape]}" for name, t in architecture.initial.items()}
         head = architecture.head_name
-        return {"parameters": architecture.parameters, "head": head, "frozen": "", "layers": layers}
+        return {"parameters": architecture.parameter_count, "head": head, "frozen": "", "layers": layers}
     frozen = architecture.digest_frozen()
     return {
-        "parameters": architecture.parameters,
+        "parameters": architecture.parameter_count,
         "head": architecture.head_name,
         "frozen": frozen,
         "layers": architecture.layers,

@@ -273,7 +273,7 @@ def _check_pure(trajectory: Trajectory) -> str | None:
         return "two equal runs end in different states"
     uploads = _uploads(run)
     _update_server(run, uploads)
-    run.evaluation()
+    run.evaluate()
     if not torch.equal(generator_state, torch.get_rng_state()):
         return "a round draws from torch's global generator; use view.key"
     final_models = tree.encode([a.initial for a in run.federation.architectures.values()])
@@ -290,7 +290,7 @@ def _impure_function(trajectory: Trajectory) -> str | None:
         run = trajectory.start(method=CalledTwice(inner=trajectory.method))
         for _ in range(2):
             run.step()
-        run.evaluation()
+        run.evaluate()
         run.method.server_metrics(run.state.server)
         for info in run.federation.infos[:1]:
             run.method.describe_update(run.method.download(run.state.server, info), info, run.task)
@@ -327,10 +327,10 @@ def _check_still(trajectory: Trajectory) -> str | None:
     # a penalty acts at a learning rate of 0, too; a method names its settings to set aside for this check
     zero_rate_method = dataclasses.replace(method, **zero_rate_optimizers, **type(method).zero_step_settings)
     run = trajectory.start(method=zero_rate_method, participation=1.0)
-    initial_models = {i.id: run.personal(i) for i in run.federation.infos}
+    initial_models = {i.id: run.personal_params(i) for i in run.federation.infos}
     run.step()
     for info in run.federation.infos:
-        gap = _first_difference(run.personal(info), initial_models[info.id], 1e-5, 1e-6)
+        gap = _first_difference(run.personal_params(info), initial_models[info.id], 1e-5, 1e-6)
         if gap is not None:
             return f"with a learning rate of 0 the model of client {info.id} changes: {gap}"
     return None
@@ -373,7 +373,7 @@ def _check_unseen(trajectory: Trajectory) -> str | None:
     unseen_infos = [i for i in run.federation.infos if i.id not in seen_ids]
     if not unseen_infos and run.state.clients:
         return "every client took part; nothing was tested"
-    evaluation = run.evaluation()
+    evaluation = run.evaluate()
     tables = [evaluation.by_client(series=series) for series in evaluation.series()] if evaluation else []
     values = [table[i.id] for table in tables for i in unseen_infos]
     return (
@@ -430,7 +430,7 @@ def _check_one_model(trajectory: Trajectory) -> str | None:
     run = trajectory.run(2)
     first_info, *other_infos = run.federation.infos
     for info in other_infos:
-        gap = _compare_states(run.personal(info), run.personal(first_info))
+        gap = _compare_states(run.personal_params(info), run.personal_params(first_info))
         if info.architecture == first_info.architecture and gap is not None:
             return (
                 f"client {info.id} uses another model than client {first_info.id}; leave out one_model: {gap}"

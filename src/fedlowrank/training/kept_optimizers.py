@@ -88,9 +88,9 @@ class KeepingTrainer:
             self._next.setdefault(name, []).append(kept_state.state)
         return end
 
-    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
-        return self._trainer.total(statistic, params, constants)
+    def sum_over_data(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.sum_over_data`."""
+        return self._trainer.sum_over_data(statistic, params, constants)
 
     def steps(self, name: str) -> int:
         """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""

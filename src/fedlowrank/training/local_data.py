@@ -101,25 +101,25 @@ class LocalData:
     def order(self, name: str) -> list[Tensor]:
         """Indices of the examples of every step, on the CPU."""
         if name not in self._orders:
-            sweep = self.of(name)
-            generator, n = self._generator("order", name), sweep.examples_of(len(self.examples))
+            training_pass = self.of(name)
+            generator, n = self._generator("order", name), training_pass.examples_of(len(self.examples))
             # the examples that the pass sees; None for all of them
             subset = None if n == len(self.examples) else self._draw(n, name)
             lengths = self.lengths if self.by_length else None
             steps: list[Tensor] = []
-            for _ in itertools.count() if sweep.epochs is None else range(sweep.epochs):
+            for _ in itertools.count() if training_pass.epochs is None else range(training_pass.epochs):
                 if lengths is not None:
                     subset_lengths = lengths if subset is None else lengths[subset]
-                    batches = draw_length_buckets(subset_lengths, sweep.batch_size, generator)
+                    batches = draw_length_buckets(subset_lengths, training_pass.batch_size, generator)
                 else:
-                    permutation, size = torch.randperm(n, generator=generator), sweep.batch_size
+                    permutation, size = torch.randperm(n, generator=generator), training_pass.batch_size
                     batches = (
                         [permutation[a : a + size] for a in range(0, n, size)] if n > size else [permutation]
                     )
-                steps += sweep.complete(batches)
-                if sweep.steps is not None and len(steps) >= sweep.steps:
+                steps += training_pass.complete(batches)
+                if training_pass.steps is not None and len(steps) >= training_pass.steps:
                     break
-            steps = steps[: sweep.steps]
+            steps = steps[: training_pass.steps]
             self._orders[name] = steps if subset is None else [subset[i] for i in steps]
         return self._orders[name]
 

@@ -61,7 +61,8 @@ class PassSteps:
         if previous_state is not None:
             self.step_counts = list(previous_state.step_counts)
             self.slots = [
-                [_own(t, copy) for t in tensors_like(request.start, s)] for s in previous_state.slots
+                [_writable_copy(t, copy) for t in tensors_like(request.start, s)]
+                for s in previous_state.slots
             ]
         self._is_half = any(tree.wide_type(p.dtype) != p.dtype for p in self.params)
         self._lr, self._round = request.optimizer.learning_rate(round), round
@@ -200,7 +201,7 @@ class PassSteps:
         return clip(grads, bound)
 
 
-def _own(t: Tensor, copy: bool) -> Tensor:
+def _writable_copy(t: Tensor, copy: bool) -> Tensor:
     """A tensor that steps may change in place, in the fastest memory layout."""
     return channels_last(t.detach().clone() if copy else t.detach())
 

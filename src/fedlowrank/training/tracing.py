@@ -34,7 +34,7 @@ class TracingTrainer:
         self.trained.append(request.name)
         return tree.canonical(tree.map_leaves(lambda t: t.detach() + 1, request.start))
 
-    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+    def sum_over_data(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """The statistic of the model's example, twice: batch normalization fails on one example."""
         with torch.no_grad():
             return tree.canonical(statistic(params, self._batch(), *constants))

@@ -156,9 +156,9 @@ class LocalTrainer:
 
     def has_standard(self, *functions: Callable[..., Any] | None) -> bool:
         """Whether functions and loss are this package's, and all layers are standard."""
-        return self._has_own_functions(*functions) and self.has_standard_models
+        return self._has_package_functions(*functions) and self.has_standard_models
 
-    def _has_own_functions(self, *functions: Callable[..., Any] | None) -> bool:
+    def _has_package_functions(self, *functions: Callable[..., Any] | None) -> bool:
         """Whether functions and loss are this package's."""
         are_own = all(
             (getattr(f, "__module__", None) or "").startswith("fedlowrank.")
@@ -170,7 +170,7 @@ class LocalTrainer:
     def may_stack(self, request: Request) -> bool:
         """Whether an engine may take the steps of many clients together: only the models may be more than standard."""
         functions = request.loss, request.precondition, request.prox
-        return self._has_own_functions(*functions) and self.beyond_stacking is None
+        return self._has_package_functions(*functions) and self.beyond_stacking is None
 
     @property
     def has_standard_models(self) -> bool:
@@ -287,8 +287,8 @@ class LocalTrainer:
         forms = [tree.form(t, plain=False) for t in (params, constants)]
         return code_of(function), self.data.loss, self.model.name, self.data.form, *forms
 
-    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
+    def sum_over_data(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.sum_over_data`."""
         sums: list[T] = []
         sizes: Counter[BatchSize] = Counter()
         params = layout(params)
@@ -318,7 +318,7 @@ class LocalTrainer:
     def count_total(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...], kind: Any
     ) -> None:
-        """Enter the cost of :meth:`total` for a statistic of standard layers and that :meth:`kind_of` it."""
+        """Enter the cost of :meth:`sum_over_data` for a statistic of standard layers and that :meth:`kind_of` it."""
         sizes = Counter[BatchSize]()
         for rows in self.data.chunk_slices(self._in_one_chunk()):
             size = self.data.chunk_shape(rows)

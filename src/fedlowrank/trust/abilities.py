@@ -152,14 +152,17 @@ def _why_it_reads_examples(trial: _Trial, upload: Any, explanation: str) -> str 
         upload: of its client.
         explanation: why the server does not have them.
     """
-    client = dataclasses.replace(trial.client, examples=1)
+    client = dataclasses.replace(trial.client, example_count=1)
 
     def total(_: str, leaf: Any) -> Any:
         return {client.id: leaf.value} if isinstance(leaf, Each) else leaf.value
 
     totals = map_contributions(total, trial.contribution(upload, client))
     view = ServerView(trial.task, 0, trial.task.key / "trial", [client])
-    views = [view, dataclasses.replace(view, replied=[dataclasses.replace(client, examples=_MANY_EXAMPLES)])]
+    views = [
+        view,
+        dataclasses.replace(view, replied=[dataclasses.replace(client, example_count=_MANY_EXAMPLES)]),
+    ]
     states_of_few, states_of_many = (
         tree.tensors(trial.method.server_update(trial.server, totals, v)) for v in views
     )
@@ -222,7 +225,7 @@ def _not_central(trials: list[_Trial], upload: Any) -> str | None:
     reference = first_trial.reference
     if not all(tree.equal(reference, trial.reference) for trial in other_trials):
         return "clients are sent different things, so that their sum has no common reference"
-    client = dataclasses.replace(first_trial.client, examples=1)
+    client = dataclasses.replace(first_trial.client, example_count=1)
     for value in (upload, reference):
         for _, leaf in contribution_leaves(first_trial.contribution(value, client)):
             if isinstance(leaf, Mean) and leaf.weight != 1:

@@ -496,4 +496,4 @@ def _numbers(contribution: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _unweighted(client: ClientInfo) -> ClientInfo:
     """The client with one example, so that what it contributes has the weight 1."""
-    return dataclasses.replace(client, examples=1)
+    return dataclasses.replace(client, example_count=1)

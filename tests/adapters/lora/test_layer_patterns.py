@@ -15,7 +15,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 
@@ -106,9 +106,9 @@ def test_a_client_trains_as_peft_does(name: str, optimizer: Any) -> None:
         )
     run = Run(method, on, RunSettings(rounds=1), Sequential())
     info = run.federation.infos[0]
-    before = {n: t.clone() for n, t in run.personal(info).items()}
+    before = {n: t.clone() for n, t in run.personal_params(info).items()}
     run.step()
-    after = run.personal(info)
+    after = run.personal_params(info)
 
     module = wrapped()
     own = {n: p for n, p in module.named_parameters() if "lora_" in n}
@@ -150,14 +150,14 @@ def test_clients_of_unequal_ranks_keep_the_limit_of_a_layer(name: str, scaling: 
     run.step()
     lora = find_lora(run.task.architectures["model"].module, None)
     for info in run.federation.infos:
-        found = {n: layer.read_pair(run.personal(info)).rank for n, layer in lora.layers.items()}
+        found = {n: layer.read_pair(run.personal_params(info)).rank for n, layer in lora.layers.items()}
         assert found == {n: min(rank, info.rank or 0) for n, rank in RANKS.items()}
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_a_round_without_training_leaves_the_update_of_fedhl(per_layer: bool) -> None:
     """Line 17 subtracts of each layer the truncation that the client was sent, which has one component at two."""
-    from fedlowrank.methods.families.effective_delta import Weighing
+    from fedlowrank.methods.shared.effective_delta import Weighing
 
     weighing = Weighing(per_layer=per_layer)
     trains, rests = (
@@ -194,7 +194,7 @@ def test_clients_trained_together_are_what_they_are_alone() -> None:
     on = federation((3, 2, 1, 3, 2), 5)
     one, other = (Run(method, on, RunSettings(rounds=2), e) for e in (Sequential(), Vectorized()))
     for _ in range(2):
-        assert other.step().loss == pytest.approx(one.step().loss, abs=1e-5)
+        assert other.step().training_losses == pytest.approx(one.step().training_losses, abs=1e-5)
     for info in on.infos:
-        a, b = one.personal(info), other.personal(info)
+        a, b = one.personal_params(info), other.personal_params(info)
         assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-5

@@ -205,7 +205,7 @@ def test_models_of_lora_methods_are_exported(name: str, tmp_path: Path) -> None:
     for client in range(2):
         gain = write(result.run, client, None, "small", tmp_path / "model.safetensors", 1)
         assert gain.difference < 1e-6
-        params = result.run.personal(data.infos[client])
+        params = result.run.personal_params(data.infos[client])
         x = drawn(6, 4).float()
         expected = data.architectures["model"].apply(params, x)
         torch.testing.assert_close(export_model(result.run, client)(x), expected)

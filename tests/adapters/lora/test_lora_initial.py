@@ -17,7 +17,6 @@ from fedlowrank.core.key import Key
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.families.lora_family import LoRATraining
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
 from fedlowrank.methods.fedsa_lora import FedSALoRA
@@ -25,6 +24,7 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 
@@ -166,7 +166,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
         run.step()
     assert float((scores() - first).abs().max()) > 1e-2
     assert nn.functional.cross_entropy(scores(), y) < nn.functional.cross_entropy(first, y) - 1e-3
-    site, params = find_lora(module, "head").layers["words"], run.personal(info)
+    site, params = find_lora(module, "head").layers["words"], run.personal_params(info)
     assert bool(params[str(site.a)].any()) or not torch.equal(params[site.weight], base.words.weight)
 
 

@@ -268,7 +268,9 @@ def test_an_experiment_on_a_synthetic_regression_runs(tmp_path: Any) -> None:
 
 def test_an_experiment_keeps_a_share_of_the_training_data(tmp_path: Any) -> None:
     federation = load(tmp_path, "data.keep=0.5", "data.keep_at_least=3").federation()
-    assert [len(c.train) for c in federation.clients] == [i.examples for i in federation.infos] == [4] * 4
+    assert (
+        [len(c.train) for c in federation.clients] == [i.example_count for i in federation.infos] == [4] * 4
+    )
     assert [len(c.test) for c in federation.clients] == [20] * 4
     federation = load(tmp_path, "data.keep=0.1", "data.keep_at_least=3").federation()
     assert [len(c.train) for c in federation.clients] == [3] * 4

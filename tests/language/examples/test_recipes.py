@@ -93,7 +93,7 @@ def test_a_chat_recipe_trains_two_steps(name: str, llama: Path, tmp_path: Path) 
         file.write_text(text.replace("base-chat.toml", str(RECIPES / "base-chat.toml")))
     experiment = ExperimentConfig.read(file, changes)
     run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
-    losses = [run.step().loss, run.step().loss]
+    losses = [run.step().training_losses, run.step().training_losses]
     assert all(loss is not None and loss == loss for loss in losses)
     wanted = tables["lora"]["target_modules"]
     adapted = {layer.rpartition(".")[2] for layer in run.state.server.delta}
@@ -131,7 +131,7 @@ def test_the_recipe_for_preferences_trains_two_steps(loss: str, llama: Path, tmp
     experiment = ExperimentConfig.read(RECIPES / "preferences-dpo.toml", changes)
     assert experiment.loss.kind == loss
     run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
-    losses = [run.step().loss, run.step().loss]
+    losses = [run.step().training_losses, run.step().training_losses]
     assert all(value is not None and value == value for value in losses)
 
 

@@ -205,7 +205,7 @@ def test_a_plain_adapter_is_written_exactly(llama: Path, tmp_path: Path) -> None
     language_of_run(run).write(run, out)
     scale = 2.0  # lora_alpha / r
     # FedIT sends all clients the server's model
-    params = run.personal(run.federation.infos[0])
+    params = run.personal_params(run.federation.infos[0])
     stored = load_file(out / "server" / "adapter_model.safetensors")
     for name, value in stored.items():
         own = params[name.replace(".weight", ".default.weight")]
@@ -294,7 +294,7 @@ def test_the_card_says_what_was_trained_and_how_well(stored: Path, llama: Path, 
     }
     assert "after 2 rounds of federated fine-tuning by FedHL" in card
     for info, rank in zip(run.federation.infos, (4, 2, 1), strict=True):
-        assert f"| {info.id} | {info.examples} | {rank} |" in card
+        assert f"| {info.id} | {info.example_count} | {rank} |" in card
     # an independent mean over the clients
     best = min(
         (r for r in records if r.validation() == max(r.validation() for r in records)), key=lambda r: r.round
@@ -399,7 +399,7 @@ def test_the_code_of_the_card_loads_what_was_trained(
     exec(code, names)
     loaded = names["model"].eval()
     x = language.loaded.tokenizer(["a fox", "the dog sleeps"], return_tensors="pt", padding=True)
-    with torch.no_grad(), language.use_parameters(run.personal(run.federation.infos[0])) as own:
+    with torch.no_grad(), language.use_parameters(run.personal_params(run.federation.infos[0])) as own:
         found, wanted = loaded(**x), own(**x)
     if task == "embedding":
         torch.testing.assert_close(found.last_hidden_state, wanted, rtol=1e-4, atol=1e-5)

@@ -90,7 +90,7 @@ def test_adapters_load_in_peft(method: str, llama: Path, tmp_path: Path) -> None
         torch.testing.assert_close(
             score_tokens_with_peft(llama, folder), score_client_tokens(run, k), rtol=0, atol=1e-5
         )
-        held = run.personal(run.federation.infos[k])
+        held = run.personal_params(run.federation.infos[k])
         own = run.federation.infos[k].rank or 6
         ranks = {n: t.shape[0] for n, t in held.items() if ".lora_A." in n}
         caps = {n: 2 if "v_proj" in n else 6 if "layers.1.mlp" in n else 4 for n in ranks}

@@ -43,9 +43,9 @@ def test_rounds_of_fedit_are_steps_of_pefts_lora_plus(llama: Path, tmp_path: Pat
         }
     )
     run = Run(config.build_method("fedit"), config.federation(), config.run, ENGINES["sequential"]())
-    run.start()
+    run.record_initial_models()
     federation = run.federation
-    start = {n: t.clone() for n, t in run.personal(federation.infos[0]).items()}
+    start = {n: t.clone() for n, t in run.personal_params(federation.infos[0]).items()}
     model = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_pretrained(llama),
         federation.companion.model.peft_config["default"],
@@ -61,6 +61,6 @@ def test_rounds_of_fedit_are_steps_of_pefts_lora_plus(llama: Path, tmp_path: Pat
         model(**examples.x, labels=examples.y).loss.backward()
         optimizer.step()
     run.step()
-    for name, value in run.personal(federation.infos[0]).items():
+    for name, value in run.personal_params(federation.infos[0]).items():
         assert torch.allclose(value, own[name], atol=2e-5), name
         assert not torch.allclose(value, start[name], atol=1e-4), name

@@ -61,7 +61,7 @@ def tables_of(base: Path, folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def rows_of(run: Run, client: int = 0) -> Tensor:
-    return run.personal(run.federation.infos[client])[EMBEDDING]
+    return run.personal_params(run.federation.infos[client])[EMBEDDING]
 
 
 def plain_base(base: Path) -> tuple[Any, list[int]]:
@@ -91,7 +91,7 @@ def score_with_peft(base: Path, folder: Path, ids: Tensor) -> Tensor:
 
 def score_in_memory(run: Run, client: int, ids: Tensor) -> Tensor:
     language: Any = run.federation.companion
-    with torch.no_grad(), language.use_parameters(run.personal(run.federation.infos[client])) as model:
+    with torch.no_grad(), language.use_parameters(run.personal_params(run.federation.infos[client])) as model:
         found: Tensor = model(input_ids=ids).logits
     return found
 
@@ -109,9 +109,9 @@ def test_a_step_is_that_of_plain_peft(name: str, tmp_path: Path, request: pytest
         ),
         0,
     )
-    before = {n: p.clone() for n, p in run.personal(run.federation.infos[0]).items()}
+    before = {n: p.clone() for n, p in run.personal_params(run.federation.infos[0]).items()}
     run.step()
-    after = run.personal(run.federation.infos[0])
+    after = run.personal_params(run.federation.infos[0])
     model, ids = plain_base(base)
     layers = {"embed_tokens": ids} if name == "tied" else {"embed_tokens": ids, "lm_head": ids}
     config = peft.LoraConfig(
@@ -217,7 +217,7 @@ def test_methods_that_truncate_average_the_rows_whole(method: str, llama: Path, 
         for head in ("personal", "shared")
     }
     infos = runs["personal"].federation.infos
-    counts = torch.tensor([info.examples for info in infos], dtype=torch.float32)
+    counts = torch.tensor([info.example_count for info in infos], dtype=torch.float32)
     own = torch.stack([rows_of(runs["personal"], info.id) for info in infos])
     assert (own[0] - own[1]).abs().max() > 1e-4
     mean = (own * counts[:, None, None]).sum(0) / counts.sum()

@@ -36,9 +36,9 @@ def test_a_step_is_that_of_plain_peft(llama: Path, tmp_path: Path) -> None:
         defaults={"batch_size": 1000, "steps": 1, "optimizer": {"kind": "sgd", "lr": 0.3}},
     )  # fmt: skip
     run = run_rounds(tables, 0)
-    before = {n: p.clone() for n, p in run.personal(run.federation.infos[0]).items()}
+    before = {n: p.clone() for n, p in run.personal_params(run.federation.infos[0]).items()}
     run.step()
-    after = run.personal(run.federation.infos[0])
+    after = run.personal_params(run.federation.infos[0])
 
     config = peft.LoraConfig(
         r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head", "norm"], task_type="CAUSAL_LM"
@@ -77,7 +77,7 @@ def test_adapters_load_in_peft_and_the_next_run_starts_from_them(
     assert main(["run", str(experiment), "-o", str(tmp_path / "run")]) == 0
     assert main(["adapters", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--exact"]) == 0
     run = open_run(tmp_path / "run", "")
-    assert (run.personal(run.federation.infos[0])[NORM] - 1).abs().max() > 1e-3
+    assert (run.personal_params(run.federation.infos[0])[NORM] - 1).abs().max() > 1e-3
     # the base of FLoRA's clients moved and is written beside them
     base = tmp_path / "out" / "base" if method == "flora" else llama
     for k in range(3):
@@ -115,7 +115,7 @@ def test_who_holds_them_is_a_setting(head: str, llama: Path, tmp_path: Path) -> 
     )
     run = run_rounds(tables, 0)
     record = run.step()
-    first, second = (run.personal(info)[HEAD] for info in run.federation.infos[:2])
+    first, second = (run.personal_params(info)[HEAD] for info in run.federation.infos[:2])
     initial = run.federation.architectures["language"].initial[HEAD]
     moved = not torch.equal(first, initial)
     assert (moved, torch.equal(first, second)) == {
@@ -128,7 +128,7 @@ def test_who_holds_them_is_a_setting(head: str, llama: Path, tmp_path: Path) -> 
 def test_a_base_in_half_precision_trains_them_in_float32(llama: Path, tmp_path: Path) -> None:
     tables = make_causal_tables(llama, tmp_path, method="fedit", lora=SAVED, language={"dtype": "bfloat16"})
     run = run_rounds(tables, 1)
-    held = run.personal(run.federation.infos[0])
+    held = run.personal_params(run.federation.infos[0])
     assert {held[n].dtype for n in (HEAD, NORM)} == {torch.float32}
     assert (held[NORM] - 1).abs().max() > 1e-3
 

@@ -23,7 +23,7 @@ from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.engines import ENGINES
 from fedlowrank.language.export.server_model import find_server_model
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.simulate import simulate
 
@@ -84,7 +84,7 @@ def make_run(
         }
     )
     run = Run(config.build_method(method), config.federation(), config.run, ENGINES["sequential"]())
-    run.start()
+    run.record_initial_models()
     return run
 
 
@@ -115,7 +115,7 @@ def test_the_first_model_is_that_of_peft(
     run = make_run(llama, tmp_path / "adapter", tmp_path, method, lora)
     for _ in range(2):
         server = find_server_model(run)
-        params = run.personal(run.federation.infos[0]) if server is None else server
+        params = run.personal_params(run.federation.infos[0]) if server is None else server
         assert torch.allclose(logits_of(run, params), expected, atol=2e-5)
         # a round at a learning rate of 0 changes nothing, but for means of truncated models
         if lora.get("ranks") and method not in ("fedhl", "flora"):
@@ -136,7 +136,7 @@ def test_scales_and_ranks_of_single_layers_are_read(
 ) -> None:
     expected = write_adapter(llama, tmp_path / "adapter", **config)
     run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {})
-    assert torch.allclose(logits_of(run, run.personal(run.federation.infos[1])), expected, atol=2e-5)
+    assert torch.allclose(logits_of(run, run.personal_params(run.federation.infos[1])), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_the_layers_and_settings_are_those_of_the_adapter(
 ) -> None:
     expected = write_adapter(llama, tmp_path / "adapter", **config)
     run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {})
-    params = run.personal(run.federation.infos[0])
+    params = run.personal_params(run.federation.infos[0])
     assert torch.allclose(logits_of(run, params), expected, atol=2e-5)
     stored = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {name.replace(".default.weight", ".weight") for name in params} == set(stored)
@@ -179,7 +179,7 @@ def test_layers_that_are_set_replace_those_of_the_adapter(llama: Path, tmp_path:
     )
     wider = {"target_modules": ["q_proj", "v_proj", "o_proj"], "r": 4, "lora_alpha": 4}
     run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", wider)
-    params = run.personal(run.federation.infos[0])
+    params = run.personal_params(run.federation.infos[0])
     assert torch.allclose(logits_of(run, params), expected, atol=2e-5)
     assert len(params) == 2 * 3 * 2
 
@@ -188,12 +188,12 @@ def test_training_goes_on_from_the_factors(llama: Path, tmp_path: Path) -> None:
     """One step of FedIT is a step of SGD on the factors in plain PEFT."""
     write_adapter(llama, tmp_path / "adapter")
     run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {}, lr=0.1)
-    before = {n: t.clone() for n, t in run.personal(run.federation.infos[0]).items()}
+    before = {n: t.clone() for n, t in run.personal_params(run.federation.infos[0]).items()}
     stored = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for name, value in before.items():
         assert torch.equal(value, stored[name.replace(".default.weight", ".weight")])
     run.step()
-    after = run.personal(run.federation.infos[0])
+    after = run.personal_params(run.federation.infos[0])
     # A has a gradient in the first step already, for B is not zero
     assert all((after[n] - before[n]).abs().max() > 0 for n in before)
 
@@ -255,7 +255,7 @@ def test_trained_layers_of_your_own_module_are_the_start(name: str) -> None:
 def test_the_adapter_may_lie_elsewhere_on_a_machine(llama: Path, tmp_path: Path) -> None:
     expected = write_adapter(llama, tmp_path / "adapter")
     run = make_run(llama, tmp_path / "of the others", tmp_path, "fedit", {}, start=tmp_path / "adapter")
-    assert torch.allclose(logits_of(run, run.personal(run.federation.infos[1])), expected, atol=2e-5)
+    assert torch.allclose(logits_of(run, run.personal_params(run.federation.infos[1])), expected, atol=2e-5)
     files = run.federation.companion.files
     weights = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     assert files["start/adapter_model.safetensors"] == hashlib.blake2b(weights, digest_size=16).hexdigest()
@@ -293,7 +293,7 @@ def test_adapters_of_organizations_begin_at_their_mean(llama: Path, tmp_path: Pa
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers`", UserWarning)
         model.save_pretrained(tmp_path / "mean", selected_adapters=["start"])
     run = make_run(llama, tmp_path / "mean" / "start", tmp_path, "fedhl", {"ranks": [5]})
-    params = run.personal(run.federation.infos[0])
+    params = run.personal_params(run.federation.infos[0])
     (made,) = run.federation.architectures.values()
     lora = find_lora(made.module, None)
     layer = next(n for n in lora.layers if n.endswith("layers.0.self_attn.q_proj"))

@@ -51,7 +51,7 @@ def run_of(base: Path, folder: Path, method: str = "fedit", rounds: int = 2, **l
 
 def as_evaluated(run: Run) -> Tensor:
     """Scores of the first client's model as training and evaluation compute them."""
-    params = run.personal(run.federation.infos[0])
+    params = run.personal_params(run.federation.infos[0])
     (architecture,) = run.federation.architectures.values()
     with torch.no_grad():
         return architecture.apply(params, {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)})
@@ -60,7 +60,7 @@ def as_evaluated(run: Run) -> Tensor:
 def in_memory(run: Run) -> Tensor:
     """Scores of the same model as chat and scores use it."""
     language: Any = run.federation.companion
-    with torch.no_grad(), language.use_parameters(run.personal(run.federation.infos[0])) as model:
+    with torch.no_grad(), language.use_parameters(run.personal_params(run.federation.infos[0])) as model:
         found: Tensor = model(input_ids=IDS).logits
     return found
 
@@ -68,7 +68,7 @@ def in_memory(run: Run) -> Tensor:
 def written(run: Run, base: Path, folder: Path) -> Tensor:
     """Scores by PEFT of the adapter that is written of it."""
     language: Any = run.federation.companion
-    params = run.personal(run.federation.infos[0])
+    params = run.personal_params(run.federation.infos[0])
     made = language.write_one(folder, params, run.round, 0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -103,7 +103,7 @@ def install(model: Any, params: dict[str, Tensor]) -> None:
 def test_loss_and_gradient_are_infonce(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     run = run_of(tables(request.getfixturevalue(kind), pairs(tmp_path)), steps=0)
     model = copy.deepcopy(language_of_run(run).model)
-    start = run.personal(run.federation.infos[0])
+    start = run.personal_params(run.federation.infos[0])
     draw = torch.Generator().manual_seed(0)
     install(model, {n: torch.randn(p.shape, generator=draw) * 0.3 for n, p in start.items()})
     factors = {n: p for n, p in model.named_parameters() if n in start}
@@ -142,11 +142,11 @@ def test_an_anchor_as_near_to_another_positive_has_not_found_its_own() -> None:
 def test_an_evaluation_compares_consecutive_batches_of_32(llama: Path, tmp_path: Path) -> None:
     split = {"kind": "local", "train": 0.4, "val": 0.1, "test": 0.5}
     run = run_of(tables(llama, pairs(tmp_path, 160), split=split))
-    record = run.start()
+    record = run.record_initial_models()
     test: Any = run.federation.clients[0].test
     assert len(test) == 40
     model = copy.deepcopy(language_of_run(run).model)
-    install(model, run.personal(run.federation.infos[0]))
+    install(model, run.personal_params(run.federation.infos[0]))
     parts = [{n: t[a:b] for n, t in test.x.items()} for a, b in ((0, 32), (32, 40))]
     with torch.no_grad():
         found = [loss_by_hand(model, part, 0.2) for part in parts]
@@ -160,7 +160,7 @@ def test_an_evaluation_compares_consecutive_batches_of_32(llama: Path, tmp_path:
 @pytest.mark.parametrize("method", ["fedit", "fedhl", "hetlora", "flexlora", "ditto"])
 def test_methods_learn_embeddings(bert: Path, tmp_path: Path, method: str) -> None:
     run = run_of(tables(bert, pairs(tmp_path), method=method), steps=0)
-    losses = [run.step().loss for _ in range(3)]
+    losses = [run.step().training_losses for _ in range(3)]
     first, last = (next(iter(one.values())) for one in (losses[0], losses[-1]))
     assert last < first - 0.01
 
@@ -183,8 +183,10 @@ def test_the_vectorized_engine_says_that_it_trains_transformers_client_by_client
     (message,) = [m for m in caplog.messages if m.startswith("engine vectorized")]
     assert "runs one client after another" in message
     assert "a hook is registered on a layer" in message
-    for name, value in one.personal(one.federation.infos[1]).items():
-        torch.testing.assert_close(other.personal(other.federation.infos[1])[name], value, rtol=0, atol=0)
+    for name, value in one.personal_params(one.federation.infos[1]).items():
+        torch.testing.assert_close(
+            other.personal_params(other.federation.infos[1])[name], value, rtol=0, atol=0
+        )
 
 
 def test_the_adapter_gives_the_embeddings_elsewhere(llama: Path, tmp_path: Path) -> None:
@@ -263,4 +265,4 @@ def test_what_does_not_fit_is_said(llama: Path, tmp_path: Path) -> None:
         run_of({**made, "method": "fedem"})
     with pytest.raises(ConfigError, match=r"language.packing joins texts of a causal model"):
         run_of({**made, "language": {**made["language"], "packing": True}})
-    assert math.isfinite(run_of(made).step().loss["local"])
+    assert math.isfinite(run_of(made).step().training_losses["local"])

@@ -162,7 +162,7 @@ def test_the_reference_is_the_adapter_that_training_starts_from(llama: Path, tmp
             without = [total for total, _ in pair_by_hand(model, x, 0)]
     torch.testing.assert_close(x["reference"][:4], torch.tensor(by_hand), rtol=1e-4, atol=1e-4)
     assert (x["reference"][0] - torch.tensor(without)).abs().max() > 0.01
-    assert run.start().mean("loss", split="test") == pytest.approx(math.log(2), rel=1e-3)
+    assert run.record_initial_models().mean("loss", split="test") == pytest.approx(math.log(2), rel=1e-3)
 
 
 def test_scores_of_a_gpu_are_those_of_a_cpu(
@@ -172,7 +172,7 @@ def test_scores_of_a_gpu_are_those_of_a_cpu(
     for loss in (DPO, ORPO):
         run = run_of(make_preference_tables(llama, tmp_path, loss), steps=0)
         architecture, x = run.federation.architectures["language"], run.federation.clients[0].train.x
-        start = run.personal(run.federation.infos[0])
+        start = run.personal_params(run.federation.infos[0])
         with torch.no_grad():
             found = architecture.apply(start, x)
             with monkeypatch.context() as patch:
@@ -181,7 +181,7 @@ def test_scores_of_a_gpu_are_those_of_a_cpu(
 
 
 def test_the_loss_before_training_is_log_2_and_no_pair_is_in_order(llama: Path, tmp_path: Path) -> None:
-    record = run_of(make_preference_tables(llama, tmp_path, DPO), steps=0).start()
+    record = run_of(make_preference_tables(llama, tmp_path, DPO), steps=0).record_initial_models()
     assert record.mean("loss", split="test") == pytest.approx(math.log(2), rel=1e-4)
     # of equal implicit rewards no response is preferred
     assert record.mean("pair_accuracy", split="test") == 0.0
@@ -190,7 +190,7 @@ def test_the_loss_before_training_is_log_2_and_no_pair_is_in_order(llama: Path, 
 @pytest.mark.parametrize("loss", [DPO, ORPO])
 def test_a_round_of_fedit_is_training_with_peft(llama: Path, tmp_path: Path, loss: dict[str, Any]) -> None:
     run = run_of(make_preference_tables(llama, tmp_path, loss, defaults={"batch_size": 64}), steps=0)
-    start = run.personal(run.federation.infos[0])
+    start = run.personal_params(run.federation.infos[0])
     ends: list[dict[str, Tensor]] = []
     sizes = []
     for data in run.federation.clients:
@@ -206,7 +206,7 @@ def test_a_round_of_fedit_is_training_with_peft(llama: Path, tmp_path: Path, los
         sizes.append(len(data.train))
     run.step()
     mean = {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ends[0]}
-    found = run.personal(run.federation.infos[0])
+    found = run.personal_params(run.federation.infos[0])
     assert found.keys() == mean.keys()
     assert any((mean[n] - start[n]).abs().max() > 1e-4 for n in mean)
     for name, value in mean.items():
@@ -224,7 +224,7 @@ def test_an_evaluation_is_the_mean_over_pairs_and_the_share_in_order(
     record = run.step()
     info = run.federation.infos[0]
     model = language_model(run)
-    install(model, run.personal(info))
+    install(model, run.personal_params(info))
     test: Any = run.federation.clients[0].test
     losses, right = [], []
     with torch.no_grad():
@@ -327,7 +327,7 @@ def test_methods_learn_preferences(llama: Path, tmp_path: Path, loss: dict[str, 
     run = run_of(
         make_preference_tables(llama, tmp_path, loss, method=method, lora=ranks, defaults=optimizer), steps=0
     )
-    before = run.start().mean("loss", split="test")
+    before = run.record_initial_models().mean("loss", split="test")
     after = [run.step() for _ in range(2)][-1].mean("loss", split="test")
     assert before is not None
     assert after is not None
@@ -345,17 +345,17 @@ def test_micro_batches_and_recomputation_change_no_result(
     recomputed = {**made, "language": {**made["language"], "gradient_checkpointing": True}}
     for other in (run_of(in_parts), run_of(recomputed)):
         for info in plain.federation.infos:
-            own = other.personal(info)
-            for name, value in plain.personal(info).items():
+            own = other.personal_params(info)
+            for name, value in plain.personal_params(info).items():
                 torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-6)
-    assert math.isfinite(run_of(by_length).step().loss["local"])
+    assert math.isfinite(run_of(by_length).step().training_losses["local"])
 
 
 def test_updates_are_clipped(llama: Path, tmp_path: Path) -> None:
     run = run_of(make_preference_tables(llama, tmp_path, DPO, run={"clipping": {"norm": 1e-3}}), steps=0)
-    start = run.personal(run.federation.infos[0])
+    start = run.personal_params(run.federation.infos[0])
     run.step()
-    end = run.personal(run.federation.infos[0])
+    end = run.personal_params(run.federation.infos[0])
     moved = math.sqrt(sum(float((end[n] - start[n]).square().sum()) for n in start))
     assert 0 < moved <= 1e-3 * 1.001
 
@@ -366,13 +366,15 @@ def test_sums_in_secret_and_compressed_updates_are_those_of_plain_training(
     """Within the rounding of each: 22 bits over ±8, and a row's largest entry over 127, for each of two clients."""
     plain = run_of(make_preference_tables(llama, tmp_path, DPO), steps=0)
     info = plain.federation.infos[0]
-    start = plain.personal(info)
+    start = plain.personal_params(info)
     plain.step()
-    wanted = plain.personal(info)
-    secure = run_of(make_preference_tables(llama, tmp_path, DPO, run={"secure": {"on": True}})).personal(info)
+    wanted = plain.personal_params(info)
+    secure = run_of(
+        make_preference_tables(llama, tmp_path, DPO, run={"secure": {"on": True}})
+    ).personal_params(info)
     compressed = run_of(
         make_preference_tables(llama, tmp_path, DPO, run={"compression": {"uplink": "int8"}})
-    ).personal(info)
+    ).personal_params(info)
     for name, value in wanted.items():
         moved = float((value - start[name]).abs().max())
         torch.testing.assert_close(secure[name], value, rtol=0, atol=16 / 2**22 + 1e-6)
@@ -390,9 +392,9 @@ def test_private_preferences_have_the_noise_that_the_budget_counts(
     defaults = {"optimizer": {"kind": "sgd", "lr": 1e-12}}
     run = run_of(make_preference_tables(llama, tmp_path, DPO, run=private, defaults=defaults), steps=0)
     info = run.federation.infos[0]
-    start = run.personal(info)
+    start = run.personal_params(info)
     run.step()
-    moved = torch.cat([(t - start[n]).flatten() for n, t in run.personal(info).items()])
+    moved = torch.cat([(t - start[n]).flatten() for n, t in run.personal_params(info).items()])
     clients = len(run.federation.infos)
     expected = 2.0 * 0.5 / clients * (1.0 if kind == "central" else clients**0.5)
     assert abs(float(moved.std()) / expected - 1) < 5 / (2 * moved.numel()) ** 0.5

@@ -82,12 +82,12 @@ def test_a_large_vocabulary_takes_fewer_texts_at_once_and_gives_the_same_loss(
         return scores
 
     monkeypatch.setattr(Architecture, "apply", counted_apply)
-    usual = run.start().values("loss", split="test")
+    usual = run.record_initial_models().values("loss", split="test")
     most, tokens = max(seen), 2 * run.federation.clients[0].train.x["attention_mask"].shape[1]
     seen.clear()
     # room for the scores of two texts
     monkeypatch.setattr(local_data, "MAX_CHUNK_SCORES", tokens * model.vocabulary)
-    assert run.start().values("loss", split="test") == pytest.approx(usual, rel=1e-6)
+    assert run.record_initial_models().values("loss", split="test") == pytest.approx(usual, rel=1e-6)
     assert max(seen) <= tokens * model.vocabulary < most
 
 

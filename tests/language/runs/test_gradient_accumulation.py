@@ -46,11 +46,11 @@ def test_a_step_in_parts_is_the_step_of_the_mean_over_tokens(
         }
     )
     run = Run(config.build_method("fedit"), config.federation(), config.run, ENGINES["sequential"]())
-    run.start()
+    run.record_initial_models()
     language, examples = run.federation.companion, run.federation.clients[0].train
-    start = {n: t.clone() for n, t in run.personal(run.federation.infos[0]).items()}
+    start = {n: t.clone() for n, t in run.personal_params(run.federation.infos[0]).items()}
     run.step()
-    after = run.personal(run.federation.infos[0])
+    after = run.personal_params(run.federation.infos[0])
     leaves = {n: t.clone().requires_grad_() for n, t in start.items()}
     ids, mask, y = examples.x["input_ids"], examples.x["attention_mask"], examples.y
     model: transformers.PreTrainedModel = language.model

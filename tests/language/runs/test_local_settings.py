@@ -182,7 +182,10 @@ def test_a_classifier_in_bfloat16_sends_its_head_in_float32(bert: Path, tmp_path
         heads = {path: t.dtype for path, t in tree.leaves(down) if "classifier" in str(path)}
         assert len(heads) == 2
         assert {t.dtype for _, t in tree.leaves(down)} == {torch.float32}
-        losses[dtype] = [run.start().values("loss", split="val"), run.step().values("loss", split="val")]
+        losses[dtype] = [
+            run.record_initial_models().values("loss", split="val"),
+            run.step().values("loss", split="val"),
+        ]
     torch.testing.assert_close(
         torch.tensor(losses["bfloat16"]), torch.tensor(losses["float32"]), atol=0.02, rtol=0
     )

@@ -12,7 +12,7 @@ import torch
 from fedlowrank.cli.language.run_estimate import estimate_run
 from fedlowrank.cli.main import main
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.effective_delta import Weighing
+from fedlowrank.methods.shared.effective_delta import Weighing
 from tests.language.text_experiments import make_causal_tables, run_rounds, write_toml
 
 torch.set_num_threads(1)
@@ -57,12 +57,12 @@ def test_a_run_shows_rows_samples_and_the_estimate(
 def test_fedhl_says_that_its_weights_are_not_by_examples(llama: Path, tmp_path: Path) -> None:
     run = run_rounds(make_causal_tables(llama, tmp_path))
     task = run.federation.task(1)
-    sizes = [c.examples for c in task.clients]
+    sizes = [c.example_count for c in task.clients]
     expected = max(sizes) > 2 * min(sizes)
     said = " ".join(METHODS["fedhl"]().remarks(task))
     assert ("weighing.by = 'examples'" in said) == expected
     uneven = dataclasses.replace(
-        task, clients=[dataclasses.replace(c, examples=10 if c.id else 1) for c in task.clients]
+        task, clients=[dataclasses.replace(c, example_count=10 if c.id else 1) for c in task.clients]
     )
     assert "not by its 1 to 10 examples" in " ".join(METHODS["fedhl"]().remarks(uneven))
     assert METHODS["fedhl"](weighing=Weighing(by="examples")).remarks(uneven) == []

@@ -60,7 +60,7 @@ def run_of(made: dict[str, Any]) -> tuple[Run, list[float]]:
         experiment.run,
         Sequential(),
     )
-    losses = [next(iter(run.step().loss.values())) for _ in range(experiment.run.rounds)]
+    losses = [next(iter(run.step().training_losses.values())) for _ in range(experiment.run.rounds)]
     return run, losses
 
 

@@ -40,7 +40,7 @@ def test_methods_of_each_form_fine_tune_a_causal_model(method: str, llama: Path,
     ranks = {"ranks": [2]} if method in EQUAL_RANKS else {}
     run = run_rounds(make_causal_tables(llama, tmp_path, method=method, lora=ranks, run={"rounds": 3}), 0)
     base = {n: p.clone() for n, p in language_of_run(run).model.named_parameters()}
-    before = run.start().values("loss", split="val")
+    before = run.record_initial_models().values("loss", split="val")
     for _ in range(3):
         after = run.step().values("loss", split="val")
     # the mean loss of the headline series falls: the adapters learn although nothing else is trained
@@ -96,7 +96,7 @@ def test_the_head_of_a_classifier_is_what_the_settings_say(head: str, bert: Path
         "frozen": (set(), set()),
     }[head]
     for info in run.federation.infos:
-        used = run.personal(info)
+        used = run.personal_params(info)
         assert (head == "frozen") == all(torch.equal(used[n], initial[n]) for n in names)
     folder = language_of_run(run).write_one(tmp_path / "adapter", used, 4, info.id)
     stored = load_file(folder / "adapter_model.safetensors")
@@ -122,7 +122,9 @@ def test_adapters_of_a_run_load_in_peft_and_give_the_same_scores(llama: Path, tm
     model = run.federation.architectures["language"]
     server = run.local_model(run.federation.infos[0]).server
     assert server is not None
-    expected = {"server": server} | {f"client_{i.id:04d}": run.personal(i) for i in run.federation.infos}
+    expected = {"server": server} | {
+        f"client_{i.id:04d}": run.personal_params(i) for i in run.federation.infos
+    }
     for name, params in expected.items():
         with torch.no_grad():
             live = model.apply(params, x)
@@ -184,7 +186,7 @@ def test_autocast_multiplies_in_half_precision_and_learns_alike(llama: Path, tmp
     half = run_rounds(make_causal_tables(llama, tmp_path, language={"autocast": "bfloat16"}))
     x = {n: t[:4] for n, t in plain.federation.clients[0].train.x.items()}
     a, b = (
-        r.federation.architectures["language"].apply(r.personal(r.federation.infos[0]), x)
+        r.federation.architectures["language"].apply(r.personal_params(r.federation.infos[0]), x)
         for r in (plain, half)
     )
     assert b.dtype == torch.float32

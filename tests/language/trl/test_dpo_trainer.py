@@ -32,7 +32,7 @@ def tables_of(llama: Path, folder: Path, trainer: str, **more: Any) -> dict[str,
 
 
 def factors_of(run: Run) -> list[dict[str, Tensor]]:
-    return [dict(run.personal(info)) for info in run.federation.infos]
+    return [dict(run.personal_params(info)) for info in run.federation.infos]
 
 
 def response_sum(model: Any, ids: Tensor, mask: Tensor, counts: Tensor) -> Tensor:

@@ -35,10 +35,10 @@ def scores(tables: dict[str, Any], trainer: str, **language: Any) -> tuple[list[
     data = run.federation.clients
     with torch.no_grad():
         found = [
-            model.apply(run.personal(info), {n: t[:4] for n, t in data[info.id].train.x.items()})
+            model.apply(run.personal_params(info), {n: t[:4] for n, t in data[info.id].train.x.items()})
             for info in run.federation.infos
         ]
-    return found, [record.steps, record.loss, record.flops]
+    return found, [record.steps, record.training_losses, record.flops]
 
 
 def assert_equal_runs(tables: dict[str, Any], **language: Any) -> None:

@@ -83,7 +83,7 @@ def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: st
     assert [r.lost for r in records] == [{}, {}, {}]
     assert_equal(run, out, lambda i: out.with_name("run.clients") / str(i))
     # evaluation rode on the orders: no round lacks it
-    measured = run.evaluation()
+    measured = run.evaluate()
     assert measured is not None
     found = [c for c in records[-1].measured.columns if c.name == "loss"]
     assert found == [c for c in measured.columns if c.name == "loss" and c.series != "server"]

@@ -240,7 +240,7 @@ def test_the_federation_is_that_of_the_data_but_for_the_data() -> None:
     found, whole = registry(), MADE.federation()
     for info in whole.infos:
         data = whole.clients[info.id]
-        header = registration(info.id, examples=info.examples, sizes=(len(data.val), len(data.test)))
+        header = registration(info.id, examples=info.example_count, sizes=(len(data.val), len(data.test)))
         found.register(from_(100 + info.id, header), ALL)
     found.fix_form(ALL)
     made = found.build_federation()
@@ -251,7 +251,11 @@ def test_the_federation_is_that_of_the_data_but_for_the_data() -> None:
     assert found.update_federation(made) is made
     found.register(from_(101, registration(1, examples=7)), ALL)
     later = found.update_federation(made)
-    assert [i.examples for i in later.infos] == [whole.infos[0].examples, 7, whole.infos[2].examples]
+    assert [i.example_count for i in later.infos] == [
+        whole.infos[0].example_count,
+        7,
+        whole.infos[2].example_count,
+    ]
     assert later.architectures is made.architectures
 
 

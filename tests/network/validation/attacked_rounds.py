@@ -24,7 +24,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.network.validation.upload_forms import Template
 from fedlowrank.network.validation.uploads import (
     FAULT_TYPES,

@@ -26,7 +26,7 @@ from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.linalg.factored import Factored
 from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora_family import LoRATraining
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.network.validation.shape_tracing import trace_template
 from fedlowrank.network.validation.uploads import Templates, inspect_upload
@@ -373,7 +373,7 @@ def test_shape_tracing_takes_nothing_from_the_client_nor_from_its_word() -> None
     federation = small(False)
     # data that cannot be read, and a claim that would fill the memory
     task = dataclasses.replace(
-        federation.task(3), clients=[dataclasses.replace(federation.infos[0], examples=10**15)]
+        federation.task(3), clients=[dataclasses.replace(federation.infos[0], example_count=10**15)]
     )
     method = made("floral", router=Router(noise=1.0))
     info = task.clients[0]

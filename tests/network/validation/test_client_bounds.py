@@ -157,7 +157,7 @@ class Measuring(Sequential):
         for job, outcome in zip(jobs, super().run(method, federation, task, round, jobs), strict=True):
             norms[job.client.id] = measure_norms(outcome.upload, job.down)
             yield outcome
-        steps = {c: sum(steps_of(method.passes(), federation.infos[c].examples).values()) for c in norms}
+        steps = {c: sum(steps_of(method.passes(), federation.infos[c].example_count).values()) for c in norms}
         self.refused |= self.judge.find_outliers(norms, steps, round)
         self.judge.learn(norms, round)
 

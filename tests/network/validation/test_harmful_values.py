@@ -77,7 +77,7 @@ def test_negative_counts_take_part_in_no_mean() -> None:
 
 def test_a_count_counts_for_no_more_than_the_client_s_examples() -> None:
     s = situation("fedproto")
-    most = s.me.examples
+    most = s.me.example_count
     server, _ = s.sent(replace(s.upload, count=torch.full_like(s.upload.count, 2**40)))
     total, weight = torch.zeros_like(server.mean), torch.zeros(len(server.mean))
     for reply in s.replies:

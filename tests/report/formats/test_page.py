@@ -243,7 +243,7 @@ ODD = [
     [{"round": 0, "accuracy": None}],
     [{"round": 0, "accuracy": None, "parameters": None, "ranks": {"a": 3}, "server_metrics": {"energy": {}}}],
     [{"round": 1, "accuracy": {}, "client_losses": {}, "parameters": {}, "ranks": {}}],
-    [{"round": 1, "loss": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
+    [{"round": 1, "training_losses": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
     [{"round": 1, "accuracy": {"global": {"val": [1.0]}}}],
     [{"round": 1, "accuracy": None, "client_losses": {"g": {"val": [1.0]}}}],
     [

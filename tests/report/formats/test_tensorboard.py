@@ -30,7 +30,7 @@ def test_event_file_reads_back(make_run, tmp_path):
     rows[1]["loss"]["bad"] = float("nan")
     found = scalars(make_run("a", rounds=rows), tmp_path)
     assert {"accuracy/personal/val", "bytes/up", "bytes/down"} <= found.keys()
-    assert {"loss/local", "seconds/train", "seconds/server", "seconds/evaluate"} <= found.keys()
+    assert {"training_loss/local", "seconds/train", "seconds/server", "seconds/evaluate"} <= found.keys()
     assert "loss/bad" not in found
     assert found["accuracy/personal/test"] == [(0, 0.5), (1, 0.5), (2, 0.75)]
     assert found["bytes/total"] == [(0, 0), (1, 1500), (2, 3000)]
@@ -44,7 +44,7 @@ def test_losses_routes_and_unseen_clients(make_run, tmp_path):
     assert found["loss/personal/test"] == [(0, 4.0), (1, 2.0)]
     assert found["loss/personal/test/unseen"] == [(0, 8.0), (1, 9.0)]
     assert found["routes/recovery"] == [(1, 1.0)]
-    assert found["loss/local"] == [(1, 0.5)]
+    assert found["training_loss/local"] == [(1, 0.5)]
 
 
 def test_missing_tensorboard_names_the_extra(make_run, tmp_path, monkeypatch):

@@ -172,7 +172,7 @@ def test_a_family_is_one_setting_of_the_methods(make_run):
         for top, gaps in (({"a": 0.6, "b": 0.5}, (0.01, 0.0, 0.02)),)
     ]  # fmt: skip
     families = read_experiments(runs)[0].families
-    assert [(family.text, family.best.short_label, len(family.comparisons)) for family in families] == [
+    assert [(family.variation, family.best.short_label, len(family.comparisons)) for family in families] == [
         ("k = 1", "a", 1),
         ("k = 2", "a", 1),
     ]

@@ -135,8 +135,8 @@ def test_records_of_earlier_versions_are_weighted_by_examples() -> None:
     for record in result.rounds:
         assert record.measured is not None
         columns = [column for column in record.measured.columns if column.name != COUNTED_LABELS]
-        line = replace(record, measured=ClientTable(record.measured.client_ids, columns)).to_json()
-        old.append(RoundRecord.from_json(line))
+        line = replace(record, measured=ClientTable(record.measured.client_ids, columns)).to_line()
+        old.append(RoundRecord.from_line(line))
     before = Result(result.run, old)
     rows = before.to_frame(last=True).query("split == 'test'").assign(all=1)
     expected = np.average(rows["accuracy"], weights=rows["n"])

@@ -40,7 +40,7 @@ def test_numbers_of_every_client_by_a_plain_loop(method: str, engine: Any) -> No
     model = made.architectures["model"].module
 
     def scores(info: Any, x: Tensor) -> Tensor:
-        found: Tensor = torch.func.functional_call(model, result.run.personal(info), (x,))
+        found: Tensor = torch.func.functional_call(model, result.run.personal_params(info), (x,))
         return found
 
     for split in ("val", "test"):
@@ -63,7 +63,7 @@ def evaluated_batches(made: Any, method: str = "fedavg") -> list[int]:
     run.step()
     module = run.federation.architectures["model"].module
     module.batches.clear()
-    run.evaluation()
+    run.evaluate()
     found: list[int] = list(module.batches)
     return found
 
@@ -122,7 +122,7 @@ def test_a_hook_sees_the_examples_of_one_client_at_a_time() -> None:
     made = make_federation(hooked)
     run = Run(METHODS["fedavg"](), made, RunSettings(rounds=2), Sequential())
     seen.clear()
-    run.start()
+    run.record_initial_models()
     assert seen == [n for c in made.clients for n in (len(c.val), len(c.test)) if n]
 
 
@@ -161,7 +161,7 @@ def test_a_record_takes_at_most_twenty_bytes_for_each_client(tmp_path: Path) -> 
 def test_of_more_than_a_thousand_clients_five_hundred_are_evaluated() -> None:
     made = make_federation(build_linear, clients=1001, examples=2)
     run = Run(METHODS["fedavg"](), made, RunSettings(participation=0.01), Sequential())
-    assert len(run.start().values()) == 500
+    assert len(run.record_initial_models().values()) == 500
     assert (
         len(Run(METHODS["fedavg"](), made, RunSettings(evaluate_clients=1001), Sequential()).evaluated)
         == 1001
@@ -186,7 +186,7 @@ def test_the_interval_of_evaluations_by_hand(participation: float, rounds: int, 
         RunSettings(rounds=rounds, participation=participation),
         Sequential(),
     )
-    run.start()
+    run.record_initial_models()
     run.step()
     # a forward pass costs 2·6·3 an example, a step as much again for the weights and nothing for the inputs
     training, evaluation = 40 * 20 * participation * 2 * 36, 20 * 24 * 36
@@ -254,9 +254,9 @@ def test_a_method_of_one_model_makes_it_once_for_all_clients(states_one_model: b
             return ClientModel(down)
 
     run = Run(Counted(), make_federation(build_linear), RunSettings(rounds=1), Sequential())
-    found = run.evaluation()
+    found = run.evaluate()
     assert len(calls) == made
     assert found is not None
-    plain = Run(FedAvg(), make_federation(build_linear), RunSettings(rounds=1), Sequential()).evaluation()
+    plain = Run(FedAvg(), make_federation(build_linear), RunSettings(rounds=1), Sequential()).evaluate()
     assert plain is not None
     assert found == plain

@@ -56,7 +56,7 @@ def by_own_module(run: Run, split: str) -> tuple[list[Any], list[Any]]:
     module = copy.deepcopy(run.federation.architectures["model"].module)
 
     def scores(info: Any, x: Tensor) -> Tensor:
-        missing, unknown = module.load_state_dict(run.personal(info), strict=False)
+        missing, unknown = module.load_state_dict(run.personal_params(info), strict=False)
         assert all("num_batches_tracked" in name for name in missing)
         assert not unknown
         found: Tensor = module(x)
@@ -108,7 +108,7 @@ def linear_head() -> nn.Module:
 def test_losses_of_a_work_item_are_computed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_federation(build_linear)
     run = Run(METHODS["standalone"](), made, RunSettings(rounds=2), Sequential())
-    run.start()
+    run.record_initial_models()
     run.step()
     rows: list[int] = []
     sum_terms = scoring._sum_terms
@@ -118,7 +118,7 @@ def test_losses_of_a_work_item_are_computed_in_one_call(monkeypatch: pytest.Monk
         return sum_terms(scores, batch)
 
     monkeypatch.setattr(scoring, "_sum_terms", counted)
-    run.evaluation()
+    run.evaluate()
     assert rows == [sum(len(c.val) + len(c.test) for c in made.clients)]
 
 
@@ -166,7 +166,7 @@ def test_the_loss_of_few_and_of_many_examples_and_classes(count: int, classes: i
 def test_examples_are_concatenated_once_though_other_clients_share_a_model() -> None:
     made = make_federation(build_linear, clients=40)
     run = Run(METHODS["standalone"](), made, RunSettings(rounds=5, participation=0.1), Sequential())
-    run.start()
+    run.record_initial_models()
     for _ in range(5):
         run.step()
     inputs = sum((len(c.val) + len(c.test)) * 6 * 4 for c in made.clients)

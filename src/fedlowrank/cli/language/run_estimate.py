@@ -25,7 +25,7 @@ class _Asking:
         """Hand the pass over."""
         raise PassAskedError(request)
 
-    def total(self, *_: Any) -> Any:
+    def sum_over_data(self, *_: Any) -> Any:
         """Without a pass before it, a statistic is none to time."""
         raise _NoPassError
 
@@ -49,7 +49,7 @@ def estimate_run(method: AnyMethod, federation: Federation, settings: RunSetting
     if settings.device != "cpu":
         federation = federation.to(settings.device)
     task = federation.task(settings.rounds)
-    info = max(federation.infos, key=lambda i: i.examples)
+    info = max(federation.infos, key=lambda i: i.example_count)
     download = method.download(method.server_init(task), info)
     probe: Any = _Asking()
     try:
@@ -74,7 +74,7 @@ def estimate_run(method: AnyMethod, federation: Federation, settings: RunSetting
     seconds = time.perf_counter() - start
     passes = method.local_passes().values()
     steps_per_round = (
-        sum(p.steps_over(i.examples) for i in federation.infos for p in passes) * settings.participation
+        sum(p.steps_over(i.example_count) for i in federation.infos for p in passes) * settings.participation
     )
     minutes = seconds * steps_per_round * settings.rounds / 60
     memory_bytes = (

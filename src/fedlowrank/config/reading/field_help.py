@@ -21,8 +21,8 @@ from ...data.sources import SOURCES
 from ...data.text.text_sources import TEXT_SOURCES
 from ...linalg.delta import DeltaForm
 from ...methods import METHODS
-from ...methods.families.effective_delta import Weighing
-from ...methods.families.lora_family import LoRATraining
+from ...methods.shared.effective_delta import Weighing
+from ...methods.shared.lora_family import LoRATraining
 from ..experiment import TAGGED, ExperimentConfig
 from ..sections.data_section import Preparation
 from ..sections.lora_section import LoraSettings

@@ -16,7 +16,7 @@ from ...data.partitioning.partition import PARTITIONS
 from ...data.partitioning.split import SPLITS
 from ...data.sources import SOURCES
 from ...data.text.text_sources import TEXT_SOURCES
-from ...methods.families.effective_delta import Weighing
+from ...methods.shared.effective_delta import Weighing
 from ...models.zoo import ModelSettings
 from ...trust.trust_settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
 from .data_section import DEFAULT_SOURCE, Preparation

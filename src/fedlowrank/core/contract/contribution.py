@@ -341,7 +341,7 @@ def map_contributions(f: Callable[[str, Any], Any], contribution: Any, path: str
     if not isinstance(contribution, (Mean, Sum, Each, type)):
         raise tree.TreeError(
             f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it "
-            f"holds a {type(contribution).__name__}. Wrap it, such as Mean(upload, client.examples)"
+            f"holds a {type(contribution).__name__}. Wrap it, such as Mean(upload, client.example_count)"
         )
     return f(path, contribution)
 

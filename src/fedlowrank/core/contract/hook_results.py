@@ -46,7 +46,7 @@ def check_client_model(method: Any, result: Any) -> ClientModel:
 
 def check_passes(method: Any, passes: Any) -> dict[str, Pass]:
     """What ``passes`` returned; a TaskError if it is no dict of passes."""
-    if isinstance(passes, dict) and passes and all(isinstance(sweep, Pass) for sweep in passes.values()):
+    if isinstance(passes, dict) and passes and all(isinstance(value, Pass) for value in passes.values()):
         return passes
     raise TaskError(
         f"{type(method).__name__}.passes must return a dict of passes by name; it returned {_kind(passes)}. Write "

@@ -43,7 +43,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     from no other method; a user's method may.
 
     Attributes:
-        epochs: E, passes of a client over its own data in a round.
+        epochs: E, epochs of local training in a round.
         batch_size: B, examples a local step.
         optimizer: of local training.
         drop_last: whether an epoch of local training leaves out an incomplete last batch, as PyTorch's
@@ -155,7 +155,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
             upload: of the client.
             client: who sent it.
         """
-        return Mean(upload, client.examples)
+        return Mean(upload, client.example_count)
 
     def describe_update(self, down: D, client: ClientInfo, task: Task) -> Update:
         """What in an upload of this client is its update; by default the upload minus the download.
@@ -212,7 +212,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 class ClientView:
     """What a client may use besides its state: the code of its model, its data, and its randomness.
 
-    It reaches its data through :meth:`train` and :meth:`total`.
+    It reaches its data through :meth:`train` and :meth:`sum_over_data`.
 
     Attributes:
         info: what the server knows of it, too.
@@ -281,14 +281,16 @@ class ClientView:
         )
         return end
 
-    def total(self, statistic: Callable[..., T], params: Any, *, constants: tuple[Any, ...] = ()) -> T:
+    def sum_over_data(
+        self, statistic: Callable[..., T], params: Any, *, constants: tuple[Any, ...] = ()
+    ) -> T:
         """Sum ``statistic(params, batch, *constants)``, a tree, over the training data, without gradients.
 
-        The statistic must itself sum over the batch by :meth:`Batch.total`. Sums of half precision come in
+        The statistic must itself sum over the batch by :meth:`Batch.sum`. Sums of half precision come in
         float32.
         """
         check_function("statistic", statistic, ("params", "batch"), constants)
-        return self.trainer.total(statistic, params, constants)
+        return self.trainer.sum_over_data(statistic, params, constants)
 
     def steps(self, name: str) -> int:
         """Number of optimizer steps that :meth:`train` takes in the pass of that name."""

@@ -23,7 +23,7 @@ class Model(Protocol):
         initial: initial values of the trained parameters, the same for all clients; complex ones as real
             numbers ``[..., 2]``.
         complex: names of the complex parameters.
-        parameters: number of parameters, frozen ones included.
+        parameter_count: number of parameters, frozen ones included.
         head_name: dotted name of the submodule that is the head, or None.
         cache: values derived from the module, kept for all clients.
     """
@@ -32,7 +32,7 @@ class Model(Protocol):
     module: nn.Module
     initial: Params
     complex: frozenset[str]
-    parameters: int
+    parameter_count: int
     head_name: str | None
     cache: dict[str, Any]
 

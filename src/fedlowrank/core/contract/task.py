@@ -27,7 +27,7 @@ class Batch:
             T]``, -100 where none counts; or labels or real values of pixels ``[b, H, W]``.
         mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
         step: index among the steps of its pass, counted from 0, for what a method draws anew at each of them.
-        clients: K where the rows are those of K clients, as many of each, one client after another; then sums
+        client_count: K where the rows are those of K clients, as many of each, one client after another; then sums
             and means are those of each client, ``[K, ...]``. None for the batch of one client.
         loss: of the task, by which ``task_loss`` of :mod:`..learning.batch_losses` goes.
         example_weight: the mean weight of an example in the whole batch, where this is a part of it whose loss
@@ -38,7 +38,7 @@ class Batch:
     y: Tensor
     mask: Tensor | None = None
     step: int = 0
-    clients: int | None = None
+    client_count: int | None = None
     loss: Loss = AUTO
     example_weight: Tensor | None = None
 
@@ -61,29 +61,29 @@ class Batch:
         weights = self.weights
         if weights is not None:
             weights = weights.to(wide_type(values.dtype))
-            return (self.total(values * weights) / self.total(weights).clamp(min=1)).to(values.dtype)
+            return (self.sum(values * weights) / self.sum(weights).clamp(min=1)).to(values.dtype)
         if self.mask is None:
-            return values.mean() if self.clients is None else self._by_client(values).mean(1)
-        return (self.total(values) / self.total(self.mask.long()).clamp(min=1)).to(values.dtype)
+            return values.mean() if self.client_count is None else self._by_client(values).mean(1)
+        return (self.sum(values) / self.sum(self.mask.long()).clamp(min=1)).to(values.dtype)
 
-    def total(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """Sum over the examples, padding left out, of ``values [b, ...]``; in float32 of half precision."""
         values = values.to(wide_type(values.dtype))
         if self.mask is not None:
             mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
             # where, not a product: padding may hold infinities, and 0 * inf is NaN
             values = torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
-        return values.sum(0) if self.clients is None else self._by_client(values).sum(1)
+        return values.sum(0) if self.client_count is None else self._by_client(values).sum(1)
 
     def _by_client(self, values: Tensor) -> Tensor:
         """Values of all rows by client, ``[K, b, ...]``."""
-        client_count = self.clients or 1
+        client_count = self.client_count or 1
         return values.reshape(client_count, len(values) // client_count, *values.shape[1:])
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One sweep over the local data of a client.
+    """One training of a tree at a client: its epochs or steps, and its batch size.
 
     Attributes:
         epochs: times every example is seen; None for as many as ``steps`` take.
@@ -139,7 +139,7 @@ class ClientInfo:
 
     Attributes:
         id: identifier, its index in the federation.
-        examples: training examples, the usual weight of its reply.
+        example_count: training examples, the usual weight of its reply.
         architecture: name of its model.
         rank: rank of its low-rank parts, or None where the method decides.
         cluster: which of the ground-truth tasks its data come from, or None if unknown. Methods with optimal
@@ -148,7 +148,7 @@ class ClientInfo:
     """
 
     id: int
-    examples: int
+    example_count: int
     architecture: str
     rank: int | None = None
     cluster: int | None = None
@@ -252,7 +252,7 @@ class Task:
     def smallest_model(self, name: str | None = None) -> EngineModel:
         """The architecture of that name, or the one with the fewest parameters."""
         if name is None:
-            return min(self.architectures.values(), key=lambda a: a.parameters)
+            return min(self.architectures.values(), key=lambda a: a.parameter_count)
         if name not in self.architectures:
             raise TaskError(
                 f"there is no model {name!r} in this federation; it holds {sorted(self.architectures)}"

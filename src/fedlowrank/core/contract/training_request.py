@@ -97,7 +97,7 @@ class Trainer(Protocol):
         """Execute a training pass; returns a tree like its start."""
         ...
 
-    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+    def sum_over_data(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """Sum a statistic over the training data."""
         ...
 

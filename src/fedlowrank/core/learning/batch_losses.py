@@ -19,7 +19,7 @@ from .contrastive_losses import contrastive_losses
 def example_losses(scores: Tensor, batch: Batch) -> Tensor:
     """The loss of each example ``[b]``, by the loss of the task; see :meth:`.losses.Loss.each`."""
     if batch.loss.couples:
-        return contrastive_losses(scores, batch.loss.temperature, batch.mask, batch.clients)
+        return contrastive_losses(scores, batch.loss.temperature, batch.mask, batch.client_count)
     return batch.loss.each(scores, batch.y)
 
 
@@ -44,10 +44,10 @@ def sum_losses(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     weights = batch.loss.weigh(batch.y)
     if weights is None:
-        return batch.total(values), batch.total(torch.ones(len(batch.y), device=values.device))
+        return batch.sum(values), batch.sum(torch.ones(len(batch.y), device=values.device))
     count, weight = weights
     values = values * count.reshape(-1, *[1] * (values.ndim - 1))
-    return batch.total(values), batch.total(weight.to(wide_type(values.dtype)))
+    return batch.sum(values), batch.sum(weight.to(wide_type(values.dtype)))
 
 
 def task_loss(scores: Tensor, batch: Batch) -> Tensor:

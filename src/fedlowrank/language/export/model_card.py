@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.learning.losses import Loss
-from ...methods.families.lora_family import LoRATraining
+from ...methods.shared.lora_family import LoRATraining
 from ...results.client_numbers import ACCURACY, LOSS
 from ...results.records import RoundRecord
 from ...rounds.stored_settings import unwrap
@@ -140,7 +140,7 @@ def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] 
         run.method.title,
         unwrap(run.method).citation,
         run.round,
-        tuple((info.examples, rank) for info, rank in zip(run.federation.infos, ranks, strict=True)),
+        tuple((info.example_count, rank) for info, rank in zip(run.federation.infos, ranks, strict=True)),
         _describe_privacy(run, completed_records),
         tuple(_make_metric_rows(last_record, best_record)),
         None if best_record is None else best_record.round,

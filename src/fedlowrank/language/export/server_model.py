@@ -30,7 +30,7 @@ def find_server_model(run: Run) -> Params | None:
     if first_model.server is not None:
         return first_model.server
     shared_params = first_model.personal()
-    if other_clients and all(_are_equal(shared_params, run.personal(info)) for info in other_clients):
+    if other_clients and all(_are_equal(shared_params, run.personal_params(info)) for info in other_clients):
         return shared_params
     return None
 

@@ -402,9 +402,11 @@ class ClientRegistry:
     def update_federation(self, federation: Federation) -> Federation:
         """The federation with the current sizes; the same object if they have not changed."""
         sizes = self.sizes
-        if tuple(i.examples for i in federation.infos) == sizes:
+        if tuple(i.example_count for i in federation.infos) == sizes:
             return federation
-        infos = [dataclasses.replace(i, examples=n) for i, n in zip(federation.infos, sizes, strict=True)]
+        infos = [
+            dataclasses.replace(i, example_count=n) for i, n in zip(federation.infos, sizes, strict=True)
+        ]
         return dataclasses.replace(federation, infos=infos)
 
     def count_examples(self) -> dict[int, dict[str, int]]:

@@ -128,10 +128,10 @@ def check_reads_no_examples(method: AnyMethod, zero_contribution: Any, server: A
     """
     total = map_contributions(lambda _, leaf: tree.map_leaves(torch.ones_like, leaf.value), zero_contribution)
     views = [
-        replace(view, replied=[replace(c, examples=n * (i + 1)) for i, c in enumerate(view.replied)])
+        replace(view, replied=[replace(c, example_count=n * (i + 1)) for i, c in enumerate(view.replied)])
         for n in (1, 7)
     ]
-    views.append(replace(view, replied=[replace(c, examples=1) for c in view.replied]))
+    views.append(replace(view, replied=[replace(c, example_count=1) for c in view.replied]))
     first_update, *updates = (method.server_update(server, total, variant) for variant in views)
     if not all(tree.equal(first_update, update) for update in updates):
         raise TaskError(

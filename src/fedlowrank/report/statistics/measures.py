@@ -76,7 +76,7 @@ class Measure:
             MISSING if math.isnan(mean) else format_signed(f"{sign}{self.format_number(mean)}{interval_text}")
         )
 
-    def cost(self, value: float) -> float:
+    def sort_key(self, value: float) -> float:
         """A sort key that puts the best value first."""
         return value if self.is_loss else -value
 

@@ -17,7 +17,7 @@ from .significance import ALPHA, Difference, compare_over_clients, compare_over_
 
 
 @dataclass(frozen=True)
-class Versus:
+class ComparisonWithBest:
     """A group against the best of its family."""
 
     group: RunGroup
@@ -30,7 +30,7 @@ class Versus:
         return self.p < ALPHA
 
     @property
-    def is_open(self) -> bool:
+    def is_inconclusive(self) -> bool:
         """Whether it was tested, and no difference from the best can be seen."""
         return self.p >= ALPHA
 
@@ -40,10 +40,10 @@ class Family:
     """Groups of one experiment that are compared with each other: methods, or the settings of one method."""
 
     experiment: str  # its name
-    text: str  # what is varied, with its value; empty if nothing is
+    variation: str  # what is varied, with its value; empty if nothing is
     measure: Measure
     ranked: tuple[tuple[RunGroup, Estimate], ...]  # groups that have a result, the best first
-    comparisons: tuple[Versus, ...]  # all of them but the best, in the same order
+    comparisons: tuple[ComparisonWithBest, ...]  # all of them but the best, in the same order
     pairs: int = 0  # tests of any two groups, for which p is corrected
 
     @property
@@ -55,7 +55,7 @@ class Family:
     def not_worse(self) -> list[RunGroup]:
         """The best group and those not significantly worse; groups without a test are left out."""
         return [group for group, _ in self.ranked[:1]] + [
-            comparison.group for comparison in self.comparisons if comparison.is_open
+            comparison.group for comparison in self.comparisons if comparison.is_inconclusive
         ]
 
     @property
@@ -100,7 +100,7 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
         [difference.p if difference else math.nan for difference in differences], pairs
     )
     comparisons = tuple(
-        Versus(group, difference, p)
+        ComparisonWithBest(group, difference, p)
         for (group, _), difference, p in zip(ranked_results[1:], differences, corrected_p, strict=True)
     )
     return Family(experiment, text, measure, ranked_results, comparisons, pairs)

@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from ...core.io.text import on_one_line
-from ...results.measurements import COSTS, ClientGroup, Measurements, mean_over_clients
+from ...results.measurements import COSTS, ClientSelection, Measurements, mean_over_clients
 from ...results.ranking import ROUNDING, find_best
 from ...results.records import RoundRecord, RunRecord, describe_missing
 from .chosen_clusters import Collapse, find_collapse, finds_all_groups
@@ -99,7 +99,7 @@ def result_sort_key(measure: Measure, value: Estimate) -> tuple[bool, float]:
 
     The mean over the other seeds and clients may be too good.
     """
-    return bool(value.diverged), measure.cost(value.mean)
+    return bool(value.diverged), measure.sort_key(value.mean)
 
 
 def format_successes(measure: Measure, success_count: int, seed_count: int, bound: float) -> str:
@@ -206,11 +206,11 @@ class RunStatistics:
         return seconds[""].reindex([record.round for record in self.record.rounds]).fillna(0.0).cumsum()
 
     @cached_property
-    def _curves(self) -> dict[tuple[str, str, str, ClientGroup], pd.DataFrame]:
+    def _curves(self) -> dict[tuple[str, str, str, ClientSelection], pd.DataFrame]:
         return {}
 
     def curve(
-        self, series: str | None, measure: Measure, split: str = "test", *, group: ClientGroup = "counted"
+        self, series: str | None, measure: Measure, split: str = "test", *, group: ClientSelection = "counted"
     ) -> pd.DataFrame:  # fmt: skip
         """Statistics of one series over clients, by round: see :func:`fedlowrank.results.measurements.summarize`."""
         key = measure.name, series or "", split, group

@@ -9,7 +9,7 @@ import pandas as pd
 from ..number_formats import MISSING, format_p, format_si
 from ..statistics.groups import RunGroup
 from ..statistics.measures import Measure
-from ..statistics.paired import Family, Versus
+from ..statistics.paired import ComparisonWithBest, Family
 from ..statistics.run_statistics import format_estimate
 from .sweeps import bold_note
 from .text_table import TableColumn, TextTable
@@ -128,6 +128,6 @@ def _key(group: RunGroup) -> tuple[str, str]:
     return group.experiment, group.label
 
 
-def _format_gap(measure: Measure, comparison: Versus) -> str:
+def _format_gap(measure: Measure, comparison: ComparisonWithBest) -> str:
     gap = comparison.difference
     return measure.format_gap(gap.mean, gap.low, gap.high) if gap else MISSING

@@ -89,7 +89,7 @@ class Evaluator:
         work_items = self._divide_work(self.federation.infos if clients is None else clients)
         with self.pools.begin_evaluation():
             tables = self.engine.each(partial(self._evaluate_item, round_models, is_trained), work_items)
-        client_table = ClientTable.join([ClientTable.from_json(table) for table in tables])
+        client_table = ClientTable.join([ClientTable.from_dict(table) for table in tables])
         self._warn_of_not_finite(client_table)
         return ClientTable(
             client_table.client_ids, client_table.columns + self._count_labels(client_table.client_ids)
@@ -100,11 +100,11 @@ class Evaluator:
     ) -> dict[str, Any]:
         """Evaluate the clients of one item of work; returns their table as values of JSON."""
         if not self.engine.has_cohorts or self._cohorts.is_given_up or round_models.is_global:
-            return self._models.evaluate(infos, round_models).as_json()
+            return self._models.evaluate(infos, round_models).to_dict()
         tables, trainers = self._cohorts.evaluate(infos, round_models, is_trained)
         if remaining_infos := [info for info in infos if info.id in trainers]:
             tables.append(self._models.evaluate(remaining_infos, replace(round_models, trainers=trainers)))
-        return ClientTable.join(tables).as_json()
+        return ClientTable.join(tables).to_dict()
 
     def _count_labels(self, client_ids: Sequence[int]) -> list[Column]:
         """How many labels of each client count; nothing where these are the numbers of examples."""

@@ -116,7 +116,7 @@ class LocalModel:
         return (
             count_parameters(self.parts[series], self.model.initial)
             if series in self.parts
-            else self.model.parameters
+            else self.model.parameter_count
         )
 
 

@@ -26,7 +26,7 @@ def compute_representations(run: Run, limit: int) -> dict[str, Tensor]:
     for info, data in zip(federation.infos, federation.clients, strict=True):
         if not len(data.test):
             continue
-        params = run.personal(info)
+        params = run.personal_params(info)
         model = federation.architectures[info.architecture]
         examples = data.test.take(torch.arange(min(share, len(data.test))))
         batch = data.test if mixes_examples(model) else examples

@@ -144,7 +144,7 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
     upload = trace_upload(method, task, client, method.download(server, client))[0]
     if not tree.tensors(upload):
         return None
-    infos = [dataclasses.replace(client, examples=times * _MANY) for times in (1, 3)]
+    infos = [dataclasses.replace(client, example_count=times * _MANY) for times in (1, 3)]
     contributions = [method.contribution(server, upload, info) for info in infos]
     pairs = list(
         zip(*([leaf for _, leaf in contribution_leaves(item)] for item in contributions), strict=True)

@@ -111,7 +111,7 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
             for n, t in (upload.statistics or {}).items()
         }
         method = self.inner.contribution(server.inner, upload.inner, client)
-        return {"method": method, "statistics": Mean(statistics, client.examples)}
+        return {"method": method, "statistics": Mean(statistics, client.example_count)}
 
     def server_update(self, server: WithStatistics, total: Any, view: ServerView) -> WithStatistics:
         """The method's, and the mean of the statistics."""

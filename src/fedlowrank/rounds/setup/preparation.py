@@ -56,7 +56,9 @@ def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], 
             # which response of a pair is the chosen one is a label, too
             classes = 2 if federation.loss.is_preference else len(federation.classes)
             clients[i] = poison(clients[i], attack, classes, federation.key / "poison" / i)
-            infos[i] = dataclasses.replace(infos[i], examples=claimed_examples(infos[i].examples, attack))
+            infos[i] = dataclasses.replace(
+                infos[i], example_count=claimed_examples(infos[i].example_count, attack)
+            )
     if attack.kind == "none":
         return hostile, federation
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
@@ -107,7 +109,7 @@ def check_parts(method: AnyMethod, federation: Federation, micro_batch: int | No
 
 def compute_median_examples(clients: Sequence[ClientInfo]) -> int:
     """The lower median of the clients' numbers of examples, at least 1."""
-    return max(1, median_low(client.examples for client in clients))
+    return max(1, median_low(client.example_count for client in clients))
 
 
 def weigh_client(client: ClientInfo, robust: Robust, median_examples: int) -> ClientInfo:
@@ -121,6 +123,6 @@ def weigh_client(client: ClientInfo, robust: Robust, median_examples: int) -> Cl
     counted_examples = (
         median_examples
         if robust.weights == "equal"
-        else min(client.examples, MOST_EXAMPLES * median_examples)
+        else min(client.example_count, MOST_EXAMPLES * median_examples)
     )
-    return dataclasses.replace(client, examples=counted_examples)
+    return dataclasses.replace(client, example_count=counted_examples)

@@ -21,9 +21,9 @@ from .cohort_batches import flatten_batch, join_batches, require_like_inputs
 class CohortBatch(Batch):
     """Rows of several clients whose sums and means are client tensors, with which a statistic may compute."""
 
-    def total(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """See the base class: for each client."""
-        return to_client_tensor(super().total(values))
+        return to_client_tensor(super().sum(values))
 
     def mean(self, values: Tensor) -> Tensor:
         """See the base class: for each client."""
@@ -37,7 +37,7 @@ def total_cohort(
 
     Args:
         trainers: one a client, those with the most examples first.
-        statistic: sums over its batch by :meth:`Batch.total`.
+        statistic: sums over its batch by :meth:`Batch.sum`.
         params: its first argument; tensors that differ between clients are client tensors.
         constants: its last arguments, likewise.
 

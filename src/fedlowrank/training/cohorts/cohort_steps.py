@@ -109,7 +109,7 @@ class CohortSteps(PassSteps):
             param.uses = 0
         value: Tensor = self.request.loss(params, rows, *self._client_constants)
         value = unwrap_client_tensor(value)
-        if value.shape != (rows.clients,):
+        if value.shape != (rows.client_count,):
             raise NoRuleError("a loss that is no mean over the examples of each client")
         return value
 

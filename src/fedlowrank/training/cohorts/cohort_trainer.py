@@ -1,4 +1,4 @@
-"""The trainer of a cohort: executes ``train``, ``total`` and ``steps`` of a view for all clients at once."""
+"""The trainer of a cohort: executes ``train``, ``sum_over_data`` and ``steps`` of a view for all clients at once."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CohortMemory:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerAnswer:
-    """The result of a call of ``train`` or ``total``.
+    """The result of a call of ``train`` or ``sum_over_data``.
 
     Attributes:
         value: a tree of the cohort, or of one client.
@@ -91,21 +91,21 @@ class PassAskedError(BaseException):
 
 
 class CohortTrainer:
-    """Executes ``train``, ``total`` and ``steps`` for K clients, those with the most examples first.
+    """Executes ``train``, ``sum_over_data`` and ``steps`` for K clients, those with the most examples first.
 
     A method's functions are pure, so a second call of them makes the same calls of the trainer, with the same arguments. The
     trainer answers these from the first call. So nothing is trained again where a function is called once more for a part of
     the cohort or for one client.
 
     Args:
-        locals_: the trainer of each client, with its data and its meter.
+        client_trainers: the trainer of each client, with its data and its meter.
         memory: of the engine.
         answers: of an earlier call for these clients.
         errors: errors of clients whose training met a NaN in an earlier call, with the number of answers before.
         joins: whether a pass with padded dimensions raises :class:`PassAskedError` instead of being trained.
 
     Attributes:
-        locals_: as above.
+        client_trainers: as above.
         answers: so far.
         errors: as above.
     """
@@ -118,20 +118,22 @@ class CohortTrainer:
         errors: dict[int, tuple[int, NonFiniteError]] | None = None,
         joins: bool = False,
     ) -> None:
-        self.locals_, self._memory, self._joins = list(locals_), memory, joins
+        self.client_trainers, self._memory, self._joins = list(locals_), memory, joins
         self._earlier = list(answers)
         self.answers: list[TrainerAnswer] = []
         self.errors = {} if errors is None else errors
 
-    def again(self, new_answers: Sequence[TrainerAnswer] = (), joins: bool = False) -> CohortTrainer:
+    def make_replay(self, new_answers: Sequence[TrainerAnswer] = (), joins: bool = False) -> CohortTrainer:
         """The trainer for another call of the function, with the answers of this trainer and further ones."""
-        return type(self)(self.locals_, self._memory, [*self.answers, *new_answers], self.errors, joins)
+        return type(self)(
+            self.client_trainers, self._memory, [*self.answers, *new_answers], self.errors, joins
+        )
 
-    def beside(self, locals_: Sequence[LocalTrainer]) -> CohortTrainer:
+    def for_other_clients(self, locals_: Sequence[LocalTrainer]) -> CohortTrainer:
         """A trainer of other clients with the same memory and without answers."""
         return type(self)(locals_, self._memory)
 
-    def part(self, positions: Sequence[int]) -> CohortTrainer:
+    def select(self, positions: Sequence[int]) -> CohortTrainer:
         """The trainer of the clients at some indices, with their slices of the answers."""
         answers = [
             TrainerAnswer(
@@ -142,14 +144,16 @@ class CohortTrainer:
         ]
         new_positions = {position: i for i, position in enumerate(positions)}
         errors = {new_positions[k]: error for k, error in self.errors.items() if k in new_positions}
-        return type(self)([self.locals_[k] for k in positions], self._memory, answers, errors, self._joins)
+        return type(self)(
+            [self.client_trainers[k] for k in positions], self._memory, answers, errors, self._joins
+        )
 
-    def singles(self) -> list[ReplayTrainer]:
+    def split_by_client(self) -> list[ReplayTrainer]:
         """The trainers of the single clients, which answer with plain tensors."""
-        columns = [split_clients((a.value, a.kept), len(self.locals_)) for a in self.answers]
+        columns = [split_clients((a.value, a.kept), len(self.client_trainers)) for a in self.answers]
         return [
             ReplayTrainer(local, [TrainerAnswer(*column[k]) for column in columns], self.errors.get(k))
-            for k, local in enumerate(self.locals_)
+            for k, local in enumerate(self.client_trainers)
         ]
 
     def train(self, request: Request) -> Any:
@@ -157,10 +161,10 @@ class CohortTrainer:
         answer = self._next(lambda: self._train(request))
         if request.kept is not None:
             request.kept.state = answer.kept
-        return _own_tree(answer.value)
+        return _copy_containers(answer.value)
 
-    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
+    def sum_over_data(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.sum_over_data`."""
 
         def compute() -> TrainerAnswer:
             sums = self._total_cohort(statistic, params, constants)
@@ -168,24 +172,27 @@ class CohortTrainer:
                 self._total_one_by_one(statistic, params, constants) if sums is None else sums
             )
 
-        value: T = _own_tree(self._next(compute).value)
+        value: T = _copy_containers(self._next(compute).value)
         return value
 
     def steps(self, name: str) -> Any:
         """Steps of a pass: a number that all clients share, or a float64 tensor ``[K]`` where they differ."""
-        steps = [local.steps(name) for local in self.locals_]
+        steps = [local.steps(name) for local in self.client_trainers]
         return steps[0] if len(set(steps)) == 1 else stack_numbers(steps)
 
     def _total_one_by_one(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        arguments = split_clients((params, constants), len(self.locals_))
-        sums = [local.total(statistic, *args) for local, args in zip(self.locals_, arguments, strict=True)]
+        arguments = split_clients((params, constants), len(self.client_trainers))
+        sums = [
+            local.sum_over_data(statistic, *args)
+            for local, args in zip(self.client_trainers, arguments, strict=True)
+        ]
         return stack_clients(sums)
 
     def _total_cohort(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
     ) -> Any | None:
         """The sums of all clients in one pass over their examples; None where each client must be computed by itself."""
-        last_local, client_count = self.locals_[-1], len(self.locals_)
+        last_local, client_count = self.client_trainers[-1], len(self.client_trainers)
         if client_count == 1 or last_local.model.couples or not last_local.has_standard(statistic):
             return None
         arguments = split_clients((params, constants), client_count)
@@ -196,9 +203,9 @@ class CohortTrainer:
             return None
         try:
             with contextlib.nullcontext() if was_equal else full_precision():
-                sums = total_cohort(self.locals_, statistic, params, constants)
+                sums = total_cohort(self.client_trainers, statistic, params, constants)
                 if not was_equal:
-                    expected = last_local.fresh().total(statistic, *arguments[-1])
+                    expected = last_local.fresh().sum_over_data(statistic, *arguments[-1])
                     self._memory.is_equal[cache_key] = is_close(
                         split_clients(sums, client_count)[-1], expected
                     )
@@ -207,7 +214,7 @@ class CohortTrainer:
             self._memory.log("total", reason)
         if not self._memory.is_equal[cache_key]:
             return None
-        for local, args in zip(self.locals_, arguments, strict=True):
+        for local, args in zip(self.client_trainers, arguments, strict=True):
             local.count_total(statistic, *args, cost)
         return sums
 
@@ -242,9 +249,9 @@ class CohortTrainer:
         Returns:
             The answer; None where each client must be trained by itself.
         """
-        first_local, name = self.locals_[0], request.name
+        first_local, name = self.client_trainers[0], request.name
         if _counts_steps(request):
-            require_agreement([local.steps(name) for local in self.locals_])
+            require_agreement([local.steps(name) for local in self.client_trainers])
         if first_local.model.couples or not first_local.may_stack(request):
             if first_local.data.loss.is_custom:
                 self._memory.log(name, f"the loss {first_local.data.loss.kind} is code of your own")
@@ -255,7 +262,7 @@ class CohortTrainer:
             code_of(request.prox),
         )
         was_equal = self._memory.is_equal.get(functions)
-        if was_equal is False or len(self.locals_) == 1:
+        if was_equal is False or len(self.client_trainers) == 1:
             return None
         part_count = self._memory.parts.get(functions, 1)
         while True:
@@ -266,11 +273,11 @@ class CohortTrainer:
                 self._memory.log(name, reason)
                 return None
             except torch.OutOfMemoryError as error:
-                if part_count >= len(self.locals_):
+                if part_count >= len(self.client_trainers):
                     # a client that is trained by itself may take a step in parts
                     self._memory.log(name, error)
                     return None
-                part_count = self._memory.parts[functions] = min(2 * part_count, len(self.locals_))
+                part_count = self._memory.parts[functions] = min(2 * part_count, len(self.client_trainers))
             else:
                 self._memory.is_equal[functions] = True
                 return answer
@@ -279,7 +286,7 @@ class CohortTrainer:
         self, request: Request, compare: bool, requests: Sequence[Request] | None, part_count: int
     ) -> TrainerAnswer:
         """Train a pass of all clients in at least so many parts of them, one part after another."""
-        client_count = len(self.locals_)
+        client_count = len(self.client_trainers)
 
         def copy_for_clients(t: Tensor) -> Tensor:
             return expand_to_clients(t, client_count).detach().clone(memory_format=torch.contiguous_format)
@@ -316,7 +323,11 @@ class CohortTrainer:
             )
             with with_rows():
                 end, loss = train_cohort(
-                    self.locals_[a:b], part_request, self.locals_[0].round, self._memory.pool, compare
+                    self.client_trainers[a:b],
+                    part_request,
+                    self.client_trainers[0].round,
+                    self._memory.pool,
+                    compare,
                 )
             ends.append(tree.canonical(end))
             losses.append(loss)
@@ -326,9 +337,9 @@ class CohortTrainer:
         return TrainerAnswer(tree.map_leaves(to_client_tensor, end), _join_kept(kept_states))
 
     def _bounds_of_parts(self, start: Any, constants: Any, part_count: int) -> list[tuple[int, int]]:
-        """The first and the last place of parts of similar sizes that have room in memory; at least ``part_count`` of them."""
+        """Start and exclusive end index of parts of similar sizes that have room in memory; at least ``part_count`` of them."""
         tensors = tree.tensors(start) + tree.tensors(constants)
-        client_count = len(self.locals_)
+        client_count = len(self.client_trainers)
         on_cpu = all(t.device.type == "cpu" for t in tensors)
         size = sum(t.nbytes for t in tensors) // client_count
         max_clients = max(1, (MAX_BYTES_ON_CPU if on_cpu else MAX_BYTES_ON_GPU) // max(1, size))
@@ -344,7 +355,7 @@ class CohortTrainer:
             losses: ``[clients, steps]`` of each part.
             end: the trained tree of all clients.
         """
-        name, k, first_local = requests[0].name, 0, self.locals_[0]
+        name, k, first_local = requests[0].name, 0, self.client_trainers[0]
         costs, flops = {}, dict[tuple[int, int], int]()
         for request in requests:
             single_request = _of_first_client(request)
@@ -357,10 +368,10 @@ class CohortTrainer:
             losses[0][:0], end
         )
         for part_losses in losses:
-            steps = [local.steps(name) for local in self.locals_[k : k + len(part_losses)]]
+            steps = [local.steps(name) for local in self.client_trainers[k : k + len(part_losses)]]
             means = (part_losses.sum(1, dtype=torch.float64).cpu() / torch.tensor(steps)).tolist()
             for row, step_count, mean in zip(part_losses, steps, means, strict=True):
-                local = self.locals_[k]
+                local = self.client_trainers[k]
                 request = requests[k % len(requests)]
                 # batches of equally many examples cost the same, but for texts
                 examples = len(local.data.examples) if local.data.width is None else -1 - k
@@ -381,8 +392,8 @@ class CohortTrainer:
 
     def _train_one_by_one(self, request: Request) -> TrainerAnswer:
         ends, kept_states = [], []
-        requests = _split_request(request, len(self.locals_))
-        for k, (local, single_request) in enumerate(zip(self.locals_, requests, strict=True)):
+        requests = _split_request(request, len(self.client_trainers))
+        for k, (local, single_request) in enumerate(zip(self.client_trainers, requests, strict=True)):
             try:
                 ends.append(
                     local.train(single_request)
@@ -423,13 +434,13 @@ class ReplayTrainer:
             return self._local.train(request)
         if request.kept is not None:
             request.kept.state = answer.kept
-        return _own_tree(answer.value)
+        return _copy_containers(answer.value)
 
-    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
+    def sum_over_data(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.sum_over_data`."""
         if (answer := self._next()) is None:
-            return self._local.total(statistic, params, constants)
-        value: T = _own_tree(answer.value)
+            return self._local.sum_over_data(statistic, params, constants)
+        value: T = _copy_containers(answer.value)
         return value
 
     def steps(self, name: str) -> int:
@@ -444,7 +455,7 @@ class ReplayTrainer:
         return self._answers[index] if index < len(self._answers) else None
 
 
-def _own_tree(value: T) -> T:
+def _copy_containers(value: T) -> T:
     """A copy of the containers of an answer, which the method may change; its tensors are shared."""
     return tree.map_leaves(lambda t: t, value)
 

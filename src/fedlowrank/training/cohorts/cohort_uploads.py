@@ -49,17 +49,17 @@ class CohortUploads:
 
     Args:
         stacked: the uploads as one tree of client tensors; an ordinary tensor is the same at all clients.
-        clients: number of clients.
+        client_count: number of clients.
         kind: key of the cohort in ``memory``, which keeps whether its contributions can be computed at once.
         memory: of the engine.
 
     Attributes:
         stacked: as above.
-        clients: as above.
+        client_count: as above.
     """
 
     def __init__(self, stacked: Any, clients: int, kind: Any, memory: CohortMemory) -> None:
-        self.stacked, self.clients = stacked, clients
+        self.stacked, self.client_count = stacked, clients
         self._kind, self._memory = ("contribution", kind), memory
         self._rows: list[Any] | None = None
         self._finite: list[bool] | None = None
@@ -67,7 +67,7 @@ class CohortUploads:
     def row(self, index: int) -> Any:
         """The upload of one client."""
         if self._rows is None:
-            self._rows = split_clients(self.stacked, self.clients)
+            self._rows = split_clients(self.stacked, self.client_count)
         return self._rows[index]
 
     def is_finite(self, index: int) -> bool:
@@ -78,7 +78,7 @@ class CohortUploads:
 
     def _find_finite(self) -> Tensor:
         """Whether all numbers of the upload of each client are finite ``[clients]``."""
-        mask = torch.ones(self.clients, dtype=torch.bool)
+        mask = torch.ones(self.client_count, dtype=torch.bool)
         # most rounds have no NaN, and a norm costs a tenth of a test of every element
         if tree.not_finite(tree.map_leaves(unwrap_client_tensor, self.stacked)) is None:
             return mask
@@ -87,7 +87,7 @@ class CohortUploads:
             if not (values.is_floating_point() or values.is_complex()) or not values.numel():
                 continue
             if isinstance(t, ClientTensor):
-                mask &= values.isfinite().reshape(self.clients, -1).all(1).cpu()
+                mask &= values.isfinite().reshape(self.client_count, -1).all(1).cpu()
             elif not bool(values.isfinite().all()):
                 mask[:] = False
         return mask
@@ -141,7 +141,7 @@ class CohortUploads:
     ) -> CohortContribution:
         positions, count = [position for position, _ in members], len(members)
         upload = self.stacked
-        if positions != list(range(self.clients)):
+        if positions != list(range(self.client_count)):
             upload = select_clients(self.stacked, positions)
         contribution = contribute(upload, CohortInfo([info for _, info in members]))
         weights: dict[str, list[float]] = {}

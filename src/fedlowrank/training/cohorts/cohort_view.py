@@ -45,12 +45,12 @@ class CohortInfo:
 
     Attributes:
         infos: as above.
-        examples: number of examples of each client, a float64 tensor ``[K]``.
+        example_count: number of examples of each client, a float64 tensor ``[K]``.
     """
 
     def __init__(self, infos: Sequence[ClientInfo]) -> None:
         self.infos = infos
-        self.examples = stack_numbers([i.examples for i in infos])
+        self.example_count = stack_numbers([i.example_count for i in infos])
 
     def __eq__(self, other: object) -> bool:
         return require_agreement([info == other for info in self.infos])

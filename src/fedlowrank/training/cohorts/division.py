@@ -56,7 +56,7 @@ def divide(
         reason = f"{len(members)} clients give {len(parts)} answers to its control flow"
     if reason is not None:
         log(f"goes on with one client after another: {reason}")
-    trainers = [None] * len(members) if trainer is None else trainer.singles()
+    trainers = [None] * len(members) if trainer is None else trainer.split_by_client()
     return [call_for_client(*pair) for pair in zip(members, trainers, strict=True)]
 
 
@@ -85,7 +85,7 @@ def _divide_parts(
     """Call :func:`divide` for the members at the indices of each part."""
     results: list[R] = []
     for positions in parts:
-        part_trainer = None if trainer is None else trainer.part(positions)
+        part_trainer = None if trainer is None else trainer.select(positions)
         results += divide(
             [members[k] for k in positions], call_for_cohort, call_for_client, part_trainer, log
         )

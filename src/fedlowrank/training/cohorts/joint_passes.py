@@ -59,17 +59,17 @@ def divide_jointly(
                 position_groups = differs.parts().values()
                 if len(position_groups) == 1:
                     # the values have one representation and yet differ, as NaN is not equal to itself
-                    results += divide(members, call_for_cohort, call_for_client, trainer.again(), log)
+                    results += divide(members, call_for_cohort, call_for_client, trainer.make_replay(), log)
                     continue
                 parts += [
-                    ([members[k] for k in positions], trainer.part(positions))
+                    ([members[k] for k in positions], trainer.select(positions))
                     for positions in position_groups
                 ]
             except (Exception, NoRuleError):  # noqa: BLE001 - divide meets it again, and handles it
-                results += divide(members, call_for_cohort, call_for_client, trainer.again(), log)
+                results += divide(members, call_for_cohort, call_for_client, trainer.make_replay(), log)
         answers = _train_jointly([t for _, t, _ in requests], [r for _, _, r in requests])
         queue = parts + [
-            (members, trainer.again([answer], joins=True))
+            (members, trainer.make_replay([answer], joins=True))
             for (members, trainer, _), answer in zip(requests, answers, strict=True)
         ]
     return results
@@ -100,9 +100,9 @@ def _train_as_one(
     trainers: Sequence[CohortTrainer], requests: Sequence[Request]
 ) -> list[TrainerAnswer] | None:
     """Train the passes of several cohorts as one; None where this pass cannot be batched over clients."""
-    sizes = [len(t.locals_) for t in trainers]
+    sizes = [len(t.client_trainers) for t in trainers]
     members = [(c, position) for c, size in enumerate(sizes) for position in range(size)]
-    locals_ = [trainers[c].locals_[position] for c, position in members]
+    locals_ = [trainers[c].client_trainers[position] for c, position in members]
     # clients with the most steps first
     order = sorted(range(len(members)), key=lambda k: -len(locals_[k].data.examples))
     first_request = requests[0]
@@ -116,7 +116,7 @@ def _train_as_one(
         start=join([r.start for r in requests], first_request.padded.start),
         constants=join([r.constants for r in requests], _axes_of_constants(first_request.padded)),
     )
-    joint_trainer = trainers[0].beside([locals_[k] for k in order])
+    joint_trainer = trainers[0].for_other_clients([locals_[k] for k in order])
     answer = joint_trainer.train_batched(joint_request, [requests[members[k][0]] for k in order])
     if answer is None:
         return None

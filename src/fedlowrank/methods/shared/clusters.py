@@ -105,7 +105,7 @@ def weigh_clusters(
     def summed_loss(parts: Mapping[str, Any], batch: Batch, pi: Tensor) -> tuple[Tensor, Tensor]:
         return sum_losses(example_losses(apply(parts, pi, batch.x), batch), batch)
 
-    sums = [view.total(summed_loss, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
+    sums = [view.sum_over_data(summed_loss, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
     losses, weight = torch.stack([total for total, _ in sums]), sums[0][1]
     return (-router.lr * router.temperature * losses / torch.where(weight > 0, weight, 1.0)).to(theta)
 
@@ -157,7 +157,7 @@ def find_routes(title: str, router: Router, client: ClientInfo, pi: Tensor, clus
 def compute_cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, cluster_count: int) -> Tensor:
     """Compute the weights π^k_c N^k of a client's reply ``[C]``, float64; without π^k, the one-hot of its known cluster."""
     route = build_known_route(title, client, cluster_count) if pi is None else clamp_shares(pi)
-    return route.double() * client.examples
+    return route.double() * client.example_count
 
 
 def clamp_shares(pi: Tensor) -> Tensor:

@@ -37,4 +37,4 @@ def average_models(method: _Averaging, server: Any, upload: Params, client: Clie
 
 def reply_weight(client: ClientInfo, weighting: Weighting) -> float:
     """The weight of a client's reply in a mean: n_k, or 1 for every client."""
-    return client.examples if weighting == "examples" else 1.0
+    return client.example_count if weighting == "examples" else 1.0

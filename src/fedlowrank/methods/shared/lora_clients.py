@@ -94,14 +94,14 @@ def average_factors(
     method: TrainsFactors, server: Any, upload: Message, client: ClientInfo
 ) -> Mean[tuple[Factors, Params]]:
     """The factors and what is shared beside them, weighted by n_i."""
-    return Mean((unpack_factors(upload.factors), upload.rest), client.examples)
+    return Mean((unpack_factors(upload.factors), upload.rest), client.example_count)
 
 
 def collect_factors(
     method: TrainsFactors, server: Any, upload: Message, client: ClientInfo
 ) -> dict[str, Any]:
     """The factors by themselves, for their products count; what is shared beside them, weighted by n_i."""
-    return {"factors": Each(unpack_factors(upload.factors)), "rest": Mean(upload.rest, client.examples)}
+    return {"factors": Each(unpack_factors(upload.factors)), "rest": Mean(upload.rest, client.example_count)}
 
 
 def store_mean_factors(
@@ -153,6 +153,6 @@ def build_client_model(
     frozen_factors: Factors | None = None,
     moved_weights: Params | None = None,
 ) -> ClientModel:
-    """Build the model of a client; see :func:`~fedlowrank.methods.families.lora_family.insert_leaves` for the arguments."""
+    """Build the model of a client; see :func:`~fedlowrank.methods.shared.lora_family.insert_leaves` for the arguments."""
     params = insert_leaves(view.model, leaves, scale, frozen_factors or {}, moved_weights or {})
     return ClientModel(view.model.initial | params)

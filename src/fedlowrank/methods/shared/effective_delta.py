@@ -207,7 +207,7 @@ def _subtract_received(
 
 
 @dataclass(frozen=True)
-class ClientWeights:
+class ReplyWeights:
     """The weights of a round's replies.
 
     Attributes:
@@ -270,7 +270,7 @@ class Weighing(CheckedFields):
         ranks: Sequence[int],
         example_counts: Sequence[float],
         max_ranks: Mapping[str, int],
-    ) -> ClientWeights:
+    ) -> ReplyWeights:
         """Weigh the replies of a round.
 
         Args:
@@ -309,7 +309,7 @@ class Weighing(CheckedFields):
         else:
             shared_weights = self._weights_from_errors(total_errors, total_energy, example_counts)
             weights = dict.fromkeys(deltas, shared_weights)
-        return ClientWeights(weights, [e / total_energy if total_energy > 0 else 0.0 for e in total_errors])
+        return ReplyWeights(weights, [e / total_energy if total_energy > 0 else 0.0 for e in total_errors])
 
     def _weights_from_errors(
         self, errors: Sequence[float], energy: float, example_counts: Sequence[float]
