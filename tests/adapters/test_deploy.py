@@ -44,10 +44,10 @@ def check_layer(layer: nn.Module, rank: int, density: float, x: Tensor, seed: in
     made: Any = copy.deepcopy(layer).requires_grad_(False)
     compress_layer(made, compressed_tensors(f, p))
     weights: Weights = {n: f if n == "weight" else t for n, t in layer.named_parameters()}
-    wanted = truth(layer, weights, {"weight": p}, x)
-    found = made(x)
-    assert found.shape == wanted.shape
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    expected = truth(layer, weights, {"weight": p}, x)
+    actual = made(x)
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(made.weight, dense_of(f, w.shape) + p, rtol=1e-12, atol=1e-12)
     assert "weight" not in dict(made.named_parameters())
     return made
@@ -133,12 +133,12 @@ def test_a_model_of_the_zoo(name, density, layout) -> None:
     weights, sparse = mixture(module, 0.3, density or 0.0)
     given = None if density is None else sparse
     made = deploy(module, weights, given, layout)
-    found = made(x)
-    torch.testing.assert_close(found, truth(module, weights, given, x), rtol=1e-9, atol=1e-9)
+    actual = made(x)
+    torch.testing.assert_close(actual, truth(module, weights, given, x), rtol=1e-9, atol=1e-9)
     # values and bits are fewer bytes than a dense weight down to one zero in 64 numbers of float64
     assert bool(compressed(made)) == (density in (None, 0.02) or (density == 0.6 and layout == "small"))
     # needs no gradient, and leaves the original as it was
-    assert found.grad_fn is None
+    assert actual.grad_fn is None
     assert not any(p.requires_grad for p in made.parameters())
     assert all(p.requires_grad for p in module.parameters())
     assert not compressed(module)
@@ -234,26 +234,26 @@ def test_fast_is_thin_only_where_that_saves_work(make, shape) -> None:
 def test_fast_keeps_a_sparse_linear_layer_where_few_values_are_left() -> None:
     layer, g = nn.Linear(64, 64, bias=False), torch.Generator().manual_seed(0)
     f = draw((64, 64), 2, g, torch.float32)
-    found = [
+    actual = [
         isinstance(
             deploy(layer, {"weight": f}, {"weight": spread((64, 64), d, g, torch.float32)}, "fast"),
             CompressedLayer,
         )
         for d in (0.02, 0.4)
     ]
-    assert found == [True, False]
+    assert actual == [True, False]
 
 
 def test_rows_strided_over_are_work() -> None:
     """The first of two thin convolutions makes all rows: with a stride, factors that save bytes may cost
     time."""
     g = torch.Generator().manual_seed(0)
-    found = []
+    actual = []
     for stride in (1, 4):
         layer = nn.Conv2d(128, 128, 3, stride, 1, bias=False)
         weights: Weights = {"weight": draw((128, 128, 3, 3), 90, g, torch.float32)}
-        found.append([isinstance(deploy(layer, weights, layout=how), CompressedLayer) for how in LAYOUTS])
-    assert found == [[True, True], [True, False]]
+        actual.append([isinstance(deploy(layer, weights, layout=how), CompressedLayer) for how in LAYOUTS])
+    assert actual == [[True, True], [True, False]]
 
 
 def test_layers_of_other_kinds_and_shared_weights_are_dense_and_right() -> None:
@@ -263,8 +263,8 @@ def test_layers_of_other_kinds_and_shared_weights_are_dense_and_right() -> None:
     x = torch.arange(30).view(3, 10)
     made = deploy(module, weights, sparse)
     torch.testing.assert_close(made(x), truth(module, weights, sparse, x), rtol=1e-9, atol=1e-9)
-    wanted = {"twice", "weight", "parts.left", "parts.a/b~c é", "parts.weight", "hooked"}
-    assert {*compressed(made)} == wanted
+    expected = {"twice", "weight", "parts.left", "parts.a/b~c é", "parts.weight", "hooked"}
+    assert {*compressed(made)} == expected
     assert made.twice is made.again
     assert made.head.weight is made.embedding.weight
     assert isinstance(made.unregistered[0], CompressedLayer)

@@ -72,8 +72,8 @@ def test_names_of_shared_weights_and_of_lora_factors() -> None:
     adapted: Any = add_lora(nn.Sequential(nn.Linear(4, 3)), 2)
     state = {n: torch.randn_like(t) for n, t in adapted.state_dict().items()}
     layer: Any = deploy(adapted, state)[0]  # type: ignore[index]
-    wanted = state["0.weight"].double() + state["0.lora_B"].double() @ state["0.lora_A"].double()
-    torch.testing.assert_close(layer.weight.double(), wanted, rtol=1e-5, atol=1e-5)
+    expected = state["0.weight"].double() + state["0.lora_B"].double() @ state["0.lora_A"].double()
+    torch.testing.assert_close(layer.weight.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])

@@ -32,10 +32,10 @@ def data_in(path: Path) -> dict[str, Tensor]:
     """Tensors of a file by the last part of their names; a safetensors file holds nothing else after its
     header."""
     with safetensors.safe_open(path, "pt") as file:
-        found = {n.rsplit("/", 1)[1]: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+        actual = {n.rsplit("/", 1)[1]: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     whole, header = path.stat().st_size, int.from_bytes(path.read_bytes()[:8], "little")
-    assert sum(t.nbytes for t in found.values()) == whole - 8 - header
-    return found
+    assert sum(t.nbytes for t in actual.values()) == whole - 8 - header
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_places_are_written_as_indices_or_as_bits_whichever_is_smaller(
     assert {*held} == {"left", "right", "values"} | form
     if form == {"mask"}:
         mask = np.unpackbits(held["mask"].numpy(), count=12000).astype(bool).reshape(w.shape)
-        found = np.zeros(w.shape, np.float32)
-        found[mask] = held["values"].numpy()
-        np.testing.assert_array_equal(found, w.numpy())
+        actual = np.zeros(w.shape, np.float32)
+        actual[mask] = held["values"].numpy()
+        np.testing.assert_array_equal(actual, w.numpy())
     back = load_deployed(layer, tmp_path / "model")
     assert torch.equal(back.weight, w)
     assert measure_size(back) == measure_size(made)
@@ -116,18 +116,18 @@ def test_odd_models_and_other_types_come_back(dtype, tmp_path: Path) -> None:
 def test_a_deployed_model_is_a_module_as_any(tmp_path: Path) -> None:
     module, x = zoo("cnn"), torch.randn(3, *IMAGE)
     made = deploy(module, *mixture(module, 0.3, 0.02))
-    wanted, state = made(x), made.state_dict()
+    expected, state = made(x), made.state_dict()
     other = copy.deepcopy(made)
     for t in other.state_dict().values():
         t.zero_()
     other.load_state_dict(state)
-    assert torch.equal(other(x), wanted)
-    torch.testing.assert_close(other.double()(x.double()).float(), wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(other(x), expected)
+    torch.testing.assert_close(other.double()(x.double()).float(), expected, rtol=1e-4, atol=1e-4)
     assert {t.dtype for t in other.buffers()} == {torch.int32}
     # safetensors takes its state, as it takes any
     safetensors.torch.save_file(state, tmp_path / "state")
     made.load_state_dict(safetensors.torch.load_file(tmp_path / "state"))
-    assert torch.equal(made(x), wanted)
+    assert torch.equal(made(x), expected)
 
 
 def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
@@ -220,12 +220,12 @@ def two_threads() -> Iterator[None]:
 def test_arms_take_turns() -> None:
     log: list[str] = []
     arms = {n: Logged(log, n, k) for n, k in (("a", 1), ("b", 40))}
-    found = compare_latency(arms, torch.eye(150), 5)
+    actual = compare_latency(arms, torch.eye(150), 5)
     assert torch.get_num_threads() == 2
     assert log == ["a", "b"] * 7
-    for t in found.values():
+    for t in actual.values():
         assert 0 <= t.lower <= t.median <= t.upper
-    assert found["b"].median > 5 * found["a"].median
+    assert actual["b"].median > 5 * actual["a"].median
     log.clear()
     one = compare_latency({"a": arms["a"]}, {"x": torch.eye(3)}, 1)["a"]
     assert log == ["a"] * 3

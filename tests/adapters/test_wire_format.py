@@ -100,11 +100,11 @@ def test_factors_arrive_in_the_type_that_they_had(dtype: torch.dtype, wire: Wire
     pair = Pair(*(torch.randn(s, generator=generator).to(dtype) for s in ((5, 2), (2, 3))))
     got = through(pair, wire)
     assert (got.b.dtype, got.a.dtype) == (dtype, dtype)
-    for sent, found in ((pair.b, got.b), (pair.a, got.a)):
+    for sent, actual in ((pair.b, got.b), (pair.a, got.a)):
         lost = {"float32": 0.0, "bfloat16": 2.0**-8, "int8": 1 / 127}[wire] * float(sent.abs().max())
         # and once more the rounding of the type itself
         lost += float(torch.finfo(dtype).eps) * float(sent.abs().max()) if lost else 0.0
-        assert float((sent.double() - found.double()).abs().max()) <= lost
+        assert float((sent.double() - actual.double()).abs().max()) <= lost
 
 
 def test_a_type_that_nobody_knows_is_refused() -> None:

@@ -60,11 +60,11 @@ def test_the_loops_take_the_same_steps(name: str) -> None:
 @pytest.mark.full
 def test_the_table_has_a_row_a_model_and_arm() -> None:
     engines = ["sequential", "processes"]
-    found = [time_rounds(n, engines, 2, clients=6, sample=2) for n in ("mlp25k", "mlp99k")]
-    assert [t.parameters for t in found] == [784 * 32 + 32 + 32 * 10 + 10, 3072 * 32 + 32 + 32 * 10 + 10]
-    assert [t.steps for t in found] == [2 * 2] * 2
-    assert all(len(a.cpu) == len(a.wall) == len(t.floor) == 2 for t in found for a in t.arms.values())
-    table = rows(found)
+    actual = [time_rounds(n, engines, 2, clients=6, sample=2) for n in ("mlp25k", "mlp99k")]
+    assert [t.parameters for t in actual] == [784 * 32 + 32 + 32 * 10 + 10, 3072 * 32 + 32 + 32 * 10 + 10]
+    assert [t.steps for t in actual] == [2 * 2] * 2
+    assert all(len(a.cpu) == len(a.wall) == len(t.floor) == 2 for t in actual for a in t.arms.values())
+    table = rows(actual)
     assert [r[3] for r in table] == [USER, "sequential", "processes"] * 2
     # of an engine whose children work no CPU time is claimed
     assert [bool(r[4]) for r in table] == [True, True, False] * 2
@@ -72,9 +72,9 @@ def test_the_table_has_a_row_a_model_and_arm() -> None:
 
 
 def test_default_settings_are_compared_with_the_same_rounds_without() -> None:
-    found = time_defaults("mlp25k", "sequential", 2, clients=4, sample=2, repeats=2)
-    assert len(found.ratios) == 2
-    assert all(ratio > 0 for ratio in found.ratios)
+    actual = time_defaults("mlp25k", "sequential", 2, clients=4, sample=2, repeats=2)
+    assert len(actual.ratios) == 2
+    assert all(ratio > 0 for ratio in actual.ratios)
 
 
 def test_the_script(
@@ -121,5 +121,5 @@ def test_bad_options_are_named(options: list[str], said: str, capsys: pytest.Cap
 )
 def test_a_round_is_not_slower_than_plain_pytorch(name: str, engine: str, most: float) -> None:
     """The margins are for busy machines: they tell a round that takes half as long again."""
-    found = time_rounds(name, [engine], 7, clients=20, sample=10)
-    assert statistics.median(found.arms[engine].cpu) < most * statistics.median(found.arms[USER].cpu)
+    actual = time_rounds(name, [engine], 7, clients=20, sample=10)
+    assert statistics.median(actual.arms[engine].cpu) < most * statistics.median(actual.arms[USER].cpu)

@@ -84,9 +84,9 @@ def test_extending_what_is_not_there_or_oneself(capsys: Capsys) -> None:
 )
 def test_an_unknown_name_gets_a_suggestion(text: str, says: tuple[str, ...], capsys: Capsys) -> None:
     for command in ("run", "compare", "data"):
-        found = refused(capsys, command, write(Path(), text))
+        actual = refused(capsys, command, write(Path(), text))
         for part in says:
-            assert part in found
+            assert part in actual
     assert list(files(Path())) == ["small.toml"]
 
 
@@ -120,9 +120,9 @@ def test_an_unknown_name_gets_a_suggestion(text: str, says: tuple[str, ...], cap
 )
 def test_a_value_of_the_wrong_type(override: str, says: tuple[str, ...], capsys: Capsys) -> None:
     text = SMALL + '[reference]\nlabel = "x"\naccuracy = { fedavg = 50.0 }\n'
-    found = refused(capsys, "compare", write(Path(), text), override)
+    actual = refused(capsys, "compare", write(Path(), text), override)
     for part in says:
-        assert part in found
+        assert part in actual
     assert list(files(Path())) == ["small.toml"]
 
 
@@ -160,26 +160,26 @@ def test_an_override_of_another_form(override: str, capsys: Capsys) -> None:
     ],
 )
 def test_a_value_out_of_range(override: str, says: str, capsys: Capsys) -> None:
-    found = refused(capsys, "run", write(Path()), override)
-    assert says in found
+    actual = refused(capsys, "run", write(Path()), override)
+    assert says in actual
     assert list(files(Path())) == ["small.toml"]
 
 
 def test_more_classes_a_client_than_there_are(capsys: Capsys) -> None:
-    found = refused(
+    actual = refused(
         capsys, "run", write(Path()), "partition.kind=pathological", "partition.classes_per_client=4"
     )
-    assert "classes_per_client is 4" in found
-    assert "3 classes" in found
+    assert "classes_per_client is 4" in actual
+    assert "3 classes" in actual
 
 
 @pytest.mark.full
 def test_a_client_without_examples_or_with_too_few(capsys: Capsys) -> None:
-    found = refused(capsys, "run", write(Path()), "partition.clients=100")
-    assert "client" in found
-    assert "examples" in found
-    found = refused(capsys, "run", write(Path()), "partition.clients=200")
-    assert "client" in found
+    actual = refused(capsys, "run", write(Path()), "partition.clients=100")
+    assert "client" in actual
+    assert "examples" in actual
+    actual = refused(capsys, "run", write(Path()), "partition.clients=200")
+    assert "client" in actual
 
 
 @pytest.mark.full
@@ -214,9 +214,9 @@ def mnist(folder: Path) -> Path:
 )
 def test_damaged_mnist(name: str, data: bytes, says: str, capsys: Capsys) -> None:
     (mnist(Path("m")) / name).write_bytes(data)
-    found = refused(capsys, "run", write(Path()), "data.source=mnist", "data.path=m")
-    assert name in found
-    assert says in found
+    actual = refused(capsys, "run", write(Path()), "data.source=mnist", "data.path=m")
+    assert name in actual
+    assert says in actual
     assert not Path("runs").exists()
 
 
@@ -234,8 +234,8 @@ def test_damaged_cifar(capsys: Capsys) -> None:
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
         Path(f"c/{name}.bin").write_bytes(bytes(2 * 3073))
     Path("c/data_batch_3.bin").write_bytes(bytes(3073 + 99))
-    found = refused(capsys, "run", write(Path()), "data.source=cifar10", "data.path=c")
-    assert "data_batch_3.bin" in found
+    actual = refused(capsys, "run", write(Path()), "data.source=cifar10", "data.path=c")
+    assert "data_batch_3.bin" in actual
     Path("c/data_batch_3.bin").write_bytes(bytes(3073))
     assert "equally many" in refused(capsys, "run", write(Path()), "data.source=cifar10", "data.path=c")
     Path("c/data_batch_3.bin").write_bytes(b"\xff" * 2 * 3073)
@@ -245,8 +245,8 @@ def test_damaged_cifar(capsys: Capsys) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("source", ["mnist", "cifar10", "cifar100", "folder", "arrays"])
 def test_data_that_are_not_there(source: str, capsys: Capsys) -> None:
-    found = refused(capsys, "run", write(Path()), f"data.source={source}", "data.path=nowhere")
-    assert "nowhere" in found
+    actual = refused(capsys, "run", write(Path()), f"data.source={source}", "data.path=nowhere")
+    assert "nowhere" in actual
     assert "data.path: this field is needed" in refused(capsys, "run", write(Path()), f"data.source={source}")
 
 
@@ -292,7 +292,7 @@ def normalized(shape, classes):
 def test_widths_that_do_not_fit(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("own_widths.py").write_text(MODELS)
-    found = refused(
+    actual = refused(
         capsys,
         "run",
         write(Path()),
@@ -301,7 +301,7 @@ def test_widths_that_do_not_fit(capsys: Capsys, monkeypatch: pytest.MonkeyPatch)
         "pfedlora",
     )
     for part in ("client 0", "3", "client 1", "5"):
-        assert part in found
+        assert part in actual
     assert not Path("runs").exists()
 
 
@@ -342,9 +342,9 @@ def heterogeneous(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_method_for_equal_models_refuses_others(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = refused(capsys, "run", heterogeneous(monkeypatch))
-    assert "same architecture" in found
-    assert "client 0" in found
+    actual = refused(capsys, "run", heterogeneous(monkeypatch))
+    assert "same architecture" in actual
+    assert "client 0" in actual
     assert not Path("runs").exists()
 
 
@@ -371,11 +371,11 @@ def test_compare_with_nothing_that_fits(capsys: Capsys, monkeypatch: pytest.Monk
 @pytest.mark.full
 def test_a_diverging_run_names_client_round_and_pass(capsys: Capsys) -> None:
     file = write(Path())
-    found = refused(
+    actual = refused(
         capsys, "run", file, "defaults.optimizer.lr=1e30", "run.rounds=4", "defaults.batch_size=4"
     )
     for part in ("client ", "round ", "'local'", "not finite", "on_nan"):
-        assert part in found
+        assert part in actual
     folder = Path("runs/small/fedavg-s0")
     record = RunRecord.load(folder)
     assert record.status["state"] == "diverged"
@@ -455,10 +455,10 @@ def test_reports_and_pictures_on_a_full_disk(capsys: Capsys) -> None:
     Path("full.svg").symlink_to("/dev/full")
     assert "full.svg" in refused(capsys, "data", file, "-o", "full.svg")
     # a report is replaced by a rename, so that the name on the full disk must be a folder's
-    found = main(["report", "runs/small/fedavg-s0", "-o", "full.html"])
+    actual = main(["report", "runs/small/fedavg-s0", "-o", "full.html"])
     said = capsys.readouterr()
     assert "Traceback" not in said.err
-    assert found == 0 or said.err.startswith("error: ")
+    assert actual == 0 or said.err.startswith("error: ")
 
 
 # Folders
@@ -470,10 +470,10 @@ def test_an_existing_run_is_refused_and_force_keeps_it(capsys: Capsys) -> None:
     done(capsys, "run", file)
     folder = Path("runs/small/fedavg-s0")
     before = files(folder)
-    found = refused(capsys, "run", file)
-    assert "runs/small/fedavg-s0 exists already" in found
-    assert "fedlowrank resume runs/small/fedavg-s0" in found
-    assert "--force" in found
+    actual = refused(capsys, "run", file)
+    assert "runs/small/fedavg-s0 exists already" in actual
+    assert "fedlowrank resume runs/small/fedavg-s0" in actual
+    assert "--force" in actual
     assert files(folder) == before
     done(capsys, "run", file, "run.rounds=1", "--force")
     assert files(Path("runs/small/fedavg-s0.old-1")) == before
@@ -488,8 +488,8 @@ def test_compare_refuses_runs_of_another_configuration(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "compare", file)
     before = files(Path("runs/small/fedavg-s0"))
-    found = refused(capsys, "compare", file, "defaults.optimizer.lr=0.2")
-    assert "lr" in found
+    actual = refused(capsys, "compare", file, "defaults.optimizer.lr=0.2")
+    assert "lr" in actual
     assert files(Path("runs/small/fedavg-s0")) == before
 
 
@@ -515,8 +515,8 @@ def test_a_target_out_of_range(target: str, capsys: Capsys) -> None:
 def test_a_run_folder_below_a_file(capsys: Capsys) -> None:
     file = write(Path())
     Path("plain").write_text("")
-    found = refused(capsys, "run", file, "-o", "plain/run")
-    assert "plain/run" in found
+    actual = refused(capsys, "run", file, "-o", "plain/run")
+    assert "plain/run" in actual
     assert "exists already" in refused(capsys, "run", file, "-o", "plain")
 
 
@@ -634,8 +634,8 @@ def test_a_class_that_cannot_be_checked(name: str, says: str, capsys: Capsys) ->
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu", "toaster"])
 def test_a_device_that_is_not_there(device: str, capsys: Capsys) -> None:
-    found = refused(capsys, "run", write(Path()), f"run.device={device}")
-    assert "run.device" in found
+    actual = refused(capsys, "run", write(Path()), f"run.device={device}")
+    assert "run.device" in actual
     assert not Path("runs").exists()
 
 

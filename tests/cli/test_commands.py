@@ -88,9 +88,9 @@ def test_options_are_the_parameters_of_the_command_s_function() -> None:
     (commands,) = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
     for name, command in commands.choices.items():
         module, _, function = command.get_default("function").partition(":")
-        found = getattr(importlib.import_module(f"fedlowrank.cli.{module}"), function)
+        actual = getattr(importlib.import_module(f"fedlowrank.cli.{module}"), function)
         options = {a.dest for a in command._actions} - {"help", "debug"}
-        assert options == set(inspect.signature(found).parameters), name
+        assert options == set(inspect.signature(actual).parameters), name
 
 
 @pytest.mark.few(6)
@@ -220,11 +220,11 @@ def test_compare_runs_everything_once(capsys: Capsys) -> None:
     file = write(Path())
     out = done(capsys, "compare", file, "--seeds", "0,1", "--vary", "run.participation=0.4,1.0")
     made = {f: RunRecord.load(Path("runs/small") / f) for f in folders()}
-    found = {
+    actual = {
         (r.config["method"]["name"], r.config["vary"]["run.participation"], r.config["run"]["seed"])
         for r in made.values()
     }
-    assert found == {(m, c, s) for m in ("standalone", "fedavg") for c in (0.4, 1.0) for s in (0, 1)}
+    assert actual == {(m, c, s) for m in ("standalone", "fedavg") for c in (0.4, 1.0) for s in (0, 1)}
     for folder, one in made.items():
         # the folder's name tells which run it is, the whole of the value included
         name, share, seed = (
@@ -258,8 +258,8 @@ def test_compare_runs_everything_once(capsys: Capsys) -> None:
 def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> None:
     text = 'seeds = [3, 5]\nvary = "methods.fedprox.mu=0.1,0.2"\n' + SMALL
     done(capsys, "compare", write(Path(), text), "run.rounds=1", "--methods", "fedprox")
-    found = [RunRecord.load(Path("runs/small") / f).config for f in folders()]
-    assert sorted((c["method"]["fields"]["mu"], c["run"]["seed"]) for c in found) == [
+    actual = [RunRecord.load(Path("runs/small") / f).config for f in folders()]
+    assert sorted((c["method"]["fields"]["mu"], c["run"]["seed"]) for c in actual) == [
         (0.1, 3), (0.1, 5), (0.2, 3), (0.2, 5),
     ]  # fmt: skip
     assert len([f for f in folders() if "0.1" in f]) == 2
@@ -462,21 +462,21 @@ def test_the_installed_command(arguments: list[str], says: str) -> None:
     if not command.exists():
         pytest.skip("the package is not installed with its command")
     write(Path())
-    found = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert says in found.stdout
-    assert "Traceback" not in found.stderr
+    actual = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+    assert actual.returncode == 0, actual.stderr
+    assert says in actual.stdout
+    assert "Traceback" not in actual.stderr
 
 
 @pytest.mark.full
 def test_a_closed_pipe_is_no_error() -> None:
     text = f"{sys.executable} -m fedlowrank.cli.main list | head -n 1"
-    found = subprocess.run(
+    actual = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {text}"], capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0
-    assert "Traceback" not in found.stderr
-    assert "Exception" not in found.stderr
+    assert actual.returncode == 0
+    assert "Traceback" not in actual.stderr
+    assert "Exception" not in actual.stderr
 
 
 @pytest.mark.full

@@ -52,8 +52,8 @@ IMPORTED = "print('\\nin memory:', *sorted({m if m == 'torch._dynamo' else m.par
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = "\n".join(["import sys", *(f"{step}\n{IMPORTED}" for step in STEPS)])
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    memory = [set(line.split()[2:]) for line in found.stdout.splitlines() if line.startswith("in memory: ")]
+    actual = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    memory = [set(line.split()[2:]) for line in actual.stdout.splitlines() if line.startswith("in memory: ")]
     assert {
         step: there & unwanted for (step, unwanted), there in zip(STEPS.items(), memory, strict=True)
     } == {step: set() for step in STEPS}
@@ -63,8 +63,8 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 @pytest.mark.full
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "fedlowrank", "--version"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout == f"fedlowrank {fedlowrank.__version__}\n"
+    actual = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert actual.stdout == f"fedlowrank {fedlowrank.__version__}\n"
 
 
 def test_every_public_name_is_found() -> None:

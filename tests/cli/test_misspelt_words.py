@@ -126,15 +126,15 @@ def texts(path: Path) -> list[str]:
 def test_messages_name_fields_that_there_are(section: str, owners: list[type[Any]]) -> None:
     known = {f.name for owner in owners for f in dataclasses.fields(owner)}
     source = Path(fedlowrank.__file__).parent
-    found = {
+    actual = {
         (path.name, name)
         for path in source.rglob("*.py")
         for text in texts(path)
         for name in re.findall(rf"(?<![\w/.]){section}\.([a-z_0-9]+)", text)
         if name not in ("json", "safetensors", "flower", "get_submodule", "reinitialize")
     }
-    assert found
-    assert {(path, name) for path, name in found if name not in known} == set()
+    assert actual
+    assert {(path, name) for path, name in actual if name not in known} == set()
 
 
 # Methods to run and to compare
@@ -143,9 +143,9 @@ def test_messages_name_fields_that_there_are(section: str, owners: list[type[Any
 @pytest.mark.full
 def test_run_asks_which_of_the_compared_methods(capsys: Capsys) -> None:
     file = write(Path(), SMALL.replace('method = "fedavg"\n', ""))
-    found = refused(capsys, "run", file)
+    actual = refused(capsys, "run", file)
     for part in ("standalone, fedavg", "--method standalone", "fedlowrank compare"):
-        assert part in found
+        assert part in actual
     assert not Path("runs").exists()
     done(capsys, "run", file, "run.rounds=1", "--method", "standalone")
     # a single one can only be meant
@@ -173,10 +173,10 @@ def test_several_variations_make_a_grid(capsys: Capsys) -> None:
         *(f"--vary={v}" for v in vary),
     ]
     done(capsys, *arguments)
-    found = [RunRecord.load(p.parent).config for p in Path("runs/small").glob("*/run.json")]
-    pairs = sorted((c["run"]["participation"], c["method"]["fields"]["batch_size"]) for c in found)
+    actual = [RunRecord.load(p.parent).config for p in Path("runs/small").glob("*/run.json")]
+    pairs = sorted((c["run"]["participation"], c["method"]["fields"]["batch_size"]) for c in actual)
     assert pairs == [(0.4, 8), (0.4, 16), (1.0, 8), (1.0, 16)]
-    assert sorted(tuple(c["vary"].values()) for c in found) == pairs
+    assert sorted(tuple(c["vary"].values()) for c in actual) == pairs
 
 
 @pytest.mark.full
@@ -185,17 +185,17 @@ def test_a_file_may_vary_several_fields() -> None:
         {**tomllib.loads(SMALL), "vary": ["run.rounds=1,2", "defaults.batch_size=8,16,32"]}
     )
     runs = plan_runs(made, ["fedavg"], [0], made.vary, Path("out"))
-    found = [
+    actual = [
         (p.experiment.run.rounds, p.experiment.build_method("fedavg").batch_size, *p.vary.values())
         for p in runs
     ]
-    assert found == [(r, b, r, b) for r in (1, 2) for b in (8, 16, 32)]
+    assert actual == [(r, b, r, b) for r in (1, 2) for b in (8, 16, 32)]
     assert len({p.folder for p in runs}) == 6
 
 
 def test_one_field_varied_twice(capsys: Capsys) -> None:
-    found = refused(capsys, "compare", write(Path()), "--vary=run.rounds=1,2", "--vary=run.rounds=3")
-    assert "vary names run.rounds twice" in found
+    actual = refused(capsys, "compare", write(Path()), "--vary=run.rounds=1,2", "--vary=run.rounds=3")
+    assert "vary names run.rounds twice" in actual
     assert not Path("runs").exists()
 
 
@@ -205,9 +205,9 @@ def test_compare_after_run_names_the_ways_out_before_it_trains(capsys: Capsys) -
     file = write(Path())
     done(capsys, "run", file, "run.rounds=1", "defaults.optimizer.lr=0.3")
     before = files(Path("runs"))
-    found = refused(capsys, "compare", file, "run.rounds=1")
+    actual = refused(capsys, "compare", file, "run.rounds=1")
     for part in ("runs/small/fedavg-s0 holds", "lr was 0.3 and is 0.1", "-o", "--force"):
-        assert part in found
+        assert part in actual
     # standalone, which comes first and would not be in the way, is not trained for nothing
     assert files(Path("runs")) == before
     done(capsys, "compare", file, "run.rounds=1", "-o", "runs/other")
@@ -253,11 +253,11 @@ def test_the_bar_shows_a_title_as_it_is(capsys: Capsys, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there(capsys: Capsys) -> None:
-    found = refused(capsys, "run", write(Path()), "run.device=cuda")
-    assert "finds no GPU" in found
-    assert "Set run.device=cpu" in found
+    actual = refused(capsys, "run", write(Path()), "run.device=cuda")
+    assert "finds no GPU" in actual
+    assert "Set run.device=cpu" in actual
     # not the device that was just refused
-    assert "'cuda'." not in found.replace("run.device is 'cuda'", "")
+    assert "'cuda'." not in actual.replace("run.device is 'cuda'", "")
 
 
 def test_a_device_of_another_name(capsys: Capsys) -> None:
@@ -275,11 +275,11 @@ def test_a_further_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_network_settings_of_a_local_run_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     file = write(Path())
     for command in (["run", file], ["compare", file], ["tune", file]):
-        found = refused(capsys, *command, "network.deadline=5", "run.rounds=1")
-        assert "network.deadline=5 does nothing in a run within this process" in found
-        assert "--engine flower" in found
-    found = refused(capsys, "compare", file, "--vary", "network.deadline=5,6", "run.rounds=1")
-    assert "network.deadline=5,6 does nothing" in found
+        actual = refused(capsys, *command, "network.deadline=5", "run.rounds=1")
+        assert "network.deadline=5 does nothing in a run within this process" in actual
+        assert "--engine flower" in actual
+    actual = refused(capsys, "compare", file, "--vary", "network.deadline=5,6", "run.rounds=1")
+    assert "network.deadline=5,6 does nothing" in actual
     assert not Path("runs").exists()
     # a file that server and clients share may be simulated first
     out = done(

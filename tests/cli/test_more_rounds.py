@@ -84,8 +84,8 @@ def test_compare_gives_its_runs_more_rounds(capsys: Capsys) -> None:
 def test_a_run_gets_no_fewer_rounds(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.rounds=2", "run.checkpoint_every=1")
     before = files(Path("runs"))
-    found = refused(capsys, "resume", "runs/small/fedavg-s0", "run.rounds=1")
-    assert "run.rounds was 2 and is 1, but a run can only get more rounds" in found
+    actual = refused(capsys, "resume", "runs/small/fedavg-s0", "run.rounds=1")
+    assert "run.rounds was 2 and is 1, but a run can only get more rounds" in actual
     assert files(Path("runs")) == before
 
 
@@ -95,9 +95,9 @@ def test_a_schedule_over_all_rounds_is_named(method: str, capsys: Capsys) -> Non
     done(capsys, "run", write(Path()), *DEEP, "run.rounds=2", "--method", method)
     folder = f"runs/small/{method}-s0"
     before = files(Path(folder))
-    found = refused(capsys, "resume", folder, "run.rounds=4")
-    assert "run.rounds was 2 and is 4" in found
-    assert f"{METHODS[method].title} plans its rounds by how many there are" in found
+    actual = refused(capsys, "resume", folder, "run.rounds=4")
+    assert "run.rounds was 2 and is 4" in actual
+    assert f"{METHODS[method].title} plans its rounds by how many there are" in actual
     assert files(Path(folder)) == before
 
 
@@ -171,6 +171,6 @@ def test_a_field_is_named_with_both_values_also_where_one_is_the_default(capsys:
     before = files(Path("runs"))
     spelled = refused(capsys, "resume", "runs/small/fedavg-s0", "partition.alpha=0.5")
     left_out = refused(capsys, "compare", write(Path(), text.replace("alpha = 5.0", "")), "run.rounds=1")
-    for found in (spelled, left_out):
-        assert "partition.alpha was 5.0 and is 0.5" in found
+    for actual in (spelled, left_out):
+        assert "partition.alpha was 5.0 and is 0.5" in actual
     assert files(Path("runs")) == before

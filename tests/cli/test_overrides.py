@@ -132,17 +132,17 @@ def test_a_switch_keeps_the_fields_that_its_new_value_reads(
     text, file = f"method = 'fedavg'\n{table}", Path("base.toml")
     file.write_text(text)
     Path("more.toml").write_text(f"extends = 'base.toml'\n[{section}]\n{kind} = '{value}'\n")
-    wanted: Any = tomllib.loads(text)
+    expected: Any = tomllib.loads(text)
     for part in section.split("."):
-        wanted = wanted[part]
+        expected = expected[part]
     planned = plan_runs(
         read(text=text), ["fedavg"], [0], [f"{name}={value}"], Path("out"), LayeredTables.read(file)
     )
     for made in (read(override, text=text), ExperimentConfig.read("more.toml"), planned[0].experiment):
-        found: Any = made.to_dict()
+        actual: Any = made.to_dict()
         for part in section.split("."):
-            found = found[part]
-        assert (found[kind], found[read_too]) == (value, wanted[read_too])
+            actual = actual[part]
+        assert (actual[kind], actual[read_too]) == (value, expected[read_too])
 
 
 def test_a_switch_discards_no_misspelled_field() -> None:
@@ -332,9 +332,9 @@ def test_a_score_reads_every_override(capsys: Capsys) -> None:
     ],
 )  # fmt: skip
 def test_a_file_has_types_and_text_is_no_number(table: str, says: str) -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         ExperimentConfig.parse(tomllib.loads(f"method = 'fedavg'\n{table}"))
-    assert says in str(found.value)
+    assert says in str(actual.value)
 
 
 def test_a_command_line_is_text() -> None:

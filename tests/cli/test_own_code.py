@@ -60,9 +60,9 @@ def test_a_run_folder_imports_nothing_unless_allowed(arguments: list[str], capsy
     # downloaded from somebody else, it would belong to this user all the same
     folder = own_run(capsys).rename("theirs")
     typed = [str(folder) if a == "RUN" else a for a in arguments]
-    found = refused(capsys, *typed)
-    assert "own_traced:net" in found
-    assert "--allow-code" in found
+    actual = refused(capsys, *typed)
+    assert "own_traced:net" in actual
+    assert "--allow-code" in actual
     assert not Path("imported").exists()
     main([*typed, "--allow-code"])
     assert Path("imported").exists()
@@ -170,10 +170,10 @@ def test_a_factory_that_does_not_fit_is_told_how_it_is_called(
     name: str, says: tuple[str, ...], capsys: Capsys
 ) -> None:
     Path("own_wrong.py").write_text(WRONG)
-    found = refused(capsys, "run", write(Path()), f"model.names=['own_wrong:{name}']")
+    actual = refused(capsys, "run", write(Path()), f"model.names=['own_wrong:{name}']")
     for part in says:
-        assert part in found
-    assert "TypeError" not in found.replace("TypeError: its factory", "")
+        assert part in actual
+    assert "TypeError" not in actual.replace("TypeError: its factory", "")
     assert not Path("runs").exists()
 
 
@@ -183,9 +183,9 @@ def test_a_factory_that_does_not_fit_is_told_how_it_is_called(
 )  # fmt: skip
 def test_code_that_cannot_be_imported(text: str, name: str, capsys: Capsys) -> None:
     Path("own_broken.py").write_text(text)
-    found = refused(capsys, "run", write(Path()), f"model.names=['{name}']")
-    assert "model.names" in found
-    assert "cannot be imported" in found
+    actual = refused(capsys, "run", write(Path()), f"model.names=['{name}']")
+    assert "model.names" in actual
+    assert "cannot be imported" in actual
     assert list(files(Path())) == ["own_broken.py", "small.toml"] or not Path("runs").exists()
 
 

@@ -57,8 +57,8 @@ def _code() -> None:
 
 
 def fields(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = RunRecord.load(Path(folder)).config["method"]
-    return found
+    actual: dict[str, Any] = RunRecord.load(Path(folder)).config["method"]
+    return actual
 
 
 def forget() -> None:
@@ -70,9 +70,9 @@ def forget() -> None:
 def test_as_the_method_of_a_file(capsys: Capsys) -> None:
     out = done(capsys, "run", write(Path(), ALONE), "defaults.batch_size=16")
     assert "Damped FedAvg" in out
-    found = fields(f"runs/small/{NAME}-s0")
-    assert (found["name"], found["title"], found["fields"]["damping"]) == (NAME, "Damped FedAvg", 0.5)
-    assert found["fields"]["batch_size"] == 16
+    actual = fields(f"runs/small/{NAME}-s0")
+    assert (actual["name"], actual["title"], actual["fields"]["damping"]) == (NAME, "Damped FedAvg", 0.5)
+    assert actual["fields"]["batch_size"] == 16
 
 
 @pytest.mark.full
@@ -89,8 +89,8 @@ def test_as_an_option_of_run_and_compare(capsys: Capsys) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_with_settings_of_its_own_and_as_a_variant(capsys: Capsys) -> None:
     done(capsys, "compare", write(Path(), VARIANT), "run.rounds=1", f'compare=["fedavg", "half", "{NAME}"]')
-    found = [fields(f"runs/small/{name}-s0") for name in ("half", NAME)]
-    assert [(f["name"], f["title"], f["fields"]["damping"]) for f in found] == [
+    actual = [fields(f"runs/small/{name}-s0") for name in ("half", NAME)]
+    assert [(f["name"], f["title"], f["fields"]["damping"]) for f in actual] == [
         ("half", "half", 0.5), (NAME, "Damped FedAvg", 0.25),
     ]  # fmt: skip
     # half the way is another run than the whole way
@@ -114,12 +114,12 @@ def test_check_takes_it(capsys: Capsys) -> None:
 
 
 def test_check_says_once_what_fails_every_check(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
+    actual = [
         CheckFinding("one", False, "no pair"),
         CheckFinding("two", True),
         CheckFinding("three", False, "no pair"),
     ]
-    monkeypatch.setattr(catalog, "check_method", lambda method: found)
+    monkeypatch.setattr(catalog, "check_method", lambda method: actual)
     assert main(["check", NAME]) == 1
     out = capsys.readouterr().out
     assert (out.count("FAILED"), out.count("no pair"), out.count("as above")) == (2, 1, 1)
@@ -159,9 +159,9 @@ def test_a_run_folder_imports_nothing_unless_allowed(
     Path(f"runs/small/{folder}").rename("theirs")
     forget()
     typed = [command[0], "theirs", *command[1:]]
-    found = refused(capsys, *typed)
-    assert NAME in found
-    assert "--allow-code" in found
+    actual = refused(capsys, *typed)
+    assert NAME in actual
+    assert "--allow-code" in actual
     assert not Path("imported").exists()
     main([*typed, "--allow-code"])
     assert Path("imported").exists()
@@ -193,9 +193,9 @@ def test_changed_code_is_another_configuration(capsys: Capsys) -> None:
     done(capsys, *both)
     Path("own_method.py").write_text(CODE.replace("self.damping * (", "0.0 * ("))
     forget()
-    found = refused(capsys, *both)
-    assert f"the code of {NAME} was changed" in found
-    assert "--force" in found
+    actual = refused(capsys, *both)
+    assert f"the code of {NAME} was changed" in actual
+    assert "--force" in actual
     forget()
     assert f"the code of {NAME} was changed" in refused(
         capsys, "resume", f"runs/small/{NAME}-s0", "run.rounds=2", "--allow-code"

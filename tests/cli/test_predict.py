@@ -20,7 +20,7 @@ def accuracy_of(path: Path) -> dict[int, float]:
         for row in csv.DictReader(file):
             assert (row["label"] == row["prediction"]) == (row["correct"] == "True")
             rows[int(row["client"])].append(row["correct"] == "True")
-    return {client: sum(found) / len(found) for client, found in rows.items()}
+    return {client: sum(actual) / len(actual) for client, actual in rows.items()}
 
 
 def test_predictions_of_a_run_folder(capsys: Capsys) -> None:
@@ -59,9 +59,9 @@ def test_a_metric_of_the_user_s_is_code(capsys: Capsys) -> None:
     assert last.values("own_metric:f", split="val") == last.values("own_metric:f") == [0.5] * 3
     Path("imported").unlink()
     for command in (["predict", str(folder)], ["resume", str(folder), "run.rounds=2"]):
-        found = refused(capsys, *command)
-        assert "own_metric:f" in found
-        assert "--allow-code" in found
+        actual = refused(capsys, *command)
+        assert "own_metric:f" in actual
+        assert "--allow-code" in actual
     done(capsys, "report", str(folder))
     assert not Path("imported").exists()
     done(capsys, "predict", str(folder), "--allow-code")
@@ -71,6 +71,6 @@ def test_a_metric_of_the_user_s_is_code(capsys: Capsys) -> None:
 
 def test_a_run_without_its_best_round_says_what_keeps_it(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.rounds=1", "-o", "RUN")
-    found = refused(capsys, "predict", "RUN", "--best")
-    assert "run.keep_best = true" in found
-    assert "stopped" not in found
+    actual = refused(capsys, "predict", "RUN", "--best")
+    assert "run.keep_best = true" in actual
+    assert "stopped" not in actual

@@ -65,10 +65,10 @@ def test_rows_are_prepared_as_in_training(normalize: str, capsys: Capsys) -> Non
     for client, name in enumerate(HOSPITALS):
         data = run.federation.clients[client]
         expected = np.concatenate([part.x.numpy() for part in (data.train, data.val, data.test)])
-        found = rows.inputs(client).numpy()[np.array(rows.clients) == name]
-        for table in (expected, found):
+        actual = rows.inputs(client).numpy()[np.array(rows.clients) == name]
+        for table in (expected, actual):
             table[:] = table[np.lexsort(table.T)]
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_predictions_are_those_of_the_weights(capsys: Capsys) -> None:
@@ -79,21 +79,21 @@ def test_predictions_are_those_of_the_weights(capsys: Capsys) -> None:
     new.assign(other=1).drop(columns="ill").iloc[:, ::-1].to_csv("new.csv", index=False)
     said = done(capsys, "predict", str(RUN), "--rows", "new.csv", "-o", "out/new.csv")
     assert "7 rows, predicted by the models of 2 clients, after round 1" in said
-    found = pd.read_csv("out/new.csv").sort_values("row").reset_index(drop=True)
-    assert list(found["row"]) == list(range(7))
-    assert list(found["client_name"]) == list(new["hospital"])
+    actual = pd.read_csv("out/new.csv").sort_values("row").reset_index(drop=True)
+    assert list(actual["row"]) == list(range(7))
+    assert list(actual["client_name"]) == list(new["hospital"])
     low, high = train[["age", "dose"]].min(), train[["age", "dose"]].max()
     scaled = (new[["age", "dose"]].fillna({"age": train["age"].mean()}) - low) / (high - low)
     sexes = np.stack([new["sex"] == value for value in "fmx"], 1)
     x = np.column_stack([scaled["age"], sexes, scaled["dose"]])
     run = open_run(RUN, "")
     for row in range(7):
-        params = run.personal_params(run.federation.infos[int(found["client"][row])])
+        params = run.personal_params(run.federation.infos[int(actual["client"][row])])
         w1, b1, w2, b2 = (p.numpy().astype(np.float64) for p in params.values())
         scores = w2 @ np.maximum(w1 @ x[row] + b1, 0) + b2
         probability = np.exp(scores) / np.exp(scores).sum()
-        assert found["prediction_name"][row] == ("no", "yes")[int(scores.argmax())]
-        assert found["probability"][row] == pytest.approx(probability.max(), abs=1e-5)
+        assert actual["prediction_name"][row] == ("no", "yes")[int(scores.argmax())]
+        assert actual["probability"][row] == pytest.approx(probability.max(), abs=1e-5)
     # each model on its own; without the column of clients, all models
     done(capsys, "predict", str(RUN), "--rows", "new.csv", "--client", "1", "-o", "one.csv")
     one = pd.read_csv("one.csv")
@@ -103,7 +103,7 @@ def test_predictions_are_those_of_the_weights(capsys: Capsys) -> None:
     done(capsys, "predict", str(RUN), "--rows", "nobody.csv", "-o", "all.csv")
     every = pd.read_csv("all.csv")
     assert len(every) == 14
-    own = every.merge(found, on=["client", "row"], suffixes=("", "_own"))
+    own = every.merge(actual, on=["client", "row"], suffixes=("", "_own"))
     assert len(own) == 7
     np.testing.assert_array_equal(own["probability"], own["probability_own"])
 

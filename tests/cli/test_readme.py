@@ -32,9 +32,9 @@ def test_the_ten_lines_print_the_numbers_shown(capsys: pytest.CaptureFixture[str
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
     (shown,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
-    expected, found = (re.findall(r"([\d.]+)%", text) for text in (shown, capsys.readouterr().out))
+    expected, actual = (re.findall(r"([\d.]+)%", text) for text in (shown, capsys.readouterr().out))
     # other processors round otherwise; a test digit of one client more or less is 0.2 points
-    assert [float(a) for a in found] == pytest.approx([float(a) for a in expected], abs=2)
+    assert [float(a) for a in actual] == pytest.approx([float(a) for a in expected], abs=2)
 
 
 @pytest.mark.full

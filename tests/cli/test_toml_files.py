@@ -48,9 +48,9 @@ def test_what_editors_add_changes_nothing(data: bytes) -> None:
 )  # fmt: skip
 def test_what_is_wrong_and_what_to_type(data: bytes, says: tuple[str, ...], capsys: Capsys) -> None:
     Path("bad.toml").write_bytes(data)
-    found = refused(capsys, "run", "bad.toml")
+    actual = refused(capsys, "run", "bad.toml")
     Path("above.toml").write_text('extends = "bad.toml"')
-    for text in (found, refused(capsys, "compare", "above.toml")):
+    for text in (actual, refused(capsys, "compare", "above.toml")):
         for part in ("bad.toml", *says):
             assert part in text
 
@@ -79,18 +79,18 @@ def test_a_folder_is_named_as_one(capsys: Capsys) -> None:
     ],
 )  # fmt: skip
 def test_the_first_error_is_reported_where_it_is(text: str, says: str) -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         ExperimentConfig.parse(tomllib.loads(text))
-    assert any(says in line for line in str(found.value).splitlines()[:2])
-    assert "needs a section [language]" not in str(found.value)
-    assert "gives no texts" not in str(found.value)
+    assert any(says in line for line in str(actual.value).splitlines()[:2])
+    assert "needs a section [language]" not in str(actual.value)
+    assert "gives no texts" not in str(actual.value)
 
 
 def test_errors_of_several_sections_are_reported_in_their_order() -> None:
     text = '[language]\npath = "x"\nmax_lenth = 4\n[data]\nsource = "digitz"\n[split]\nvall = 1\n[run]\nrounds = 0'
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         ExperimentConfig.parse(tomllib.loads(text))
-    assert [line.split()[0].split(".")[0] for line in str(found.value).splitlines()] == [
+    assert [line.split()[0].split(".")[0] for line in str(actual.value).splitlines()] == [
         "language",
         "split",
         "run",

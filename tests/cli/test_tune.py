@@ -159,24 +159,24 @@ def test_the_grid_of_a_method_is_the_product_and_keeps_its_other_fields() -> Non
         }
     )
     plan = plan_tuning(made, Path("out"))
-    found = {}
+    actual = {}
     for one in plan:
         (run,) = one.runs
         method = run.experiment.build_method(one.method)
-        found[one.method, method.optimizer.lr, method.mu if one.method == "fedprox" else None] = method
+        actual[one.method, method.optimizer.lr, method.mu if one.method == "fedprox" else None] = method
         assert (run.experiment.run.seed, run.experiment.run.rounds, run.experiment.tune) == (7, 3, None)
     lrs = (0.01, 0.1)
-    assert set(found) == {
+    assert set(actual) == {
         *(("fedavg", lr, None) for lr in lrs),
         *(("fedprox", lr, mu) for lr in lrs for mu in (1, 2, 3)),
         *(("fedslr", lr, None) for lr in lrs),
     }
-    assert len(plan) == len(found) == 10
+    assert len(plan) == len(actual) == 10
     assert len({one.runs[0].folder for one in plan}) == 10
-    assert found["fedprox", 0.1, 2].optimizer.momentum == 0.9
+    assert actual["fedprox", 0.1, 2].optimizer.momentum == 0.9
     # a method's own default is changed in the learning rate alone
     default = METHODS["fedslr"]().optimizer
-    tuned = found["fedslr", 0.01, None]
+    tuned = actual["fedslr", 0.01, None]
     assert (tuned.optimizer.weight_decay, tuned.optimizer.schedule) == (
         default.weight_decay,
         default.schedule,
@@ -194,12 +194,12 @@ def test_a_kind_in_the_grid_keeps_the_fields_in_the_file_wherever_it_stands() ->
             }
         )
         plan = plan_tuning(made, Path("out"))
-        found = {
+        actual = {
             one.values["optimizer.kind"]: one.runs[0].experiment.build_method("fedavg").optimizer
             for one in plan
         }
-        assert (found["sgd"].kind, found["adamw"].kind) == ("sgd", "adamw")
-        assert found["sgd"].momentum == 0.9
+        assert (actual["sgd"].kind, actual["adamw"].kind) == ("sgd", "adamw")
+        assert actual["sgd"].momentum == 0.9
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_a_wrong_section_is_refused(tune: dict[str, Any], says: str) -> None:
 
 
 def test_a_field_that_a_method_lacks_is_refused_before_anything_runs(capsys: Capsys) -> None:
-    found = refused(capsys, "tune", write(Path(), TUNE), "tune.grid.epoch=[1,2]")
-    assert "epoch: there is no such field. Did you mean 'epochs'?" in found
+    actual = refused(capsys, "tune", write(Path(), TUNE), "tune.grid.epoch=[1,2]")
+    assert "epoch: there is no such field. Did you mean 'epochs'?" in actual
     assert "no section [tune]" in refused(capsys, "tune", write(Path(), SMALL))
     assert "no client has validation" in refused(
         capsys, "tune", write(Path(), TUNE), "split.val=0", "split.test=0.6"
@@ -235,8 +235,8 @@ def test_a_field_that_a_method_lacks_is_refused_before_anything_runs(capsys: Cap
 
 
 def test_a_series_that_no_method_has_is_refused(capsys: Capsys) -> None:
-    found = refused(capsys, "tune", write(Path(), TUNE), "tune.series=globl", "tune.seeds=[10]")
-    assert "tune.series: no method has the series 'globl'" in found
+    actual = refused(capsys, "tune", write(Path(), TUNE), "tune.series=globl", "tune.seeds=[10]")
+    assert "tune.series: no method has the series 'globl'" in actual
     assert not list(Path("runs").glob("*/tuning.csv"))
 
 

@@ -69,13 +69,13 @@ def test_rows_of_a_cohort_count_as_their_clients_do(many: list[int]) -> None:
     aggregator.add_rows(many, rows, weights)
     for client in others[1:]:
         aggregator.add(client, contribution(client))
-    found, wanted = aggregator.finish(), expected.finish()
+    actual, wanted = aggregator.finish(), expected.finish()
     assert aggregator.contributed == list(VALUES)
-    torch.testing.assert_close(found["model"], wanted["model"])
-    torch.testing.assert_close(found["sum"], wanted["sum"])
-    assert torch.equal(found["clusters"][0], VALUES[5])
-    assert found["clusters"][1] is None
-    assert list(found["each"].items()) == list(wanted["each"].items())
+    torch.testing.assert_close(actual["model"], wanted["model"])
+    torch.testing.assert_close(actual["sum"], wanted["sum"])
+    assert torch.equal(actual["clusters"][0], VALUES[5])
+    assert actual["clusters"][1] is None
+    assert list(actual["each"].items()) == list(wanted["each"].items())
     with pytest.raises(TreeError, match="the contribution of client 3 has the form"):
         aggregator.add_rows([3], {"model": Mean(x)}, {"/model": [1.0]})
 

@@ -19,9 +19,9 @@ def messages(read: Any) -> tuple[list[Any], list[int]]:
 
     class Sender(FedAvg):
         def download(self, server: Any, client: Any) -> Any:
-            found = (server, read(client))
-            calls.append(found)
-            return found
+            actual = (server, read(client))
+            calls.append(actual)
+            return actual
 
     downloads = Downloads(Sender(), "server")
     return [downloads.message_to(info) for info in INFOS], calls
@@ -43,8 +43,8 @@ def messages(read: Any) -> tuple[list[Any], list[int]]:
     ids=["nothing", "rank", "two", "condition", "examples", "id", "title", "title of some"],
 )
 def test_a_message_is_what_each_client_alone_is_sent(read: Any, calls: int) -> None:
-    found, made = messages(read)
-    assert found == [("server", read(info)) for info in INFOS]
+    actual, made = messages(read)
+    assert actual == [("server", read(info)) for info in INFOS]
     assert len(made) == calls
 
 

@@ -42,12 +42,12 @@ def texts_for_python() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.full
 def test_errors_name_no_option_of_a_command_to_python() -> None:
-    found = dict(texts_for_python())
-    assert len(found) > 500
+    actual = dict(texts_for_python())
+    assert len(actual) > 500
     # options of other programs, which are started outside of Python
     others = re.compile(r"(?:ray start|export\.py) --|--num-cpus")
     flags = {
-        place: text for place, text in found.items() if re.search(r"(?<![\w-])--[a-z]", others.sub("", text))
+        place: text for place, text in actual.items() if re.search(r"(?<![\w-])--[a-z]", others.sub("", text))
     }
     assert flags == {}
 
@@ -73,17 +73,17 @@ def test_an_error_has_advice_for_each_place() -> None:
 )
 def test_errors_name_arguments_of_simulate(settings: dict[str, object], python: str, command: str) -> None:
     federation = Federation.from_arrays(CLIENTS, nn.Linear(3, 2))
-    with pytest.raises(FedlowrankError) as found:
+    with pytest.raises(FedlowrankError) as actual:
         simulate("fedavg", federation, **settings)
-    assert str(found.value).startswith(python)
-    assert "run." not in str(found.value)
-    assert found.value.for_command.startswith(command)
+    assert str(actual.value).startswith(python)
+    assert "run." not in str(actual.value)
+    assert actual.value.for_command.startswith(command)
 
 
 def test_an_existing_folder_is_no_matter_of_options_in_python(tmp_path: Path) -> None:
     federation = Federation.from_arrays(CLIENTS, nn.Linear(3, 2))
-    with pytest.raises(FedlowrankError) as found:
+    with pytest.raises(FedlowrankError) as actual:
         simulate("fedavg", federation, rounds=1, folder=tmp_path)
-    assert "force=True" in str(found.value)
-    assert "--" not in str(found.value)
-    assert "--force" in found.value.for_command
+    assert "force=True" in str(actual.value)
+    assert "--" not in str(actual.value)
+    assert "--force" in actual.value.for_command

@@ -44,9 +44,9 @@ from fedlowrank.methods.fedhl import FedHL
 
 
 def refused(make: Callable[[], Any]) -> str:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         make()
-    return str(found.value)
+    return str(actual.value)
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_bounds_that_can_be_read(bound: str) -> None:
 
 
 def test_the_public_settings_are_all_checked() -> None:
-    found = [getattr(fedlowrank, name) for name in fedlowrank.__all__]
-    frozen = {v for v in found if isinstance(v, type) and dataclasses.is_dataclass(v)}
+    actual = [getattr(fedlowrank, name) for name in fedlowrank.__all__]
+    frozen = {v for v in actual if isinstance(v, type) and dataclasses.is_dataclass(v)}
     # what methods are handed, or what they return, is made in every step and not by users
     inner = {"Batch", "ClientInfo", "ClientModel", "ClientView", "Each", "Federation", "Key", "Mean", "Pass",
              "PaddedDimensions", "ProximalTerm", "Result", "ServerView", "Sum", "Task", "Update"}  # fmt: skip

@@ -34,12 +34,12 @@ def test_many_replies_are_rounded_once(dtype: torch.dtype, kind: str) -> None:
     aggregator = Aggregator(range(len(values)))
     for k, value in enumerate(values):
         aggregator.add(k, Mean(value, 1.0 + k % 3) if kind == "mean" else Sum(value))
-    found = aggregator.finish()
+    actual = aggregator.finish()
     exact = torch.stack(values).double()
     weights = torch.tensor([1.0 + k % 3 for k in range(len(values))]).double()
     expected = (weights @ exact) / weights.sum() if kind == "mean" else exact.sum(0)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=0)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=0)
 
 
 def test_means_of_float32_keep_their_bits() -> None:
@@ -68,11 +68,11 @@ def test_a_mean_over_tokens_is_rounded_once(dtype: torch.dtype, masked: bool) ->
     labels[::3, 1:500] = -100
     values = torch.linspace(0.1, 3, 80).to(dtype)
     mask = torch.arange(80) < 70 if masked else None
-    found = Batch(None, labels, mask).mean(values)
+    actual = Batch(None, labels, mask).mean(values)
     counts = (labels[:, 1:] >= 0).sum(1).double() * (1.0 if mask is None else mask)
     expected = (values.double() @ counts) / counts.sum()
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("dtype", HALF)

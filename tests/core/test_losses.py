@@ -147,8 +147,8 @@ def test_a_loss_of_scores_in_half_precision_is_computed_in_float32(name: str, dt
 def test_losses_of_scores_in_full_precision_are_those_of_torch_to_the_bit(dtype: torch.dtype) -> None:
     y, scores = labels(7, 5, ignored=-100), reals(7, 5, 3).to(dtype)
     text, place = (y[:, 1:] >= 0).nonzero(as_tuple=True)
-    found = F.cross_entropy(scores[text, place], y[:, 1:][text, place], reduction="none")
-    sums = torch.zeros(7, 4, dtype=dtype).index_put((text, place), found).sum(1)
+    actual = F.cross_entropy(scores[text, place], y[:, 1:][text, place], reduction="none")
+    sums = torch.zeros(7, 4, dtype=dtype).index_put((text, place), actual).sum(1)
     assert torch.equal(Loss("next_token").each(scores, y), sums / (y[:, 1:] >= 0).sum(1).clamp(min=1))
     assert torch.equal(
         Loss().each(scores[:, 0], y[:, 1].abs() % 3),

@@ -24,9 +24,9 @@ def test_the_mean_of_many(drawn: list[tuple[int, float]]) -> None:
         torch.randn(3, 2, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s, _ in drawn
     ]
     weights = [w for _, w in drawn]
-    found = mean(iter(trees), iter(weights))
+    actual = mean(iter(trees), iter(weights))
     expected = np.average(np.stack([t.numpy() for t in trees]), axis=0, weights=weights)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda ws: sum(ws) > 0), st.integers(0, 99))
@@ -48,56 +48,56 @@ def test_rows_of_many_clients_are_added_at_once(parts: list[list[float]], begins
     for stack, ws in zip(stacks, parts, strict=True):
         # of a client without weight nothing counts, whatever it is
         stack[torch.tensor(ws, dtype=torch.float64) == 0] = torch.nan
-    found: RunningMean[dict[str, Tensor]] = RunningMean()
+    actual: RunningMean[dict[str, Tensor]] = RunningMean()
     for k, (stack, ws) in enumerate(zip(stacks, parts, strict=True)):
         if begins_alone and k == 0 and ws[0] > 0:
             for row, w in zip(stack, ws, strict=True):
                 if w:
-                    found.add({"x": row}, w)
+                    actual.add({"x": row}, w)
         else:
-            found.add_rows({"x": stack}, ws)
+            actual.add_rows({"x": stack}, ws)
     flat = [w for ws in parts for w in ws]
-    np.testing.assert_allclose(found.value["x"].numpy(), np.average(rows, 0, flat), rtol=1e-9, atol=1e-9)
-    assert found.count == sum(w > 0 for w in flat)
+    np.testing.assert_allclose(actual.value["x"].numpy(), np.average(rows, 0, flat), rtol=1e-9, atol=1e-9)
+    assert actual.count == sum(w > 0 for w in flat)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda ws: sum(ws) > 0), st.integers(0, 99))
 def test_equal_rows_have_themselves_for_a_mean_bit_for_bit(weights: list[float], seed: int) -> None:
     x = torch.randn(5, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    found: RunningMean[Tensor] = RunningMean()
-    found.add_rows(x.expand(len(weights), 5), weights)
-    assert torch.equal(found.value, x)
+    actual: RunningMean[Tensor] = RunningMean()
+    actual.add_rows(x.expand(len(weights), 5), weights)
+    assert torch.equal(actual.value, x)
 
 
 @pytest.mark.parametrize(
     "rows", [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64)], ids=["shape", "type"]
 )
 def test_rows_of_another_form_are_refused(rows: Tensor) -> None:
-    found: RunningMean[Tensor] = RunningMean()
-    found.add(torch.zeros(3))
+    actual: RunningMean[Tensor] = RunningMean()
+    actual.add(torch.zeros(3))
     with pytest.raises(TreeError, match="the same shapes and types"):
-        found.add_rows(rows, [1.0, 2.0])
+        actual.add_rows(rows, [1.0, 2.0])
     with pytest.raises(TreeError, match="at least 0"):
-        found.add_rows(torch.zeros(2, 3), [1.0, -1.0])
+        actual.add_rows(torch.zeros(2, 3), [1.0, -1.0])
 
 
 def test_what_came_is_left_alone_and_not_kept() -> None:
     a, b = torch.ones(2), torch.zeros(2)
-    found: RunningMean[Tensor] = RunningMean()
-    found.add(a)
-    found.add(b, 3.0)
-    assert torch.equal(found.value, torch.full((2,), 0.25))
+    actual: RunningMean[Tensor] = RunningMean()
+    actual.add(a)
+    actual.add(b, 3.0)
+    assert torch.equal(actual.value, torch.full((2,), 0.25))
     assert torch.equal(a, torch.ones(2))
     assert torch.equal(b, torch.zeros(2))
-    assert (found.count, found.total) == (2, 4.0)
+    assert (actual.count, actual.total) == (2, 4.0)
 
 
 def test_a_tree_whose_fields_come_in_another_order_is_the_same_tree() -> None:
-    found = mean(
+    actual = mean(
         [{"a": torch.tensor(1.0), "b": torch.tensor(2.0)}, {"b": torch.tensor(4.0), "a": torch.tensor(3.0)}],
         [1, 1],
     )
-    assert {n: float(t) for n, t in found.items()} == {"a": 2.0, "b": 3.0}
+    assert {n: float(t) for n, t in actual.items()} == {"a": 2.0, "b": 3.0}
 
 
 @pytest.mark.parametrize(

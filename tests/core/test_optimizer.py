@@ -64,17 +64,17 @@ RATES = [
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True), (0.5, True)])
 def test_sgd_is_that_of_torch(momentum: float, nesterov: bool, rates: Rates) -> None:
-    found = ours(SGD(momentum=momentum, nesterov=nesterov), rates, 6)
-    wanted = theirs(lambda g: torch.optim.SGD(g, lr=9.0, momentum=momentum, nesterov=nesterov), rates, 6)
-    assert_close(found, wanted)
+    actual = ours(SGD(momentum=momentum, nesterov=nesterov), rates, 6)
+    expected = theirs(lambda g: torch.optim.SGD(g, lr=9.0, momentum=momentum, nesterov=nesterov), rates, 6)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize(("beta1", "beta2", "eps"), [(0.9, 0.999, 1e-8), (0.5, 0.9, 1e-2), (0.0, 0.0, 1e-3)])
 def test_adamw_is_that_of_torch(beta1: float, beta2: float, eps: float, rates: Rates) -> None:
-    found = ours(AdamW(beta1=beta1, beta2=beta2, eps=eps), rates, 6)
-    wanted = theirs(lambda g: torch.optim.AdamW(g, lr=9.0, betas=(beta1, beta2), eps=eps), rates, 6)
-    assert_close(found, wanted)
+    actual = ours(AdamW(beta1=beta1, beta2=beta2, eps=eps), rates, 6)
+    expected = theirs(lambda g: torch.optim.AdamW(g, lr=9.0, betas=(beta1, beta2), eps=eps), rates, 6)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("bound", [0.01, 1.0, 5.0, 1e6, math.inf])
@@ -88,8 +88,8 @@ def test_clipping_is_that_of_torch(bound: float) -> None:
 
 
 def test_clipping_bounds_the_norm_of_all_gradients_together() -> None:
-    found = clip([torch.full((4,), 3.0), torch.full((9,), 4.0)], 1.0)
-    assert float(torch.cat(found).norm()) == pytest.approx(1.0, abs=1e-5)
+    actual = clip([torch.full((4,), 3.0), torch.full((9,), 4.0)], 1.0)
+    assert float(torch.cat(actual).norm()) == pytest.approx(1.0, abs=1e-5)
     assert all(torch.equal(t, torch.zeros(2)) for t in clip([torch.zeros(2)], 1.0))
 
 
@@ -104,8 +104,8 @@ def test_schedules_follow_their_formulas(t: int) -> None:
         Schedule("step", factor=0.5, every=3).scale(t)
         == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125, 0.125, 0.125][t]
     )
-    wanted = 0.1 + 0.9 * (1 + math.cos(math.pi * t / 8)) / 2 if t < 8 else 0.1
-    assert Schedule("cosine", rounds=8, floor=0.1).scale(t) == pytest.approx(wanted)
+    expected = 0.1 + 0.9 * (1 + math.cos(math.pi * t / 8)) / 2 if t < 8 else 0.1
+    assert Schedule("cosine", rounds=8, floor=0.1).scale(t) == pytest.approx(expected)
 
 
 def test_warmup_grows_linearly_before_the_schedule_begins() -> None:

@@ -45,10 +45,10 @@ def find_absolute(target: str) -> bool:
     for length in range(len(names), 0, -1):
         name = ".".join(names[:length])
         try:
-            found = importlib.util.find_spec(name)
+            actual = importlib.util.find_spec(name)
         except ModuleNotFoundError:
             continue
-        if found is not None:
+        if actual is not None:
             return length == len(names) or find_attribute(importlib.import_module(name), names[length:])
     return False
 
@@ -71,10 +71,10 @@ def resolves(target: str, module: ModuleType, owner: str | None) -> bool:
 def references(text: str) -> Iterator[tuple[int, str, str | None]]:
     """Line, target and enclosing class of every reference of a file."""
     classes = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]
-    for found in REFERENCE.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
+    for actual in REFERENCE.finditer(text):
+        line = text.count("\n", 0, actual.start()) + 1
         inside = [c.name for c in classes if c.lineno <= line <= (c.end_lineno or c.lineno)]
-        yield line, re.sub(r"\s+", "", found[2]), inside[0] if inside else None
+        yield line, re.sub(r"\s+", "", actual[2]), inside[0] if inside else None
 
 
 # of packages that the extras import

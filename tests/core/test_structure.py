@@ -84,8 +84,8 @@ def test_imports_go_downwards_only() -> None:
     """The layers of pyproject.toml: a method knows no engine, an engine no method, and there are no cycles of
     rooms."""
     command = Path(sys.executable).with_name("lint-imports")
-    found = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
+    actual = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert actual.returncode == 0, actual.stdout
 
 
 def find_circle(imports: dict[str, set[str]]) -> list[str] | None:
@@ -126,20 +126,20 @@ def repeated_names(names_of: dict[str, list[str]]) -> dict[str, list[str]]:
             is_role = name in ROLES and (path.startswith("methods/") or path == "trust/protection.py")
             if not is_role:
                 files.setdefault(name, []).append(path)
-    return {name: found for name, found in files.items() if len(found) > 1}
+    return {name: actual for name, actual in files.items() if len(actual) > 1}
 
 
 def type_aliases(module: ast.Module) -> list[str]:
     """Types that a file gives a name, such as ``Params = dict[str, Tensor]``; variables of types are no names of a type."""
-    found = []
+    actual = []
     for node in module.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.append(node.target.id)
+            actual.append(node.target.id)
         if isinstance(node, ast.Assign) and not (
             isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in ("TypeVar", "ParamSpec")
         ):
-            found += [t.id for t in node.targets if isinstance(t, ast.Name)]
-    return [name for name in found if name[0].isupper() and not name.isupper()]
+            actual += [t.id for t in node.targets if isinstance(t, ast.Name)]
+    return [name for name in actual if name[0].isupper() and not name.isupper()]
 
 
 def test_no_two_classes_or_types_have_one_name() -> None:
@@ -194,30 +194,30 @@ def test_no_two_files_have_one_name_and_a_folder_holds_at_most_twelve() -> None:
 
 def imported_modules(path: Path, text: str) -> set[str]:
     """Modules that a file imports or takes names from; relative ones by their full name."""
-    found = set()
+    actual = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            actual |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             package = path.relative_to(ROOT).parent.parts[: -(node.level - 1) or None] if node.level else ()
             module = ".".join([*package, *([node.module] if node.module else [])])
             # what is imported may be a module of the package, too
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return found
+            actual |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return actual
 
 
 def misplaced_imports(texts: dict[Path, str]) -> list[str]:
     """Imports of test modules, and imports of test helpers under a second name, given the texts of test files."""
     full = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in texts}
-    found = []
+    actual = []
     for path, text in texts.items():
         folders = [folder for folder in path.parents if folder.is_relative_to(TESTS)]
         for name in sorted(imported_modules(path, text)):
             if name in full and full[name].name.startswith("test_"):
-                found.append(f"{path.relative_to(ROOT)} imports the test module {name}")
+                actual.append(f"{path.relative_to(ROOT)} imports the test module {name}")
             if any(folder.joinpath(*name.split(".")).with_suffix(".py") in texts for folder in folders):
-                found.append(f"{path.relative_to(ROOT)} names a helper {name}, not tests. ...")
-    return found
+                actual.append(f"{path.relative_to(ROOT)} names a helper {name}, not tests. ...")
+    return actual
 
 
 def test_no_test_module_imports_another_and_every_helper_has_one_name() -> None:
@@ -263,8 +263,8 @@ def test_the_root_holds_no_loose_files() -> None:
 @pytest.mark.full
 def test_a_bare_pytest_computes_on_one_thread_as_make_test_does() -> None:
     code = "import torch; print(torch.get_num_threads())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["1"]
+    actual = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert actual.stdout.split() == ["1"]
     assert torch.get_num_threads() == 1
 
 
@@ -316,21 +316,21 @@ def test_a_wheel_in_the_root_and_a_large_file_are_found() -> None:
 )
 def test_archives_and_model_files_are_ignored(name: str) -> None:
     tracked_files()
-    found = subprocess.run(["git", "check-ignore", "-q", "--no-index", name], cwd=ROOT, check=False)
-    assert found.returncode == 0
+    actual = subprocess.run(["git", "check-ignore", "-q", "--no-index", name], cwd=ROOT, check=False)
+    assert actual.returncode == 0
 
 
 def misnamed_arguments(text: str) -> list[str]:
     """``Args:`` entries of docstrings that name no argument, as ``owner.argument``."""
-    found = []
+    actual = []
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             continue
         section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE)
         entries = re.findall(r"^    \*{0,2}(\w+):", section[1], re.MULTILINE) if section else []
         names = arguments_of(node)
-        found += [f"{node.name}.{entry}" for entry in entries if entry not in names]
-    return found
+        actual += [f"{node.name}.{entry}" for entry in entries if entry not in names]
+    return actual
 
 
 def arguments_of(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
@@ -343,7 +343,7 @@ def arguments_of(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
 
 
 def test_docstrings_name_arguments_that_exist() -> None:
-    assert {path.name: found for path in FILES if (found := misnamed_arguments(path.read_text()))} == {}
+    assert {path.name: actual for path in FILES if (actual := misnamed_arguments(path.read_text()))} == {}
 
 
 def test_a_misnamed_argument_is_found() -> None:
@@ -386,9 +386,9 @@ def vague_names(text: str) -> set[str]:
 
 def test_variables_are_named_after_what_they_hold() -> None:
     assert {
-        path.relative_to(SOURCE).as_posix(): found
+        path.relative_to(SOURCE).as_posix(): actual
         for path in FILES
-        if (found := vague_names(path.read_text()))
+        if (actual := vague_names(path.read_text()))
     } == {}
 
 

@@ -141,15 +141,15 @@ def test_the_loss_is_the_mean_over_tokens(lengths: list[int], more: int, blank: 
     examples, model = texts(lengths, 10, seed), Model()
     with torch.no_grad():
         scores = model(**examples.x)
-        wanted, _ = by_hand(scores.numpy(), examples.y.numpy())
-        assert float(task_loss(scores, Batch(examples.x, examples.y))) == pytest.approx(wanted, abs=1e-13)
+        expected, _ = by_hand(scores.numpy(), examples.y.numpy())
+        assert float(task_loss(scores, Batch(examples.x, examples.y))) == pytest.approx(expected, abs=1e-13)
         # with more columns of padding, and with examples that are padding
         wide = widened(examples, more)
-        assert float(task_loss(model(**wide.x), Batch(wide.x, wide.y))) == pytest.approx(wanted, abs=1e-13)
+        assert float(task_loss(model(**wide.x), Batch(wide.x, wide.y))) == pytest.approx(expected, abs=1e-13)
         padded = torch.cat([scores, torch.full((blank, *scores.shape[1:]), float("nan"), dtype=scores.dtype)])
         y = torch.cat([examples.y, torch.full((blank, 10), NO)])
         mask = torch.arange(len(y)) < len(lengths)
-        assert float(task_loss(padded, Batch(None, y, mask))) == pytest.approx(wanted, abs=1e-13)
+        assert float(task_loss(padded, Batch(None, y, mask))) == pytest.approx(expected, abs=1e-13)
 
 
 def test_weights_count_the_tokens_that_are_predicted() -> None:
@@ -178,9 +178,9 @@ def test_accuracy_and_risk_against_numpy(n: int) -> None:
         assert chunk_size(examples) == 4096 // 24
     with torch.no_grad():
         risk, accuracy = by_hand(model(**examples.x).numpy(), examples.y.numpy())
-        found = measure_predictor(lambda x: model(**x), ScoringPool([examples, widened(examples, 13)]))
-    assert found.loss == pytest.approx([risk, risk], abs=1e-12)
-    assert found.accuracy == pytest.approx([accuracy, accuracy], abs=1e-15)
+        actual = measure_predictor(lambda x: model(**x), ScoringPool([examples, widened(examples, 13)]))
+    assert actual.loss == pytest.approx([risk, risk], abs=1e-12)
+    assert actual.accuracy == pytest.approx([accuracy, accuracy], abs=1e-15)
     # a mean over texts would be another number
     alone = [examples.take(torch.tensor([i])) for i in range(7)]
     each = [by_hand(model(**e.x).detach().numpy(), e.y.numpy())[0] for e in alone]

@@ -139,11 +139,11 @@ def test_a_tree_comes_out_of_its_bytes_as_it_went_in(value: Any) -> None:
 def test_tensors_that_share_storage_come_out_apart() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     value = {"whole": base, "again": base, "row": base[1], "column": base[:, 1], "turned": base.T}
-    found = tree.decode(tree.encode(value))
-    assert_same(value, found)
-    found["whole"].zero_()
-    assert_same(base[1], found["row"])
-    assert_same(base, found["again"])
+    actual = tree.decode(tree.encode(value))
+    assert_same(value, actual)
+    actual["whole"].zero_()
+    assert_same(base[1], actual["row"])
+    assert_same(base, actual["again"])
 
 
 def test_a_slice_of_a_large_tensor_is_sent_as_the_slice() -> None:
@@ -181,11 +181,11 @@ def test_counts_of_parameters_and_bytes(parts: list[tuple[tuple[int, ...], torch
     # labels and masks are no parameters; what was rounded to eight bits is
     numbers = (d.is_floating_point or d == torch.int8 for _, d in parts)
     assert tree.numel(value) == sum(n for n, counts in zip(sizes, numbers, strict=True) if counts)
-    wanted = sum(
+    expected = sum(
         math.ceil(n / 8) if d == torch.bool else n * d.itemsize
         for n, (_, d) in zip(sizes, parts, strict=True)
     )
-    assert tree.nbytes(value) == wanted
+    assert tree.nbytes(value) == expected
 
 
 def test_the_remembered_size_depends_on_plain_values_shapes_and_types() -> None:
@@ -242,10 +242,10 @@ def test_changed_bytes_are_refused_or_decode_to_a_tree(changes: list[tuple[int, 
     for at, byte in changes:
         data[at % len(data)] = byte
     try:
-        found = tree.decode(bytes(data))
+        actual = tree.decode(bytes(data))
     except TreeError:
         return
-    tree.encode(found)
+    tree.encode(actual)
 
 
 JSONS = st.recursive(
@@ -287,10 +287,10 @@ def message(skeleton: Any, **named: Tensor) -> bytes:
 @example({"c": f"{__name__}:Point", "d": {"nonsense": {"v": 1}}})
 def test_a_skeleton_of_another_shape_is_refused_or_decodes_to_a_tree(skeleton: Any) -> None:
     try:
-        found = tree.decode(message(skeleton))
+        actual = tree.decode(message(skeleton))
     except TreeError:
         return
-    tree.encode(found)
+    tree.encode(actual)
 
 
 def test_booleans_of_a_size_that_the_bytes_do_not_hold_are_refused() -> None:
@@ -356,9 +356,9 @@ def test_a_header_that_claims_more_than_there_is_is_not_looked_at() -> None:
 
 def test_decoded_tensors_are_private_and_may_be_written() -> None:
     data = tree.encode(VALUE)
-    found = tree.decode(data)
-    found["x"].zero_()
-    found["m"][0] = False
+    actual = tree.decode(data)
+    actual["x"].zero_()
+    actual["m"][0] = False
     assert_same(VALUE, tree.decode(data))
 
 
@@ -412,25 +412,25 @@ def test_a_message_cannot_name_code_that_is_not_registered(name: str) -> None:
 
 def imports_and_calls(source: str) -> set[str]:
     """Names of pickle and of torch's pickle in a module."""
-    found = set()
+    actual = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names if a.name.split(".")[0] in UNSAFE}
+            actual |= {a.name for a in node.names if a.name.split(".")[0] in UNSAFE}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} if node.module.split(".")[0] in UNSAFE else set()
-            found |= {
+            actual |= {node.module} if node.module.split(".")[0] in UNSAFE else set()
+            actual |= {
                 f"{node.module}.{a.name}"
                 for a in node.names
                 if node.module == "torch" and a.name in ("save", "load")
             }
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found |= (
+            actual |= (
                 {f"torch.{node.attr}"}
                 if node.value.id == "torch" and node.attr in ("save", "load")
                 else set()
             )
-            found |= {"np.load"} if node.value.id == "np" and node.attr == "load" else set()
-    return found
+            actual |= {"np.load"} if node.value.id == "np" and node.attr == "load" else set()
+    return actual
 
 
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -438,14 +438,14 @@ UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shel
 
 def test_no_module_unpickles_but_the_restricted_reader_of_cifar() -> None:
     root = Path(fedlowrank.__file__).parent
-    found = {
+    actual = {
         p.relative_to(root).as_posix(): imports_and_calls(p.read_text(encoding="utf-8"))
         for p in root.rglob("*.py")
     }
-    assert len(found) > 20
-    guilty = {p: names for p, names in found.items() if names - {"np.load"}}
+    assert len(actual) > 20
+    guilty = {p: names for p, names in actual.items() if names - {"np.load"}}
     assert set(guilty) <= {"data/download/unpickle.py"}
-    for path, names in found.items():
+    for path, names in actual.items():
         # np.load unpickles only if told to
         assert "np.load" not in names or "allow_pickle=True" not in (root / path).read_text(encoding="utf-8")
 
@@ -483,18 +483,18 @@ def flat(value: Any) -> np.ndarray:
 def test_means_are_those_of_numpy(weights: list[float]) -> None:
     trees = [pair(s) for s in range(3)]
     kept = [tree.encode(t) for t in trees]
-    found = flat(mean(trees, weights))
+    actual = flat(mean(trees, weights))
     np.testing.assert_allclose(
-        found, np.average([flat(t) for t in trees], axis=0, weights=weights), rtol=0, atol=1e-14
+        actual, np.average([flat(t) for t in trees], axis=0, weights=weights), rtol=0, atol=1e-14
     )
     assert [tree.encode(t) for t in trees] == kept
 
 
 def test_a_mean_takes_weights_from_an_iterator_and_keeps_the_type() -> None:
-    found = mean([pair(0, torch.float32)], iter([2.0]))
-    assert {t.dtype for _, t in tree.leaves(found)} == {torch.float32}
-    np.testing.assert_array_equal(flat(found), flat(pair(0, torch.float32)))
-    assert found["deep"][1][:3] == ("plain", 7, None)
+    actual = mean([pair(0, torch.float32)], iter([2.0]))
+    assert {t.dtype for _, t in tree.leaves(actual)} == {torch.float32}
+    np.testing.assert_array_equal(flat(actual), flat(pair(0, torch.float32)))
+    assert actual["deep"][1][:3] == ("plain", 7, None)
 
 
 @pytest.mark.parametrize(
@@ -534,9 +534,9 @@ def test_the_canonical_form_is_detached_and_contiguous() -> None:
         "w": torch.ones(2, 3, 4, 5, requires_grad=True).to(memory_format=torch.channels_last),
         "t": torch.ones(2, 3).T,
     }
-    found = tree.canonical(value)
-    assert all(t.is_contiguous() and not t.requires_grad for _, t in tree.leaves(found))
-    assert tree.equal(found, value)
+    actual = tree.canonical(value)
+    assert all(t.is_contiguous() and not t.requires_grad for _, t in tree.leaves(actual))
+    assert tree.equal(actual, value)
 
 
 def test_plain_values_that_are_not_a_number_are_equal_to_themselves() -> None:
@@ -579,8 +579,8 @@ def test_trees_that_differ_are_refused_with_the_path(a: Any, b: Any, path: str) 
 def test_keys_in_another_order_are_matched_by_name() -> None:
     a = {"x": torch.tensor([1.0]), "y": torch.tensor([2.0])}
     b = {"y": torch.tensor([20.0]), "x": torch.tensor([10.0])}
-    found = tree.add(a, b)
-    assert (float(found["x"]), float(found["y"]), list(found)) == (11.0, 22.0, ["x", "y"])
+    actual = tree.add(a, b)
+    assert (float(actual["x"]), float(actual["y"]), list(actual)) == (11.0, 22.0, ["x", "y"])
 
 
 def test_registered_classes_are_frozen() -> None:

@@ -65,12 +65,12 @@ def candidates(image: Tensor, augment: Augment) -> list[Tensor]:
 
 def which(out: Tensor, x: Tensor, augment: Augment) -> list[int]:
     """For each image, which one of its candidates it is; it must be one, and one only."""
-    found = []
+    actual = []
     for made, image in zip(out, x, strict=True):
         hits = [k for k, c in enumerate(candidates(image, augment)) if torch.equal(made, c)]
         assert len(hits) == 1
-        found += hits
-    return found
+        actual += hits
+    return actual
 
 
 SHAPES = [(40, 3, 9, 9), (40, 1, 8, 11), (40, 2, 12, 7), (1, 3, 6, 6)]
@@ -97,9 +97,9 @@ def test_all_windows_come_equally_often_and_one_says_nothing_of_the_next(augment
     kinds = (1 + augment.flip) * (2 * augment.crop + 1) ** 2
     assert len(known) == kinds
     out = changed(augment, image.expand(100 * kinds**2, -1, -1, -1), 1)
-    found = [known[made.contiguous().numpy().tobytes()] for made in out]
-    pairs = [kinds * a + b for a, b in zip(found[::2], found[1::2], strict=True)]
-    assert chisquare(np.bincount(found, minlength=kinds)).pvalue > 1e-5
+    actual = [known[made.contiguous().numpy().tobytes()] for made in out]
+    pairs = [kinds * a + b for a, b in zip(actual[::2], actual[1::2], strict=True)]
+    assert chisquare(np.bincount(actual, minlength=kinds)).pvalue > 1e-5
     assert chisquare(np.bincount(pairs, minlength=kinds**2)).pvalue > 1e-5
 
 
@@ -130,9 +130,9 @@ def test_the_default_does_nothing_and_draws_nothing() -> None:
     ],
 )
 def test_settings_without_a_meaning_are_refused(name: str, value: Any, says: str) -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         Augment(**{name: value})
-    assert str(found.value) == f"Augment.{name}{says}"
+    assert str(actual.value) == f"Augment.{name}{says}"
 
 
 # A federation
@@ -169,12 +169,12 @@ def test_the_order_is_drawn_as_ever_and_once_a_pass(monkeypatch: pytest.MonkeyPa
     on, method = federation(), PFedLoRA(epochs=2, batch_size=8)
     for place, name in enumerate(("model", "adapter")):
         random = (client_key(on, 1, 4) / "order" / place).generator()
-        wanted = [i for _ in range(2) for i in torch.randperm(9, generator=random).split(8)]
+        expected = [i for _ in range(2) for i in torch.randperm(9, generator=random).split(8)]
         for augment in (BOTH, Augment()):
             data = local(dataclasses.replace(on, augment=augment), method, 1, 4)
-            assert [i.tolist() for i in data.order(name)] == [i.tolist() for i in wanted]
-            found = [batch.y.tolist() for batch in data.batches(name)]
-            assert found == [on.clients[1].train.y[i].tolist() for i in wanted]
+            assert [i.tolist() for i in data.order(name)] == [i.tolist() for i in expected]
+            actual = [batch.y.tolist() for batch in data.batches(name)]
+            assert actual == [on.clients[1].train.y[i].tolist() for i in expected]
     calls, draw = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda *a, **k: calls.append(a) or draw(*a, **k))
     run_of(FedAvg(batch_size=8), "sequential", on, 1)
@@ -232,13 +232,13 @@ def test_statistics_inference_and_the_count_of_operations_see_the_images_as_they
         on = federation(augment, (20,))
         records.append(Run(method, on, RunSettings(rounds=1), ENGINES["sequential"]()).step())
     data, order = on.clients[0], local(on, watched[0]).order("local")
-    raw, found = data.train.x, watched[0].seen
+    raw, actual = data.train.x, watched[0].seen
     # what is counted is a step itself
-    assert [len(x) for x in found["train"]] == [8, 8, 4]
-    assert all(len(set(which(x, raw[i], BOTH))) > 1 for i, x in zip(order, found["train"], strict=True))
+    assert [len(x) for x in actual["train"]] == [8, 8, 4]
+    assert all(len(set(which(x, raw[i], BOTH))) > 1 for i, x in zip(order, actual["train"], strict=True))
     assert all(torch.equal(x, raw[i]) for i, x in zip(order, watched[1].seen["train"], strict=True))
-    assert {torch.equal(x, raw) for x in found["total"]} == {True}
-    assert all(torch.equal(x, part.x) for x, part in zip(found["infer"], (data.val, data.test), strict=True))
+    assert {torch.equal(x, raw) for x in actual["total"]} == {True}
+    assert all(torch.equal(x, part.x) for x, part in zip(actual["infer"], (data.val, data.test), strict=True))
     assert records[0].flops == records[1].flops > 0
     assert records[0].training_losses != records[1].training_losses
 
@@ -311,8 +311,8 @@ def test_clients_at_once_see_the_very_same_batches(monkeypatch: pytest.MonkeyPat
     run_of(method, "vectorized", on, 1)
     # those with the most steps first
     for place, client in enumerate((2, 0, 1)):
-        found = [step[place] for step in seen if len(step) > place]
-        assert same(found, list(local(on, method, client).batches("local")))
+        actual = [step[place] for step in seen if len(step) > place]
+        assert same(actual, list(local(on, method, client).batches("local")))
 
 
 # Experiment files and run folders

@@ -53,8 +53,8 @@ def test_a_test_part_that_is_not_used_is_said(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     table = {"source": "csv", "path": str(tmp_path / "a.csv"), "label": "y", "test": str(tmp_path / "b.csv")}
     for data, rows in ((table, 12), ({"source": "arrays", "path": str(tmp_path / "a.npz")}, 30)):
-        found = experiment(data).federation().notes
-        assert [note for note in found if f"{rows} rows of the test part are not used" in note]
+        actual = experiment(data).federation().notes
+        assert [note for note in actual if f"{rows} rows of the test part are not used" in note]
         for split in ({"kind": "whole_test"}, {"kind": "local", "pool": "all"}):
             assert not any("not used" in note for note in experiment(data, split=split).federation().notes)
     assert not any(

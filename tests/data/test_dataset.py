@@ -97,9 +97,9 @@ def test_standard_uses_the_training_part_alone():
     test = torch.full((2, 3, 4, 4), 100.0)
     out = normalize(table(train, test), "standard")
     mean, std = train.double().mean((0, 2, 3)), train.double().std((0, 2, 3), unbiased=False)
-    wanted = ((t.double() - mean[:, None, None]) / std[:, None, None] for t in (train, test))
-    for found, x in zip((out.train.x, out.test.x), wanted, strict=True):
-        assert torch.allclose(found.double(), x, rtol=1e-2, atol=1e-2)
+    expected = ((t.double() - mean[:, None, None]) / std[:, None, None] for t in (train, test))
+    for actual, x in zip((out.train.x, out.test.x), expected, strict=True):
+        assert torch.allclose(actual.double(), x, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.full

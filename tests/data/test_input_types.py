@@ -39,10 +39,10 @@ class Words(nn.Module):
 
 
 def from_arrays(x: Any, model: Callable[[], nn.Module] = linear) -> Tensor:
-    found = Federation.from_arrays([(x, Y)], model, val=0, test=0, seed=1)
-    order = torch.argsort(torch.randperm(6, generator=(found.key / "split" / 0).generator()))
-    assert isinstance(found.clients[0].train.x, Tensor)
-    return found.clients[0].train.x[order]
+    actual = Federation.from_arrays([(x, Y)], model, val=0, test=0, seed=1)
+    order = torch.argsort(torch.randperm(6, generator=(actual.key / "split" / 0).generator()))
+    assert isinstance(actual.clients[0].train.x, Tensor)
+    return actual.clients[0].train.x[order]
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -69,9 +69,9 @@ def test_other_numbers_keep_their_values(tmp_path: Path, kind: Any) -> None:
     x = np.arange(36).reshape(6, 6).astype(kind)
     np.savez(tmp_path / "a.npz", x=x, y=Y)
     truth = torch.from_numpy(x.astype(np.float32))
-    for found in (from_arrays(x), Arrays(str(tmp_path / "a.npz")).load().train.x):
-        assert found.dtype == torch.float32
-        assert torch.equal(found, truth)
+    for actual in (from_arrays(x), Arrays(str(tmp_path / "a.npz")).load().train.x):
+        assert actual.dtype == torch.float32
+        assert torch.equal(actual, truth)
 
 
 def test_columns_of_a_table_are_numbers_also_in_bytes() -> None:

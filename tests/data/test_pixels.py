@@ -149,15 +149,15 @@ def test_a_packed_federation_holds_the_same_in_a_quarter_of_the_memory(flat: boo
 def test_the_digest_of_the_examples_is_that_of_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation_module, "_HASH_ROWS", 4)
     on = federation()
-    wanted = []
+    expected = []
     for client in on.clients:
         state = hashlib.blake2b(digest_size=16)
         for e in (client.train, client.val, client.test):
             for t in (e.inputs, e.y):
                 assert isinstance(t, Tensor)
                 state.update(f"({t.dtype}, {tuple(t.shape)})".encode() + t.numpy().tobytes())
-        wanted.append(state.hexdigest())
-    assert on.fingerprint() == on.pack_images().fingerprint() == wanted
+        expected.append(state.hexdigest())
+    assert on.fingerprint() == on.pack_images().fingerprint() == expected
 
 
 def test_what_clients_share_is_packed_and_moved_once() -> None:
@@ -197,8 +197,8 @@ def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
         assert all(e.y.device.type == device for e in parts(made))
         return made.is_packed
 
-    wanted = {"auto": [False, True], "float32": [False, False], "bytes": [True, True]}
-    for how, packed in wanted.items():
+    expected = {"auto": [False, True], "float32": [False, False], "bytes": [True, True]}
+    for how, packed in expected.items():
         assert [is_packed(images, how, device) for device in ("cpu", "meta")] == packed
     assert not is_packed(images.pack_images(), "float32", "cpu")
     assert not is_packed(table, "auto", "meta")
@@ -258,8 +258,8 @@ def test_clients_with_tables_of_their_own_are_trained_at_once() -> None:
     apart = dataclasses.replace(on, clients=alone)
     assert len({id(c.train.x.table) for c in apart.clients}) == 2  # type: ignore[union-attr]
     method = METHODS["fedavg"](batch_size=8)
-    found = [simulate(method, each, rounds=2, engine="vectorized") for each in (on, apart)]
-    assert ends(found[0]) == ends(found[1])
+    actual = [simulate(method, each, rounds=2, engine="vectorized") for each in (on, apart)]
+    assert ends(actual[0]) == ends(actual[1])
 
 
 def test_batches_are_the_same_in_memory_too() -> None:
@@ -292,9 +292,9 @@ def test_a_run_goes_on_with_bytes_and_ends_the_same(tmp_path: Path) -> None:
         run("broken", pixels="float32", on_round=stop)
     with pytest.raises(CheckpointError, match="data: the examples of client 0 are others"):
         run("broken", first=22, pixels="bytes", resume=True)
-    found = run("broken", pixels="bytes", resume=True)
-    assert found.run.federation.is_packed
-    assert ends(found)[1] == ends(whole)[1]
+    actual = run("broken", pixels="bytes", resume=True)
+    assert actual.run.federation.is_packed
+    assert ends(actual)[1] == ends(whole)[1]
     kept = [(tmp_path / f / "representations.safetensors").read_bytes() for f in ("whole", "broken")]
     assert kept[0] == kept[1]
 

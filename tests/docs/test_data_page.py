@@ -19,8 +19,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "data.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    found: list[str] = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    return found
+    actual: list[str] = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return actual
 
 
 def experiment(source: str) -> dict[str, object]:
@@ -56,13 +56,13 @@ def test_the_own_partition_and_the_extended_dirichlet(
     digits = {"method": "fedavg", "data": {"source": "digits"}, "model": {"names": ["mlp"]}}
     own, extended = (ExperimentConfig.parse({**digits, **tomllib.loads(text)}).federation() for text in shown)
     assert len(own.clients) == len(extended.clients) == 20
-    found = [
+    actual = [
         [len({*c.train.y.tolist(), *c.val.y.tolist(), *c.test.y.tolist()}) for c in f.clients]
         for f in (own, extended)
     ]
     # sorted by class, all clients but those at the nine borders have one
-    assert found[0].count(1) >= 20 - 9
-    assert max(found[1]) <= 2
+    assert actual[0].count(1) >= 20 - 9
+    assert max(actual[1]) <= 2
 
 
 @pytest.mark.full

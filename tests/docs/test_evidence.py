@@ -67,12 +67,12 @@ def rows() -> tuple[pd.DataFrame, pd.DataFrame]:
 
 @pytest.mark.full
 def test_runs_are_summarized_by_round_and_series() -> None:
-    found = evidence.summarize_runs(*rows()).set_index(["series", "round"])
-    last = found.loc["personal", 3]
+    actual = evidence.summarize_runs(*rows()).set_index(["series", "round"])
+    last = actual.loc["personal", 3]
     assert (last["val"], last["test"], last["worst"]) == pytest.approx((0.6, 0.7, 0.5))
     assert (last["bytes_up"], last["bytes_down"], last["flops"]) == (60, 4, 8)
-    assert found.loc["server", 1]["test"] == pytest.approx(0.2)
-    assert found["headline"].to_dict() == {
+    assert actual.loc["server", 1]["test"] == pytest.approx(0.2)
+    assert actual["headline"].to_dict() == {
         (s, r): s == "personal" for s in ("personal", "server") for r in (1, 3)
     }
     runs, rounds = rows()
@@ -104,10 +104,10 @@ def test_a_repeated_run_is_compared_in_every_round() -> None:
     again = committed.copy()
     again.loc[(again["series"] == "server") & (again["round"] == 1), "test"] += 0.05
     again["test"] += 1e-9  # below the six digits that are committed
-    found = evidence.compare_figures(pd.concat([committed, other]), again).set_index("series")
-    assert found["seed"].tolist() == [7, 7]
-    assert found.loc["personal", ["committed", "again", "largest"]].tolist() == pytest.approx([0.7, 0.7, 0])
-    assert found.loc["server", ["committed", "again", "largest"]].tolist() == pytest.approx([0.3, 0.3, 0.05])
+    actual = evidence.compare_figures(pd.concat([committed, other]), again).set_index("series")
+    assert actual["seed"].tolist() == [7, 7]
+    assert actual.loc["personal", ["committed", "again", "largest"]].tolist() == pytest.approx([0.7, 0.7, 0])
+    assert actual.loc["server", ["committed", "again", "largest"]].tolist() == pytest.approx([0.3, 0.3, 0.05])
 
 
 def test_bytes_are_counted_until_the_target_is_reached() -> None:
@@ -135,8 +135,8 @@ def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch
         (tmp_path / path).write_text(text)
         evidence._git("add", ".")
         evidence._git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")
-        found: str = evidence._git("rev-parse", "HEAD")
-        return found
+        actual: str = evidence._git("rev-parse", "HEAD")
+        return actual
 
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
     evidence._git("init", "-q")
@@ -152,8 +152,10 @@ def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch
 @pytest.mark.full
 @pytest.mark.parametrize("name", ENTERED)
 def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
-    found = SETTINGS["experiments"][name]
-    assert tables.table(name, found["baseline"], found.get("target")) in (RESULTS / found["page"]).read_text()
+    actual = SETTINGS["experiments"][name]
+    assert (
+        tables.table(name, actual["baseline"], actual.get("target")) in (RESULTS / actual["page"]).read_text()
+    )
 
 
 RECOVERED = sorted(p.stem for p in (RESULTS / "evidence").glob("*-recovery.csv"))
@@ -209,14 +211,14 @@ def intervals(name: str) -> set[str]:
     figures = pd.read_csv(RESULTS / "evidence" / f"{name}.csv")
     figures = figures[figures["round"] == figures["round"].max()]
     wide = figures.pivot_table("test", "seed", ["method", "series"])
-    found = set()
+    actual = set()
     for a, b in itertools.permutations(wide, 2):
         differences = (wide[a] - wide[b]).dropna().to_numpy()
         half = stats.t.ppf(0.975, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
         mean, scale = differences.mean(), 1 if name == "floral-synthetic" else 100
         ends = (scale * (mean - half), scale * (mean + half))
-        found |= {f"[{ends[0]:{sign}.{k}f}, {ends[1]:{sign}.{k}f}]" for k in (1, 2, 4) for sign in ("+", "")}
-    return {text.replace("-", "−") for text in found}
+        actual |= {f"[{ends[0]:{sign}.{k}f}, {ends[1]:{sign}.{k}f}]" for k in (1, 2, 4) for sign in ("+", "")}
+    return {text.replace("-", "−") for text in actual}
 
 
 @pytest.mark.full
@@ -244,9 +246,9 @@ def test_an_experiment_follows_the_protocol(path: Path) -> None:
 
 
 def test_the_page_shows_the_ensembles_indices() -> None:
-    found = pd.read_csv(RESULTS / "evidence" / "ensemble-draws.csv").pivot(
+    actual = pd.read_csv(RESULTS / "evidence" / "ensemble-draws.csv").pivot(
         index="seed", columns="arm", values="rand_index"
     )
-    for seed, row in found.iterrows():
+    for seed, row in actual.iterrows():
         cells = [f"{row[arm]:.3f}" for arm in ("package", "plain, same models", "plain, own models")]
         assert f"| {seed} | {' | '.join(cells)} |" in (RESULTS / "floral.md").read_text()

@@ -73,8 +73,8 @@ def test_the_commands_and_the_experiment_file() -> None:
         assert main(shlex.split(command)) == 0
     last = RunRecord.load(Path("runs/digits")).rounds[-1]
     assert last.measured.metrics == ["macro_f1", "auroc"]
-    found = pd.read_csv("predictions.csv").groupby("client")["correct"].mean()
-    assert found.tolist() == last.values("accuracy", series="personal", split="test")
+    actual = pd.read_csv("predictions.csv").groupby("client")["correct"].mean()
+    assert actual.tolist() == last.values("accuracy", series="personal", split="test")
     assert set(pd.read_csv("client3.csv")["client"]) == {3}
     assert Path("confusion.svg").read_text().startswith("<?xml")
 

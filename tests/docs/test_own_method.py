@@ -61,7 +61,7 @@ def federation() -> Federation:
 def trajectory(method: Any, federation: Federation) -> list[Any]:
     """The server's model, each client's v and a, and the models that clients use, after each of three rounds."""
     run = Run(method, federation, RunSettings(rounds=3, participation=0.7), Sequential())
-    found: list[Any] = []
+    actual: list[Any] = []
     for _ in range(3):
         run.step()
         # the share a is a tensor [] on the page and [1] in the package
@@ -69,8 +69,10 @@ def trajectory(method: Any, federation: Federation) -> list[Any]:
             str(i): {path: t.reshape(t.shape or (1,)) for path, t in tree.leaves(s)}
             for i, s in sorted(run.state.clients.items())
         }
-        found.append([run.state.server, states, [run.personal_params(client) for client in federation.infos]])
-    return found
+        actual.append(
+            [run.state.server, states, [run.personal_params(client) for client in federation.infos]]
+        )
+    return actual
 
 
 @pytest.mark.usefixtures("folder")
@@ -254,8 +256,8 @@ def test_a_failed_check_names_the_line_of_the_method(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         check, "_CHECKS", {"a client infers": check._CHECKS["a client that never took part can infer"]}
     )
-    (found,) = check.check_method(importlib.import_module("my_apfl").MyAPFL())
+    (actual,) = check.check_method(importlib.import_module("my_apfl").MyAPFL())
     line = 1 + next(i for i, one in enumerate(text.splitlines()) if "lambda p, q" in one)
-    assert not found.ok
-    assert "trees differ" in found.detail
-    assert re.search(r"\(my_apfl.py:(\d+)\)$", found.detail)[1] == str(line)  # type: ignore[index]
+    assert not actual.ok
+    assert "trees differ" in actual.detail
+    assert re.search(r"\(my_apfl.py:(\d+)\)$", actual.detail)[1] == str(line)  # type: ignore[index]

@@ -18,11 +18,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(page: str, language: str) -> list[str]:
-    found: list[str] = re.findall(
+    actual: list[str] = re.findall(
         rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
     )
-    assert found
-    return found
+    assert actual
+    return actual
 
 
 @pytest.fixture
@@ -81,10 +81,10 @@ def test_deploy(printed) -> None:
     assert before == 4 * 1379
     assert after < before
     # the full ranks are 12, 8 and 3
-    found = ast.literal_eval(ranks)
-    assert found.keys() == {"0.weight", "2.weight", "4.weight"}
-    assert found["0.weight"] < 12
-    assert found["2.weight"] < 8
+    actual = ast.literal_eval(ranks)
+    assert actual.keys() == {"0.weight", "2.weight", "4.weight"}
+    assert actual["0.weight"] < 12
+    assert actual["2.weight"] < 8
     assert f"{after:,} of {before:,} bytes" in (DOCS / "tutorials" / "deploy-a-thin-model.md").read_text()
     assert (same, equal) == ("True", "True")
     assert [line.split()[0] for line in latencies] == ["dense", "thin"]

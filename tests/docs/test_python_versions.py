@@ -20,14 +20,14 @@ CLASSIFIED = [
 def versions_of(workflow: str) -> list[list[str]]:
     """The versions of Python of each job of a workflow that sets up Python."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())["jobs"].values()
-    found = []
+    actual = []
     for job in jobs:
         for step in job["steps"]:
             if step.get("uses", "").startswith("actions/setup-python"):
                 version = step["with"]["python-version"]
                 matrix = job.get("strategy", {}).get("matrix", {}).get("python")
-                found.append(matrix if version == "${{ matrix.python }}" else [version])
-    return found
+                actual.append(matrix if version == "${{ matrix.python }}" else [version])
+    return actual
 
 
 def test_the_tests_run_with_each_version_that_the_package_names() -> None:

@@ -30,19 +30,19 @@ def page(name: str) -> str:
 def tables(name: str) -> Iterator[tuple[list[str], list[list[str]]]]:
     """Head and rows of every table of a page."""
     lines = (RESULTS / f"{name}.md").read_text().splitlines()
-    for is_table, found in itertools.groupby(lines, lambda line: line.startswith("|")):
+    for is_table, actual in itertools.groupby(lines, lambda line: line.startswith("|")):
         if is_table:
-            head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in found)
+            head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in actual)
             yield head, rows
 
 
 def script(name: str, folder: str = "docs"):
     """A module of ``docs/`` or of another folder."""
-    found = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    actual = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
+    assert actual is not None
+    assert actual.loader is not None
+    module = importlib.util.module_from_spec(actual)
+    actual.loader.exec_module(module)
     return module
 
 
@@ -58,15 +58,15 @@ class TestFloral:
         stems = [title.removesuffix(" (paper)") for title in head[1:]]
         for place, row in enumerate(rows):
             for stem, cell in zip(stems, row[1:], strict=True):
-                found = re.fullmatch(r"([\d.]+) ± ([\d.]+) \(([\d.]+) ± ([\d.]+)\), n = 3", cell)
-                assert found is not None, cell
-                yield stem, place, row[0], tuple(float(number) for number in found.groups())
+                actual = re.fullmatch(r"([\d.]+) ± ([\d.]+) \(([\d.]+) ± ([\d.]+)\), n = 3", cell)
+                assert actual is not None, cell
+                yield stem, place, row[0], tuple(float(number) for number in actual.groups())
 
     def test_the_papers_numbers_are_those_of_the_files(self):
         spread = script("floral", "docs/tables").SPREAD
-        found = list(self.cells())
-        assert len(found) == 32
-        for stem, place, _, (_, _, paper, papers_spread) in found:
+        actual = list(self.cells())
+        assert len(actual) == 32
+        for stem, place, _, (_, _, paper, papers_spread) in actual:
             reference = tomllib.loads((ROOT / "experiments" / "floral" / f"{stem}.toml").read_text())[
                 "reference"
             ]
@@ -147,8 +147,8 @@ class TestBytes:
         assert "\n".join(table) in (RESULTS / "bytes.md").read_text()
 
     def test_an_interval_by_the_textbook(self):
-        found = [row for row in self.rows() if row["method"] == "fedhl" and row["target"] == 1]
-        points = [100 * row["accuracy"]["personal"] for row in found]
+        actual = [row for row in self.rows() if row["method"] == "fedhl" and row["target"] == 1]
+        points = [100 * row["accuracy"]["personal"] for row in actual]
         assert len(points) == 3
         mean, half = f"{np.mean(points):.1f}", f"{half_width(points):.1f}"
         assert re.search(rf"\| FedHL \| none \| – \| [\d,]+ \| 1\.0 \| {mean} ± {half} \|", page("bytes"))

@@ -51,11 +51,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "GIT_CONFIG_KEY_0": "remote.origin.url",
         "GIT_CONFIG_VALUE_0": REPOSITORY,
     }
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
         cwd=ROOT, env=os.environ | quiet | origin, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
+    assert actual.returncode == 0, actual.stderr
     return folder
 
 
@@ -101,8 +101,10 @@ def test_methods_names_and_notebooks_have_pages(site: Path) -> None:
         assert f"{value.__module__}.{value.__qualname__}" in anchors
     for notebook in (DOCS / "notebooks").glob("*.ipynb"):
         assert (site / "notebooks" / f"{notebook.stem}.html").is_file()
-    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    assert any(d["location"].startswith("reference/run.html") and "participation" in d["text"] for d in found)
+    actual = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert any(
+        d["location"].startswith("reference/run.html") and "participation" in d["text"] for d in actual
+    )
 
 
 @pytest.mark.full

@@ -17,42 +17,42 @@ NAME = re.compile(r"`([\w/]+\.py)::([\w:]+)`")
 
 def rows(text: str) -> Iterator[list[str]]:
     """Cells of each row of the tables whose last column is ``test``."""
-    wanted = False
+    expected = False
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if not cells:
-            wanted = False
+            expected = False
         elif cells[-1] == "test":
-            wanted = True
-        elif wanted and not cells[-1].startswith(":-"):
+            expected = True
+        elif expected and not cells[-1].startswith(":-"):
             yield cells
 
 
 @functools.cache
 def defined(path: Path) -> set[str]:
     """Tests of a file, those of a class as ``Class::function``."""
-    found = set()
+    actual = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+            actual |= {f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
         elif isinstance(node, ast.FunctionDef):
-            found.add(node.name)
-    return {name for name in found if name.split("::")[-1].startswith("test_")}
+            actual.add(node.name)
+    return {name for name in actual if name.split("::")[-1].startswith("test_")}
 
 
 def missing(text: str) -> list[str]:
     """Rows without a test, rows of another number of cells than the first, and tests that do not exist."""
-    found, cells = [], list(rows(text))
+    actual, cells = [], list(rows(text))
     for row in cells:
         if not NAME.search(row[-1]):
-            found.append(f"no test: {row[0]}")
+            actual.append(f"no test: {row[0]}")
         if len(row) != len(cells[0]):
-            found.append(f"{len(row)} cells: {row[0]}")
+            actual.append(f"{len(row)} cells: {row[0]}")
     for place, name in NAME.findall(text):
         paths = [ROOT / place] if "/" in place else [*(ROOT / "tests" / "network").rglob(place)]
         if len(paths) != 1 or not paths[0].is_file() or name not in defined(paths[0]):
-            found.append(f"{place}::{name}")
-    return found
+            actual.append(f"{place}::{name}")
+    return actual
 
 
 def test_every_row_names_tests_that_exist() -> None:

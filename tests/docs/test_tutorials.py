@@ -97,8 +97,8 @@ def test_the_python_example_runs_and_is_the_formula(folder: Path, capsys: pytest
 def last_record(folder: Path) -> dict[str, Any]:
     from fedlowrank.storage.run_files import read_lines
 
-    found: dict[str, Any] = json.loads(read_lines(folder)[-1])
-    return found
+    actual: dict[str, Any] = json.loads(read_lines(folder)[-1])
+    return actual
 
 
 class TestPrivacyAndRobustness:

@@ -60,24 +60,24 @@ def curve(
     """Rounds and values of each seed, without the seeds that diverged."""
     own = [row for row in read(name) if row["method"] == method]
     own = [row for row in own if row["series"] == series] or [row for row in own if row["headline"] == "True"]
-    found: dict[int, list[tuple[int, float]]] = {}
+    actual: dict[int, list[tuple[int, float]]] = {}
     for row in own:
-        found.setdefault(int(row["seed"]), []).append((int(row["round"]), float(row[column] or "nan")))
+        actual.setdefault(int(row["seed"]), []).append((int(row["round"]), float(row[column] or "nan")))
     end = max(int(row["round"]) for row in own)
-    by_seed = {seed: sorted(values) for seed, values in found.items()}
+    by_seed = {seed: sorted(values) for seed, values in actual.items()}
     return {seed: v for seed, v in by_seed.items() if v[-1][0] == end and not np.isnan(v[-1][1])}
 
 
 def values_of(case: dict[str, Any], side: str) -> dict[int, float]:
     """The measure of each seed of a side of a comparison."""
     measure = case.get("measure", "test")
-    found = curve(
+    actual = curve(
         case["experiment"], case[side], case.get("series"), "worst" if measure == "worst" else "test"
     )
     if measure != "curve":
-        return {seed: points[-1][1] for seed, points in found.items()}
+        return {seed: points[-1][1] for seed, points in actual.items()}
     areas = {}
-    for seed, points in found.items():
+    for seed, points in actual.items():
         pairs = itertools.pairwise(points)
         areas[seed] = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairs) / (
             points[-1][0] - points[0][0]
@@ -149,7 +149,7 @@ def successes(case: dict[str, Any]) -> int:
     goals = {seed: points[-1][1] for seed, points in curve(name, case["target"], None).items()}
 
     def cost(method: str) -> dict[int, float]:
-        found: dict[int, float] = {}
+        actual: dict[int, float] = {}
         for row in sorted(read(name), key=lambda row: int(row["round"])):
             seed = int(row["seed"])
             if (
@@ -157,8 +157,8 @@ def successes(case: dict[str, Any]) -> int:
                 and row["headline"] == "True"
                 and float(row["test"] or 0) >= goals[seed]
             ):
-                found.setdefault(seed, sum(float(row[column]) for column in columns))
-        return found
+                actual.setdefault(seed, sum(float(row[column]) for column in columns))
+        return actual
 
     own, other = cost(case["method"]), cost(case["against"])
     return sum(spent < other.get(seed, np.inf) for seed, spent in own.items())
@@ -207,10 +207,10 @@ def cells(line: str) -> list[str]:
 @pytest.mark.parametrize("claim", JUDGED, ids=lambda c: f"{c['paper']} {c['claim'][:40]}")
 def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
     cases = cases_of(claim)
-    found = [Found(case) for case in cases]
+    actual = [Found(case) for case in cases]
     # a mark that says nothing cannot stand
-    stands = [s and f.mark != "open" for s, f in zip(correct([f.p for f in found]), found, strict=True)]
-    verdict = verdict_of(found, stands, claim.get("asks", "each"))
+    stands = [s and f.mark != "open" for s, f in zip(correct([f.p for f in actual]), actual, strict=True)]
+    verdict = verdict_of(actual, stands, claim.get("asks", "each"))
 
     (row,) = (
         cells(line)
@@ -219,7 +219,7 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
     )
     assert row[-1] == f"**{verdict}**"
     for mark, cell in zip(("for", "open", "against"), row[-4:-1], strict=True):
-        own = [strong for one, strong in zip(found, stands, strict=True) if one.mark == mark]
+        own = [strong for one, strong in zip(actual, stands, strict=True) if one.mark == mark]
         assert cell == str(len(own)) + (f" ({sum(own)}†)" if any(own) else "")
 
     text = (RESULTS / claim["page"]).read_text().split("<!-- evidence claims -->")[1]
@@ -227,7 +227,7 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
     assert text.count(heading) == 1
     lines = text.split(heading)[1].split("\n**")[0].splitlines()
     lines = [line for line in lines if line.startswith("| ")][2:]
-    for case, one, strong, line in zip(cases, found, stands, lines, strict=True):
+    for case, one, strong, line in zip(cases, actual, stands, lines, strict=True):
         label, _, estimate, inside, task, diverged, mark = cells(line)
         assert label.endswith(case["label"])
         assert one.text in estimate
@@ -257,8 +257,8 @@ def test_the_first_table_counts_the_verdicts() -> None:
             if paper == "all"
             else text.split(f"<!-- evidence claims {paper} -->")[1].split("<!-- end -->")[0]
         )
-        found = [cells(line)[-1].strip("*") for line in part.splitlines() if line.startswith("| [")]
-        assert counts == [str(found.count(verdict)) for verdict in cells(head)[1:]]
+        actual = [cells(line)[-1].strip("*") for line in part.splitlines() if line.startswith("| [")]
+        assert counts == [str(actual.count(verdict)) for verdict in cells(head)[1:]]
         assert verdicts <= set(cells(head)[1:])
     # the first sentence says the same as the row of all papers
     said = text.split("<!-- evidence count -->")[1].split("<!-- end -->")[0]
@@ -273,8 +273,8 @@ def read_effect(effect: str) -> float:
     numbers = reference["accuracy"] if "accuracy" in reference else reference["score"]
 
     def number(name: str) -> float:
-        found = re.fullmatch(r"(.+)\[(\d)\]", name)
-        return float(numbers[found[1]][int(found[2])] if found else numbers[name])
+        actual = re.fullmatch(r"(.+)\[(\d)\]", name)
+        return float(numbers[actual[1]][int(actual[2])] if actual else numbers[name])
 
     first, second = names.split(" - ")
     return round(number(first) - number(second), 2)
@@ -310,7 +310,7 @@ def test_a_matched_task_has_the_papers_clients_model_and_rounds() -> None:
 
     own = ExperimentConfig.read(ROOT / "experiments" / "evidence" / "floral-r.toml")
     paper = ExperimentConfig.read(ROOT / "experiments" / "floral" / "mnist-r-reduced.toml")
-    assert [name for name, found in SETTINGS["experiments"].items() if found["task"] == "matched"] == [
+    assert [name for name, actual in SETTINGS["experiments"].items() if actual["task"] == "matched"] == [
         "floral-r"
     ]
     assert own.data == paper.data
@@ -380,11 +380,11 @@ class TestRules:
     )
     def test_a_rate_has_wilsons_interval(self, k: int, low: float, high: float, mark: str) -> None:
         """Ends for n = 5 as tables print them."""
-        found = rules.judge_rate(k, 5)
-        assert (found.low, found.high) == pytest.approx((low, high), abs=5e-4)
-        assert found.mark == mark
+        actual = rules.judge_rate(k, 5)
+        assert (actual.low, actual.high) == pytest.approx((low, high), abs=5e-4)
+        assert actual.mark == mark
         # the interval inverts the test: it excludes one half if p is below 5 %
-        assert (found.p < 0.05) == (mark != "open")
+        assert (actual.p < 0.05) == (mark != "open")
 
     @pytest.mark.parametrize(
         ("comparisons", "each", "every", "one"),

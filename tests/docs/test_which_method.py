@@ -24,9 +24,9 @@ def slug(title: str) -> str:
 def section(path: str, anchor: str) -> str:
     """The text of a page below the heading of an anchor, up to the next heading."""
     parts = re.split(r"^#+ (.*)\n", (DOCS / path).read_text(), flags=re.MULTILINE)
-    found = {slug(title): text for title, text in zip(parts[1::2], parts[2::2], strict=True)}
-    assert anchor in found, f"{path} has no heading #{anchor}"
-    return found[anchor]
+    actual = {slug(title): text for title, text in zip(parts[1::2], parts[2::2], strict=True)}
+    assert anchor in actual, f"{path} has no heading #{anchor}"
+    return actual[anchor]
 
 
 def test_the_page_begins_with_a_table_of_situations() -> None:
@@ -58,5 +58,5 @@ def test_each_number_is_in_the_section_beside_it(row: list[str]) -> None:
         numbers = re.findall(r"\d+\.\d ± \d+\.\d|\d+(?:[.,]\d+)+", text)
         assert numbers
         for number in numbers:
-            found = rf"(?<![\d.,]){re.escape(number)}(?!\d)"
-            assert re.search(found, known), f"{number} is not in {path}#{anchor}"
+            actual = rf"(?<![\d.,]){re.escape(number)}(?!\d)"
+            assert re.search(actual, known), f"{number} is not in {path}#{anchor}"

@@ -66,8 +66,8 @@ def test_the_rule(
 ) -> None:
     monkeypatch.setattr(auto, "cores", lambda: cores)
     monkeypatch.setattr(auto, "MIN_PARALLEL_FLOPS", 0)
-    found, reason = choose_engine(method, federation(model), clients, micro_batch)
-    assert found is wanted
+    actual, reason = choose_engine(method, federation(model), clients, micro_batch)
+    assert actual is wanted
     assert reason
 
 
@@ -130,8 +130,8 @@ def test_a_run_goes_on_with_its_bits_on_another_machine(
     whole = ran(2, tmp_path / "whole")
     ran(1, tmp_path / "part")
     monkeypatch.setattr(auto, "cores", lambda: cores[1])
-    found = ran(2, tmp_path / "part", resume=True)
-    assert tree.equal(found.run.state.server, whole.run.state.server)
+    actual = ran(2, tmp_path / "part", resume=True)
+    assert tree.equal(actual.run.state.server, whole.run.state.server)
     # without what the run keeps, another engine would have made other bits
     kinds = {choose_engine(FedAvg(), whole.run.federation, 4, None)[0], type(whole.run.engine.chosen_engine)}
     assert kinds == {Vectorized, Processes}

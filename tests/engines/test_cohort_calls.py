@@ -42,8 +42,8 @@ class Counted(METHODS["ditto"]):  # type: ignore[misc]
 
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Params]:
         CALLS["local_update"] += 1
-        found: tuple[Any, Params] = super().local_update(state, down, view)
-        return found
+        actual: tuple[Any, Params] = super().local_update(state, down, view)
+        return actual
 
     def contribution(self, server: Any, upload: Params, client: ClientInfo) -> Any:
         CALLS["contribution"] += 1
@@ -51,8 +51,8 @@ class Counted(METHODS["ditto"]):  # type: ignore[misc]
 
     def client_model(self, state: Any, down: Params, view: ClientView) -> ClientModel:
         CALLS["client_model"] += 1
-        found: ClientModel = super().client_model(state, down, view)
-        return found
+        actual: ClientModel = super().client_model(state, down, view)
+        return actual
 
 
 @pytest.mark.parametrize("kind", [Vectorized, Auto])
@@ -66,16 +66,16 @@ def test_functions_are_called_once_a_round_and_give_what_each_client_gives_alone
     assert CALLS["contribution"] == 3 * 5
     calls = []
     run = Run(Counted(), small_federation(False), RunSettings(rounds=3), kind())
-    found = []
+    actual = []
     for _ in range(3):
         CALLS.clear()
-        found.append(run.step())
+        actual.append(run.step())
         calls.append(dict(CALLS))
     # the first time one client is called alone, too
     assert calls[1] == calls[2] == {"local_update": 1, "contribution": 1, "client_model": 1}
     assert calls[0] == {"local_update": 2, "contribution": 2, "client_model": 2}
     torch.testing.assert_close(run.state.server, one.state.server, rtol=1e-4, atol=1e-6)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert (a.bytes_up, a.bytes_down, a.steps, a.flops) == (b.bytes_up, b.bytes_down, b.steps, b.flops)
         for split in ("val", "test"):
             for series in ("personal", "global"):
@@ -121,11 +121,11 @@ def test_contributions_that_differ_or_have_no_rule(method: Any, caplog: pytest.L
 
 def test_a_lost_reply_of_a_cohort_does_not_count() -> None:
     settings = {"lost_replies": 0.4, "rounds": 4}
-    (one, expected), (other, found) = (
+    (one, expected), (other, actual) = (
         run_of(METHODS["scaffold"](), engine(), **settings) for engine in (ENGINES["sequential"], Vectorized)
     )
-    assert any(r.lost for r in found)
-    assert [r.lost for r in found] == [r.lost for r in expected]
+    assert any(r.lost for r in actual)
+    assert [r.lost for r in actual] == [r.lost for r in expected]
     torch.testing.assert_close(other.state.server.model, one.state.server.model, rtol=1e-4, atol=1e-6)
 
 
@@ -133,12 +133,12 @@ def test_routers_of_newcomers_are_learnt_at_once() -> None:
     """Clients that never trained learn a router before they are evaluated."""
     method = METHODS["floral"](rank=2, clusters=2)
     engine = CountingEngine()
-    (_, expected), (_, found) = (
+    (_, expected), (_, actual) = (
         run_of(method, e, rounds=2, participation=0.2) for e in (ENGINES["sequential"](), engine)
     )
     # one client a round trains alone; in each evaluation the routers of the others are trained as one cohort
     assert engine.sizes == [4, 3]
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.measured is not None
         assert b.measured is not None
         names = [(c.name, c.series, c.split) for c in a.measured.columns]
@@ -177,16 +177,18 @@ def test_clients_of_like_sizes_are_evaluated_together(caplog: pytest.LogCaptureF
         y = torch.randint(3, (20 + examples,), generator=generator)
         data.append(((x[:20], y[:20]), (x[20:], y[20:])))
     federation = Federation.from_arrays(data, lambda: torch.nn.Linear(6, 3), classes=3)
-    found = []
+    actual = []
     for engine in (Vectorized(), ENGINES["sequential"]()):
         # its models are functions, which are called once for a part of the cohort
         run = Run(METHODS["ensemble"](clusters=2), federation, RunSettings(rounds=2), engine)
         with caplog.at_level(logging.INFO):
             run.step()
-            found.append(run.step().measured)
+            actual.append(run.step().measured)
         assert not caplog.messages
     one, other = (
-        {(c.name, c.series, c.split): c.values for c in block.columns} for block in found if block is not None
+        {(c.name, c.series, c.split): c.values for c in block.columns}
+        for block in actual
+        if block is not None
     )
     assert one.keys() == other.keys()
     for key, values in one.items():
@@ -213,10 +215,10 @@ class Operations(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        used = [t for t in tree_leaves((args, found)) if isinstance(t, Tensor)]
+        actual = func(*args, **(kwargs or {}))
+        used = [t for t in tree_leaves((args, actual)) if isinstance(t, Tensor)]
         self.count += any(t.is_floating_point() for t in used)
-        return found
+        return actual
 
 
 def operations(method: Any, clients: int) -> int:

@@ -27,11 +27,11 @@ def test_a_cohort_without_room_is_divided(room: int, monkeypatch: pytest.MonkeyP
 
     def with_little_room(trainers: Any, *args: Any) -> Any:
         tried.append(len(trainers))
-        found = train(trainers, *args)
+        actual = train(trainers, *args)
         # after all steps, so that what they changed in place must not be trained again
         if len(trainers) > room:
             raise torch.OutOfMemoryError("no room")
-        return found
+        return actual
 
     monkeypatch.setattr(cohort_trainer, "train_cohort", with_little_room)
     on = make_ranked_federation(build_network)

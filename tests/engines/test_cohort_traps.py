@@ -49,8 +49,8 @@ def compare(method: Any, federation: Federation, rounds: int = 3, **settings: An
         for _ in range(rounds):
             run.step()
         runs.append(run)
-    found, expected = (tree.tensors(run.state.server) for run in runs)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    actual, expected = (tree.tensors(run.state.server) for run in runs)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     return runs[0], runs[1]
 
 

@@ -328,21 +328,21 @@ class MixesLater(Plain):
 def test_a_broken_method_fails_its_check(method: Plain, check: str, says: str) -> None:
     detail = CHECKS[NAMES[check]]
     try:
-        found = detail(method)
+        actual = detail(method)
     except Exception as error:  # noqa: BLE001 - check_method reports whatever a method raises
-        found = f"{type(error).__name__}: {error}"
-    assert found is not None
-    assert says in found
+        actual = f"{type(error).__name__}: {error}"
+    assert actual is not None
+    assert says in actual
 
 
 def test_a_check_that_raises_is_reported_not_raised() -> None:
-    found = failed(SendsASet())
-    assert "wire" in found
-    assert "TreeError" in found["wire"]
-    found = failed(ReadsAnAbsentName())
-    assert found["wire"].startswith("KeyError: 'absent'")
+    actual = failed(SendsASet())
+    assert "wire" in actual
+    assert "TreeError" in actual["wire"]
+    actual = failed(ReadsAnAbsentName())
+    assert actual["wire"].startswith("KeyError: 'absent'")
     line = inspect.getsourcelines(ReadsAnAbsentName.local_update)[1] + 1
-    assert f"({Path(__file__).name}:{line})" in found["wire"]
+    assert f"({Path(__file__).name}:{line})" in actual["wire"]
 
 
 # The vectorized engine

@@ -17,7 +17,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import check_method, small_federation
 from fedlowrank.trust.trust_settings import Clipping, Compression, Privacy, Robust, SecureSums
-from tests.support.local_network import ran, small
+from tests.support.local_network import run_whole, small
 
 # another device shows whether the tests themselves are right
 DEVICE = os.environ.get("FEDLOWRANK_TEST_DEVICE", "cuda")
@@ -91,7 +91,7 @@ def test_protections_come_to_the_same(protection: str) -> None:
 @pytest.mark.parametrize("method", ["scaffold", "fedhl"])
 def test_a_client_over_a_network_trains_on_its_gpu(method: str, tmp_path: Path) -> None:
     made = small(method, rounds=2, run={"device": DEVICE})
-    _, result = ran(made, tmp_path)
+    _, result = run_whole(made, tmp_path)
     on_cpu = small(method, rounds=2)
     truth = Run(on_cpu.build_method(method), on_cpu.federation(), on_cpu.run, ENGINES["sequential"]())
     truth.step()

@@ -103,12 +103,12 @@ def test_the_ear_hears() -> None:
         "index_select of two devices": lambda: t.to("meta").index_select(0, torch.arange(2)),
         "copy_ of two devices": lambda: torch.empty(4, device="meta").copy_(t),
     }
-    for wanted, act in acts.items():
+    for expected, act in acts.items():
         with Ear() as ear:
             act()
         # a truth value is a number by another name
-        assert ear.heard[wanted] or (wanted == "is_nonzero" and ear.heard["_local_scalar_dense"]), (
-            wanted,
+        assert ear.heard[expected] or (expected == "is_nonzero" and ear.heard["_local_scalar_dense"]), (
+            expected,
             ear.heard,
         )
 
@@ -229,11 +229,11 @@ def test_no_method_looks_at_a_number_in_a_step(name: str, monkeypatch: pytest.Mo
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["tables", "texts"])
 def test_nobody_looks_at_a_number_in_a_part_of_a_step(kind: str) -> None:
-    found = [
+    actual = [
         looks(ENGINES["sequential"](micro_batch=3), "fedavg", ON[kind](), epochs, optimizer=AdamW())
         for epochs in (1, 3)
     ]
-    assert found[0][1] == found[1][1]
+    assert actual[0][1] == actual[1][1]
 
 
 # Copies, on a device without content
@@ -281,17 +281,17 @@ def stacked(asked: Request, clients: int) -> Request:
 def copies(engine: str, on: Federation, epochs: int, optimizer: Any, micro_batch: int | None) -> Counter[str]:
     """What was heard in a pass of all clients."""
     elsewhere = on.to("meta")
-    found = list(trainers(on, epochs, elsewhere))
+    actual = list(trainers(on, epochs, elsewhere))
     asked = request(elsewhere, optimizer)
     with Ear() as ear:
         if engine == "vectorized":
             # a comparison with single clients looks at numbers, once for all rounds
-            _, together = train_cohort(found, stacked(asked, len(found)), 0, BufferPool(), compare=False)
-            losses = [row[: t.steps("local")] for row, t in zip(together, found, strict=True)]
+            _, together = train_cohort(actual, stacked(asked, len(actual)), 0, BufferPool(), compare=False)
+            losses = [row[: t.steps("local")] for row, t in zip(together, actual, strict=True)]
         else:
-            losses = [descend(asked, t.data.batches("local"), 0, micro_batch)[1] for t in found]
+            losses = [descend(asked, t.data.batches("local"), 0, micro_batch)[1] for t in actual]
     assert {t.device.type for t in losses} == {"meta"}
-    assert [len(t) for t in losses] == [t.steps("local") for t in found]
+    assert [len(t) for t in losses] == [t.steps("local") for t in actual]
     return ear.heard
 
 
@@ -338,10 +338,10 @@ def test_batches_are_what_each_step_would_fetch(kind: str) -> None:
     for step, (index, batch) in enumerate(zip(order, batches, strict=True)):
         alone = gather(data.examples, index, step)
         x = alone.x if isinstance(alone.x, dict) else {"": data.augment.apply(alone.x, random)}
-        found = batch.x if isinstance(batch.x, dict) else {"": batch.x}
+        actual = batch.x if isinstance(batch.x, dict) else {"": batch.x}
         assert {n: (t.shape, t.stride()) for n, t in x.items()} == {
-            n: (t.shape, t.stride()) for n, t in found.items()
+            n: (t.shape, t.stride()) for n, t in actual.items()
         }
-        assert all(torch.equal(x[n], found[n]) for n in x)
+        assert all(torch.equal(x[n], actual[n]) for n in x)
         assert torch.equal(alone.y, batch.y)
         assert batch.step == step

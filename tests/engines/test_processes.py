@@ -43,11 +43,11 @@ def test_the_sequential_engine_s_bits(name: str) -> None:
 
 @pytest.mark.full
 def test_records_are_the_same_but_for_time() -> None:
-    found = [
+    actual = [
         simulate("ditto", small_federation(False), rounds=3, engine=e).rounds
         for e in ("processes", "sequential")
     ]
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*actual, strict=True):
         assert dataclasses.replace(a, seconds={}, cpu_seconds={}) == dataclasses.replace(
             b, seconds={}, cpu_seconds={}
         )
@@ -92,10 +92,10 @@ def test_work_is_done_by_as_many_processes_as_cores_and_the_longest_is_begun_fir
 
 def test_a_process_has_one_thread() -> None:
     engine = Processes()
-    found = engine.each(lambda _: {"threads": torch.get_num_threads(), "pid": os.getpid()}, range(5))
-    assert {f["threads"] for f in found} == {1}
-    assert len({f["pid"] for f in found}) == 2
-    assert os.getpid() not in {f["pid"] for f in found}
+    actual = engine.each(lambda _: {"threads": torch.get_num_threads(), "pid": os.getpid()}, range(5))
+    assert {f["threads"] for f in actual} == {1}
+    assert len({f["pid"] for f in actual}) == 2
+    assert os.getpid() not in {f["pid"] for f in actual}
 
 
 @pytest.mark.full

@@ -90,10 +90,10 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_a_partition_holds_the_training_data_of_its_clients_alone() -> None:
     on = small_federation(False)
     data = encode_partition(on, [0, 3])
-    found = decode_partition(data)
-    assert list(found) == [0, 3]
-    assert all(torch.equal(found[i][0].y, on.clients[i].train.y) for i in found)
-    assert all(torch.equal(found[i][0].inputs, on.clients[i].train.inputs) for i in found)
+    actual = decode_partition(data)
+    assert list(actual) == [0, 3]
+    assert all(torch.equal(actual[i][0].y, on.clients[i].train.y) for i in actual)
+    assert all(torch.equal(actual[i][0].inputs, on.clients[i].train.inputs) for i in actual)
     shared = share(FedAvg(), on, on.task(1), None)
     assert {len(c.train) for c in shared.federation.clients} == {0}
     assert all(a is shared.task.architectures[n] for n, a in shared.federation.architectures.items())
@@ -175,9 +175,9 @@ def test_clients_of_a_worker_that_dies_are_run_again(
 ) -> None:
     method = Deadly(how="once", note=str(tmp_path / "died"))
     with caplog.at_level("WARNING", logger="fedlowrank.engines"):
-        found = run_to_end(method, Ray(workers=workers))
+        actual = run_to_end(method, Ray(workers=workers))
     assert Path(method.note).exists()
-    assert has_same_end(found, run_to_end(FedAvg(), Sequential()))
+    assert has_same_end(actual, run_to_end(FedAvg(), Sequential()))
     (warning,) = [r.getMessage() for r in caplog.records if "died" in r.getMessage()]
     assert "of its clients are run again" in warning
     assert "process " in warning
@@ -243,11 +243,11 @@ def test_a_script_with_classes_of_its_own_finds_the_cluster_by_its_address(
     cluster: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, env=os.environ | {"RAY_ADDRESS": cluster.address},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "rounds of the client: 2" in found.stdout, found.stderr
+    assert "rounds of the client: 2" in actual.stdout, actual.stderr
 
 
 @slow

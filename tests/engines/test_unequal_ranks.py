@@ -98,16 +98,16 @@ def test_uploads_are_of_each_clients_own_rank() -> None:
     on = make_ranked_federation(build_network)
     run = Run(METHODS["fedhl"](batch_size=8), on, RunSettings(rounds=1), Vectorized())
     jobs = run.engine.run
-    found = []
+    actual = []
 
     def seen(*args: Any) -> Any:
         for outcome in jobs(*args):
-            found.append({p.rank for p in tree_pairs(outcome.upload)})
+            actual.append({p.rank for p in tree_pairs(outcome.upload)})
             yield outcome
 
     run.engine.run = seen  # type: ignore[method-assign]
     run.step()
-    assert found == [{r} for r in RANKS]
+    assert actual == [{r} for r in RANKS]
 
 
 def tree_pairs(upload: Any) -> list[Any]:

@@ -87,5 +87,5 @@ def test_tables_in_lists_are_toml_too() -> None:
 def test_optional_libraries_wait_until_they_are_needed() -> None:
     text = "import sys; from fedlowrank.cli.main import main; main(['list'])"
     text += "; print([m for m in ('transformers', 'peft', 'flwr', 'datasets') if m in sys.modules], file=sys.stderr)"
-    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert found.stderr.strip() == "[]"
+    actual = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert actual.stderr.strip() == "[]"

@@ -265,9 +265,9 @@ def test_the_baselines_have_the_settings_of_the_paper(stem: str) -> None:
         "standalone": {"all_clients": False},
         "scaffold": {"server_lr": 1.0},
     }
-    for name, wanted in settings.items():
+    for name, expected in settings.items():
         method: Any = made.build_method(name)
-        assert {field: getattr(method, field) for field in wanted} == wanted
+        assert {field: getattr(method, field) for field in expected} == expected
 
 
 @pytest.mark.full
@@ -283,15 +283,15 @@ def test_clients_hold_equal_shares_and_mixtures_of_the_papers_kind(stem: str) ->
     assert {len(c.val) for c in clients} == {0}
     shares = torch.stack([torch.bincount(c.train.y, minlength=classes) for c in clients]) / size
     # the expected sum of squares of a draw from Dirichlet(a, ..., a) is (a + 1) / (n a + 1); of n equal shares, 1 / n
-    found = shares.square().sum(1).mean().item()
+    actual = shares.square().sum(1).mean().item()
     if stem.endswith("-iid"):
-        assert found == pytest.approx(1 / classes, abs=2 / size)
+        assert actual == pytest.approx(1 / classes, abs=2 / size)
     else:
-        assert found == pytest.approx(1.1 / (0.1 * classes + 1), rel=0.3)
+        assert actual == pytest.approx(1.1 / (0.1 * classes + 1), rel=0.3)
     for share, client in zip(shares, clients, strict=True):
-        wanted = (100 * share).round().clamp(max=10_000 // classes)
+        expected = (100 * share).round().clamp(max=10_000 // classes)
         tested = torch.bincount(client.test.y, minlength=classes)
-        assert (tested - wanted).abs().max() <= 1
+        assert (tested - expected).abs().max() <= 1
         assert len(client.test) <= 100
         assert len(client.test) == 100 or client.notes
 

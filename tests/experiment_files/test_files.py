@@ -157,10 +157,10 @@ VALUES = {
 
 @pytest.mark.parametrize("stem", VALUES)
 def test_figures_vary_what_the_paper_varies(stem: str) -> None:
-    field, wanted = VALUES[stem]
+    field, expected = VALUES[stem]
     text = read_tables(PFEDLORA / f"{stem}.toml")["vary"]
     assert text.startswith(f"{field}=")
-    assert [parse_value(v) for v in text.partition("=")[2].split(",")] == wanted
+    assert [parse_value(v) for v in text.partition("=")[2].split(",")] == expected
 
 
 @pytest.mark.full
@@ -177,8 +177,8 @@ def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
             assert method in made.compared_methods
             seen.append(getattr(made.build_method(method), name))
         else:
-            found = getattr(made, section)
-            seen.append(found[rest] if isinstance(found, dict) else getattr(found, rest))
+            actual = getattr(made, section)
+            seen.append(actual[rest] if isinstance(actual, dict) else getattr(actual, rest))
     assert len(seen) == len(set(seen)) > 1
     assert seen == [parse_value(v) for v in read_tables(path)["vary"].partition("=")[2].split(",")]
 

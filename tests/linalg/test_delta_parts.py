@@ -69,8 +69,8 @@ def test_a_stack_wider_than_the_matrix_keeps_small_components_orthogonal(shape: 
     ((u1, s1, v1, _),) = add_low_rank(u, s, v, left * 10.0 ** -torch.arange(8), right * 10.0**-6, None)
     for f in (u1, v1):
         torch.testing.assert_close(f.mT @ f, torch.eye(12, dtype=f.dtype), rtol=0, atol=1e-13)
-    wanted = (u * s[:, None]) @ v.mT + (left * 10.0 ** -torch.arange(8)) @ (right * 10.0**-6).mT
-    torch.testing.assert_close((u1 * s1) @ v1.mT, wanted[0], rtol=0, atol=1e-14)
+    expected = (u * s[:, None]) @ v.mT + (left * 10.0 ** -torch.arange(8)) @ (right * 10.0**-6).mT
+    torch.testing.assert_close((u1 * s1) @ v1.mT, expected[0], rtol=0, atol=1e-14)
 
 
 @pytest.mark.full

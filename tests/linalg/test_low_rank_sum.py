@@ -157,11 +157,11 @@ def lengths(new: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def test_columns_that_no_gram_matrix_can_do(change: Change, r: int) -> None:
     rng = np.random.default_rng(3)
     old, new = basis(rng, r=r), change(conditioned(rng, 10.0), rng)
-    found = extend_basis(old, rows(new))
+    actual = extend_basis(old, rows(new))
     # numpy's norms of the shortest and longest would be 0 and infinite; a power of two is taken out exactly
     largest = np.abs(new).max()
     scale = 2.0 ** -round(np.log2(largest)) if largest else 1.0
-    check(old, new * scale, replace(found, coordinates=found.coordinates * scale))
+    check(old, new * scale, replace(actual, coordinates=actual.coordinates * scale))
 
 
 def test_what_the_first_pass_leaves_is_measured(monkeypatch: pytest.MonkeyPatch, ways: list[str]) -> None:
@@ -199,9 +199,9 @@ def test_widths_up_to_the_matrix_and_above(shape: tuple[int, int], width: int) -
     u, v = basis(rng, shape[0]), basis(rng, shape[1])
     s = np.geomspace(1, 1e-9, R)
     left, right = (conditioned(rng, 50.0, (2, n, width)) for n in shape)
-    wanted = (u.numpy() * s) @ v.numpy().swapaxes(1, 2) + left @ right.swapaxes(1, 2)
-    found = add_low_rank(u, torch.from_numpy(s).expand(2, -1), v, rows(left).mT, rows(right).mT, None)
-    for (u1, s1, v1, _), w in zip(found, wanted, strict=True):
+    expected = (u.numpy() * s) @ v.numpy().swapaxes(1, 2) + left @ right.swapaxes(1, 2)
+    actual = add_low_rank(u, torch.from_numpy(s).expand(2, -1), v, rows(left).mT, rows(right).mT, None)
+    for (u1, s1, v1, _), w in zip(actual, expected, strict=True):
         values = np.linalg.svd(w)[1]
         assert len(s1) == (R + width if R + width < min(shape) else int((values > 1e-14).sum()))
         np.testing.assert_allclose(s1.numpy(), values[: len(s1)], rtol=0, atol=1e-13)
@@ -264,6 +264,6 @@ def test_triplets_left_with_gaps_between_them() -> None:
     w = pair.b.numpy() @ pair.a.numpy()
     u, s, vt = np.linalg.svd(w, full_matrices=False)
     keep = np.array([1.0, 0, 0, 1, 1, 1])
-    found = update_deltas(state, {}, sent_ranks={"w": [(1.0, 3), (-1.0, 1)]})["w"]
-    assert found.rank == 4
-    np.testing.assert_allclose(found.dense().numpy(), (u[:, :6] * s[:6] * keep) @ vt[:6], rtol=0, atol=1e-13)
+    actual = update_deltas(state, {}, sent_ranks={"w": [(1.0, 3), (-1.0, 1)]})["w"]
+    assert actual.rank == 4
+    np.testing.assert_allclose(actual.dense().numpy(), (u[:, :6] * s[:6] * keep) @ vt[:6], rtol=0, atol=1e-13)

@@ -35,16 +35,16 @@ sizes = st.integers(1, 4)
 def test_scheme_2_index_by_index(shape: tuple[int, int, int, int]) -> None:
     o_, i_, k1_, k2_ = shape
     w = np.random.default_rng(0).normal(size=shape)
-    wanted = np.empty((o_ * k1_, i_ * k2_))
+    expected = np.empty((o_ * k1_, i_ * k2_))
     for o in range(o_):
         for i in range(i_):
             for k1 in range(k1_):
                 for k2 in range(k2_):
-                    wanted[o * k1_ + k1, i * k2_ + k2] = w[o, i, k1, k2]
-    found = matricize(torch.from_numpy(w))
-    assert matrix_shape(torch.Size(shape)) == wanted.shape
-    np.testing.assert_array_equal(found.numpy(), wanted)
-    back = unmatricize(found, torch.Size(shape))
+                    expected[o * k1_ + k1, i * k2_ + k2] = w[o, i, k1, k2]
+    actual = matricize(torch.from_numpy(w))
+    assert matrix_shape(torch.Size(shape)) == expected.shape
+    np.testing.assert_array_equal(actual.numpy(), expected)
+    back = unmatricize(actual, torch.Size(shape))
     assert back.is_contiguous()
     np.testing.assert_array_equal(back.numpy(), w)
 
@@ -77,10 +77,10 @@ def test_factors_are_packed_where_they_are_fewer_numbers() -> None:
     shape = torch.Size((6, 12))
     for rank, packed in ((0, True), (3, True), (4, False), (6, False)):  # 4 · 18 = 72 = 6 · 12
         f = LowRank(torch.randn(6, rank), torch.randn(rank, 12))
-        found = pack_low_rank(f, shape)
-        assert isinstance(found, LowRank) == packed
+        actual = pack_low_rank(f, shape)
+        assert isinstance(actual, LowRank) == packed
         like = {"w": torch.empty(shape)}
-        assert torch.equal(unpack_weights({"w": found}, like)["w"], f.dense())
+        assert torch.equal(unpack_weights({"w": actual}, like)["w"], f.dense())
 
 
 def test_factors_survive_their_bytes_even_of_rank_zero() -> None:
@@ -95,9 +95,9 @@ def test_the_prox_of_a_model_leaves_vectors_and_excluded_weights(norm) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"conv": (4, 3, 3, 3), "scale": (4,), "head.weight": (5, 6), "head.weight_v": (5, 6)}
     params = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
-    found = apply_prox(params, 1.0, norm, ("head.weight",))
-    dense = found.dense(params)
-    assert list(found.ranks) == ["conv", "head.weight_v"]
+    actual = apply_prox(params, 1.0, norm, ("head.weight",))
+    dense = actual.dense(params)
+    assert list(actual.ranks) == ["conv", "head.weight_v"]
     for name in ("scale", "head.weight"):
         assert torch.equal(dense[name], params[name])
     assert not torch.allclose(dense["head.weight_v"], params["head.weight_v"])

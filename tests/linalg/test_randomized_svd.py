@@ -72,9 +72,9 @@ def test_flat_spectra_need_no_full_decomposition(
                 patch.setattr(
                     sketch, "decompose_gram", lambda w, rank: pytest.fail("eigenvectors of a Gram matrix")
                 )
-            found = leading_triplets(w.to(dtype), 10)
-        np.testing.assert_allclose(found[1].numpy(), s[:10], rtol=rtol)
-        for one, true in ((found[0], u), (found[2], v)):
+            actual = leading_triplets(w.to(dtype), 10)
+        np.testing.assert_allclose(actual[1].numpy(), s[:10], rtol=rtol)
+        for one, true in ((actual[0], u), (actual[2], v)):
             assert one.dtype == dtype
             torch.testing.assert_close(one.mT @ one, torch.eye(10, dtype=dtype), rtol=0, atol=100 * rtol)
             # gaps are about 1e-2, so vectors are that much less accurate
@@ -128,15 +128,15 @@ def test_no_gram_matrix_is_made_where_the_basis_holds_all_that_matters(
 def test_a_look_that_comes_too_early_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate of a residual is only a reason to compute it."""
     w, _, _ = with_spectrum(0.9 ** np.arange(200), 240, 200, 9)
-    wanted = iterate_lanczos(w, 4)
-    assert wanted is not None
+    expected = iterate_lanczos(w, 4)
+    assert expected is not None
     residuals = [1.0]
     true = sketch._residual
     monkeypatch.setattr(sketch, "_residual", lambda *given: residuals.pop() if residuals else true(*given))
     again = iterate_lanczos(w, 4)
     assert not residuals
     assert again is not None
-    np.testing.assert_allclose(again[1].numpy(), wanted[1].numpy(), rtol=1e-12)
+    np.testing.assert_allclose(again[1].numpy(), expected[1].numpy(), rtol=1e-12)
 
 
 def test_a_new_direction_beside_converged_ones_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,21 +60,21 @@ def gap(found: torch.Tensor, wanted: np.ndarray) -> float:
 
 @given(matrices(), thresholds)
 def test_in_float64_it_is_numpys(w: np.ndarray, c: float) -> None:
-    found = threshold_singular_values(torch.from_numpy(w), c)
-    assert gap(found.dense(), reference(w, c)) <= 1e-13 * (1 + np.abs(w).max()) * len(w)
+    actual = threshold_singular_values(torch.from_numpy(w), c)
+    assert gap(actual.dense(), reference(w, c)) <= 1e-13 * (1 + np.abs(w).max()) * len(w)
     values = np.linalg.svd(w)[1]
     # one at the threshold, up to rounding, may be counted or not
-    assert (values > c + 1e-12).sum() <= found.rank <= (values > c).sum()
+    assert (values > c + 1e-12).sum() <= actual.rank <= (values > c).sum()
 
 
 @given(matrices(), thresholds)
 def test_in_float32_it_is_numpys_to_the_rounding_of_float32(w: np.ndarray, c: float) -> None:
     single = torch.from_numpy(w).float()
-    found = threshold_singular_values(single, c)
-    assert found.left.dtype == found.right.dtype == torch.float32
+    actual = threshold_singular_values(single, c)
+    assert actual.left.dtype == actual.right.dtype == torch.float32
     top = np.linalg.norm(w, 2)
     # of the float32 matrix: what is lost by rounding the input is none of the prox's doing
-    assert gap(found.dense(), reference(single.double().numpy(), c)) <= 2e-6 * top
+    assert gap(actual.dense(), reference(single.double().numpy(), c)) <= 2e-6 * top
     assert gap(threshold_dense(single, c), reference(single.double().numpy(), c)) <= 1e-5 * top + 1e-12
 
 
@@ -102,11 +102,11 @@ def test_a_threshold_too_small_for_a_gram_matrix_is_left_to_the_whole_decomposit
     c = 3e-5
     with pytest.raises(ArithmeticError, match="Gram"):
         threshold_singular_values(w.to(dtype), c, "gram")
-    found = threshold_singular_values(w.to(dtype), c)
+    actual = threshold_singular_values(w.to(dtype), c)
     if dtype == torch.float64:
-        assert found.rank == 3
-        np.testing.assert_allclose(found.s.numpy(), s[:3] - c, rtol=1e-9)
-    assert torch.equal(found.left, threshold_singular_values(w.to(dtype), c, "svd").left)
+        assert actual.rank == 3
+        np.testing.assert_allclose(actual.s.numpy(), s[:3] - c, rtol=1e-9)
+    assert torch.equal(actual.left, threshold_singular_values(w.to(dtype), c, "svd").left)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -131,11 +131,11 @@ def test_a_large_matrix_of_few_survivors_is_decomposed_only_above_the_threshold(
     rng = np.random.default_rng(0)
     w = of_values(rng, 310, 280, np.concatenate([np.linspace(5, 0.0102, 30), np.linspace(0.0099, 1e-5, 250)]))
     w = torch.from_numpy(w).float()
-    found: list[int] = []
+    actual: list[int] = []
 
     def spy(*args, **kwargs):
         values, vectors = plain(*args, **kwargs)
-        found.append(len(values))
+        actual.append(len(values))
         return values, vectors
 
     plain = scipy.linalg.eigh
@@ -144,7 +144,7 @@ def test_a_large_matrix_of_few_survivors_is_decomposed_only_above_the_threshold(
         fast, sure = threshold_singular_values(matrix, 0.01), threshold_singular_values(matrix, 0.01, "svd")
         assert fast.rank == sure.rank == 30
         assert float((fast.dense() - sure.dense()).abs().max()) < 1e-6
-    assert found == [30, 30]
+    assert actual == [30, 30]
 
 
 def test_a_survivor_missed_by_the_partial_decomposition_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,12 +235,12 @@ def test_a_matrix_of_any_size_is_shrunk_as_one_of_size_one(size: float, how: thr
     # Hadamard and permutation matrices: every product below is exact
     w = np.kron(u, u) / 2 * s @ np.kron(v, v)
     size = 8 * size if size < 1e-309 else size
-    found = threshold_singular_values(torch.from_numpy(w * size), c * size, how)
-    assert found.rank == 2
-    wanted = np.kron(u, u) / 2 * np.maximum(s - c, 0) @ np.kron(v, v)
+    actual = threshold_singular_values(torch.from_numpy(w * size), c * size, how)
+    assert actual.rank == 2
+    expected = np.kron(u, u) / 2 * np.maximum(s - c, 0) @ np.kron(v, v)
     small = 2e-323 if size < 1e-300 else 0.0
     np.testing.assert_allclose(
-        found.dense().numpy(), wanted * size, rtol=1e-14, atol=max(small, 1e-15 * size)
+        actual.dense().numpy(), expected * size, rtol=1e-14, atol=max(small, 1e-15 * size)
     )
 
 

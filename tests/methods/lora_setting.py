@@ -153,8 +153,8 @@ def get_dense_updates(run: Run) -> dict[str, Tensor]:
 
 def assert_head_equal(run: Run, net: Layers, atol: float) -> None:
     """Require the server's head to be that of a network."""
-    (found,) = to_layers(run.state.server.rest)
-    for f, w in zip(found, net[-1], strict=True):
+    (actual,) = to_layers(run.state.server.rest)
+    for f, w in zip(actual, net[-1], strict=True):
         assert_nested_close(f, w, atol)
 
 

@@ -101,6 +101,6 @@ def test_apfl_infers_by_the_mixture_and_keeps_the_local_model_beside_it() -> Non
     for k, state in run.state.clients.items():
         a = state.a.item()
         assert 0 < a < 1
-        wanted = {n: a * v + (1 - a) * run.state.server[n] for n, v in state.v.items()}
-        assert_parameters_close(get_personal_model_and_predictors(run, k)[0], wanted, 1e-14)
-        assert tree.square_distance(state.v, wanted) > 1e-3
+        expected = {n: a * v + (1 - a) * run.state.server[n] for n, v in state.v.items()}
+        assert_parameters_close(get_personal_model_and_predictors(run, k)[0], expected, 1e-14)
+        assert tree.square_distance(state.v, expected) > 1e-3

@@ -78,29 +78,29 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
             p["body.0"].b.double().numpy() @ p["body.0"].a.double().numpy()
             for p in map(unpack_factors, ledger.updates)
         )
-        for found in merged:
-            np.testing.assert_allclose(found.numpy(), w + total, rtol=0, atol=1e-6)
+        for actual in merged:
+            np.testing.assert_allclose(actual.numpy(), w + total, rtol=0, atol=1e-6)
 
 
 def test_factors_become_a_sum_where_they_outgrow_the_weights_the_same_at_every_client() -> None:
-    found, given = make_layer(), draw_updates(12)
+    actual, given = make_layer(), draw_updates(12)
     steady = [Base({}, []) for _ in range(2)]
     for i, update in enumerate(given):
-        steady = [b.with_updates([pack_factors(update, "float32")], "merged", found) for b in steady]
+        steady = [b.with_updates([pack_factors(update, "float32")], "merged", actual) for b in steady]
         # 4 · (40 + 30) numbers an update, of which 4 are fewer than 40 · 30
         assert len(steady[0].stacks) == (i + 1) % 5
         assert tree.numel(steady[0]) <= 2 * D * K
         assert get_addresses(steady[0]) == get_addresses(steady[1])
-    late = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "merged", found)
+    late = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "merged", actual)
     assert tree.equal(late, steady[0])
     total = sum(u["a"].b.numpy() @ u["a"].a.numpy() for u in given)
-    _, moved = late.split_updates("merged", found)
-    np.testing.assert_allclose(moved["a.weight"].numpy(), found.base["a.weight"].numpy() + total, atol=1e-12)
+    _, moved = late.split_updates("merged", actual)
+    np.testing.assert_allclose(moved["a.weight"].numpy(), actual.base["a.weight"].numpy() + total, atol=1e-12)
     # stacked, they stay factors
-    beside = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "stacked", found)
-    frozen, nothing = beside.split_updates("stacked", found)
+    beside = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "stacked", actual)
+    frozen, nothing = beside.split_updates("stacked", actual)
     np.testing.assert_allclose(frozen["a"].dense().numpy(), total, atol=1e-12)
-    assert (len(beside.stacks), nothing, Base({}, []).split_updates("merged", found)) == (
+    assert (len(beside.stacks), nothing, Base({}, []).split_updates("merged", actual)) == (
         12,
         {},
         ({}, {}),
@@ -108,14 +108,14 @@ def test_factors_become_a_sum_where_they_outgrow_the_weights_the_same_at_every_c
 
 
 def test_clients_with_other_updates_get_another_base() -> None:
-    found, (first, second, third) = make_layer(), draw_updates(3)
+    actual, (first, second, third) = make_layer(), draw_updates(3)
     bases = [
-        Base({}, []).with_updates([pack_factors(u, "float32") for u in us], "merged", found)
+        Base({}, []).with_updates([pack_factors(u, "float32") for u in us], "merged", actual)
         for us in ([first, second], [third])
     ]
 
     def weight(base: Base) -> Tensor:
-        return base.split_updates("merged", found)[1]["a.weight"]
+        return base.split_updates("merged", actual)[1]["a.weight"]
 
     one, other = weight(bases[0]), weight(bases[1])
     assert weight(bases[1]) is other
@@ -128,18 +128,18 @@ def test_clients_with_other_updates_get_another_base() -> None:
 
 
 def test_small_updates_of_a_base_in_half_precision_are_not_lost() -> None:
-    found, given = make_layer(torch.bfloat16), draw_updates(50, dtype=torch.bfloat16, size=0.02)
-    base = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "merged", found)
+    actual, given = make_layer(torch.bfloat16), draw_updates(50, dtype=torch.bfloat16, size=0.02)
+    base = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "merged", actual)
     total = sum(u["a"].b.double() @ u["a"].a.double() for u in given)
-    start = found.base["a.weight"].double()
-    moved = base.split_updates("merged", found)[1]["a.weight"]
+    start = actual.base["a.weight"].double()
+    moved = base.split_updates("merged", actual)[1]["a.weight"]
     assert moved.dtype == torch.bfloat16
     # rounded once, to the type of the weight
     assert torch.equal(moved, (start + total).to(torch.bfloat16)) or float(
         (moved.double() - start - total).abs().max()
     ) <= 2**-8 * float((start + total).abs().max())
     error = (moved.double() - start - total).norm() / total.norm()
-    by_rounds = found.base["a.weight"]
+    by_rounds = actual.base["a.weight"]
     for update in given:
         by_rounds = by_rounds + update["a"].dense()
     assert float(error) < 0.5 * float((by_rounds.double() - start - total).norm() / total.norm())

@@ -16,10 +16,10 @@ def test_divergences_are_means_over_examples_and_not_over_classes() -> None:
     t, s = rng.normal(size=(5, 7)), rng.normal(size=(5, 7))
     p, q = reference.softmax(t), reference.softmax(s)
     batch = Batch(torch.zeros(5), torch.zeros(5, dtype=torch.int64))
-    found = kl_divergence(torch.tensor(t), torch.tensor(s), batch)
-    assert float(found) == pytest.approx(float((p * np.log(p / q)).sum() / 5), abs=1e-14)
-    found = soft_cross_entropy(torch.tensor(s), torch.tensor(p))
-    np.testing.assert_allclose(found.numpy(), -(p * np.log(q)).sum(1), atol=1e-14)
+    actual = kl_divergence(torch.tensor(t), torch.tensor(s), batch)
+    assert float(actual) == pytest.approx(float((p * np.log(p / q)).sum() / 5), abs=1e-14)
+    actual = soft_cross_entropy(torch.tensor(s), torch.tensor(p))
+    np.testing.assert_allclose(actual.numpy(), -(p * np.log(q)).sum(1), atol=1e-14)
     assert float(square_error(torch.tensor(t), torch.tensor(s), batch)) == pytest.approx(
         float(((t - s) ** 2).mean()), abs=1e-14
     )

@@ -51,8 +51,8 @@ def compute_cluster_means(old: Any, ups: Any, weights: Any) -> Any:
 def test_the_mean_of_each_cluster_by_hand() -> None:
     old, ups = draw_tree(0), [draw_tree(1), draw_tree(2)]
     weights = [[4.0, 0.0, 1.0], [12.0, 0.0, 0.5]]
-    found = compute_cluster_means(old, ups, weights)
-    for (_, o), (_, f), (_, a), (_, b) in zip(*map(tree.leaves, (old, found, *ups)), strict=True):
+    actual = compute_cluster_means(old, ups, weights)
+    for (_, o), (_, f), (_, a), (_, b) in zip(*map(tree.leaves, (old, actual, *ups)), strict=True):
         torch.testing.assert_close(f[0], 0.25 * a[0] + 0.75 * b[0], rtol=0, atol=1e-14)
         assert torch.equal(f[1], o[1])
         torch.testing.assert_close(f[2], (2 * a[2] + b[2]) / 3, rtol=0, atol=1e-14)
@@ -63,8 +63,8 @@ def test_the_mean_of_each_cluster_by_hand() -> None:
 
 def test_a_lone_cluster_counts_for_its_own_alone() -> None:
     old, ups = draw_tree(0), [select_cluster(draw_tree(1), 1), select_cluster(draw_tree(2), 1), draw_tree(3)]
-    found = compute_cluster_means(old, ups, [[0.0, 3.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
-    for (_, o), (_, f), (_, a), (_, b), (_, c) in zip(*map(tree.leaves, (old, found, *ups)), strict=True):
+    actual = compute_cluster_means(old, ups, [[0.0, 3.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
+    for (_, o), (_, f), (_, a), (_, b), (_, c) in zip(*map(tree.leaves, (old, actual, *ups)), strict=True):
         assert a.shape[0] == b.shape[0] == 1
         assert torch.equal(f[0], o[0])
         torch.testing.assert_close(f[1], (3 * a[0] + b[0]) / 4, rtol=0, atol=1e-14)
@@ -74,9 +74,9 @@ def test_a_lone_cluster_counts_for_its_own_alone() -> None:
 def test_next_to_no_weight_leaves_a_cluster_as_it_was() -> None:
     old = draw_tree(0)
     for little, kept in ((1e-6, True), (1e-2, False)):
-        found = compute_cluster_means(old, [draw_tree(1)], [[50.0, little, 50.0]])
-        assert tree.equal(select_cluster(found, 1), select_cluster(old, 1)) == kept
-        assert tree.equal(select_cluster(found, 1), select_cluster(draw_tree(1), 1)) != kept
+        actual = compute_cluster_means(old, [draw_tree(1)], [[50.0, little, 50.0]])
+        assert tree.equal(select_cluster(actual, 1), select_cluster(old, 1)) == kept
+        assert tree.equal(select_cluster(actual, 1), select_cluster(draw_tree(1), 1)) != kept
 
 
 def test_one_cluster_of_a_tree() -> None:
@@ -107,11 +107,11 @@ def test_losses_of_all_models() -> None:
     federation = federate_one_model()
     models = draw_models("X", federation.task(3), 3)
     data = federation.clients[2].train
-    found = compute_model_losses(federation.architectures["small"], models, Batch(data.x, data.y))
+    actual = compute_model_losses(federation.architectures["small"], models, Batch(data.x, data.y))
     x, y = get_train_data(federation)[2]
     for c, net in enumerate(get_networks(models)):
         p = softmax(forward(net, x)[1])[np.arange(len(y)), y]
-        np.testing.assert_allclose(found[:, c], -np.log(p), atol=1e-12)
+        np.testing.assert_allclose(actual[:, c], -np.log(p), atol=1e-12)
 
 
 @pytest.mark.full
@@ -152,8 +152,8 @@ def test_every_form_passes_every_check(method: Any, monkeypatch: pytest.MonkeyPa
     # that its steps are the formulas' is tested above, entry by entry
     rest = {name: test for name, test in check._CHECKS.items() if name != "it learns"}
     monkeypatch.setattr(check, "_CHECKS", rest)
-    found = {f.name: f.detail for f in check_method(method) if not f.ok}
-    assert found == {}
+    actual = {f.name: f.detail for f in check_method(method) if not f.ok}
+    assert actual == {}
 
 
 class Raw(nn.Module):

@@ -36,8 +36,8 @@ def test_ditto(lam: float, engine: type[Engine]) -> None:
         start[0], start, get_train_data(federation), plan_rounds(run), FALLING_RATES, lam
     )
     assert_parameters_close(run.state.server, w)
-    for found, wanted in zip(get_client_states(run), own, strict=True):
-        assert_parameters_close(found, wanted)
+    for actual, expected in zip(get_client_states(run), own, strict=True):
+        assert_parameters_close(actual, expected)
 
 
 @pytest.mark.full
@@ -58,9 +58,9 @@ def test_ditto_without_a_proximal_term_is_standalone_but_for_the_order_of_exampl
     federation = federate_one_model()
     run = run_rounds(Ditto(lam=0.0, **LOCAL), federation, **SAMPLE)
     second = [{k: [passes[1]] for k, passes in clients.items()} for clients in plan_rounds(run)]
-    wanted = reference.standalone(get_initial_networks(federation), get_train_data(federation), second, LR)
-    for found, net in zip(get_client_states(run), wanted, strict=True):
-        assert_parameters_close(found, net)
+    expected = reference.standalone(get_initial_networks(federation), get_train_data(federation), second, LR)
+    for actual, net in zip(get_client_states(run), expected, strict=True):
+        assert_parameters_close(actual, net)
     # in one step on all examples there is no order: Standalone itself
     whole = {"optimizer": SGD(lr=LR), "batch_size": 64}
     a, b = (

@@ -131,8 +131,8 @@ def test_fd_averages_all_outputs_of_a_model_with_more_of_them_than_classes(engin
         scores = torch.func.functional_call(Net(WIDTH, classes=CLASSES + 2), theta, torch.from_numpy(x))
         own = run.state.server.latest[str(k)]
         for label, mean in zip(own.labels.tolist(), own.mean, strict=True):
-            wanted = scores.softmax(-1)[torch.from_numpy(y) == label].mean(0).detach()
-            torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-10)
+            expected = scores.softmax(-1)[torch.from_numpy(y) == label].mean(0).detach()
+            torch.testing.assert_close(mean, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:.*makes 6 scores")

@@ -35,8 +35,8 @@ def assert_shares_of_examples(rounds: list[dict[int, list[list[np.ndarray]]]]) -
         for k, (local, later, first) in clients.items():
             assert set(np.concatenate(local)) == set(range(SIZES[k]))
             for steps, epochs in ((later, 1), (first, 2)):
-                found, counts = np.unique(np.concatenate(steps), return_counts=True)
-                assert len(found) == 4 * SIZES[k] // 5
+                actual, counts = np.unique(np.concatenate(steps), return_counts=True)
+                assert len(actual) == 4 * SIZES[k] // 5
                 assert (counts == epochs).all()
             drawn.setdefault(k, []).append(frozenset(np.concatenate(later).tolist()))
     assert all(len(set(sets)) > 1 for sets in drawn.values())
@@ -52,17 +52,17 @@ def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
     # every kind of round comes up: the first, the second, and a later one
     assert max(seen) >= 3
     assert_nested_close(to_layers(run.state.server), net)
-    found = get_client_states(run)
-    assert_nested_close([to_layers(s.upper) for s in found], own)
-    assert_nested_close([to_layers(s.weights) for s in found], weights)
-    assert [s.rounds for s in found] == seen
-    values = torch.cat([t.flatten() for s in found for t in tree.tensors(s.weights)])
+    actual = get_client_states(run)
+    assert_nested_close([to_layers(s.upper) for s in actual], own)
+    assert_nested_close([to_layers(s.weights) for s in actual], weights)
+    assert [s.rounds for s in actual] == seen
+    values = torch.cat([t.flatten() for s in actual for t in tree.tensors(s.weights)])
     assert ((values > 0) & (values < 1)).any()
     # at the large rate some elements come to the lower bound, where they are clipped
     assert eta == 1.0 or (values == 0).any()
     for k in range(len(SIZES)):
-        wanted = net[:-upper] + golden.between(weights[k], net[-upper:], own[k])
-        assert_nested_close(to_layers(run.personal_params(run.federation.infos[k])), wanted)
+        expected = net[:-upper] + golden.between(weights[k], net[-upper:], own[k])
+        assert_nested_close(to_layers(run.personal_params(run.federation.infos[k])), expected)
 
 
 def test_with_its_weights_at_one_fedala_infers_by_the_download_bit_for_bit() -> None:

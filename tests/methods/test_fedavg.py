@@ -39,10 +39,10 @@ from .setting import (
 def test_fedavg(engine: type[Engine]) -> None:
     federation = federate_one_model()
     run = run_rounds(FedAvg(**LOCAL), federation, engine=engine, **SAMPLE)
-    wanted = reference.fedavg(
+    expected = reference.fedavg(
         get_initial_networks(federation)[0], get_train_data(federation), plan_rounds(run), LR
     )
-    assert_nested_close(to_layers(run.state.server), wanted)
+    assert_nested_close(to_layers(run.state.server), expected)
     assert all(s is None for s in get_client_states(run))
 
 
@@ -74,14 +74,14 @@ def test_one_client_with_all_data_is_plain_sgd(momentum: float) -> None:
     assert [len(r) for r in rounds] == [2 * -(-sum(SIZES) // 16)] * 3
     trained = train_by_torch(model, torch.as_tensor(x), torch.as_tensor(y), rounds, lr=0.1, momentum=momentum)
     view = run.engine.trainer(method, federation, 0, federation.infos[0])
-    found = personal(
+    actual = personal(
         method,
         run.state_of(federation.infos[0]),
         method.download(run.state.server, federation.infos[0]),
         view,
     )
     for name, p in trained.named_parameters():
-        torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual[name], p.detach(), rtol=0, atol=1e-12)
 
 
 def test_a_federation_of_float32_models_matches_the_reference_to_single_precision() -> None:
@@ -89,9 +89,9 @@ def test_a_federation_of_float32_models_matches_the_reference_to_single_precisio
         make_arrays(), {"mlp": lambda: MLP(INPUTS, (WIDTH,), CLASSES)}, classes=CLASSES
     )
     run = run_rounds(FedAvg(**SLOW_LOCAL), federation, **SAMPLE)
-    wanted = reference.fedavg(
+    expected = reference.fedavg(
         get_initial_networks(federation)[0], get_train_data(federation), plan_rounds(run), 0.2
     )
-    for found, layer in zip(to_layers(run.state.server), wanted, strict=True):
-        np.testing.assert_allclose(found[0], layer[0], rtol=0, atol=2e-5)
-        np.testing.assert_allclose(found[1], layer[1], rtol=0, atol=2e-5)
+    for actual, layer in zip(to_layers(run.state.server), expected, strict=True):
+        np.testing.assert_allclose(actual[0], layer[0], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(actual[1], layer[1], rtol=0, atol=2e-5)

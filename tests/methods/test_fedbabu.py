@@ -49,10 +49,10 @@ def test_fedbabu(part: Any, engine: type[Engine]) -> None:
     for info in federation.infos:
         steps = list_batches(run, run.round - 1, info)[1]
         assert len(steps) == 3 * -(-SIZES[info.id] // 8)
-        wanted = baseline_reference.fine_tuned(body + start[-1:], *data[info.id], steps, 0.2, part)
+        expected = baseline_reference.fine_tuned(body + start[-1:], *data[info.id], steps, 0.2, part)
         series = run.local_model(info).client_model.series
         assert list(series) == ["fine_tuned", "global"]
-        assert_nested_close(to_layers({n: series["fine_tuned"][n] for n in names}), wanted)
+        assert_nested_close(to_layers({n: series["fine_tuned"][n] for n in names}), expected)
         assert_nested_close(to_layers({n: series["global"][n] for n in names}), body + start[-1:])
 
 

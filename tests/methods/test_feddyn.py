@@ -40,8 +40,8 @@ def test_feddyn(alpha: float, engine: type[Engine]) -> None:
     assert_parameters_close(run.state.server.model, theta)
     assert_parameters_close(run.state.server.mean, average)
     assert_parameters_close(run.state.server.h, h)
-    for found, wanted in zip(get_client_states(run), own, strict=True):
-        assert_parameters_close(found, wanted)
+    for actual, expected in zip(get_client_states(run), own, strict=True):
+        assert_parameters_close(actual, expected)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.8])
@@ -67,9 +67,9 @@ def test_a_local_step_of_feddyn_follows_the_derivative_of_its_objective(alpha: f
             n: (p - LR * g).detach().requires_grad_() for (n, p), g in zip(theta.items(), grads, strict=True)
         }
     new, upload = method.local_update(state, down, view)
-    wanted = tree.canonical(theta)
-    assert_parameters_close(upload, wanted, 1e-13)
-    assert_parameters_close(new, {n: state[n] - alpha * (wanted[n] - down.model[n]) for n in state}, 1e-13)
+    expected = tree.canonical(theta)
+    assert_parameters_close(upload, expected, 1e-13)
+    assert_parameters_close(new, {n: state[n] - alpha * (expected[n] - down.model[n]) for n in state}, 1e-13)
 
 
 def test_feddyn_keeps_the_sum_rule_of_its_server() -> None:

@@ -152,11 +152,11 @@ class WithDropout(Net):
 
 
 def test_the_shares_of_examples_in_fedem_are_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[Tensor, Tensor, Any]] = []
+    actual: list[tuple[Tensor, Tensor, Any]] = []
 
     def recorded(model: Any, models: Any, pi: Tensor, batch: Any) -> Tensor:
         q = shares_of_examples(model, models, pi, batch)
-        found.append((q.detach(), batch.x, batch.y))
+        actual.append((q.detach(), batch.x, batch.y))
         return q
 
     monkeypatch.setattr(fedem, "shares_of_examples", recorded)
@@ -165,8 +165,8 @@ def test_the_shares_of_examples_in_fedem_are_without_dropout(monkeypatch: pytest
     modes.clear()
     run = run_rounds(FedEM(clusters=2, **LOCAL), federation, rounds=1)
     start = get_networks(run.method.server_init(run.task))
-    assert len(found) > 2 * len(SIZES)
-    for q, x, y in found:
+    assert len(actual) > 2 * len(SIZES)
+    for q, x, y in actual:
         scores = [torch.from_numpy(forward(net, x.double().numpy())[1]) for net in start]
         losses = torch.stack([functional.cross_entropy(z, y, reduction="none") for z in scores], 1)
         torch.testing.assert_close(q, (-losses).softmax(1), rtol=0, atol=1e-9)

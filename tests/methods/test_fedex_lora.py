@@ -47,7 +47,7 @@ def test_fedex_of_one_round_is_the_base_with_the_mean_update() -> None:
     run = run_rounds(method, federate_lora([3] * 4), steps=0, **NO_EVALUATION)
     ups = collect_replies(run)
     run.step()
-    found = method.server_model(run.state.server, run.state.clients[0], make_view(run, 0))
+    actual = method.server_model(run.state.server, run.state.clients[0], make_view(run, 0))
     sizes = np.array([r.client.example_count for r in ups], dtype=float)
     for n in LAYER_NAMES:
         pairs = [r.upload.factors[n] for r in ups]
@@ -55,6 +55,6 @@ def test_fedex_of_one_round_is_the_base_with_the_mean_update() -> None:
             p * 2 * q.b.numpy() @ q.a.numpy() for p, q in zip(sizes / sizes.sum(), pairs, strict=True)
         )
         base = run.federation.architectures["model"].initial[f"{n}.weight"].numpy()
-        np.testing.assert_allclose(found[f"{n}.weight"].numpy(), base + update, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(actual[f"{n}.weight"].numpy(), base + update, rtol=0, atol=1e-13)
         # which the product of the means is not: the residual is there
         assert np.linalg.norm(update - 2 * run.state.server.factors[n].dense().numpy()) > 1e-3

@@ -58,20 +58,20 @@ def test_fedhl(engine: type[Engine]) -> None:
     run = run_three_rounds(FedHL(training=TRAINING, **LOCAL), engine, RANKS)
     ws, net, history = reference.fedhl(make_reference_setting(run))
     assert_updates_equal(run, ws, net, RANKS, get_tolerance(engine))
-    found = run.method.server_metrics(run.state.server)
+    actual = run.method.server_metrics(run.state.server)
     ids = list(plan_rounds(run)[-1])
-    assert found["weights"] == pytest.approx(
+    assert actual["weights"] == pytest.approx(
         {str(k): p for k, p in zip(ids, history[-1][0], strict=True)}, abs=1e-9
     )
     s = make_reference_setting(run)
     w, _, _ = reference.fedhl(dataclasses.replace(s, rounds=s.rounds[:-1]))
     size = sum((x**2).sum() for x in w)
     cut = {str(k): sum(((x - reference.best(x, RANKS[k])) ** 2).sum() for x in w) / size for k in ids}
-    assert found["truncation"] == pytest.approx(cut, abs=1e-9)
-    assert found["energy"] == pytest.approx(
+    assert actual["truncation"] == pytest.approx(cut, abs=1e-9)
+    assert actual["energy"] == pytest.approx(
         {n: (x**2).sum() for n, x in zip(LAYER_NAMES, ws, strict=True)}, rel=1e-9
     )
-    assert found["discarded"] == dict.fromkeys(LAYER_NAMES, 0.0)
+    assert actual["discarded"] == dict.fromkeys(LAYER_NAMES, 0.0)
     # the weights differ, or eq. 15 would not show
     assert np.ptp(history[-1][0]) > 0.01
 
@@ -105,7 +105,7 @@ def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
     assert np.abs(np.array(history[-1]) - np.array(usual[-1])).max() > 1e-3
 
 
-@pytest.mark.full
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "form",
     [DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=12), DeltaForm("auto")],
@@ -261,8 +261,8 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
             {name: pair.rank for name, pair in server.initial_factors.items()},
         )  # fmt: skip
         assert sum(p.weights[n]) == pytest.approx(1, abs=1e-14)
-        wanted = server.delta[n].dense() + sum(w * c for w, c in zip(p.weights[n], changed[n], strict=True))
-        torch.testing.assert_close(new.delta[n].dense(), wanted, rtol=0, atol=1e-11)
+        expected = server.delta[n].dense() + sum(w * c for w, c in zip(p.weights[n], changed[n], strict=True))
+        torch.testing.assert_close(new.delta[n].dense(), expected, rtol=0, atol=1e-11)
 
 
 def test_fedhl_subtracts_what_it_sent_to_a_module_in_half_precision() -> None:

@@ -101,9 +101,9 @@ def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
         0.2,
         (1.0, 1.0),
     )
-    for found, wanted in zip(to_layers(run.state.server.mentee), history[-1], strict=True):
-        np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=1e-10)
-        np.testing.assert_allclose(found[1], wanted[1], rtol=0, atol=1e-10)
+    for actual, expected in zip(to_layers(run.state.server.mentee), history[-1], strict=True):
+        np.testing.assert_allclose(actual[0], expected[0], rtol=0, atol=1e-10)
+        np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=1e-10)
     whole = federation.architectures["small"].parameter_count
     assert sent == [3 * whole] * 3
 
@@ -129,7 +129,7 @@ def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
     assert [r.parameters_up for r in records] == sent
     assert sent[0] < 3 * SMALL_PARAMETERS
     # down: every update a participant has missed, as the server compressed it
-    rounds, at, wanted = plan_rounds(run), dict.fromkeys(range(len(SIZES)), 0), []
+    rounds, at, expected = plan_rounds(run), dict.fromkeys(range(len(SIZES)), 0), []
     updates = [
         reference.sent_update(reference.plus(b, a, -1.0), 1.0)[0] for a, b in itertools.pairwise(history)
     ]
@@ -144,9 +144,9 @@ def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
         numbers.append(count)
         assert 0.6 <= energy <= 0.9
     for t, clients in enumerate(rounds):
-        wanted.append(sum(min(sum(numbers[at[k] : t]), SMALL_PARAMETERS) for k in clients))
+        expected.append(sum(min(sum(numbers[at[k] : t]), SMALL_PARAMETERS) for k in clients))
         at |= dict.fromkeys(clients, t)
-    assert [r.parameters_down for r in records] == wanted
+    assert [r.parameters_down for r in records] == expected
 
 
 def draw_matrix(rank: int, rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -203,17 +203,17 @@ def test_the_rank_is_the_smallest_that_keeps_the_energy() -> None:
 @pytest.mark.parametrize("energy", [0.5, 0.8, 0.95, 0.99])
 def test_compressed_matrices_are_the_best_of_their_rank(energy: float) -> None:
     w = draw_matrix(3, 40, 30) + 0.1 * draw_matrix(20, 40, 30, 1)
-    found = compress_update({"w": w}, energy)["w"]
-    assert isinstance(found, Factored)
+    actual = compress_update({"w": w}, energy)["w"]
+    assert isinstance(actual, Factored)
     u, s, vt = np.linalg.svd(w.numpy(), full_matrices=False)
-    r = found.rank
+    r = actual.rank
     assert (s[:r] ** 2).sum() >= energy * (s**2).sum() > (s[: r - 1] ** 2).sum()
-    np.testing.assert_allclose(found.dense().numpy(), (u[:, :r] * s[:r]) @ vt[:r], atol=1e-10)
-    np.testing.assert_allclose(found.s.numpy(), s[:r], atol=1e-10)
-    lost = float((w - found.dense()).square().sum())
+    np.testing.assert_allclose(actual.dense().numpy(), (u[:, :r] * s[:r]) @ vt[:r], atol=1e-10)
+    np.testing.assert_allclose(actual.s.numpy(), s[:r], atol=1e-10)
+    lost = float((w - actual.dense()).square().sum())
     assert lost == pytest.approx(float((s[r:] ** 2).sum()), rel=1e-8)
-    np.testing.assert_allclose((found.u.T @ found.u).numpy(), np.eye(r), atol=1e-12)
-    np.testing.assert_allclose((found.v.T @ found.v).numpy(), np.eye(r), atol=1e-12)
+    np.testing.assert_allclose((actual.u.T @ actual.u).numpy(), np.eye(r), atol=1e-12)
+    np.testing.assert_allclose((actual.v.T @ actual.v).numpy(), np.eye(r), atol=1e-12)
 
 
 def test_matrices_are_sent_whole_where_factors_are_no_smaller() -> None:
@@ -222,34 +222,34 @@ def test_matrices_are_sent_whole_where_factors_are_no_smaller() -> None:
         u, _ = torch.linalg.qr(draw_matrix(12, 12, 12))
         v, _ = torch.linalg.qr(draw_matrix(10, 10, 10, 1))
         w = u[:, :rank] @ v[:, :rank].T
-        found = compress_update({"w": w}, 0.999)["w"]
-        assert isinstance(found, Factored) == factored
-        assert tree.numel(found) == (115 if factored else 120)
-        torch.testing.assert_close(decompress_update({"w": found}, {"w": w})["w"], w, rtol=0, atol=1e-12)
+        actual = compress_update({"w": w}, 0.999)["w"]
+        assert isinstance(actual, Factored) == factored
+        assert tree.numel(actual) == (115 if factored else 120)
+        torch.testing.assert_close(decompress_update({"w": actual}, {"w": w})["w"], w, rtol=0, atol=1e-12)
 
 
 def test_vectors_and_single_rows_are_sent_whole() -> None:
     update = {"bias": torch.randn(9), "scalar": torch.tensor(2.0), "row": torch.randn(1, 50)}
-    found = compress_update(update, 0.5)
-    assert all(found[n] is update[n] for n in update)
+    actual = compress_update(update, 0.5)
+    assert all(actual[n] is update[n] for n in update)
 
 
 def test_a_kernel_is_a_matrix_of_outputs_by_all_else() -> None:
     # [O, I, k1, k2] = [16, 8, 3, 3] of rank 2 as a 16 x 72 matrix, of full rank in any other reading
     kernel = draw_matrix(2, 16, 72).reshape(16, 8, 3, 3)
-    found = compress_update({"w": kernel}, 0.9999)["w"]
-    assert isinstance(found, Factored)
-    assert (found.rank, found.u.shape, found.v.shape) == (2, (16, 2), (72, 2))
+    actual = compress_update({"w": kernel}, 0.9999)["w"]
+    assert isinstance(actual, Factored)
+    assert (actual.rank, actual.u.shape, actual.v.shape) == (2, (16, 2), (72, 2))
     torch.testing.assert_close(
-        decompress_update({"w": found}, {"w": kernel})["w"], kernel, rtol=0, atol=1e-10
+        decompress_update({"w": actual}, {"w": kernel})["w"], kernel, rtol=0, atol=1e-10
     )
 
 
 def test_an_update_of_zeros_keeps_rank_one() -> None:
-    found = compress_update({"w": torch.zeros(20, 20)}, 0.9)["w"]
-    assert isinstance(found, Factored)
-    assert found.rank == 1
-    assert torch.equal(found.dense(), torch.zeros(20, 20))
+    actual = compress_update({"w": torch.zeros(20, 20)}, 0.9)["w"]
+    assert isinstance(actual, Factored)
+    assert actual.rank == 1
+    assert torch.equal(actual.dense(), torch.zeros(20, 20))
 
 
 def test_equal_matrices_have_equal_factors_whatever_signs_the_decomposition_picks() -> None:
@@ -312,5 +312,5 @@ def test_fedkd_infers_with_the_mentor() -> None:
     federation = federate_two_models(deep_width=7)
     run = run_rounds(FedKD(mentee="small", **SLOW_LOCAL), federation)
     x = federation.clients[0].test.x
-    wanted = reference.forward(to_layers(run.state.clients[0].mentor), x.double().numpy())[1]
-    np.testing.assert_allclose(get_predictor(run, 0)(x).detach().numpy(), wanted, atol=1e-12)
+    expected = reference.forward(to_layers(run.state.clients[0].mentor), x.double().numpy())[1]
+    np.testing.assert_allclose(get_predictor(run, 0)(x).detach().numpy(), expected, atol=1e-12)

@@ -26,10 +26,10 @@ def test_fednova(momentum: float, mu: float, engine: type[Engine]) -> None:
     run = run_rounds(method, federation, engine=engine, **SAMPLE)
     counts = {len(steps) for clients in plan_rounds(run) for (steps,) in clients.values()}
     assert counts == {4, 6, 8}
-    wanted = baseline_reference.fednova(
+    expected = baseline_reference.fednova(
         get_initial_networks(federation)[0], get_train_data(federation), plan_rounds(run), lr, momentum, mu
     )
-    assert_nested_close(to_layers(run.state.server), wanted)
+    assert_nested_close(to_layers(run.state.server), expected)
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ def test_fedopt(make: Any, engine: type[Engine]) -> None:
         make(server_lr=0.05, beta1=beta1, tau=tau, **rest, **LOCAL), federation, engine=engine, **SAMPLE
     )
     kind = make.__name__.removeprefix("Fed").lower()
-    wanted = baseline_reference.fedopt(
+    expected = baseline_reference.fedopt(
         kind,
         get_initial_networks(federation)[0],
         get_train_data(federation),
@@ -38,7 +38,7 @@ def test_fedopt(make: Any, engine: type[Engine]) -> None:
         tau,
     )
     server = run.state.server
-    assert_nested_close([to_layers(server.model), to_layers(server.m), to_layers(server.v)], wanted)
+    assert_nested_close([to_layers(server.model), to_layers(server.m), to_layers(server.v)], expected)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,10 @@ def test_the_first_step_of_fedopt_by_hand(method: Any, m: float, v: float) -> No
     after: ServerState = method.server_update(server, moved, ServerView(task, 0, federation.key))
     step = 2.0 * m / (v**0.5 + method.tau)
     for name, start in server.model.items():
-        for found, wanted in ((after.m, m), (after.v, v), (after.model, start + step)):
+        for actual, expected in ((after.m, m), (after.v, v), (after.model, start + step)):
             torch.testing.assert_close(
-                found[name], torch.as_tensor(wanted, dtype=torch.float64).expand_as(start), rtol=0, atol=1e-12
+                actual[name],
+                torch.as_tensor(expected, dtype=torch.float64).expand_as(start),
+                rtol=0,
+                atol=1e-12,
             )

@@ -115,16 +115,16 @@ def test_the_nearest_prototype_is_never_of_a_class_without_one(known: list[bool]
     r = reference.forward(to_layers(small), x.double().numpy())[0][-1]
     gap = ((r[:, None, :] - protos.mean.numpy()[None]) ** 2).sum(2)
     gap[:, ~np.array(known)] = np.inf
-    found = predictor(run.method, state, protos, make_view(run, 0))(x).argmax(1)
-    assert found.tolist() == gap.argmin(1).tolist()
+    actual = predictor(run.method, state, protos, make_view(run, 0))(x).argmax(1)
+    assert actual.tolist() == gap.argmin(1).tolist()
 
 
 def test_the_nearest_own_prototype_is_of_a_class_the_client_has() -> None:
     run, protos = run_with_prototypes("nearest_own", [True] * CLASSES)
     x = torch.cat([c.test.x for c in run.federation.clients])
     for k, owned in enumerate(OWNED):
-        found = predictor(run.method, run.state.clients[k], protos, make_view(run, k))(x).argmax(1)
+        actual = predictor(run.method, run.state.clients[k], protos, make_view(run, k))(x).argmax(1)
         r = reference.forward(to_layers(run.state.clients[k].model), x.double().numpy())[0][-1]
         gap = ((r[:, None, :] - protos.mean.numpy()[None]) ** 2).sum(2)
-        wanted = [min(owned, key=lambda j, row=row: row[j]) for row in gap]
-        assert found.tolist() == wanted
+        expected = [min(owned, key=lambda j, row=row: row[j]) for row in gap]
+        assert actual.tolist() == expected

@@ -24,10 +24,10 @@ def assert_fedprox_equals_reference(mu: float, engine: type[Engine], **data: Any
     """Compare a run with the reference; ``data`` are settings of the federation."""
     federation = federate_one_model(**data)
     run = run_rounds(FedProx(mu=mu, **LOCAL), federation, engine=engine, **SAMPLE)
-    wanted = reference.fedprox(
+    expected = reference.fedprox(
         get_initial_networks(federation)[0], get_train_data(federation), plan_rounds(run), LR, mu
     )
-    assert_nested_close(to_layers(run.state.server), wanted)
+    assert_nested_close(to_layers(run.state.server), expected)
 
 
 @pytest.mark.parametrize("mu", [0.1, 2.0])

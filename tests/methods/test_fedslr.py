@@ -107,7 +107,7 @@ def test_without_penalty_the_global_model_is_feddyns_cloud_model() -> None:
     run = run_rounds(
         FedSLR(**DECAYING_LOCAL, lam=0.0, prox_step=4.0), federation, rounds=4, steps=0, participation=0.5
     )
-    wanted = reference.feddyn(
+    expected = reference.feddyn(
         get_initial_networks(federation)[0],
         get_train_data(federation),
         plan_rounds(run),
@@ -115,7 +115,7 @@ def test_without_penalty_the_global_model_is_feddyns_cloud_model() -> None:
         DECAY,
         1 / 4.0,
     )
-    for theta in wanted[1:]:
+    for theta in expected[1:]:
         run.step()
         assert_nested_close(to_layers(get_global_weights(run)), theta)
         assert all(torch.is_tensor(p) for p in run.state.server.w.weights.values())

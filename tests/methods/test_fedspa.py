@@ -67,8 +67,8 @@ def get_parameters(module: nn.Module) -> dict[str, Tensor]:
 def test_erk_densities_are_those_of_the_formula(make, density: float) -> None:
     params = get_parameters(make())
     counts = layer_counts(params, density)
-    wanted = personal_reference.erk_counts([tuple(p.shape) for p in params.values()], density)
-    for name, count in zip([n for n, p in params.items() if p.ndim > 1], wanted, strict=True):
+    expected = personal_reference.erk_counts([tuple(p.shape) for p in params.values()], density)
+    for name, count in zip([n for n, p in params.items() if p.ndim > 1], expected, strict=True):
         assert counts[name] == pytest.approx(count, abs=0.5 + 1e-6)
         assert 1 <= counts[name] <= params[name].numel()
     vectors = sum(p.numel() for p in params.values() if p.ndim == 1)
@@ -110,11 +110,11 @@ def test_pruning_and_regrowth_entry_by_entry() -> None:
         weight, gradient = rng.normal(size=shape) * mask, rng.normal(size=shape)
         # some inputs of a ReLU network are dead
         gradient[rng.random(shape) < 0.4] = 0
-        found = next_mask(*map(torch.as_tensor, (mask, weight, gradient)), rate).numpy()
-        assert np.array_equal(found, personal_reference.exchanged(mask, weight, gradient, rate))
-        assert found.sum() == mask.sum()
+        actual = next_mask(*map(torch.as_tensor, (mask, weight, gradient)), rate).numpy()
+        assert np.array_equal(actual, personal_reference.exchanged(mask, weight, gradient, rate))
+        assert actual.sum() == mask.sum()
         if rate == 0:
-            assert np.array_equal(found, mask)
+            assert np.array_equal(actual, mask)
 
 
 def test_a_mask_stays_where_nothing_has_a_gradient() -> None:
@@ -133,8 +133,8 @@ def test_the_share_exchanged_falls_by_half_a_cosine() -> None:
         end, slope = (result for _, result in spy.seen)
         rate = (0.8, 0.4 * (1 + 0.5**0.5), 0.4, 0.4 * (1 - 0.5**0.5))[t]
         for n, m in before.items():
-            wanted = personal_reference.exchanged(m.numpy(), end[n].numpy(), slope[n].numpy(), rate)
-            assert np.array_equal(after[n].numpy(), wanted)
+            expected = personal_reference.exchanged(m.numpy(), end[n].numpy(), slope[n].numpy(), rate)
+            assert np.array_equal(after[n].numpy(), expected)
 
 
 def test_the_gradient_that_grows_is_dense_and_leaves_the_model_alone() -> None:

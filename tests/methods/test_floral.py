@@ -93,9 +93,9 @@ def run_beside_reference(
         **wanted,
     )
     assert_nested_close(to_layers(run.state.server.model["base"]), net)
-    found = get_adaptors(run.state.server.model["adaptors"])
+    actual = get_adaptors(run.state.server.model["adaptors"])
     assert_nested_close(
-        multiply_factors(found) if products else found, multiply_factors(a) if products else a
+        multiply_factors(actual) if products else actual, multiply_factors(a) if products else a
     )
     for k, state in enumerate(get_client_states(run)):
         if state is not None:
@@ -143,7 +143,7 @@ def assert_mfl_router_equals_reference(engine: type[Engine], **data: Any) -> Non
             assert np.abs(reference.shares(thetas[info.id], 1.0, None) - pi).max() > 1e-3
 
 
-@pytest.mark.full
+@pytest.mark.few(1)
 def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None:
     assert_mfl_router_equals_reference(engine)
 
@@ -489,8 +489,8 @@ def test_every_form_passes_every_check(method: FederatedFloral, monkeypatch: pyt
     rest = {name: test for name, test in check._CHECKS.items() if name != "it learns"}
     monkeypatch.setattr(check, "_CHECKS", rest)
     zero_step_settings = {"a learning rate of 0 changes no model"}
-    found = {f.name: f.detail for f in check_method(method) if not f.ok}
-    assert set(found) <= (zero_step_settings if method.center else set()), found
+    actual = {f.name: f.detail for f in check_method(method) if not f.ok}
+    assert set(actual) <= (zero_step_settings if method.center else set()), actual
 
 
 def test_there_is_at_least_one_cluster() -> None:

@@ -90,20 +90,20 @@ ONE_STEP = {"optimizer": SGD(lr=0.2), "batch_size": max(SIZES), "epochs": 1}
 
 @pytest.mark.full
 def test_the_private_model_does_not_learn_from_the_loss_of_the_meme() -> None:
-    found = [run_one_step(FML(alpha=0.5, beta=b, meme="small", **ONE_STEP)) for b in (0.0, 0.4, 1.0)]
-    for server, clients in found[1:]:
+    actual = [run_one_step(FML(alpha=0.5, beta=b, meme="small", **ONE_STEP)) for b in (0.0, 0.4, 1.0)]
+    for server, clients in actual[1:]:
         for k, state in clients.items():
             tree.map_leaves(
-                lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-15), state, found[0][1][k]
+                lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-15), state, actual[0][1][k]
             )
-        assert not torch.allclose(server["head.weight"], found[0][0]["head.weight"], atol=1e-6)
+        assert not torch.allclose(server["head.weight"], actual[0][0]["head.weight"], atol=1e-6)
 
 
 @pytest.mark.full
 def test_the_meme_does_not_learn_from_the_loss_of_the_private_model() -> None:
-    found = [run_one_step(FML(alpha=a, beta=0.5, meme="small", **ONE_STEP)) for a in (0.0, 0.4, 1.0)]
-    for server, clients in found[1:]:
+    actual = [run_one_step(FML(alpha=a, beta=0.5, meme="small", **ONE_STEP)) for a in (0.0, 0.4, 1.0)]
+    for server, clients in actual[1:]:
         tree.map_leaves(
-            lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-15), server, found[0][0]
+            lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-15), server, actual[0][0]
         )
-        assert not torch.allclose(clients[0]["head.weight"], found[0][1][0]["head.weight"], atol=1e-6)
+        assert not torch.allclose(clients[0]["head.weight"], actual[0][1][0]["head.weight"], atol=1e-6)

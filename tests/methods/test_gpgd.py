@@ -17,7 +17,7 @@ def test_gpgd(engine: type[Engine]) -> None:
     run = run_rounds(
         GPGD(**DECAYING_LOCAL, lam=0.06, prox_step=5.0), federation, engine=engine, participation=0.75
     )
-    wanted = reference.gpgd(
+    expected = reference.gpgd(
         get_initial_networks(federation)[0],
         get_train_data(federation),
         plan_rounds(run),
@@ -25,5 +25,7 @@ def test_gpgd(engine: type[Engine]) -> None:
         DECAY,
         0.3,
     )
-    assert is_nonzero(wanted)
-    assert_nested_close(to_layers(run.state.server.dense(federation.architectures["small"].initial)), wanted)
+    assert is_nonzero(expected)
+    assert_nested_close(
+        to_layers(run.state.server.dense(federation.architectures["small"].initial)), expected
+    )

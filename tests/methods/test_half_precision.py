@@ -152,8 +152,8 @@ RULES: list[tuple[Any, Rule, dict[str, str]]] = [
 def model_of(method: Any, server: Any, task: Task) -> dict[str, Tensor]:
     """The model that clients begin at."""
     down = method.download(server, task.clients[0])
-    found: dict[str, Tensor] = down.model if isinstance(down, (ControlledModel, Download)) else down
-    return found
+    actual: dict[str, Tensor] = down.model if isinstance(down, (ControlledModel, Download)) else down
+    return actual
 
 
 @pytest.mark.few(6)
@@ -171,9 +171,9 @@ def test_a_server_rounds_its_model_once(
         for n, x in model.items():
             mean = torch.stack([r[n].double() for r in replies]).mean(0)
             expected = rule(states.setdefault(n, {}), x.double(), mean)
-            found = model_of(method, server, run.task)[n]
-            assert found.dtype == dtype
-            torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
+            actual = model_of(method, server, run.task)[n]
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
             for theirs, ours in kept.items():
                 remembered = getattr(server, ours)[n]
                 torch.testing.assert_close(
@@ -314,7 +314,7 @@ def test_padded_factors_of_many_clients(dtype: torch.dtype, weighting: Any, per_
     ranks = [1 + k % 3 for k in range(100)]
     run = lora_run(HetLoRA(weighting=weighting, per_index=per_index), dtype, ranks=ranks)
     sent = factors(run, dtype, ranks)
-    found = served(run.method, run.state.server, run.task, sent, 0)
+    actual = served(run.method, run.state.server, run.task, sent, 0)
     pairs = [(m.factors["body"].b.double(), m.factors["body"].a.double()) for m in sent]
     w = [
         c.example_count if weighting == "examples" else float((b @ a).norm())
@@ -323,8 +323,8 @@ def test_padded_factors_of_many_clients(dtype: torch.dtype, weighting: Any, per_
     for j in range(3):
         have = [k for k, r in enumerate(ranks) if r > j]
         total = sum(w[k] for k in have) if per_index else sum(w)
-        near(found.factors["body"].b[:, j], sum(w[k] * pairs[k][0][:, j] for k in have) / total, dtype)
-        near(found.factors["body"].a[j], sum(w[k] * pairs[k][1][j] for k in have) / total, dtype)
+        near(actual.factors["body"].b[:, j], sum(w[k] * pairs[k][0][:, j] for k in have) / total, dtype)
+        near(actual.factors["body"].a[j], sum(w[k] * pairs[k][1][j] for k in have) / total, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -366,10 +366,10 @@ def test_adaptors_of_many_clients(dtype: torch.dtype) -> None:
         FloralUpload(tree.map_leaves(lambda t, k=k: far(k, t.shape, dtype, g), server.model), pi)
         for k, pi in enumerate(shares)
     ]
-    found = dict(tree.leaves(served(run.method, server, run.task, sent, 0).model))
+    actual = dict(tree.leaves(served(run.method, server, run.task, sent, 0).model))
     n = torch.tensor([float(c.example_count) for c in run.task.clients]).double()
     q = n[:, None] * torch.stack(shares).double()
-    for path, t in found.items():
+    for path, t in actual.items():
         x = torch.stack([dict(tree.leaves(u.model))[path] for u in sent]).double()
         if path.startswith("/base"):
             near(t, torch.tensordot(n / n.sum(), x, 1), dtype)
@@ -424,11 +424,11 @@ def test_prototypes_of_many_clients(dtype: torch.dtype) -> None:
         own = some_labels(g)
         count = torch.randint(1, c.example_count + 1, own.shape, generator=g)
         sent.append(FedProtoUpload(own, torch.rand(len(own), 5, generator=g) + 1, count))
-    found = served(run.method, run.state.server, run.task, sent, 0)
+    actual = served(run.method, run.state.server, run.task, sent, 0)
     for j in range(4):
         mean = torch.cat([u.mean[u.labels == j] for u in sent]).double()
         n = torch.cat([u.count[u.labels == j] for u in sent]).double()
-        torch.testing.assert_close(found.mean[j].double(), n @ mean / n.sum(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(actual.mean[j].double(), n @ mean / n.sum(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", HALF)

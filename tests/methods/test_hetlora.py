@@ -82,8 +82,10 @@ def test_the_norm_of_an_update_of_hetlora_is_that_of_what_the_server_adds_whatev
             for n, new in reached["factors"].value.items()
         ]
         parts += [(t - before["rest"].value[n]).numpy() for n, t in reached["rest"].value.items()]
-        wanted = np.linalg.norm(np.concatenate([part.ravel() for part in parts]))
-        assert compute_norm(result.upload, update.reference, update.scale) == pytest.approx(wanted, rel=1e-9)
+        expected = np.linalg.norm(np.concatenate([part.ravel() for part in parts]))
+        assert compute_norm(result.upload, update.reference, update.scale) == pytest.approx(
+            expected, rel=1e-9
+        )
         left.append(measure_rank(result.upload.factors))
     # some prune in this round, after a rank that was pruned before
     assert any(a < b for a, b in zip(left, sent, strict=True))

@@ -39,10 +39,10 @@ from .setting import SAMPLE, SLOW_LOCAL, federate_one_model, federate_two_models
 )
 def test_the_global_model_is_that_of_fedavg(method: Any, optimizer: Any) -> None:
     settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
-    found, wanted = (
+    actual, expected = (
         run_rounds(m(**settings), federate_one_model(), **SAMPLE).state.server for m in (method, FedAvg)
     )
-    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), found, wanted)
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), actual, expected)
 
 
 @pytest.mark.full
@@ -61,9 +61,9 @@ def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
         assert_trees_close(a.personal_params(info), b.state.server)
         assert routes(a.method, *get_client_inputs(a, k)).tolist() == [1]
         x = a.federation.clients[k].test.x
-        found = predictor(a.method, *get_client_inputs(a, k))(x).detach()
+        actual = predictor(a.method, *get_client_inputs(a, k))(x).detach()
         assert_trees_close(
-            found.log_softmax(-1), predictor(b.method, *get_client_inputs(b, k))(x).detach().log_softmax(-1)
+            actual.log_softmax(-1), predictor(b.method, *get_client_inputs(b, k))(x).detach().log_softmax(-1)
         )
 
 

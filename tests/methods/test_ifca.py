@@ -121,10 +121,10 @@ def test_a_model_that_nobody_picks_stays_bit_for_bit() -> None:
         run.step()
     assert tree.equal(select_cluster(run.state.server, 1), select_cluster(awful, 1))
     # so the other is FedAvg's
-    wanted = fedavg(
+    expected = fedavg(
         get_initial_networks(run.federation)[0], get_train_data(run.federation), plan_rounds(run), LR
     )
-    assert_nested_close(get_networks(run.state.server)[0], wanted)
+    assert_nested_close(get_networks(run.state.server)[0], expected)
 
 
 def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:

@@ -85,14 +85,14 @@ def test_the_server_holds_the_clients_own_scales(kind: Any) -> None:
         upload = train_client(run, client)[1]
         server = update_server(run, [Reply(run.federation.infos[client], upload)])
         for n in LAYER_NAMES:
-            wanted = 2 / rank * upload.factors[n].dense()
+            expected = 2 / rank * upload.factors[n].dense()
             held = (
                 server.delta[n].dense()
                 if kind in (FedHL, FlexLoRA)
                 else (server.history.updates[0] if kind is FLoRA else server.factors)[n].dense()
             )
-            torch.testing.assert_close(held, wanted, rtol=0, atol=1e-14)
-            assert float(wanted.norm()) > 1e-3
+            torch.testing.assert_close(held, expected, rtol=0, atol=1e-14)
+            assert float(expected.norm()) > 1e-3
 
 
 @pytest.mark.few(2)

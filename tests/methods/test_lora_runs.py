@@ -73,12 +73,12 @@ class Infinite(Spoiled):
 def test_a_reply_that_is_not_finite_is_dropped_and_the_rest_goes_on(kind: Any, engine: type[Spoiled]) -> None:
     run = run_lora(kind, 1, on_nan="drop")
     run.engine = engine()
-    before, wanted = run.state.clients[2], update_server(run, collect_replies(run, (0, 1, 3)))
+    before, expected = run.state.clients[2], update_server(run, collect_replies(run, (0, 1, 3)))
     record = run.step()
     assert record.participants == [0, 1, 2, 3]
     assert record.lost.keys() == {"2"}
     assert "the reply of client 2 holds a NaN or an infinity at /rest/head.bias" in record.lost["2"]
-    assert tree.equal(run.state.server, wanted)
+    assert tree.equal(run.state.server, expected)
     assert tree.equal(run.state.clients[2], before)
 
 

@@ -15,7 +15,7 @@ from .setting import federate_one_model, run_rounds
 def test_lpgd(engine: type[Engine]) -> None:
     federation = federate_one_model()
     run = run_rounds(LPGD(**DECAYING_LOCAL, lam=0.1), federation, engine=engine, participation=0.75)
-    wanted = reference.lpgd(
+    expected = reference.lpgd(
         get_initial_networks(federation)[0],
         get_train_data(federation),
         plan_rounds(run),
@@ -23,5 +23,5 @@ def test_lpgd(engine: type[Engine]) -> None:
         DECAY,
         0.1,
     )
-    assert is_nonzero(wanted)
-    assert_nested_close(to_layers(run.state.server), wanted)
+    assert is_nonzero(expected)
+    assert_nested_close(to_layers(run.state.server), expected)

@@ -55,11 +55,11 @@ def test_moon_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
 
 def test_the_first_round_of_moon_is_that_of_fedavg() -> None:
     settings = {**LOCAL, "optimizer": SGD(lr=0.1)}
-    found, wanted = (
+    actual, expected = (
         run_rounds(m, federate_one_model(), rounds=3, steps=1).state.server
         for m in (MOON(mu=5.0, **settings), FedAvg(**settings))
     )
-    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), found, wanted)
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), actual, expected)
 
 
 class WithDropout(Net):
@@ -72,11 +72,11 @@ class WithDropout(Net):
 def test_the_targets_of_moon_are_without_dropout(engine: type[Engine]) -> None:
     """In round 0 both targets are equal, so that the contrast has no gradient whatever dropout draws."""
     federation = Federation.from_arrays(make_arrays(), lambda: WithDropout(WIDTH), classes=CLASSES)
-    found, wanted = (
+    actual, expected = (
         run_rounds(m, federation, rounds=1, engine=engine).state.server
         for m in (MOON(mu=5.0, **LOCAL), FedAvg(**LOCAL))
     )
-    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), found, wanted)
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), actual, expected)
 
 
 def test_moon_survives_representations_of_zeros() -> None:

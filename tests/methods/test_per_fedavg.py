@@ -41,7 +41,7 @@ def assert_first_order_equals_reference(weights: str, engine: type[Engine], **da
     assert any(
         len(step) == 1 for clients in plan_rounds(run) for steps, _ in clients.values() for step in steps
     )
-    wanted = personal_reference.per_fedavg(
+    expected = personal_reference.per_fedavg(
         get_initial_networks(federation)[0],
         get_train_data(federation),
         plan_rounds(run),
@@ -49,7 +49,7 @@ def assert_first_order_equals_reference(weights: str, engine: type[Engine], **da
         LR,
         weighted=weights == "examples",
     )
-    assert_nested_close(to_layers(run.state.server), wanted)
+    assert_nested_close(to_layers(run.state.server), expected)
     assert all(s is None for s in get_client_states(run))
 
 
@@ -70,7 +70,7 @@ def test_hessian_free_per_fedavg(delta: float, engine: type[Engine]) -> None:
     federation = federate_one_model()
     method = PerFedAvg(alpha=0.4, variant="hessian_free", delta=delta, **LOCAL)
     run = run_rounds(method, federation, engine=engine, **SAMPLE)
-    wanted = personal_reference.per_fedavg(
+    expected = personal_reference.per_fedavg(
         get_initial_networks(federation)[0],
         get_train_data(federation),
         plan_rounds(run),
@@ -78,7 +78,7 @@ def test_hessian_free_per_fedavg(delta: float, engine: type[Engine]) -> None:
         LR,
         delta=delta,
     )
-    assert_nested_close(to_layers(run.state.server), wanted)
+    assert_nested_close(to_layers(run.state.server), expected)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
@@ -159,10 +159,10 @@ def test_per_fedavg_infers_after_one_step_on_a_batch_of_the_training_data(engine
         x, y = get_train_data(federation)[k]
         (first,) = list_batches(run, run.round, federation.infos[k])[1]
         assert len(first) == 8
-        wanted = reference.descended(net, reference.gradient(net, x[first], y[first]), 0.4)
-        assert_nested_close(to_layers(get_personal_parameters(run, k)), wanted)
-        found = load_predictors(run, k)
-        assert list(found) == ["adapted", "global"]
+        expected = reference.descended(net, reference.gradient(net, x[first], y[first]), 0.4)
+        assert_nested_close(to_layers(get_personal_parameters(run, k)), expected)
+        actual = load_predictors(run, k)
+        assert list(actual) == ["adapted", "global"]
         probe = federation.clients[k].test.x
-        assert_nested_close(found["adapted"](probe), reference.forward(wanted, probe.double().numpy())[1])
-        assert_nested_close(found["global"](probe), reference.forward(net, probe.double().numpy())[1])
+        assert_nested_close(actual["adapted"](probe), reference.forward(expected, probe.double().numpy())[1])
+        assert_nested_close(actual["global"](probe), reference.forward(net, probe.double().numpy())[1])

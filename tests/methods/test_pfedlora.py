@@ -99,7 +99,7 @@ def test_pfedlora_trains_the_adapter_with_the_optimizer_of_the_model_unless_told
     )
 
 
-@pytest.mark.full
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9), AdamW(lr=0.01)])
 def test_pfedlora_at_mu_one_trains_the_model_as_standalone_bit_for_bit(optimizer) -> None:
     settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}

@@ -72,9 +72,9 @@ def test_momentum_leaves_the_penalty_of_lpgd_its_weight(
         1,
         engine=engine,
     )
-    wanted = minimize_by_proximal_gradient(fed, WEIGHT, norm)
-    assert np.abs(wanted - minimize_by_proximal_gradient(fed, WEIGHT / 10, norm)).max() > 0.1
-    np.testing.assert_allclose(run.state.server["weight"].numpy(), wanted, atol=1e-4)
+    expected = minimize_by_proximal_gradient(fed, WEIGHT, norm)
+    assert np.abs(expected - minimize_by_proximal_gradient(fed, WEIGHT / 10, norm)).max() > 0.1
+    np.testing.assert_allclose(run.state.server["weight"].numpy(), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])

@@ -56,11 +56,11 @@ class Narrow(nn.Module):
 
 def clients(sizes: tuple[int, ...]) -> list[dict[str, tuple[Tensor, Tensor]]]:
     g = torch.Generator().manual_seed(3)
-    found = []
+    actual = []
     for n in sizes:
         x, y = torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)
-        found.append({"train": (x, y), "test": (x[:4], y[:4])})
-    return found
+        actual.append({"train": (x, y), "test": (x[:4], y[:4])})
+    return actual
 
 
 def federation(
@@ -153,18 +153,18 @@ def test_a_narrow_layer_has_fewer_components_under_the_same_scale(wrapped: bool)
 
     for name in LORA:
         run = simulate(method(name, 4), federation(model, (11,)), rounds=1).run
-        wanted = plain_loop(run, 1.5 if wrapped else 1.0, "b" if name == "ffa_lora" else "both")
+        expected = plain_loop(run, 1.5 if wrapped else 1.0, "b" if name == "ffa_lora" else "both")
         lora = lora_of(run.federation.architectures["model"])
-        found = dict(run.personal_params(run.federation.infos[0]))
+        actual = dict(run.personal_params(run.federation.infos[0]))
         for layer in lora.layers.values() if wrapped else ():
             # FLoRA and FedEx-LoRA move the weight itself
-            w = found.get(layer.weight, lora.base[layer.weight])
-            found[layer.weight] = w + 1.5 * layer.read_pair(found).dense()
-        for n, p in found.items():
+            w = actual.get(layer.weight, lora.base[layer.weight])
+            actual[layer.weight] = w + 1.5 * layer.read_pair(actual).dense()
+        for n, p in actual.items():
             if "lora_" not in n:
                 n = n.replace(".base_layer", "")
-                torch.testing.assert_close(p, wanted[n], rtol=1e-4, atol=1e-5, msg=f"{name}: {n}")
-        moved = wanted["body.2.weight"] - lora.base[lora.layers["body.2"].weight]
+                torch.testing.assert_close(p, expected[n], rtol=1e-4, atol=1e-5, msg=f"{name}: {n}")
+        moved = expected["body.2.weight"] - lora.base[lora.layers["body.2"].weight]
         assert np.linalg.matrix_rank(moved.numpy(), tol=1e-5) == 2
 
 
@@ -206,7 +206,7 @@ def test_the_server_multiplies_by_the_scale_of_the_rank_that_is_used(name: str) 
     training = LoRATraining(scaling="alpha", rank=4)
     made = METHODS[name](batch_size=4, optimizer=SGD(lr=0.3), training=training)
     run = run_rounds(made, federation(sizes=(7, 9, 8), rank=[1, 10_000, 4]), rounds=1, steps=0)
-    wanted: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
     for k, (n, scale) in enumerate(((7, 4.0), (9, 4 / 5), (8, 1.0))):
         assert training.compute_client_scale(run.task, run.federation.infos[k]) == pytest.approx(
             scale, rel=1e-15
@@ -215,12 +215,12 @@ def test_the_server_multiplies_by_the_scale_of_the_rank_that_is_used(name: str) 
         # W = 0 truncates to itself at any rank, so that all of FedHL's weights are equal
         p = 1 / 3 if name == "fedhl" else n / 24
         for layer, pair in upload.factors.items():
-            wanted[layer] = wanted.get(layer, torch.zeros(pair.dense().shape)) + p * scale * pair.dense()
+            expected[layer] = expected.get(layer, torch.zeros(pair.dense().shape)) + p * scale * pair.dense()
     run.step()
     state, _, view = get_client_inputs(run, 0)
     server, initial = made.server_model(run.state.server, state, view), view.model.initial
     assert server is not None
-    for layer, update in wanted.items():
+    for layer, update in expected.items():
         assert float(update.abs().max()) > 0.01
         torch.testing.assert_close(
             server[f"{layer}.weight"] - initial[f"{layer}.weight"], update, rtol=1e-4, atol=1e-5
@@ -329,9 +329,9 @@ BUDGET_PLACES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("place", RANK_PLACES)
 def test_what_is_no_rank_is_refused_alike_in_every_place(place: str) -> None:
     for bad, says in NO_RANKS:
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as actual:
             RANK_PLACES[place](bad)
-        assert str(found.value) == f"{place}{says}"
+        assert str(actual.value) == f"{place}{says}"
     # as from a file
     RANK_PLACES[place](2.0)
 
@@ -339,12 +339,12 @@ def test_what_is_no_rank_is_refused_alike_in_every_place(place: str) -> None:
 @pytest.mark.parametrize("place", BUDGET_PLACES)
 def test_what_is_neither_rank_nor_budget_is_refused_alike(place: str) -> None:
     for bad, says in NO_BUDGETS:
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as actual:
             BUDGET_PLACES[place](rank=bad)
-        assert str(found.value) == f"{place}.rank{says}"
-    with pytest.raises(ConfigError) as found:
+        assert str(actual.value) == f"{place}.rank{says}"
+    with pytest.raises(ConfigError) as actual:
         BUDGET_PLACES[place](rank_pattern={"weight": 1.5})
-    assert str(found.value) == f"{place}.rank_pattern['weight']{EITHER}1.5"
+    assert str(actual.value) == f"{place}.rank_pattern['weight']{EITHER}1.5"
 
 
 def test_whole_numbers_are_ranks() -> None:
@@ -365,9 +365,9 @@ def test_whole_numbers_are_ranks() -> None:
     assert build(LoRATraining, {"rank": 3.0}, "training") == LoRATraining(rank=3)
     for r in (0, 1.5, True):
         says = next(says for bad, says in NO_RANKS if bad is r or (r is not True and bad == r))
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as actual:
             build(LoraSettings, {"r": r}, "lora")
-        assert str(found.value) == f"lora.r{says}"
+        assert str(actual.value) == f"lora.r{says}"
 
 
 @quiet

@@ -41,11 +41,11 @@ class Net(nn.Module):
 
 def clients(sizes: tuple[int, ...] = (9, 7)) -> list[dict[str, tuple[Tensor, Tensor]]]:
     g = torch.Generator().manual_seed(5)
-    found = []
+    actual = []
     for n in sizes:
         x, y = torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)
-        found.append({"train": (x, y), "test": (x[:4] + 1, y[:4])})
-    return found
+        actual.append({"train": (x, y), "test": (x[:4] + 1, y[:4])})
+    return actual
 
 
 def federation(model: Any = Net, sizes: tuple[int, ...] = (9, 7), **kwargs: Any) -> Federation:
@@ -144,12 +144,12 @@ def type_with(cls: type[Net], start: Net) -> Net:
 def test_a_graph_in_training_alone_is_enough() -> None:
     torch.manual_seed(0)
     start = Net()
-    found, wanted = (
+    actual, expected = (
         simulate(method("fedavg"), federation(type_with(cls, start)), rounds=2)
         for cls in (GraphInTrainingAlone, Net)
     )
-    assert tree.equal(personal(found), personal(wanted))
-    assert not torch.equal(personal(found)[0]["head.weight"], start.head.weight)
+    assert tree.equal(personal(actual), personal(expected))
+    assert not torch.equal(personal(actual)[0]["head.weight"], start.head.weight)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -182,9 +182,9 @@ def test_a_pass_over_a_frozen_part_changes_nothing() -> None:
             optimizer.zero_grad()
             functional.cross_entropy(model(data.train.inputs[index]), data.train.y[index]).backward()
             optimizer.step()
-        found = result.personal(k)
-        assert torch.equal(found["body.weight"], start.body.weight)
-        torch.testing.assert_close(found["head.weight"], model.head.weight.detach())
+        actual = result.personal(k)
+        assert torch.equal(actual["body.weight"], start.body.weight)
+        torch.testing.assert_close(actual["head.weight"], model.head.weight.detach())
     # FedRoD's personal head is an addition to what is trained of the generic one
     assert torch.equal(
         personal(simulate(method("fedrod"), federation(frozen("head")), rounds=1))[0]["head.bias"],
@@ -293,11 +293,11 @@ def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
 )
 def test_a_batch_above_the_data_is_all_of_them(engine: str, names: Any, sizes: tuple[int, ...]) -> None:
     for name in names:
-        found, wanted = (
+        actual, expected = (
             personal(simulate(method(name, batch_size=b), federation(sizes=sizes), rounds=1, engine=engine))
             for b in (10_000, 5)
         )
-        assert tree.equal(found, wanted), name
+        assert tree.equal(actual, expected), name
 
 
 class Convolution(nn.Module):

@@ -38,8 +38,8 @@ def test_scaffold(server_lr: float, decay: float, engine: type[Engine]) -> None:
     )
     assert_parameters_close(run.state.server.model, x)
     assert_parameters_close(run.state.server.control, c)
-    for found, wanted in zip(get_client_states(run), own, strict=True):
-        assert_parameters_close(found, wanted)
+    for actual, expected in zip(get_client_states(run), own, strict=True):
+        assert_parameters_close(actual, expected)
     # the clients of a round take unlike numbers of steps, or a wrong τ would not show
     assert any(len({len(steps) for (steps,) in clients.values()}) > 1 for clients in plan_rounds(run))
 

@@ -41,8 +41,8 @@ def assert_steps_equal_torch(optimizer: Any, made: Any, rounds: int = 6, schedul
         assert (before, kept) == (tree.encode(value), tree.encode(memory))
         assert after.count == t + 1
         value, memory = new, after
-        for p, (_, found) in zip(params, tree.leaves(value), strict=True):
-            torch.testing.assert_close(found, p.detach(), rtol=0, atol=1e-12)
+        for p, (_, actual) in zip(params, tree.leaves(value), strict=True):
+            torch.testing.assert_close(actual, p.detach(), rtol=0, atol=1e-12)
 
 
 def test_the_servers_adam_is_that_of_torch() -> None:
@@ -65,8 +65,8 @@ def test_the_servers_sgd_is_that_of_torch() -> None:
 def test_a_plain_step_of_one_is_the_mean_itself() -> None:
     old, mean = draw_tree(0), draw_tree(1)
     memory = initial_optimizer_state()
-    found, after = server_step(SGD(lr=1.0), old, mean, memory, 3)
-    assert all(a is b for a, b in zip(tree.tensors(found), tree.tensors(mean), strict=True))
+    actual, after = server_step(SGD(lr=1.0), old, mean, memory, 3)
+    assert all(a is b for a, b in zip(tree.tensors(actual), tree.tensors(mean), strict=True))
     assert after is memory
     # and so it is up to rounding by the long way
     other, _ = server_step(SGD(lr=1.0, nesterov=False, schedule=Schedule(warmup=1)), old, mean, memory, 3)
@@ -75,9 +75,9 @@ def test_a_plain_step_of_one_is_the_mean_itself() -> None:
 
 def test_groups_of_a_servers_optimizer_are_paths_of_its_tree() -> None:
     old, mean = draw_tree(0), draw_tree(1)
-    found, _ = server_step(SGD(lr=1.0, groups={"w": Group(lr=0.0)}), old, mean, initial_optimizer_state(), 0)
-    assert tree.equal(found["w"], old["w"])
-    assert_trees_close(found["b"], mean["b"])
+    actual, _ = server_step(SGD(lr=1.0, groups={"w": Group(lr=0.0)}), old, mean, initial_optimizer_state(), 0)
+    assert tree.equal(actual["w"], old["w"])
+    assert_trees_close(actual["b"], mean["b"])
     with pytest.raises(
         ConfigError, match=r"groups: \['x'\] match no parameter; the tree begins with \['b', 'w'\]"
     ):
@@ -86,9 +86,9 @@ def test_groups_of_a_servers_optimizer_are_paths_of_its_tree() -> None:
 
 def test_a_servers_optimizer_clips() -> None:
     old, mean = draw_tree(0), draw_tree(1)
-    found, _ = server_step(SGD(lr=0.5, clip=0.01), old, mean, initial_optimizer_state(), 0)
+    actual, _ = server_step(SGD(lr=0.5, clip=0.01), old, mean, initial_optimizer_state(), 0)
     moved = sum(
-        float((a - b).square().sum()) for (_, a), (_, b) in zip(*map(tree.leaves, (old, found)), strict=True)
+        float((a - b).square().sum()) for (_, a), (_, b) in zip(*map(tree.leaves, (old, actual)), strict=True)
     )
     assert moved**0.5 == pytest.approx(0.005, rel=1e-3)
 

@@ -14,17 +14,17 @@ from .setting import LOCAL, LR, SAMPLE, SIZES, federate_two_models, run_rounds
 def test_standalone(engine: type[Engine]) -> None:
     federation = federate_two_models()
     run = run_rounds(Standalone(**LOCAL), federation, engine=engine, **SAMPLE)
-    wanted = reference.standalone(
+    expected = reference.standalone(
         get_initial_networks(federation), get_train_data(federation), plan_rounds(run), LR
     )
-    assert_nested_close([to_layers(s) for s in get_client_states(run)], wanted)
+    assert_nested_close([to_layers(s) for s in get_client_states(run)], expected)
 
 
 def test_standalone_of_everyone_trains_all_clients_in_every_round(engine: type[Engine]) -> None:
     federation = federate_two_models()
     run = run_rounds(Standalone(all_clients=True, **LOCAL), federation, engine=engine, **SAMPLE)
     assert all(len(r) == len(SIZES) for r in plan_rounds(run))
-    wanted = reference.standalone(
+    expected = reference.standalone(
         get_initial_networks(federation), get_train_data(federation), plan_rounds(run), LR
     )
-    assert_nested_close([to_layers(run.state.clients[k]) for k in range(len(SIZES))], wanted)
+    assert_nested_close([to_layers(run.state.clients[k]) for k in range(len(SIZES))], expected)

@@ -103,15 +103,15 @@ METHODS_ON_ROWS: dict[str, Any] = {
 @pytest.mark.parametrize("name", METHODS_ON_ROWS)
 def test_a_sparse_embedding_is_trained_as_a_dense_one(name: str) -> None:
     """The gradient's form says nothing of its value; ``micro_batch`` adds up several."""
-    method, found = METHODS_ON_ROWS[name], []
+    method, actual = METHODS_ON_ROWS[name], []
     cases: list[tuple[str, dict[str, Any]]] = [("", {}), ("sparse", {}), ("sparse", {"engine": "vectorized"})]
     # a loss with an inner step is no mean over the examples, so parts of a batch do not add up to it
     cases += [("sparse", {"micro_batch": 3})] if isinstance(method, FedAvg) else []
     for kind, settings in cases:
         run = simulate(method, federation(kind), rounds=2, evaluate_every=2, **settings)
-        found.append(run.personal(0))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)
+        actual.append(run.personal(0))
+    for other in actual[1:]:
+        torch.testing.assert_close(other, actual[0], rtol=1e-4, atol=1e-6)
 
 
 STEPS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer], float | None]] = {
@@ -141,11 +141,11 @@ def test_complex_parameters_step_as_in_torch(name: str) -> None:
                 nn.utils.clip_grad_norm_(net.parameters(), bound)
             theirs.step()
         ends.append(net.state_dict())
-    found = result.personal(0)
-    assert found["phase"].dtype == torch.complex64
-    for n, t in found.items():
+    actual = result.personal(0)
+    assert actual["phase"].dtype == torch.complex64
+    for n, t in actual.items():
         torch.testing.assert_close(t, (ends[0][n] + ends[1][n]) / 2, rtol=1e-4, atol=1e-5)
-    module("complex").load_state_dict(found)
+    module("complex").load_state_dict(actual)
     exported = result.deploy(0)
     x = data()[0][0]
     torch.testing.assert_close(exported(x), result.predict(0, x))

@@ -50,8 +50,8 @@ def closing_over(activation: Callable[[Tensor], Tensor]) -> nn.Module:
             self.out = nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = activation(self.out(x))
-            return found
+            actual: Tensor = activation(self.out(x))
+            return actual
 
     return Captures()
 
@@ -199,8 +199,8 @@ class Casts(nn.Module):
         self.out = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.out(x.to(self.out.weight.dtype)).float()
-        return found
+        actual: Tensor = self.out(x.to(self.out.weight.dtype)).float()
+        return actual
 
 
 def test_the_same_model_in_another_type_is_named(tmp_path: Path) -> None:

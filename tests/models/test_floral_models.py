@@ -34,13 +34,16 @@ def test_the_cnn_has_the_layers_of_the_paper() -> None:
     kinds = [type(m) for m in layers(made)]
     # the pool comes first because that is faster; see the next test
     assert kinds == [conv, pool, relu, conv, pool, relu, nn.Flatten, linear, relu, linear]
-    found = layers(made)
-    assert [(m.kernel_size, m.out_channels) for m in found if isinstance(m, conv)] == [
+    actual = layers(made)
+    assert [(m.kernel_size, m.out_channels) for m in actual if isinstance(m, conv)] == [
         ((5, 5), 32),
         ((3, 3), 64),
     ]
-    assert [m.kernel_size for m in found if isinstance(m, pool)] == [2, 3]
-    assert [(m.in_features, m.out_features) for m in found if isinstance(m, linear)] == [(1024, 64), (64, 10)]
+    assert [m.kernel_size for m in actual if isinstance(m, pool)] == [2, 3]
+    assert [(m.in_features, m.out_features) for m in actual if isinstance(m, linear)] == [
+        (1024, 64),
+        (64, 10),
+    ]
     # 3·25·32 + 32, 32·9·64 + 64, 1024·64 + 64, 64·10 + 10
     assert count(made) == 2432 + 18_496 + 65_600 + 650 == 87_178
     assert f"{count(made):,}" in MODELS["cnn_floral"]
@@ -114,8 +117,8 @@ def test_the_linear_model_is_one_product(bias: bool) -> None:
     a = Architecture("linear", made, torch.zeros(1, 2, 5))
     assert a.head_name is None
     x = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(0))
-    wanted = x.flatten(1) @ a.initial["linear.weight"].T + (a.initial["linear.bias"] if bias else 0)
-    torch.testing.assert_close(a.apply(a.initial, x), wanted)
+    expected = x.flatten(1) @ a.initial["linear.weight"].T + (a.initial["linear.bias"] if bias else 0)
+    torch.testing.assert_close(a.apply(a.initial, x), expected)
     with pytest.raises(TaskError, match="names no head"):
         a.width  # noqa: B018
 

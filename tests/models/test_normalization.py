@@ -88,8 +88,8 @@ def test_an_export_has_the_statistics_of_the_client(method: str, series: str | N
     params = sum_parts(parts, made.model.initial) if parts else made.personal()
     write(run, 1, series, "small", tmp_path / "model.safetensors", repeats=1)
     for net in (export_model(run, 1, series), load_deployed(Net(), tmp_path / "model.safetensors")):
-        found = net.eval()(data.test.x).detach().numpy()
-        np.testing.assert_allclose(found, by_hand(params, data.train.x, data.test.x), atol=1e-4)
+        actual = net.eval()(data.test.x).detach().numpy()
+        np.testing.assert_allclose(actual, by_hand(params, data.train.x, data.test.x), atol=1e-4)
 
 
 def trainer_of(model: Architecture, examples: Examples) -> LocalTrainer:
@@ -133,9 +133,9 @@ def test_statistics_are_those_of_all_examples_as_one_batch(kind: str) -> None:
     model = Architecture("net", make(), x[:1])
     trainer = trainer_of(model, Examples(x, y))
     assert len(list(trainer.data.chunks())) == 3
-    found = model.with_local_statistics(trainer.inputs).inference_params(model.initial)
+    actual = model.with_local_statistics(trainer.inputs).inference_params(model.initial)
     torch.testing.assert_close(
-        {n: found[n] for n in model.statistics}, of_one_batch(make, model.initial, x), rtol=1e-4, atol=1e-5
+        {n: actual[n] for n in model.statistics}, of_one_batch(make, model.initial, x), rtol=1e-4, atol=1e-5
     )
 
 

@@ -55,17 +55,17 @@ def test_the_size_at_other_widths_and_stems(width: int, large: bool, kernel: int
 
 
 def test_the_zoo_makes_them_by_name() -> None:
-    wanted = {
+    expected = {
         "resnet18": by_hand(64, 10, 3, 3),
         "resnet18_tiny": by_hand(64, 10, 3, 7),
         "resnet18_w16": by_hand(16, 10, 3, 3),
     }
-    assert set(RESNETS) == set(wanted) == {n for n in MODELS if n.startswith("resnet")}
+    assert set(RESNETS) == set(expected) == {n for n in MODELS if n.startswith("resnet")}
     with torch.device("meta"):
-        made = ModelSettings(names=tuple(wanted)).factories(CIFAR, 10)
-        assert {n: count(f()) for n, f in made.items()} == wanted
-    assert f"{wanted['resnet18']:,}" in MODELS["resnet18"]
-    assert f"{wanted['resnet18_w16']:,}" in MODELS["resnet18_w16"]
+        made = ModelSettings(names=tuple(expected)).factories(CIFAR, 10)
+        assert {n: count(f()) for n, f in made.items()} == expected
+    assert f"{expected['resnet18']:,}" in MODELS["resnet18"]
+    assert f"{expected['resnet18_w16']:,}" in MODELS["resnet18_w16"]
     with pytest.raises(ConfigError, match="resnet18 takes images"):
         ModelSettings(names=("resnet18",)).factories((12,), 10)
 

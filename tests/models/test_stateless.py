@@ -105,6 +105,6 @@ def test_a_copy_of_a_model_leaves_out_its_own_head() -> None:
     made = Architecture("m", nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)), x, "2")
     made.set_training(False)
     twin = copy.deepcopy(made)
-    wanted = torch.relu(x @ made.initial["0.weight"].T + made.initial["0.bias"])
+    expected = torch.relu(x @ made.initial["0.weight"].T + made.initial["0.bias"])
     for model in (made, twin):
-        torch.testing.assert_close(model.represent(made.initial, x), wanted)
+        torch.testing.assert_close(model.represent(made.initial, x), expected)

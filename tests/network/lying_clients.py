@@ -13,7 +13,7 @@ from fedlowrank.rounds.outcome.result import Result
 from tests.support.local_network import (
     Fault,
     LocalTransport,
-    changed,
+    replace_fields,
 )
 
 LIAR = 3
@@ -23,18 +23,20 @@ def make_liar(times: float = 1.0, examples: int | None = None, first: int = 1) -
     """A client whose update is so many times the honest one from a round on, and that registers another n_k."""
 
     def fault(carrier: LocalTransport, message: NodeMessage) -> Any:
-        found = carrier.answered(message)
+        actual = carrier.answered(message)
         if message.node != 100 + LIAR:
-            return [found]
+            return [actual]
         if message.kind == "registration":
-            said = Registration.from_json(found.header)
+            said = Registration.from_json(actual.header)
             more = said.examples if examples is None else examples
-            return [changed(found, header=dataclasses.replace(said, examples=more).to_json())]
-        if not found.payload or json.loads(message.header)["round"] + 1 < first:
-            return [found]
-        down, up = tree.decode(message.payload), tree.decode(found.payload)
+            return [replace_fields(actual, header=dataclasses.replace(said, examples=more).to_json())]
+        if not actual.payload or json.loads(message.header)["round"] + 1 < first:
+            return [actual]
+        down, up = tree.decode(message.payload), tree.decode(actual.payload)
         return [
-            changed(found, payload=tree.encode(tree.map_leaves(lambda d, u: d + times * (u - d), down, up)))
+            replace_fields(
+                actual, payload=tree.encode(tree.map_leaves(lambda d, u: d + times * (u - d), down, up))
+            )
         ]
 
     return fault

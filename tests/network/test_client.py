@@ -29,7 +29,15 @@ from fedlowrank.network.server import NetworkError
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.rounds.run import Run
 from tests.network.orders_by_hand import RUN_NAME, encode_download, make_order
-from tests.support.local_network import Hazard, LocalTransport, no_space, same_states, served, small, tables
+from tests.support.local_network import (
+    Hazard,
+    LocalTransport,
+    assert_same_states,
+    no_space,
+    serve_run,
+    small,
+    tables,
+)
 
 
 @pytest.fixture
@@ -56,10 +64,10 @@ def test_preparing_twice_keeps_what_the_client_remembers(experiment: ExperimentC
     fewer = dataclasses.replace(shares.data[1], train=shares.data[1].train.take(torch.arange(3)))
     prepare(folder, changed, 1, dataclasses.replace(shares, data=(shares.data[0], fewer, shares.data[2])))
     assert ClientMemory(folder / RUN_NAME).read_state(1) == {"x": 1}
-    found = ClientRuntime(folder)
-    assert len(found.data.train) == 3
-    assert found.experiment.run.threads == 2
-    assert torch.equal(found.data.test.x, shares.data[1].test.x)  # type: ignore[arg-type]
+    actual = ClientRuntime(folder)
+    assert len(actual.data.train) == 3
+    assert actual.experiment.run.threads == 2
+    assert torch.equal(actual.data.test.x, shares.data[1].test.x)  # type: ignore[arg-type]
 
 
 def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(
@@ -195,8 +203,8 @@ def test_a_run_that_went_back_asks_for_old_rounds_again_and_orders_of_before_are
     fresh = folder.with_name("fresh")
     prepare(fresh, ClientRuntime(folder).experiment, 1, ClientRuntime(folder).experiment.shares())
     answer(sequential_run, fresh)
-    wanted = tree.decode(answer(sequential_run, fresh, round=1, stamp=1, add=1.0)[1])
-    assert tree.equal(before, wanted)
+    expected = tree.decode(answer(sequential_run, fresh, round=1, stamp=1, add=1.0)[1])
+    assert tree.equal(before, expected)
     late, payload = answer(sequential_run, folder, round=3, stamp=2)
     assert (late.kind, payload) == ("other", b"")
     assert answer(sequential_run, folder, round=2, stamp=2, branch=1)[0].problem == ""
@@ -257,7 +265,7 @@ def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(sequential_run: Run,
     runtime, now = ClientRuntime(folder), make_order(sequential_run, round=1, stamp=1)
     runtime.answer(make_order(sequential_run), encode_download(sequential_run))
     shutil.copytree(folder / RUN_NAME, folder / "before")
-    wanted = runtime.answer(now, encode_download(sequential_run))
+    expected = runtime.answer(now, encode_download(sequential_run))
     for place in range(30):
         shutil.rmtree(folder / RUN_NAME)
         shutil.copytree(folder / "before", folder / RUN_NAME)
@@ -268,7 +276,7 @@ def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(sequential_run: Run,
             assert (header.kind, payload) == ("disk", b"")
             assert "No space left on device" in header.problem
         # whatever happened, once there is room again all is as if nothing had
-        assert runtime.answer(now, encode_download(sequential_run)) == wanted
+        assert runtime.answer(now, encode_download(sequential_run)) == expected
         if len(carrier.hazards[0].points) <= place:
             break
     # site.json and the state: not synced, not renamed, renamed, its folder not synced
@@ -307,14 +315,14 @@ def test_at_the_end_it_writes_its_model_down(sequential_run: Run, folder: Path) 
     sequential_run.step()
     header, _ = answer(sequential_run, folder, stamp=1, train=False, evaluate=True, last=True)
     model = safetensors.torch.load_file(folder / RUN_NAME / "model" / "model.safetensors")
-    wanted = sequential_run.personal_params(sequential_run.federation.infos[1])
-    assert tree.equal(model, {n: wanted[n] for n in model})
-    assert model.keys() == wanted.keys()
+    expected = sequential_run.personal_params(sequential_run.federation.infos[1])
+    assert tree.equal(model, {n: expected[n] for n in model})
+    assert model.keys() == expected.keys()
     assert header.evaluation is not None
-    found = sequential_run.evaluate()
-    assert found is not None
+    actual = sequential_run.evaluate()
+    assert actual is not None
     assert header.evaluation.values("accuracy", series="personal", split="test") == [
-        found.values("accuracy", series="personal", split="test")[1]
+        actual.values("accuracy", series="personal", split="test")[1]
     ]
     assert (header.steps, header.losses, header.problem) == (0, {}, "")
 
@@ -364,11 +372,11 @@ def test_a_federation_of_data_of_ones_own(own: tuple[ExperimentConfig, list[Path
     for i, share in enumerate(shares):
         prepare(folders[100 + i], made, i, share, SiteSettings.simulated())
     carrier = LocalTransport(folders)
-    result = served(carrier, made, tmp_path / "run")
+    result = serve_run(carrier, made, tmp_path / "run")
     whole = Shares(tuple(share.data[i] for i, share in enumerate(shares)), ("no", "yes"))
     run = Run(made.build_method("scaffold"), assemble(made, whole), made.run, Sequential())
     records = [run.record_initial_models(), *(run.step() for _ in range(3))]
-    same_states(result, carrier, run)
+    assert_same_states(result, carrier, run)
     assert [r.values() for r in result.rounds] == [r.values() for r in records]
     assert [r["train"] for r in result.run.clients()] == [len(d.train) for d in whole.data]
 
@@ -398,9 +406,9 @@ def test_a_client_with_other_columns_is_not_admitted(
     with pytest.raises(
         NetworkError, match=r"only 2 of 3 clients came(.|\n)*client 2 has examples of another form: .*\[6\]"
     ):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     assert not carrier.orders()
-    result = served(carrier, small_network(made), tmp_path / "run")
+    result = serve_run(carrier, small_network(made), tmp_path / "run")
     assert {client for client, _ in carrier.orders()} == {0, 1}
     assert [r.lost for r in result.rounds[1:]] == [{"2": "client 2 is not connected"}] * 3
 
@@ -447,7 +455,7 @@ def test_a_table_with_other_columns_or_values_is_not_admitted(
     for i, path in enumerate(files):
         prepare(folders[100 + i], made, i, read_own_share(made, i, 3, path), SiteSettings.simulated())
     carrier = LocalTransport(folders)
-    result = served(carrier, made, tmp_path / "run", audit=tmp_path / "audit.jsonl")
+    result = serve_run(carrier, made, tmp_path / "run", audit=tmp_path / "audit.jsonl")
     assert result.rounds[1].lost.keys() == {"2"}
     # the server logs and audits it, and the client learns the reason
     events = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]

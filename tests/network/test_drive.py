@@ -25,22 +25,22 @@ from fedlowrank.storage.run_folder import RunFolder
 from tests.support.local_network import (
     Killed,
     LocalTransport,
-    agrees,
-    in_round,
+    assert_equals_sequential_run,
+    assert_same_record,
+    assert_same_states,
+    count_logged,
+    fault_in_round,
+    fault_on_orders,
+    find_missed_rounds,
     intact,
     local,
-    logged,
-    lossy,
+    lose_replies,
     lost,
-    missed,
-    on_orders,
-    ran,
-    remembered,
-    same_record,
-    same_states,
-    served,
+    open_client_memory,
+    run_sequentially,
+    run_whole,
+    serve_run,
     small,
-    truth,
 )
 
 METHODS = ["scaffold", "feddyn", "fedhl", "fedslr", "per_fedavg", "floral"]
@@ -52,8 +52,8 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, 4, run={"participation": 0.5, "evaluate_every": 2, "unseen": 0.25, "rounds": 4})
-    carrier, result = ran(made, tmp_path)
-    assert agrees(result, carrier, made) == set()
+    carrier, result = run_whole(made, tmp_path)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert [r.is_evaluated for r in result.rounds] == [True, True, True, False, True]
     # nobody is asked twice in a round, and those who do not train only where the models are to be evaluated
     round_trips = [{c: o for c, o in carrier.orders() if o.round == t} for t in range(5)]
@@ -75,16 +75,16 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     fields = {"run", "round", "stamp", "train", "evaluate", "last", "branch", "step", "parcel"}
     assert all(json.loads(p.header).keys() == fields for p in carrier.log if p.kind == "order")
     assert carrier.clock.now == 0
-    assert logged(caplog, "replies") == 4
+    assert count_logged(caplog, "replies") == 4
 
 
 @pytest.mark.full
 def test_clients_keep_the_states_of_their_optimizers_on_their_own_disks(tmp_path: Path) -> None:
     optimizer = {"kind": "adamw", "keep": True}
     made = small("fedavg", 4, run={"participation": 0.5, "rounds": 4}, defaults={"optimizer": optimizer})
-    carrier, result = ran(made, tmp_path, lossy({2: {0, 1, 2}}))
+    carrier, result = run_whole(made, tmp_path, lose_replies({2: {0, 1, 2}}))
     # the lost message held the evaluation after round 1, too
-    assert agrees(result, carrier, made) == {(1, 0)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(1, 0)}
     assert result.rounds[2].lost.keys() == {"0"}
 
 
@@ -92,50 +92,52 @@ def test_clients_keep_the_states_of_their_optimizers_on_their_own_disks(tmp_path
 @pytest.mark.parametrize("sampling", ["size", "loss"])
 def test_clients_are_drawn_by_the_sizes_and_losses_that_they_report(sampling: str, tmp_path: Path) -> None:
     made = small("fedavg", 4, run={"participation": 0.5, "rounds": 4, "sampling": sampling})
-    carrier, result = ran(made, tmp_path)
-    assert agrees(result, carrier, made) == set()
+    carrier, result = run_whole(made, tmp_path)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
 
 
 @pytest.mark.full
 def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: Path) -> None:
     made = small("ditto", run={"participation": 0.67})
-    carrier, result = ran(made, tmp_path)
+    carrier, result = run_whole(made, tmp_path)
     assert [o.last for _, o in carrier.orders()].count(True) == 3
-    run, _ = truth(made, result.rounds)
+    run, _ = run_sequentially(made, result.rounds)
     for i in range(3):
-        memory = remembered(result, carrier, i)
+        memory = open_client_memory(result, carrier, i)
         stamp = result.run.state.clients.get(i, {"stamp": 0})["stamp"]
         # the last is acknowledged; those of the checkpoints that the server keeps stay beside it
         trained = [r.round for r in result.rounds if i in r.participants]
         assert memory.stamps == trained
         assert memory.stamps[-1:] == ([stamp] if stamp else [])
         assert (memory.folder / "model" / "model.safetensors").exists()
-    same_states(result, carrier, run)
+    assert_same_states(result, carrier, run)
 
 
 @pytest.mark.full
 def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     made = small("feddyn", run={"engine": "sequential"})
-    _, result = ran(made, tmp_path)
+    _, result = run_whole(made, tmp_path)
     method = made.build_method("feddyn")
     # a run over a network saves every round
     settings = {**vars(made.run), "checkpoint_every": 1}
     sequential = simulate(
         method, made.federation(), folder=tmp_path / "seq", config=made.describe("feddyn"), **settings
     )
-    found, wanted = RunRecord.load(tmp_path / "run"), RunRecord.load(tmp_path / "seq")
-    assert [r.untimed() for r in found.rounds] == [r.untimed() for r in result.rounds]
-    assert [same_record(a, b) for a, b in zip(found.rounds, wanted.rounds, strict=True)] == [set()] * 4
-    assert found.status == {"state": "finished", "rounds": 3, "message": ""}
+    actual, expected = RunRecord.load(tmp_path / "run"), RunRecord.load(tmp_path / "seq")
+    assert [r.untimed() for r in actual.rounds] == [r.untimed() for r in result.rounds]
+    assert [assert_same_record(a, b) for a, b in zip(actual.rounds, expected.rounds, strict=True)] == [
+        set()
+    ] * 4
+    assert actual.status == {"state": "finished", "rounds": 3, "message": ""}
     # what classes a client's examples have is not told
-    assert found.clients == [{**row, "classes": {}} for row in wanted.clients]
-    assert found.config.keys() == wanted.config.keys()
-    differ = {k for k in found.config if found.config[k] != wanted.config[k]}
+    assert actual.clients == [{**row, "classes": {}} for row in expected.clients]
+    assert actual.config.keys() == expected.config.keys()
+    differ = {k for k in actual.config if actual.config[k] != expected.config[k]}
     assert differ == {"fingerprint"}
     assert tree.equal(result.run.state.server, sequential.run.state.server)
     account = json.loads((tmp_path / "run" / "network.json").read_text())
     assert account["clients"] == {
-        str(i): {k: row[k] for k in ("train", "val", "test")} for i, row in enumerate(wanted.clients)
+        str(i): {k: row[k] for k in ("train", "val", "test")} for i, row in enumerate(expected.clients)
     }
     assert account["refused"] == {}
     assert account["settings"]["min_replies"] == 1
@@ -144,7 +146,7 @@ def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_what_is_sent_is_what_is_counted(tmp_path: Path) -> None:
     made = small("scaffold", run={"evaluate_every": 99})
-    carrier, result = ran(made, tmp_path)
+    carrier, result = run_whole(made, tmp_path)
     for t, record in enumerate(result.rounds[1:]):
         sent = [
             len(p.payload) for p in carrier.log if p.kind == "order" and Order.from_json(p.header).round == t
@@ -159,7 +161,7 @@ def test_what_is_sent_is_what_is_counted(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4)
-    carrier = local(made, tmp_path, lossy({2: {1}}))
+    carrier = local(made, tmp_path, lose_replies({2: {1}}))
     append = RunFolder.append
 
     def stop(folder: RunFolder, record: Any) -> None:
@@ -170,19 +172,19 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "append", stop)
         with pytest.raises(Killed):
-            served(carrier, made, tmp_path / "run")
+            serve_run(carrier, made, tmp_path / "run")
     before = len(carrier.log)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "running"
-    result = served(carrier, made, tmp_path / "run", resume=True)
+    result = serve_run(carrier, made, tmp_path / "run", resume=True)
     # a reply that is lost takes along what its client found of the round before
-    assert agrees(result, carrier, made) == {(1, 1)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(1, 1)}
     assert [set(r.lost) for r in result.rounds] == [set(), set(), {"1"}, set(), set()]
     rounds = [Order.from_json(p.header).round for p in carrier.log[before:] if p.kind == "order"]
     assert sorted(set(rounds)) == [2, 3, 4]
     # a finished one reaches those who were not told that it is over, and trains nobody
     trained = len(carrier.trained)
-    again = served(carrier, made, tmp_path / "run", resume=True)
-    assert agrees(again, carrier, made) == {(1, 1)}
+    again = serve_run(carrier, made, tmp_path / "run", resume=True)
+    assert assert_equals_sequential_run(again, carrier, made) == {(1, 1)}
     assert len(carrier.trained) == trained
     assert [r.untimed() for r in again.rounds] == [r.untimed() for r in result.rounds]
 
@@ -194,28 +196,31 @@ def test_a_client_that_missed_the_end_is_told_when_the_run_is_resumed(tmp_path: 
         there.away.add(102)
         return []
 
-    carrier, result = ran(made, tmp_path, in_round(4, 2, leaves))
-    assert agrees(result, carrier, made) == {(3, 2)}
+    carrier, result = run_whole(made, tmp_path, fault_in_round(4, 2, leaves))
+    assert assert_equals_sequential_run(result, carrier, made) == {(3, 2)}
     carrier.fault = intact
     carrier.away.clear()
-    assert agrees(served(carrier, made, tmp_path / "run", resume=True), carrier, made) == set()
+    assert (
+        assert_equals_sequential_run(serve_run(carrier, made, tmp_path / "run", resume=True), carrier, made)
+        == set()
+    )
 
 
 @pytest.mark.full
 def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_replies": 3, "attempts": 1})
-    carrier = local(made, tmp_path, lossy({2: {1}}))
+    carrier = local(made, tmp_path, lose_replies({2: {1}}))
     with pytest.raises(NetworkError, match=r"lower network\.min_replies"):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     other = small("scaffold", network={"min_replies": 2, "deadline": 5.0, "min_clients": 2})
-    result = served(carrier, other, tmp_path / "run", resume=True)
-    assert agrees(result, carrier, other) == {(1, 1)}
+    result = serve_run(carrier, other, tmp_path / "run", resume=True)
+    assert assert_equals_sequential_run(result, carrier, other) == {(1, 1)}
     assert set(result.rounds[2].lost) == {"1"}
     # but another seed does, and says so before anything is sent
     changed = small("scaffold", run={"seed": 8})
     rejections = local(changed, tmp_path / "others")
     with pytest.raises(CheckpointError, match=r"run\.seed was 0 and is 8"):
-        served(rejections, changed, tmp_path / "run", resume=True)
+        serve_run(rejections, changed, tmp_path / "run", resume=True)
     assert not rejections.orders()
 
 
@@ -223,10 +228,10 @@ def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -
 def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     made = small("scaffold", rounds=1)
     carrier = local(made, tmp_path)
-    served(carrier, made, tmp_path / "run")
+    serve_run(carrier, made, tmp_path / "run")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match="exists already"):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
@@ -237,10 +242,10 @@ def test_a_damaged_account_is_named(tmp_path: Path, text: str) -> None:
     made = small("scaffold", rounds=1)
     (tmp_path / "run").mkdir()
     with pytest.raises(CheckpointError, match=r"cannot read .*network\.json"):
-        served(local(made, tmp_path), made, tmp_path / "run", resume=True)
+        serve_run(local(made, tmp_path), made, tmp_path / "run", resume=True)
     (tmp_path / "run" / "network.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"network\.json is damaged"):
-        served(local(made, tmp_path), made, tmp_path / "run", resume=True)
+        serve_run(local(made, tmp_path), made, tmp_path / "run", resume=True)
 
 
 def test_a_run_of_before_its_first_checkpoint_cannot_be_resumed_and_says_so(tmp_path: Path) -> None:
@@ -249,16 +254,16 @@ def test_a_run_of_before_its_first_checkpoint_cannot_be_resumed_and_says_so(tmp_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "save", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
-            served(carrier, made, tmp_path / "run")
+            serve_run(carrier, made, tmp_path / "run")
     with pytest.raises(CheckpointError, match="stopped before its first one"):
-        served(carrier, made, tmp_path / "run", resume=True)
+        serve_run(carrier, made, tmp_path / "run", resume=True)
 
 
 def test_the_best_round_cannot_be_kept(tmp_path: Path) -> None:
     made = small("scaffold", run={"keep_best": True})
     carrier = local(made, tmp_path)
     with pytest.raises(ConfigError, match=r"run\.keep_best: over a network"):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     assert not carrier.orders()
     assert not (tmp_path / "run").exists()
 
@@ -297,7 +302,7 @@ def test_clients_that_do_not_come_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         NetworkError, match=r"only 1 of 3 clients came within 30 s; missing: 0, 2\. Start them"
     ):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     assert carrier.clock.now == pytest.approx(30)
     assert not carrier.orders()
     assert not (tmp_path / "run").exists()
@@ -321,10 +326,10 @@ def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again
         )
 
     carrier.fault = fault
-    result = served(carrier, made, tmp_path / "run")
+    result = serve_run(carrier, made, tmp_path / "run")
     # it is asked when the run begins, and again when 25 s have passed, with the orders of the second round
     assert lost(result) == [{1}, {1}, set(), set()]
-    assert agrees(result, carrier, made) == {(t, 1) for t in range(2)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(t, 1) for t in range(2)}
     assert carrier.clock.now == pytest.approx(5 * 30, abs=10)
 
 
@@ -338,18 +343,20 @@ def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(
     carrier = local(made, tmp_path)
 
     def fault(there: LocalTransport, message: NodeMessage) -> Any:
-        found = there.answered(message)
+        actual = there.answered(message)
         if message.kind == "registration":
-            return [(200.0 if message.node == 101 else 0.0, found)]
-        return [(80.0, found)]
+            return [(200.0 if message.node == 101 else 0.0, actual)]
+        return [(80.0, actual)]
 
     carrier.fault = fault
-    result = served(carrier, made, tmp_path / "run")
+    result = serve_run(carrier, made, tmp_path / "run")
     # the run waits for it, or begins and takes it in once it is there: after two rounds of 80 s, in the third
     assert lost(result) == ([set()] * 5 if needed == 3 else [{1}, {1}, {1}, set(), set()])
-    assert agrees(result, carrier, made) == (set() if needed == 3 else {(0, 1), (1, 1), (2, 1)})
+    assert assert_equals_sequential_run(result, carrier, made) == (
+        set() if needed == 3 else {(0, 1), (1, 1), (2, 1)}
+    )
     assert sum(p.kind == "registration" and p.node == 101 for p in carrier.log) == 1
-    assert logged(caplog, "still waiting for the registration of node 101") == (3 if needed == 3 else 2)
+    assert count_logged(caplog, "still waiting for the registration of node 101") == (3 if needed == 3 else 2)
     assert carrier.clock.now == pytest.approx((200 if needed == 3 else 0) + 6 * 80, abs=10)
 
 
@@ -369,15 +376,15 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(
         there.away.add(101)
         return [Response(101, "order", problem="the node is gone", disconnected=True)]
 
-    carrier.fault = on_orders(act)
-    result = served(carrier, made, tmp_path / "run")
+    carrier.fault = fault_on_orders(act)
+    result = serve_run(carrier, made, tmp_path / "run")
     # it is asked again in every round, rejected as long as the first is there, and says so once
-    assert logged(caplog, "a node was rejected: client 1 is connected already") == 1
+    assert count_logged(caplog, "a node was rejected: client 1 is connected already") == 1
     assert not any(
         p.kind == "order" and p.node == 201 and Order.from_json(p.header).round < 3 for p in carrier.log
     )
     assert lost(result) == [set(), set(), {1}, set()]
-    assert agrees(result, carrier, made) == missed(result)
+    assert assert_equals_sequential_run(result, carrier, made) == find_missed_rounds(result)
 
 
 @pytest.mark.full
@@ -387,20 +394,20 @@ def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pyte
     prepare(tmp_path / "other", other, 1, other.shares())
     carrier.folders[300] = tmp_path / "other"
     keys = {100: 0, 101: 1, 102: 2, 300: 1}
-    result = served(carrier, made, tmp_path / "run", keys=keys)
-    assert agrees(result, carrier, made) == set()
+    result = serve_run(carrier, made, tmp_path / "run", keys=keys)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     sent = [p for p in carrier.log if p.node == 300]
     # it is asked who it is, and then told why it takes no part
     assert [(p.kind, p.payload) for p in sent] == [("registration", b"")] * 2
     assert sent[0].header == "{}"
     assert "section(s) run differ" in json.loads(sent[1].header)["rejection"]
-    assert logged(caplog, "section(s) run differ") == 1
+    assert count_logged(caplog, "section(s) run differ") == 1
 
 
 @pytest.mark.full
 def test_a_wrong_key_keeps_a_client_out(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_clients": 1})
-    carrier, result = ran(made, tmp_path, keys={100: 0, 101: 2, 102: 1})
+    carrier, result = run_whole(made, tmp_path, keys={100: 0, 101: 2, 102: 1})
     assert [len(r.lost) for r in result.rounds[1:]] == [2] * 3
     assert all(p.kind == "registration" for p in carrier.log if p.node != 100)
 
@@ -415,9 +422,9 @@ def test_a_client_that_comes_back_between_two_attempts_is_asked_again(
         there.folders[201] = there.folders.pop(101)
         return [Response(101, "order", problem="the node is gone", disconnected=True)]
 
-    carrier, result = ran(made, tmp_path, in_round(2, 1, act))
+    carrier, result = run_whole(made, tmp_path, fault_in_round(2, 1, act))
     carrier.folders[101] = carrier.folders[201]
-    assert agrees(result, carrier, made) == set()
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
     assert caplog.messages.count("client 1 is registered, with 40 examples") == 2
     assert carrier.clock.now == 0
@@ -439,8 +446,8 @@ def test_a_client_that_comes_while_the_others_are_waited_for_at_the_end_is_asked
             there.away.discard(102)
         return None
 
-    carrier.fault = on_orders(act)
-    served(carrier, made, tmp_path / "run")
+    carrier.fault = fault_on_orders(act)
+    serve_run(carrier, made, tmp_path / "run")
     models = {p.parts[-4] for p in tmp_path.glob("client-*/*/model/model.safetensors")}
     assert ("client-2" in models) is is_back
     assert {"client-0", "client-1"} <= models
@@ -448,10 +455,10 @@ def test_a_client_that_comes_while_the_others_are_waited_for_at_the_end_is_asked
     assert told.exists() is not is_back
     if not is_back:
         assert told.read_text() == "the run was over before client 2 took part, so it gets no model"
-        assert logged(caplog, "the run was over before client 2") == 1
+        assert count_logged(caplog, "the run was over before client 2") == 1
 
 
 def test_a_run_over_a_network_that_is_opened_says_where_the_models_are(tmp_path: Path) -> None:
-    ran(small("fedavg", rounds=1), tmp_path)
+    run_whole(small("fedavg", rounds=1), tmp_path)
     with pytest.raises(CheckpointError, match=r"was served over a network.*FOLDER/RUN/model.*clients/small"):
         open_run(tmp_path / "run", "")

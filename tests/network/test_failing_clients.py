@@ -24,21 +24,21 @@ from tests.support.local_network import (
     Fault,
     Hazard,
     LocalTransport,
-    agrees,
-    in_round,
+    assert_equals_sequential_run,
+    assert_same_record,
+    assert_same_states,
+    count_logged,
+    fault_in_round,
+    fault_on_orders,
+    find_missed_rounds,
     intact,
     local,
-    logged,
     lost,
     lost_reply,
-    missed,
-    on_orders,
-    ran,
-    same_record,
-    same_states,
-    served,
+    run_sequentially,
+    run_whole,
+    serve_run,
     small,
-    truth,
 )
 
 DUAL = ["scaffold", "fedslr"]
@@ -54,8 +54,8 @@ def worked_and_lost(carrier: LocalTransport, message: NodeMessage) -> Any:
 
 
 def twice(carrier: LocalTransport, message: NodeMessage) -> Any:
-    found = carrier.answered(message)
-    return [found, found, carrier.answered(message)]
+    actual = carrier.answered(message)
+    return [actual, actual, carrier.answered(message)]
 
 
 def never(carrier: LocalTransport, message: NodeMessage) -> Any:
@@ -73,8 +73,8 @@ def test_a_reply_that_is_lost_or_comes_twice(
     method: str, act: Fault, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method)
-    carrier, result = ran(made, tmp_path, in_round(2, 1, act))
-    assert agrees(result, carrier, made) == missed(result)
+    carrier, result = run_whole(made, tmp_path, fault_in_round(2, 1, act))
+    assert assert_equals_sequential_run(result, carrier, made) == find_missed_rounds(result)
     assert lost(result) == ([set()] * 3 if act is twice else [set(), {1}, set()])
     assert all("\n" not in line for line in caplog.messages)
     # only a carrier that says nothing at all makes the server wait: a minute, for replies have come at once before
@@ -88,10 +88,10 @@ def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     for place in range(40):
         hazard = Hazard({place})
         carrier = local(
-            made, tmp_path / str(place), in_round(2, 1, functools.partial(perilous, hazard=hazard))
+            made, tmp_path / str(place), fault_in_round(2, 1, functools.partial(perilous, hazard=hazard))
         )
-        result = served(carrier, made, tmp_path / str(place) / "run")
-        assert agrees(result, carrier, made) == missed(result)
+        result = serve_run(carrier, made, tmp_path / str(place) / "run")
+        assert assert_equals_sequential_run(result, carrier, made) == find_missed_rounds(result)
         if place == len(hazard.points):
             break
         assert "the client's process died" in result.rounds[2].lost["1"]
@@ -101,9 +101,9 @@ def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
 
 def perilous(carrier: LocalTransport, message: NodeMessage, hazard: Hazard) -> Any:
     carrier.hazards[message.node] = hazard
-    found = carrier.answered(message)
+    actual = carrier.answered(message)
     del carrier.hazards[message.node]
-    return [found]
+    return [actual]
 
 
 # -- late replies and slow clients
@@ -117,12 +117,12 @@ def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) ->
     def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         if client != 1:
             return None
-        kept.append(found := carrier.answered(message))
+        kept.append(actual := carrier.answered(message))
         # round 2 is lost, and its reply comes in round 3; LocalTransport hands out the last one first
-        return [] if t == 2 else [found, kept[1]] if t == 3 else [found]
+        return [] if t == 2 else [actual, kept[1]] if t == 3 else [actual]
 
-    carrier, result = ran(made, tmp_path, on_orders(act))
-    assert agrees(result, carrier, made) == missed(result)
+    carrier, result = run_whole(made, tmp_path, fault_on_orders(act))
+    assert assert_equals_sequential_run(result, carrier, made) == find_missed_rounds(result)
     assert lost(result) == [set(), {1}, {1}, set()]
     assert "it answers (1, " in result.rounds[3].lost["1"]
 
@@ -136,8 +136,8 @@ def test_slow_clients_are_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
         seconds = {(1, 0): 20.0, (2, 0): 20.0, (3, 0): 20.0, (2, 1): 90.0}.get((t, client), 0.0)
         return [(seconds, carrier.answered(message))]
 
-    carrier, result = ran(made, tmp_path, on_orders(act))
-    assert agrees(result, carrier, made) == missed(result)
+    carrier, result = run_whole(made, tmp_path, fault_on_orders(act))
+    assert assert_equals_sequential_run(result, carrier, made) == find_missed_rounds(result)
     assert result.rounds[2].lost == {"1": "client 1 did not reply within 60 s"}
     assert lost(result) == [set(), {1}, set()]
     assert carrier.clock.now == pytest.approx(20 + 60 + 20, abs=4)
@@ -151,12 +151,12 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
     left: Counter[tuple[int, ...]] = Counter({(2, 2): 2})
 
     def act(carrier: LocalTransport, message: NodeMessage, *at: int) -> Any:
-        found = carrier.answered(message)
+        actual = carrier.answered(message)
         left[at] -= 1
-        return [lost_reply(message)] if left[at] >= 0 else [found]
+        return [lost_reply(message)] if left[at] >= 0 else [actual]
 
-    carrier, result = ran(made, tmp_path, on_orders(act))
-    assert agrees(result, carrier, made) == set()
+    carrier, result = run_whole(made, tmp_path, fault_on_orders(act))
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
     # only who did not reply is asked again, by the same bytes, and answers from its memory
     again = [
@@ -166,7 +166,7 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
     assert again[0] == again[1] == again[2]
     assert len(carrier.orders()) == 3 * 4 + 2
     assert sorted(carrier.trained) == sorted((c, t) for c in range(3) for t in range(3))
-    assert logged(caplog, "2 good replies, 3 are needed: no reply of client 2: it was lost") == 2
+    assert count_logged(caplog, "2 good replies, 3 are needed: no reply of client 2: it was lost") == 2
 
 
 @pytest.mark.full
@@ -182,9 +182,9 @@ def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_re
             return [lost_reply(message, "the line is bad")]
         return None
 
-    carrier = local(made, tmp_path, on_orders(act))
+    carrier = local(made, tmp_path, fault_on_orders(act))
     with pytest.raises(NetworkError) as error:
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     for text in ("round 2 was asked for 2 times and never brought 2 good replies of 3 clients", "client 1 is not connected",
                  "no reply of client 2: the line is bad", "Fix the cause and resume"):  # fmt: skip
         assert text in str(error.value)
@@ -195,8 +195,8 @@ def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_re
     assert sorted(trained) == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
     carrier.fault = intact
     carrier.away.clear()
-    result = served(carrier, made, tmp_path / "run", resume=True)
-    assert agrees(result, carrier, made) == set()
+    result = serve_run(carrier, made, tmp_path / "run", resume=True)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
 
 
@@ -214,12 +214,12 @@ def test_a_client_that_joins_between_two_attempts_does_not_change_the_round(tmp_
         asked.append(message)
         return intact(there, message) if len(asked) == 4 else [lost_reply(message)]
 
-    carrier.fault = in_round(2, 0, act)
-    result = served(carrier, made, tmp_path / "run")
+    carrier.fault = fault_in_round(2, 0, act)
+    result = serve_run(carrier, made, tmp_path / "run")
     assert asked == asked[:1] * 4
     assert lost(result) == [{1}, {1}, set()]
     assert result.rounds[2].lost == {"1": "client 1 registered after the round had begun"}
-    assert agrees(result, carrier, made) == {(0, 1), (1, 1)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(0, 1), (1, 1)}
 
 
 @pytest.mark.full
@@ -234,22 +234,25 @@ def test_a_client_that_joins_late(method: str, tmp_path: Path) -> None:
             # there from the second round on: it is asked who it is along with the third round's orders
             there.away.clear()
 
-    carrier.fault = on_orders(act)
-    result = served(carrier, made, tmp_path / "run")
+    carrier.fault = fault_on_orders(act)
+    result = serve_run(carrier, made, tmp_path / "run")
     assert lost(result) == [{1}, {1}, {1}, set()]
     assert result.rounds[1].lost == {"1": "client 1 is not connected"}
-    assert agrees(result, carrier, made) == {(0, 1), (1, 1), (2, 1)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(0, 1), (1, 1), (2, 1)}
 
 
 def test_a_client_that_lost_its_folder_is_left_out(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4)
-    _, result = ran(made, tmp_path, forgetting(1, 2))
+    _, result = run_whole(made, tmp_path, forgetting(1, 2))
     assert "the server expects the state after round 1" in result.rounds[2].lost["1"]
     assert "the server expects the state after round 1" in result.rounds[3].lost["1"]
     assert lost(result) == [set(), {1}, {1}, {1}]
-    run, records = truth(made, result.rounds)
+    run, records = run_sequentially(made, result.rounds)
     assert torch.equal(result.run.state.server.control["head.bias"], run.state.server.control["head.bias"])
-    assert [same_record(a, b) for a, b in zip(result.rounds, records, strict=True)] == [set(), *[{1}] * 4]
+    assert [assert_same_record(a, b) for a, b in zip(result.rounds, records, strict=True)] == [
+        set(),
+        *[{1}] * 4,
+    ]
 
 
 def forgetting(client: int, t: int) -> Fault:
@@ -262,7 +265,7 @@ def forgetting(client: int, t: int) -> Fault:
                 shutil.rmtree(path)
         return intact(carrier, message)
 
-    return in_round(t, client, act)
+    return fault_in_round(t, client, act)
 
 
 @pytest.mark.few(1)
@@ -272,18 +275,18 @@ def test_a_client_that_lost_its_folder_starts_again(
     method: str, needed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, rounds=4, network={"forgotten": "begin", "min_replies": needed})
-    carrier, result = ran(made, tmp_path, forgetting(1, 2))
+    carrier, result = run_whole(made, tmp_path, forgetting(1, 2))
     # it is asked again at once only where a round needs it
     assert lost(result) == ([set(), {1}, set(), set()] if needed == 1 else [set()] * 4)
-    run, records = truth(made, result.rounds[:1])
+    run, records = run_sequentially(made, result.rounds[:1])
     for t, record in enumerate(result.rounds[1:], 1):
         if t == (3 if needed == 1 else 2):
             run.restore(
                 dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1})
             )
         records.append(run.step(lost_replies=record.lost))
-    same_states(result, carrier, run)
-    assert logged(caplog, "client 1 has lost its state, and starts again") == 1
+    assert_same_states(result, carrier, run)
+    assert count_logged(caplog, "client 1 has lost its state, and starts again") == 1
 
 
 @pytest.mark.full
@@ -298,17 +301,17 @@ def test_a_client_whose_disk_is_of_last_week_starts_again(tmp_path: Path) -> Non
         if at == (4, 1):
             shutil.rmtree(memory)
             shutil.copytree(tmp_path / "week", memory)
-        found = intact(carrier, message)
+        actual = intact(carrier, message)
         if at == (2, 1):
             memory = next(p for p in carrier.folders[101].iterdir() if p.is_dir())
             shutil.copytree(memory, tmp_path / "week")
-        return found
+        return actual
 
-    carrier, result = ran(made, tmp_path, on_orders(act))
+    carrier, result = run_whole(made, tmp_path, fault_on_orders(act))
     assert lost(result) == [set(), set(), set(), {1}, set()]
-    run, _ = truth(made, result.rounds[:5])
+    run, _ = run_sequentially(made, result.rounds[:5])
     run.restore(
         dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1})
     )
     run.step()
-    same_states(result, carrier, run)
+    assert_same_states(result, carrier, run)

@@ -10,7 +10,17 @@ import pytest
 
 from fedlowrank.network.messages import Answer
 from tests.support.client_tables import replace_values
-from tests.support.local_network import agrees, changed, in_round, local, lost, ran, served, small, truth
+from tests.support.local_network import (
+    assert_equals_sequential_run,
+    fault_in_round,
+    local,
+    lost,
+    replace_fields,
+    run_sequentially,
+    run_whole,
+    serve_run,
+    small,
+)
 
 METRICS = ["macro_f1", "ece"]
 
@@ -18,11 +28,11 @@ METRICS = ["macro_f1", "ece"]
 @pytest.mark.full
 def test_they_are_those_of_the_sequential_run(tmp_path: Path) -> None:
     made = small("scaffold", run={"metrics": METRICS})
-    carrier, result = ran(made, tmp_path)
-    assert agrees(result, carrier, made) == set()
-    _, wanted = truth(made, result.rounds)
+    carrier, result = run_whole(made, tmp_path)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
+    _, expected = run_sequentially(made, result.rounds)
     for name in METRICS:
-        assert [r.values(name) for r in result.rounds] == [r.values(name) for r in wanted]
+        assert [r.values(name) for r in result.rounds] == [r.values(name) for r in expected]
     assert result.rounds[-1].measured.metrics == METRICS
 
 
@@ -54,11 +64,13 @@ def test_impossible_metrics_are_refused(found: Any, is_refused: bool, tmp_path: 
         evaluation = Answer.from_json(answer.header).evaluation
         assert evaluation is not None
         return [
-            changed(answer, evaluation=replace_values(evaluation, **{name: {} for name in METRICS} | found))
+            replace_fields(
+                answer, evaluation=replace_values(evaluation, **{name: {} for name in METRICS} | found)
+            )
         ]
 
-    carrier = local(made, tmp_path, in_round(2, 1, lie))
-    result = served(carrier, made, tmp_path / "run")
+    carrier = local(made, tmp_path, fault_in_round(2, 1, lie))
+    result = serve_run(carrier, made, tmp_path / "run")
     assert lost(result) == [set(), {1} if is_refused else set()]
     assert result.rounds[1].measured is not None
     assert result.rounds[1].measured.client_ids == ([0, 2] if is_refused else [0, 1, 2])

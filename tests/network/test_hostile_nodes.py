@@ -35,18 +35,18 @@ from tests.support.local_network import (
     PLAIN,
     Killed,
     LocalTransport,
-    agrees,
-    changed,
+    assert_equals_sequential_run,
+    count_logged,
+    fault_in_round,
+    fault_on_orders,
+    find_missed_rounds,
     fuzz,
-    in_round,
     local,
     log_lines,
-    logged,
     lost,
-    missed,
-    on_orders,
-    ran,
-    served,
+    replace_fields,
+    run_whole,
+    serve_run,
     small,
 )
 
@@ -56,14 +56,14 @@ Lie = Callable[[Response], Response]
 
 
 def upload(change: Callable[[Any], Any]) -> Lie:
-    return lambda d: changed(d, payload=tree.encode(change(tree.decode(d.payload))))
+    return lambda d: replace_fields(d, payload=tree.encode(change(tree.decode(d.payload))))
 
 
 def evaluation(**tables: Any) -> Lie:
     def lie(response: Response) -> Response:
-        found = Answer.from_json(response.header).evaluation
-        assert found is not None
-        return changed(response, evaluation=replace_values(found, **tables))
+        actual = Answer.from_json(response.header).evaluation
+        assert actual is not None
+        return replace_fields(response, evaluation=replace_values(actual, **tables))
 
     return lie
 
@@ -79,25 +79,28 @@ LOSSES = "it reports losses that cannot be"
 EVALUATION = "its evaluation is impossible"
 
 WORDS: dict[str, tuple[Lie, str]] = {
-    "no JSON": (lambda d: changed(d, header="{"), "the message is not a Answer"),
-    "nothing": (lambda d: changed(d, header="", payload=b""), "the message is not a Answer"),
-    "other fields": (lambda d: changed(d, header='{"a\\n": 1}'), "the message is not a Answer: client: "),
-    "another round": (lambda d: changed(d, round=1), r"it answers \(1, '[0-9a-f]{16}', 1\) and not"),
-    "another run": (lambda d: changed(d, run="x"), r"it answers \(1, 'x', 0\) and not"),
-    "another client": (lambda d: changed(d, client=0), r"it answers \(0, '[0-9a-f]{16}', 0\) and not"),
+    "no JSON": (lambda d: replace_fields(d, header="{"), "the message is not a Answer"),
+    "nothing": (lambda d: replace_fields(d, header="", payload=b""), "the message is not a Answer"),
+    "other fields": (
+        lambda d: replace_fields(d, header='{"a\\n": 1}'),
+        "the message is not a Answer: client: ",
+    ),
+    "another round": (lambda d: replace_fields(d, round=1), r"it answers \(1, '[0-9a-f]{16}', 1\) and not"),
+    "another run": (lambda d: replace_fields(d, run="x"), r"it answers \(1, 'x', 0\) and not"),
+    "another client": (lambda d: replace_fields(d, client=0), r"it answers \(0, '[0-9a-f]{16}', 0\) and not"),
     "giant words": (
-        lambda d: changed(d, problem="x" * (1 << 20)),
+        lambda d: replace_fields(d, problem="x" * (1 << 20)),
         "its header takes more than 1048576 bytes",
     ),
-    "fewer steps than none": (lambda d: changed(d, steps=-1), STEPS),
-    "endless steps": (lambda d: changed(d, steps=10**4000), STEPS),
-    "one step more": (lambda d: changed(d, steps=Answer.from_json(d.header).steps + 1), STEPS),
-    "fewer operations": (lambda d: changed(d, flops=-1), FLOPS),
-    "endless operations": (lambda d: changed(d, flops=10**31), FLOPS),
-    "10^15 operations": (lambda d: changed(d, flops=10**15), FLOPS),
-    "a loss that is NaN": (lambda d: changed(d, losses={"local": math.nan}), LOSSES),
-    "a loss without end": (lambda d: changed(d, losses={"local": -math.inf}), LOSSES),
-    "a pass that is none": (lambda d: changed(d, losses={"a\nb": 1.0}), LOSSES),
+    "fewer steps than none": (lambda d: replace_fields(d, steps=-1), STEPS),
+    "endless steps": (lambda d: replace_fields(d, steps=10**4000), STEPS),
+    "one step more": (lambda d: replace_fields(d, steps=Answer.from_json(d.header).steps + 1), STEPS),
+    "fewer operations": (lambda d: replace_fields(d, flops=-1), FLOPS),
+    "endless operations": (lambda d: replace_fields(d, flops=10**31), FLOPS),
+    "10^15 operations": (lambda d: replace_fields(d, flops=10**15), FLOPS),
+    "a loss that is NaN": (lambda d: replace_fields(d, losses={"local": math.nan}), LOSSES),
+    "a loss without end": (lambda d: replace_fields(d, losses={"local": -math.inf}), LOSSES),
+    "a pass that is none": (lambda d: replace_fields(d, losses={"a\nb": 1.0}), LOSSES),
     "no series": (evaluation(accuracy={}, loss={}, parameters={}), EVALUATION),
     "more than all right": (evaluation(accuracy={"personal": {"val": 0.5, "test": 1.1}}), EVALUATION),
     "right by NaN": (evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}), EVALUATION),
@@ -109,8 +112,8 @@ WORDS: dict[str, tuple[Lie, str]] = {
     "a route beyond": (evaluation(route={"0": {"": 0.5}, "1": {"": 1.5}}), EVALUATION),
 }
 BODIES: dict[str, tuple[Lie, str]] = {
-    "no tree": (lambda d: changed(d, payload=b"upload"), "its header has [0-9]+ bytes, where about"),
-    "empty": (lambda d: changed(d, payload=b""), "was refused: these 0 bytes are"),
+    "no tree": (lambda d: replace_fields(d, payload=b"upload"), "its header has [0-9]+ bytes, where about"),
+    "empty": (lambda d: replace_fields(d, payload=b""), "was refused: these 0 bytes are"),
     "a NaN": (upload(lambda u: tree.map_leaves(lambda t: t * math.nan, u)), "it holds a NaN or an infinity"),
     "an infinity": (
         upload(lambda u: tree.map_leaves(lambda t: t + math.inf, u)),
@@ -118,7 +121,7 @@ BODIES: dict[str, tuple[Lie, str]] = {
     ),
     "another shape": (upload(lambda u: tree.map_leaves(lambda t: t[..., :1], u)), "expected float32"),
     "more": (upload(lambda u: {"model": u, "more": u}), "was refused: expected a Controlled"),
-    "large": (lambda d: changed(d, payload=d.payload + bytes(1 << 17)), "bytes; at most"),
+    "large": (lambda d: replace_fields(d, payload=d.payload + bytes(1 << 17)), "bytes; at most"),
 }
 
 
@@ -139,19 +142,19 @@ def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
 def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_path: Path) -> None:
     change, _ = {**WORDS, **BODIES}[lie]
     made = small("scaffold")
-    carrier, result = ran(
-        made, tmp_path, in_round(2, 1, lambda there, message: [change(there.answered(message))])
+    carrier, result = run_whole(
+        made, tmp_path, fault_in_round(2, 1, lambda there, message: [change(there.answered(message))])
     )
     assert lost(result) == [set(), {1}, set()]
     # nothing of a refused reply is kept, also where its header was valid
-    assert agrees(result, carrier, made) == {(1, 1)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(1, 1)}
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {"1": 1}
 
 
 DIVERGED: dict[str, Lie] = {
     "an update": BODIES["a NaN"][0],
     "a loss": WORDS["a loss that is NaN"][0],
-    "training": lambda d: changed(
+    "training": lambda d: replace_fields(
         d, payload=b"", problem="the loss is not finite", kind="training", steps=0, flops=0, losses={}
     ),
 }
@@ -165,11 +168,11 @@ def test_a_client_whose_numbers_are_not_finite_is_named_once(
     """As in a simulation; a reply that is lost or refused for another reason is no divergence."""
     change = {**DIVERGED, "nothing": WORDS["nothing"][0], "steps": WORDS["one step more"][0]}[what]
     made = small("fedavg", rounds=2)
-    fault = on_orders(
+    fault = fault_on_orders(
         lambda there, message, t, client: [change(there.answered(message))] if client == 1 and t < 3 else None
     )
     with caplog.at_level("WARNING"):
-        _, result = ran(made, tmp_path, fault)
+        _, result = run_whole(made, tmp_path, fault)
     assert lost(result) == [{1}, {1}]
     named = [r.getMessage() for r in caplog.records if "is left out" in r.getMessage()]
     assert [text.startswith("client 1 (") for text in named] == [True] * (what in DIVERGED)
@@ -179,22 +182,22 @@ def test_a_client_whose_numbers_are_not_finite_is_named_once(
 def test_keys_in_another_order_change_nothing(tmp_path: Path) -> None:
     made = small("fedavg")
     backwards = upload(lambda u: dict(reversed(u.items())))
-    carrier, result = ran(made, tmp_path, in_round(1, 0, lambda t, p: [backwards(t.answered(p))]))
+    carrier, result = run_whole(made, tmp_path, fault_in_round(1, 0, lambda t, p: [backwards(t.answered(p))]))
     assert lost(result) == [set()] * 3
     # the server's state as well, whose bytes tell the order of keys
-    assert agrees(result, carrier, made) == set()
+    assert assert_equals_sequential_run(result, carrier, made) == set()
 
 
 @pytest.mark.full
 def test_a_problem_is_told_in_one_short_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = small("scaffold")
     problem = "\x1b[2J\n12:00:00 finished\n" * 99
-    there = in_round(
-        2, 1, lambda there, message: [changed(there.answered(message), problem=problem, kind="disk")]
+    there = fault_in_round(
+        2, 1, lambda there, message: [replace_fields(there.answered(message), problem=problem, kind="disk")]
     )
-    carrier, result = ran(made, tmp_path, there)
+    carrier, result = run_whole(made, tmp_path, there)
     assert all(line.isprintable() and len(line) < 700 for line in caplog.messages)
-    assert agrees(result, carrier, made) == missed(result) == {(1, 1)}
+    assert assert_equals_sequential_run(result, carrier, made) == find_missed_rounds(result) == {(1, 1)}
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {}
 
 
@@ -207,13 +210,13 @@ def test_whoever_measures_other_things_is_left_out_of_the_table(
     strange = evaluation(accuracy=half("x"), loss=half("x"), parameters={"x": {"": 3}})
     routed = evaluation(route={"0": {"": 1.0}})
     for i, lie in enumerate((strange, routed)):
-        fault = in_round(2, client, lambda there, message, lie=lie: [lie(there.answered(message))])  # type: ignore[misc]
+        fault = fault_in_round(2, client, lambda there, message, lie=lie: [lie(there.answered(message))])  # type: ignore[misc]
         carrier = local(made, tmp_path / str(i), fault)
         caplog.clear()
-        result = served(carrier, made, tmp_path / str(i) / "run")
-        assert agrees(result, carrier, made) == {(1, client)}
+        result = serve_run(carrier, made, tmp_path / str(i) / "run")
+        assert assert_equals_sequential_run(result, carrier, made) == {(1, client)}
         assert lost(result) == [set()] * 3
-        assert logged(caplog, f"client {client} measures other things than most clients") == 1
+        assert count_logged(caplog, f"client {client} measures other things than most clients") == 1
         # the table of shares has no rounds in which a client is missing
         assert 1 not in result.measurements.routes()
         assert 2 in result.measurements.routes()
@@ -222,21 +225,21 @@ def test_whoever_measures_other_things_is_left_out_of_the_table(
 @pytest.mark.full
 def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, run={"evaluate_every": 4})
-    found = make_client_table({"accuracy": {"personal": {"val": [0.5], "test": [0.5]}}})
-    carrier, result = ran(
-        made, tmp_path, in_round(3, 1, lambda t, p: [changed(t.answered(p), evaluation=found)])
+    actual = make_client_table({"accuracy": {"personal": {"val": [0.5], "test": [0.5]}}})
+    carrier, result = run_whole(
+        made, tmp_path, fault_in_round(3, 1, lambda t, p: [replace_fields(t.answered(p), evaluation=actual)])
     )
-    assert agrees(result, carrier, made) == set()
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert [r.is_evaluated for r in result.rounds] == [True, True, False, False, True]
 
 
 # -- who lies too often
 
 
-@on_orders
+@fault_on_orders
 def liar(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
-    found = carrier.answered(message)
-    return [changed(found, payload=b"lies") if client == 1 and found.payload else found]
+    actual = carrier.answered(message)
+    return [replace_fields(actual, payload=b"lies") if client == 1 and actual.payload else actual]
 
 
 @pytest.mark.full
@@ -251,12 +254,12 @@ def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
             raise Killed
         return liar(there, message)
 
-    carrier.fault = on_orders(act)
+    carrier.fault = fault_on_orders(act)
     with pytest.raises(Killed):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     assert "client 1 is on the blocklist: 2 of its replies were refused" in caplog.messages
     carrier.fault = liar
-    result = served(carrier, made, tmp_path / "run", resume=True)
+    result = serve_run(carrier, made, tmp_path / "run", resume=True)
     assert lost(result) == [{1}] * 5
     assert ["is on the blocklist" in r.lost["1"] for r in result.rounds[1:]] == [
         False,
@@ -267,18 +270,18 @@ def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
     ]
     # it was sent nothing more, not even that the run is over
     assert [o.round for c, o in carrier.orders() if c == 1] == [0, 1]
-    assert agrees(result, carrier, made) == {(t, 1) for t in range(6)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(t, 1) for t in range(6)}
 
 
 def test_a_run_with_only_blocked_clients_ends_at_once(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, network={"limits": {"ban_after": 1}})
-    everyone = local(made, tmp_path, lambda t, p: [d if p.kind == "registration" else changed(d, payload=b"")]
+    everyone = local(made, tmp_path, lambda t, p: [d if p.kind == "registration" else replace_fields(d, payload=b"")]
                      if (d := t.answered(p)) else [])  # fmt: skip
     with pytest.raises(
         NetworkError,
         match="client 0 is on the blocklist: 1 of its replies were refused; client 1 is on the blocklist",
     ):
-        served(everyone, made, tmp_path / "run")
+        serve_run(everyone, made, tmp_path / "run")
     assert len(everyone.orders()) == 3
     assert everyone.clock.now == 0
 
@@ -298,11 +301,11 @@ def test_a_reply_that_the_method_cannot_use_is_dropped_named_and_counted(tmp_pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SCAFFOLD, "contribution", picky)
-        result = served(carrier, made, tmp_path / "run")
+        result = serve_run(carrier, made, tmp_path / "run")
     assert lost(result) == [{1}] * 3
     assert "cannot use the reply of client 1: ArithmeticError: odd" in result.rounds[1].lost["1"]
     assert "is on the blocklist" in result.rounds[3].lost["1"]
-    assert agrees(result, carrier, made) == {(t, 1) for t in range(4)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(t, 1) for t in range(4)}
 
 
 def trains(message: NodeMessage) -> bool:
@@ -318,12 +321,12 @@ def stage() -> tuple[ExperimentConfig, str, dict[int, list[Response]]]:
     made, kept = small("scaffold", rounds=2), dict[int, list[Response]]()
 
     def fault(carrier: LocalTransport, message: NodeMessage) -> Any:
-        found = carrier.answered(message)
-        kept.setdefault(message.node, []).append(found)
-        return [found]
+        actual = carrier.answered(message)
+        kept.setdefault(message.node, []).append(actual)
+        return [actual]
 
     with TemporaryDirectory() as base:
-        result = served(local(made, Path(base), fault), made, Path(base) / "run")
+        result = serve_run(local(made, Path(base), fault), made, Path(base) / "run")
         engine: Any = result.run.engine
     return made, engine.account.run, kept
 
@@ -341,8 +344,8 @@ class Stub:
         self.asked = {p.node for p in messages}
 
     def receive(self) -> list[Response]:
-        found, self.given = [d for d in self.given if d.node in self.asked], []
-        return found
+        actual, self.given = [d for d in self.given if d.node in self.asked], []
+        return actual
 
     def cancel_orders(self) -> None:
         pass
@@ -380,9 +383,9 @@ def judged(header: str, payload: bytes) -> tuple[str, dict[int, int]]:
     with log_lines() as lines:
         before = run.record_initial_models()
         record = run.step()
-        found = run.take_late_evaluation()
-    assert found is not None
-    for r in (record, dataclasses.replace(before, measured=found)):
+        actual = run.take_late_evaluation()
+    assert actual is not None
+    for r in (record, dataclasses.replace(before, measured=actual)):
         assert RoundRecord.from_line(r.to_line()).untimed() == r.untimed() or "NaN" in r.to_line()
         assert all(math.isfinite(x) for x in (*r.training_losses.values(), float(r.steps), float(r.flops)))
         assert all(line.isprintable() and len(line) < 1200 for line in (*lines, *r.lost.values()))

@@ -68,9 +68,9 @@ def received(link: SuperLink, most: int) -> Response:
     grid._client, grid._run = link, SimpleNamespace(run_id=1)  # type: ignore[assignment]
     transport = GridTransport(grid)
     transport._open = {"asked": NodeMessage(7, "order", "{}", b"", most)}
-    (found,) = transport.receive()
+    (actual,) = transport.receive()
     assert transport.receive() == [] or not transport._open
-    return found
+    return actual
 
 
 @pytest.mark.full
@@ -78,8 +78,8 @@ def test_a_reply_within_its_limit_is_read() -> None:
     # of which Flower sends each different piece once
     for payload in (random.Random(0).randbytes(12 << 20), bytes(12 << 20), b""):
         link = SuperLink("words", payload)
-        found = received(link, len(payload) + 10)
-        assert (found.header, found.payload, found.too_large, found.problem) == ("words", payload, "", "")
+        actual = received(link, len(payload) + 10)
+        assert (actual.header, actual.payload, actual.too_large, actual.problem) == ("words", payload, "", "")
 
 
 def test_replies_that_share_pieces_are_read() -> None:
@@ -88,10 +88,10 @@ def test_replies_that_share_pieces_are_read() -> None:
     whole = links[0]
     whole.objects = {i: content for link in links for i, content in link.objects.items()}
     assert len(whole.objects) < sum(len(link.objects) for link in links)
-    found = PullAppMessagesResponse(
+    actual = PullAppMessagesResponse(
         messages_list=[link.reply for link in links], message_object_trees=[link.tree for link in links]
     )
-    whole.PullMessages = lambda request: found  # type: ignore[method-assign, assignment]
+    whole.PullMessages = lambda request: actual  # type: ignore[method-assign, assignment]
     grid = HttpGrid(token="none")
     grid._client, grid._run = whole, SimpleNamespace(run_id=1)  # type: ignore[assignment]
     transport = GridTransport(grid)
@@ -103,9 +103,9 @@ def test_replies_that_share_pieces_are_read() -> None:
 
 def test_a_reply_of_too_many_bytes_is_not_read_to_its_end() -> None:
     link = SuperLink("words", random.Random(0).randbytes(70 << 20))
-    found = received(link, 30 << 20)
-    assert (found.header, found.payload, found.problem) == ("", b"", "")
-    assert "it has more bytes, too many: 31522816 bytes are taken" in found.too_large
+    actual = received(link, 30 << 20)
+    assert (actual.header, actual.payload, actual.problem) == ("", b"", "")
+    assert "it has more bytes, too many: 31522816 bytes are taken" in actual.too_large
     # a piece has 5 MiB, and a few are fetched at once
     assert link.fetched < 60 << 20
 
@@ -116,8 +116,8 @@ def test_a_piece_that_is_repeated_does_not_fill_the_memory(monkeypatch: pytest.M
     # it crosses as one piece of 5 MiB
     assert sum(map(len, link.objects.values())) < 6 << 20
     monkeypatch.setattr(Array, "inflate", lambda *_, **__: pytest.fail("the array was put together"))
-    found = received(link, 50 << 20)
-    assert "it has more bytes, too many: 52494336 bytes are taken" in found.too_large
+    actual = received(link, 50 << 20)
+    assert "it has more bytes, too many: 52494336 bytes are taken" in actual.too_large
 
 
 def test_nothing_is_read_of_a_reply_of_too_many_pieces() -> None:
@@ -125,8 +125,8 @@ def test_nothing_is_read_of_a_reply_of_too_many_pieces() -> None:
     piece = link.tree.children[0]
     for _ in range(500):
         link.tree.children.append(piece)
-    found = received(link, 1 << 20)
-    assert "pieces, too many: 1114112 bytes are taken" in found.too_large
+    actual = received(link, 1 << 20)
+    assert "pieces, too many: 1114112 bytes are taken" in actual.too_large
     assert link.fetched == 0
 
 

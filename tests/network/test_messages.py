@@ -46,8 +46,8 @@ def test_headers_are_read_back_unchanged(header: Header) -> None:
 
 def test_a_loss_that_is_not_finite_crosses_for_the_receiver_to_judge() -> None:
     for loss in (math.nan, math.inf, -math.inf):
-        found = Answer.from_json(dataclasses.replace(ANSWER, losses={"local": loss}).to_json())
-        assert repr(found.losses["local"]) == repr(loss)
+        actual = Answer.from_json(dataclasses.replace(ANSWER, losses={"local": loss}).to_json())
+        assert repr(actual.losses["local"]) == repr(loss)
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,18 @@ def test_deep_and_long_texts_are_refused_and_harm_nothing() -> None:
     surrogate = json.dumps({**dataclasses.asdict(ANSWER), "run": "\ud800"})
     digits = json.dumps(dataclasses.asdict(ANSWER)).replace('"steps": 7', f'"steps": {"9" * 100_000}')
     for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, digits, surrogate):
-        with pytest.raises(MessageError) as found:
+        with pytest.raises(MessageError) as actual:
             Answer.from_json(text)
-        assert str(found.value).isprintable()
-        assert len(str(found.value)) <= 500
+        assert str(actual.value).isprintable()
+        assert len(str(actual.value)) <= 500
 
 
 def test_no_text_of_a_client_makes_a_line_of_its_own() -> None:
-    with pytest.raises(MessageError) as found:
+    with pytest.raises(MessageError) as actual:
         Answer.from_json(
             json.dumps({**dataclasses.asdict(ANSWER), "losses": {"x\n12:00:00 finished\n": None}})
         )
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(actual.value)
     for text in ("a\nb", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\x85b", "a\x00b"):
         assert to_one_line(text).isprintable()
         assert to_one_line(text).startswith("a ")
@@ -121,8 +121,8 @@ def test_sections_leave_out_what_may_differ_and_nothing_else() -> None:
         "model": {"names": ["mlp"], "hidden": [3]},
     }
     for section, value in others.items():
-        found = digest_sections({**TABLES, section: value})
-        assert [s for s in known if found[s] != known[s]] == [section]
+        actual = digest_sections({**TABLES, section: value})
+        assert [s for s in known if actual[s] != known[s]] == [section]
     # the order of fields says nothing
     assert digest_sections({k: TABLES[k] for k in reversed(TABLES)}) == known
     assert digest_sections({**TABLES, "run": {k: TABLES["run"][k] for k in reversed(TABLES["run"])}}) == known

@@ -24,7 +24,7 @@ from fedlowrank.network.messages import Registration
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage
-from tests.support.local_network import LocalTransport, intact, served
+from tests.support.local_network import LocalTransport, intact, serve_run
 
 HALF = {"dtype": "bfloat16", "micro_batch": 2}
 TEXTS = ["the fox jumps over the dog", "the dog sleeps; the fox does not"]
@@ -72,7 +72,7 @@ def round_to_16_levels(weight: torch.Tensor, block: int = 32) -> torch.Tensor:
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Bases that were asked for in 4 bits, emulated, for bitsandbytes may be missing."""
-    found: list[Any] = []
+    actual: list[Any] = []
     load = base_model.load_base
 
     def load_emulated(settings: LanguageBase, *rest: Any) -> LoadedBase:
@@ -82,11 +82,11 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 for parameter in loaded.model.parameters():
                     if parameter.ndim == 2:
                         parameter.copy_(round_to_16_levels(parameter))
-            found.append(loaded.model)
+            actual.append(loaded.model)
         return loaded
 
     monkeypatch.setattr(language_model, "load_base", load_emulated)
-    return found
+    return actual
 
 
 def test_clients_of_three_precisions_train_one_model(
@@ -96,10 +96,10 @@ def test_clients_of_three_precisions_train_one_model(
     carrier, uploads = clients(made, tmp_path, {}, HALF, {"quantize": "4bit"}), []
 
     def watched(carrier: LocalTransport, message: NodeMessage) -> list[Any]:
-        found = carrier.answered(message)
-        if message.kind == "order" and found.payload:
-            uploads.append(tree.decode(found.payload))
-        return [found]
+        actual = carrier.answered(message)
+        if message.kind == "order" and actual.payload:
+            uploads.append(tree.decode(actual.payload))
+        return [actual]
 
     carrier.fault = watched
     runtimes = [ClientRuntime(folder) for folder in carrier.folders.values()]
@@ -116,7 +116,7 @@ def test_clients_of_three_precisions_train_one_model(
     assert Registration.from_json(header).sections == runtimes[0].make_registration()[0].sections
 
     # the server is another machine, too
-    result = served(carrier, made.overlay({"local": {"micro_batch": 3}}), tmp_path / "run")
+    result = serve_run(carrier, made.overlay({"local": {"micro_batch": 3}}), tmp_path / "run")
     assert result.run.settings.micro_batch == 3
     assert json.loads((tmp_path / "run" / "run.json").read_text())["run"]["micro_batch"] is None
     assert [r.lost for r in result.rounds] == [{}, {}, {}]
@@ -152,7 +152,7 @@ def test_a_client_with_other_files_is_refused_and_the_file_is_named(
     carrier = clients(made, tmp_path, {}, {"dtype": "bfloat16"}, {"path": str(there)})
     text = rf"missing: 2\..*client 2 has another base model than the others: {name} differs\. Copy the files"
     with pytest.raises(NetworkError, match=rf"(?s){text}"):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
 
 
 def test_an_app_that_is_sent_holds_nothing_of_this_machine(base: Path, tmp_path: Path) -> None:

@@ -15,16 +15,16 @@ from fedlowrank.network.messages import Answer, Order, Registration
 from fedlowrank.network.transport import NodeMessage
 from tests.support.local_network import (
     LocalTransport,
-    agrees,
-    changed,
+    assert_equals_sequential_run,
+    fault_on_orders,
     local,
-    lossy,
+    lose_replies,
     lost,
-    on_orders,
-    ran,
-    served,
+    replace_fields,
+    run_sequentially,
+    run_whole,
+    serve_run,
     small,
-    truth,
 )
 
 PRIVATE: dict[str, Any] = {
@@ -44,25 +44,25 @@ def test_compressed_runs_are_the_sequential_ones_bit_for_bit(method: str, tmp_pa
     made = small(
         method, rounds=3, run={"compression": {"uplink": "top_k:0.3 + int8"}, "clipping": {"norm": 0.5}}
     )
-    carrier, result = ran(made, tmp_path)
-    assert agrees(result, carrier, made) == set()
+    carrier, result = run_whole(made, tmp_path)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
 
 
 @pytest.mark.full
 def test_what_compression_lost_survives_a_lost_reply(tmp_path: Path) -> None:
     """A client whose reply was lost builds on the state of before: its residual is the acknowledged one."""
     made = small("fedavg", rounds=4, run={"compression": {"uplink": "top_k:0.2"}})
-    carrier, result = ran(made, tmp_path, lossy({2: {0}, 3: {0, 1}}))
+    carrier, result = run_whole(made, tmp_path, lose_replies({2: {0}, 3: {0, 1}}))
     assert lost(result) == [set(), {0}, {0, 1}, set()]
-    agrees(result, carrier, made)
+    assert_equals_sequential_run(result, carrier, made)
 
 
 @pytest.mark.full
 def test_a_robust_rule_holds_over_a_network(tmp_path: Path) -> None:
     for rule in ("median", "multi_krum", "norm_bound"):
         made = small("fedavg", 5, rounds=2, run={"robust": {"rule": rule}})
-        carrier, result = ran(made, tmp_path / rule)
-        assert agrees(result, carrier, made) == set()
+        carrier, result = run_whole(made, tmp_path / rule)
+        assert assert_equals_sequential_run(result, carrier, made) == set()
 
 
 @pytest.mark.full
@@ -71,11 +71,11 @@ def test_private_clients_send_neither_sizes_nor_losses_nor_evaluations(tmp_path:
     answers: list[Answer] = []
 
     def watch(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
-        found = carrier.answered(message)
-        answers.append(Answer.from_json(found.header))
-        return [found]
+        actual = carrier.answered(message)
+        answers.append(Answer.from_json(actual.header))
+        return [actual]
 
-    carrier, result = ran(made, tmp_path, on_orders(watch))
+    carrier, result = run_whole(made, tmp_path, fault_on_orders(watch))
     assert len(answers) >= 6
     for answer in answers:
         assert (answer.steps, answer.flops, answer.losses, answer.evaluation) == (0, 0, {}, None)
@@ -100,15 +100,15 @@ def test_whether_a_private_client_counts_does_not_depend_on_the_others(tmp_path:
     made = small("fedavg", 4, rounds=1, run=quiet)
 
     def far(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
-        found = carrier.answered(message)
+        actual = carrier.answered(message)
         if client == 1 and Order.from_json(message.header).train:
-            upload = tree.decode(found.payload)
-            found = changed(found, payload=tree.encode(tree.map_leaves(lambda x: x + 1e3, upload)))
-        return [found]
+            upload = tree.decode(actual.payload)
+            actual = replace_fields(actual, payload=tree.encode(tree.map_leaves(lambda x: x + 1e3, upload)))
+        return [actual]
 
-    _, result = ran(made, tmp_path, on_orders(far))
+    _, result = run_whole(made, tmp_path, fault_on_orders(far))
     assert lost(result) == [set()]
-    start = vector(truth(made, [])[0].state.server)
+    start = vector(run_sequentially(made, [])[0].state.server)
     assert 0.01 < np.linalg.norm(vector(result.run.state.server) - start) <= 0.1 + 1e-4
 
 
@@ -116,8 +116,8 @@ def test_whether_a_private_client_counts_does_not_depend_on_the_others(tmp_path:
 def test_noise_over_a_network_is_not_that_of_a_seed(tmp_path: Path) -> None:
     """Two runs of one experiment differ, by about the noise that the settings say."""
     made = small("fedavg", rounds=1, run=PRIVATE)
-    ends = [vector(ran(made, tmp_path / name)[1].run.state.server) for name in ("one", "two")]
-    seeded = vector(truth(made, ran(made, tmp_path / "three")[1].rounds)[0].state.server)
+    ends = [vector(run_whole(made, tmp_path / name)[1].run.state.server) for name in ("one", "two")]
+    seeded = vector(run_sequentially(made, run_whole(made, tmp_path / "three")[1].rounds)[0].state.server)
     deviation = np.sqrt(2) * 0.1 / 3
     for a, b in ((ends[0], ends[1]), (ends[0], seeded)):
         assert np.std(a - b) == pytest.approx(deviation, rel=0.3)
@@ -127,9 +127,11 @@ def test_noise_over_a_network_is_not_that_of_a_seed(tmp_path: Path) -> None:
 def test_who_takes_part_is_not_foreseen_by_a_seed(tmp_path: Path) -> None:
     """Of eight clients, one draw in 256 would be the seed's in each of four rounds."""
     made = small("fedavg", 8, rounds=4, run={**PRIVATE, "sampling": "poisson", "participation": 0.5})
-    _, result = ran(made, tmp_path)
+    _, result = run_whole(made, tmp_path)
     drawn = [r.participants for r in result.rounds[1:]]
-    assert drawn != [[i.id for i in truth(made, result.rounds)[0].participants(t)] for t in range(4)]
+    assert drawn != [
+        [i.id for i in run_sequentially(made, result.rounds)[0].participants(t)] for t in range(4)
+    ]
 
 
 def test_every_client_keeps_its_own_ledger_and_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_every_client_keeps_its_own_ledger_and_stops_when_its_budget_is_spent(tm
         run={**LOCAL, "privacy": privacy, "participation": 1.0},
         network={"min_replies": 0},
     )
-    carrier, result = ran(made, tmp_path)
+    carrier, result = run_whole(made, tmp_path)
     most, budget = result.run.round, result.run.budget
     assert 1 <= most < 6
     assert budget is not None
@@ -159,7 +161,7 @@ def test_every_client_keeps_its_own_ledger_and_stops_when_its_budget_is_spent(tm
 @pytest.mark.full
 def test_noise_without_a_budget_is_never_refused(tmp_path: Path) -> None:
     made = small("fedavg", rounds=2, run={**LOCAL, "participation": 1.0})
-    carrier, result = ran(made, tmp_path)
+    carrier, result = run_whole(made, tmp_path)
     # a server that went back repeats the last round
     order = Order(result.run.engine.account.run, 1, 1, True, False, branch=1)  # type: ignore[attr-defined]
     down = tree.encode(result.run.method.download(result.run.state.server, result.run.federation.infos[0]))
@@ -178,9 +180,9 @@ def test_noise_without_a_budget_is_never_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [PRIVATE, LOCAL])
 def test_the_rounds_of_a_network_are_agreed_on_before_the_first(kind: dict[str, Any], tmp_path: Path) -> None:
     made, more = (small("fedavg", rounds=rounds, run=kind) for rounds in (1, 3))
-    carrier, _ = ran(made, tmp_path)
+    carrier, _ = run_whole(made, tmp_path)
     with pytest.raises(CheckpointError, match=r"run\.rounds was 1 and is 3, but over a network"):
-        served(carrier, more, tmp_path / "run", resume=True)
+        serve_run(carrier, more, tmp_path / "run", resume=True)
     with pytest.raises(ConfigError, match=r"such as in run\.rounds"):
         local(more, tmp_path)
 
@@ -196,7 +198,7 @@ def test_an_order_that_is_sent_again_gets_the_same_bytes_and_is_charged_once(tmp
             seen.extend([first.payload, second.payload])
         return [second]
 
-    carrier, _ = ran(made, tmp_path, on_orders(twice))
+    carrier, _ = run_whole(made, tmp_path, fault_on_orders(twice))
     assert len(seen) == 6
     assert all(a == b for a, b in zip(seen[::2], seen[1::2], strict=True))
     for folder in carrier.folders.values():
@@ -205,7 +207,7 @@ def test_an_order_that_is_sent_again_gets_the_same_bytes_and_is_charged_once(tmp
 
 def test_attacks_are_for_simulations(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="simulations"):
-        ran(small("fedavg", run={"attack": {"kind": "sign_flip"}}), tmp_path)
+        run_whole(small("fedavg", run={"attack": {"kind": "sign_flip"}}), tmp_path)
 
 
 @pytest.mark.full
@@ -213,4 +215,4 @@ def test_server_and_clients_must_agree_on_the_protection(tmp_path: Path) -> None
     made, other = small("fedavg", run=PRIVATE), small("fedavg", run={**PRIVATE, "clipping": {"norm": 9.0}})
     carrier = local(made, tmp_path)
     with pytest.raises(Exception, match=r"run|clipping"):
-        served(carrier, other.overlay({"network": {"wait": 1.0}}), tmp_path / "run")
+        serve_run(carrier, other.overlay({"network": {"wait": 1.0}}), tmp_path / "run")

@@ -36,9 +36,9 @@ class Slow:
             self.due.append((self.now + (self.seconds if m.node == 1 else 0.0), Response(m.node, m.kind)))
 
     def receive(self) -> list[Response]:
-        found = [r for when, r in self.due if when <= self.now]
+        actual = [r for when, r in self.due if when <= self.now]
         self.due = [(when, r) for when, r in self.due if when > self.now]
-        return found
+        return actual
 
     def cancel_orders(self) -> None: ...
 
@@ -52,16 +52,16 @@ class Slow:
 def ask(carrier: Slow, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ask both nodes as a server that waits for them does, for WAIT seconds; the nodes that answered."""
     monkeypatch.setattr(transport, "time", carrier)
-    exchange, found = Exchange(carrier, WAIT), list[int]()
+    exchange, actual = Exchange(carrier, WAIT), list[int]()
     while carrier.now < 1000.0 + WAIT:
-        requests = [NodeMessage(n, "registration", "{}") for n in (1, 2) if n not in found]
-        found += [r.node for r in exchange.run_round_trip(requests, "registration", 1.0)]
+        requests = [NodeMessage(n, "registration", "{}") for n in (1, 2) if n not in actual]
+        actual += [r.node for r in exchange.run_round_trip(requests, "registration", 1.0)]
         carrier.now += 0.01
     # what comes after an answer is dropped
     carrier.now += WAIT
     orders = exchange.run_round_trip([NodeMessage(2, "order", "{}")], "round", 1.0)
     assert [(r.node, r.kind) for r in orders] == [(2, "order")]
-    return found
+    return actual
 
 
 def test_a_lost_request_is_sent_again_after_half_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from fedlowrank.language.tiny_models import build_tiny_model
 from fedlowrank.network.client import prepare, read_own_share
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.rounds.run import Run
-from tests.support.local_network import LocalTransport, intact, served
+from tests.support.local_network import LocalTransport, intact, serve_run
 
 CASES = {
     "dpo": ("causal", ("prompt", "chosen", "rejected"), "pair_accuracy"),
@@ -65,13 +65,13 @@ def test_a_network_is_the_simulation(loss: str, tmp_path: Path) -> None:
     for i, file in enumerate(files):
         folders[100 + i] = tmp_path / f"client-{i}"
         prepare(folders[100 + i], alone, i, read_own_share(alone, i, 2, file), SiteSettings.simulated())
-    unequal = served(LocalTransport(folders, intact), alone, tmp_path / "unequal")
+    unequal = serve_run(LocalTransport(folders, intact), alone, tmp_path / "unequal")
     assert [r.lost for r in unequal.rounds] == [{}, {}, {}]
     folders, shares = {}, made.shares()
     for i in range(2):
         folders[200 + i] = tmp_path / f"same-{i}"
         prepare(folders[200 + i], made, i, shares, SiteSettings.simulated())
-    result = served(LocalTransport(folders, intact), made, tmp_path / "run")
+    result = serve_run(LocalTransport(folders, intact), made, tmp_path / "run")
     run = Run(made.build_method("fedhl"), made.federation(), made.run, Sequential())
     run.record_initial_models()
     records = [run.step() for _ in range(2)]

@@ -9,7 +9,7 @@ import pytest
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.client import ClientRuntime, prepare
-from tests.support.local_network import agrees, local, served, small
+from tests.support.local_network import assert_equals_sequential_run, local, serve_run, small
 
 CODE = """
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ def test_a_class_is_named_in_the_file(variant: bool, tmp_path: Path, monkeypatch
     name = f"{module}:Damped"
     made = small("half", methods={"half": {"method": name}}) if variant else small(name)
     carrier = local(made, tmp_path / "clients")
-    result = served(carrier, made, tmp_path / "run")
-    assert agrees(result, carrier, made) == set()
+    result = serve_run(carrier, made, tmp_path / "run")
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     method = json.loads((tmp_path / "run" / "run.json").read_text())["method"]
     assert (method["name"], method["title"]) == (("half", "half") if variant else (name, "Damped FedAvg"))
 
@@ -58,8 +58,8 @@ def test_a_model_with_batch_normalization(
     sections = {"model": {"names": ["own_normalized:net"]}, "run": {"statistics": statistics}}
     made = small("fedavg", rounds=2, defaults={"drop_last": True}, **sections)
     carrier = local(made, tmp_path / "clients")
-    result = served(carrier, made, tmp_path / "run")
-    assert agrees(result, carrier, made) == set()
+    result = serve_run(carrier, made, tmp_path / "run")
+    assert assert_equals_sequential_run(result, carrier, made) == set()
 
 
 def test_a_client_refuses_parts_of_batches_as_a_run_does(
@@ -87,6 +87,6 @@ def test_a_loss_is_named_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(tmp_path))
     made = small("fedavg", rounds=2, loss={"kind": "own_tempered:tempered"})
     carrier = local(made, tmp_path / "clients")
-    result = served(carrier, made, tmp_path / "run")
-    assert agrees(result, carrier, made) == set()
+    result = serve_run(carrier, made, tmp_path / "run")
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["loss"]["kind"] == "own_tempered:tempered"

@@ -94,11 +94,11 @@ class TestSetting:
 
     @pytest.mark.full
     def test_noise_is_that_of_the_record_where_it_followed_from_the_budget(self, make_run):
-        found = {**PRIVATE, "noise": None, "epsilon": 8.0}
-        text = said(make_run("a", rounds=private([0.0, 1.0], noise=0.75), run=trusting(privacy=found)))
+        actual = {**PRIVATE, "noise": None, "epsilon": 8.0}
+        text = said(make_run("a", rounds=private([0.0, 1.0], noise=0.75), run=trusting(privacy=actual)))
         assert "privacy of clients, central: noise multiplier σ = 0.75, budget ε = 8, δ = 0.0001;" in text
         assert "(accountant rdp)" in text
-        text = said(make_run("a", rounds=rounds_of([[0.1]]), run=trusting(privacy=found)))
+        text = said(make_run("a", rounds=rounds_of([[0.1]]), run=trusting(privacy=actual)))
         assert "central: budget ε = 8, δ = 0.0001;" in text
 
     @pytest.mark.few(19)

@@ -38,14 +38,14 @@ class First(nn.Sequential):
 
 def clients() -> list[dict[str, tuple[Tensor, Tensor]]]:
     drawn = torch.Generator().manual_seed(0)
-    found = []
+    actual = []
     for _ in range(3):
         parts = {}
         for part, n in (("train", 30), ("val", 12), ("test", 20)):
             x = 3 * torch.randn(n, 6, generator=drawn) + 3
             parts[part] = x, (x[:, :3]).argmax(1)
-        found.append(parts)
-    return found
+        actual.append(parts)
+    return actual
 
 
 @pytest.mark.parametrize("model", [Scaled, First])
@@ -55,27 +55,27 @@ def test_a_model_that_changes_its_inputs_is_one_that_does_not(model: Any, engine
     for in_place in (False, True):
         given = clients()
         fed = Federation.from_arrays(given, lambda in_place=in_place: model(in_place), classes=3, seed=0)
-        found = simulate("fedavg", fed, rounds=3, engine=engine)
+        actual = simulate("fedavg", fed, rounds=3, engine=engine)
         again = simulate("standalone", fed, rounds=2, engine=engine)
         x = given[0]["test"][0].clone()
-        scores = found.predict(0, x)
+        scores = actual.predict(0, x)
         for mine, theirs in zip(given, clients(), strict=True):
             assert all(torch.equal(mine[part][0], theirs[part][0]) for part in mine)
         assert torch.equal(x, given[0]["test"][0])
-        results.append((found.accuracy(), again.accuracy(), scores))
+        results.append((actual.accuracy(), again.accuracy(), scores))
     np.testing.assert_array_equal(results[0][:2], results[1][:2])
     torch.testing.assert_close(results[0][2], results[1][2])
 
 
 @pytest.mark.parametrize("method", ["moon", "fml", "ensemble", "fedkd", "per_fedavg", "floral"])
 def test_several_models_of_a_method_see_the_same_inputs(method: str) -> None:
-    found = []
+    actual = []
     for in_place in (False, True):
         fed = Federation.from_arrays(
             clients(), lambda in_place=in_place: Scaled(in_place), classes=3, seed=0, head="out"
         )
-        found.append(simulate(method, fed, rounds=2, engine="sequential").run.state.server)
-    a, b = map(tree.tensors, found)
+        actual.append(simulate(method, fed, rounds=2, engine="sequential").run.state.server)
+    a, b = map(tree.tensors, actual)
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
@@ -114,12 +114,12 @@ def test_a_loss_that_changes_its_arguments_leaves_accuracy_and_metrics() -> None
     def copied(scores: Tensor, targets: Tensor) -> Tensor:
         return in_place_loss(scores.clone(), targets.clone())
 
-    found = []
+    actual = []
     for loss in (copied, in_place_loss):
         fed = Federation.from_arrays(clients(), lambda: nn.Linear(6, 3), classes=3, seed=0, loss=loss)
         result = simulate("fedavg", fed, rounds=2, metrics=["macro_f1"])
-        found.append([result.rounds[-1].values(name) for name in ("accuracy", "macro_f1", "loss")])
-    assert found[0] == found[1]
+        actual.append([result.rounds[-1].values(name) for name in ("accuracy", "macro_f1", "loss")])
+    assert actual[0] == actual[1]
 
 
 def test_metrics_get_arrays_of_their_own() -> None:

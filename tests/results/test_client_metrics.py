@@ -40,13 +40,13 @@ NAMED = [
 def own_scores(run: Run, split: str) -> list[tuple[np.ndarray, np.ndarray]]:
     """Scores and labels of every client, by calling its model plainly."""
     module = run.federation.architectures["model"].module
-    found = []
+    actual = []
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         part = getattr(data, split)
         with torch.no_grad():
             scores = torch.func.functional_call(module, run.personal_params(info), (part.x,))
-        found.append((scores.double().numpy(), part.y.numpy()))
-    return found
+        actual.append((scores.double().numpy(), part.y.numpy()))
+    return actual
 
 
 def check(
@@ -54,9 +54,9 @@ def check(
 ) -> None:
     """Assert the values of a metric, which records hold to six digits."""
     assert record.is_evaluated
-    found = record.values(name, series="personal", split=split)
-    assert [v is None for v in found] == [v is None for v in expected], name
-    for value, right in zip(found, expected, strict=True):
+    actual = record.values(name, series="personal", split=split)
+    assert [v is None for v in actual] == [v is None for v in expected], name
+    for value, right in zip(actual, expected, strict=True):
         assert value == (None if right is None else pytest.approx(right, rel=rel, abs=1e-6)), name
 
 
@@ -126,11 +126,11 @@ def test_balanced_accuracy_and_auroc_are_scikit_learn_s_where_all_classes_are_pr
     result = simulate("fedavg", make_labeled_federation(), rounds=1, metrics=["balanced_accuracy", "auroc"])
     s, y = own_scores(result.run, "val")[0]
     assert len({*y.tolist()}) == CLASSES
-    found = read_tables(result.rounds[-1].measured)
+    actual = read_tables(result.rounds[-1].measured)
     balanced = sklearn.metrics.balanced_accuracy_score(y, s.argmax(1))
-    assert found["balanced_accuracy"]["personal"]["val"][0] == pytest.approx(balanced, rel=1e-5)
+    assert actual["balanced_accuracy"]["personal"]["val"][0] == pytest.approx(balanced, rel=1e-5)
     area = sklearn.metrics.roc_auc_score(y, probabilities(s), multi_class="ovr")
-    assert found["auroc"]["personal"]["val"][0] == pytest.approx(area, rel=1e-5)
+    assert actual["auroc"]["personal"]["val"][0] == pytest.approx(area, rel=1e-5)
 
 
 def test_regression() -> None:
@@ -283,7 +283,7 @@ def cases() -> dict[str, Pair]:
     usual = random.normal(size=(60, 5)) + np.eye(5)[y]
     two = random.integers(0, 2, 40)
     close = random.normal(size=(40, 2)) + np.eye(2)[two]
-    found = {
+    actual = {
         "usual": (usual, y),
         "ties": (random.integers(0, 3, (60, 5)).astype(float), y),
         "constant": (np.zeros((60, 5)), y),
@@ -297,8 +297,8 @@ def cases() -> dict[str, Pair]:
     }
     for type_ in (torch.bfloat16, torch.float16):
         stored = (torch.from_numpy(40 * usual).to(type_).double().numpy(), y)
-        found[str(type_).removeprefix("torch.")] = stored
-    return found
+        actual[str(type_).removeprefix("torch.")] = stored
+    return actual
 
 
 def mean_over_present(of: Callable[[Any, Any], float], s: np.ndarray, y: np.ndarray) -> float:
@@ -389,23 +389,23 @@ class Above:
 
 @pytest.mark.full
 def test_functions_are_metrics(tmp_path: Path) -> None:
-    found = simulate(
+    actual = simulate(
         "fedavg",
         make_labeled_federation(),
         rounds=2,
         metrics=["macro_f1", worst_recall, Above(0.5)],
         folder=tmp_path / "r",
     )
-    assert found.rounds[-1].measured.metrics == ["macro_f1", "worst_recall", "Above"]
+    assert actual.rounds[-1].measured.metrics == ["macro_f1", "worst_recall", "Above"]
     for split in ("val", "test"):
         for name, metric in (("worst_recall", worst_recall), ("Above", Above(0.5))):
-            got = found.rounds[-1].values(name, series="personal", split=split)
-            wanted = [metric(*both) if len(both[1]) else None for both in own_scores(found.run, split)]
-            assert [a is None for a in got] == [b is None for b in wanted]
+            got = actual.rounds[-1].values(name, series="personal", split=split)
+            expected = [metric(*both) if len(both[1]) else None for both in own_scores(actual.run, split)]
+            assert [a is None for a in got] == [b is None for b in expected]
             assert [a for a in got if a is not None] == pytest.approx(
-                [b for b in wanted if b is not None], rel=1e-5
+                [b for b in expected if b is not None], rel=1e-5
             )
-    assert {"worst_recall", "Above"} <= {*found.to_frame()}
+    assert {"worst_recall", "Above"} <= {*actual.to_frame()}
     table = compare_runs([RunRecord.load(tmp_path / "r")])
     assert [c.title for c in table.result_tables["metrics"].columns] == ["macro F1", "worst recall", "Above"]
     assert "metric_worst_recall" in to_csv(table)
@@ -454,10 +454,10 @@ def test_early_stopping_by_a_metric(lower_is_better: bool, stops: int) -> None:
     def falling(scores: Any, targets: Any) -> float:
         return -float(next(rounds))
 
-    found = simulate(
+    actual = simulate(
         "fedavg", make_labeled_federation(), rounds=8, metrics=[falling], evaluate_every=1,
         on_round=EarlyStopping(1, metric="falling", lower_is_better=lower_is_better),
     )  # fmt: skip
-    assert found.rounds[-1].round == stops
+    assert actual.rounds[-1].round == stops
     with pytest.raises(ConfigError, match="measures no metric and not 'falling'"):
         simulate("fedavg", make_labeled_federation(), rounds=1, on_round=EarlyStopping(1, metric="falling"))

@@ -56,14 +56,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 def test_all_values_are_those_of_the_files(runs: Path) -> None:
-    found = load_runs(runs, series="all")
-    assert found["run"].unique().tolist() == ["a/fedavg-s0", "b"]
-    assert list(found)[:6] == ["run", "experiment", "method", "seed", "run.rounds", "lora.ranks"]
+    actual = load_runs(runs, series="all")
+    assert actual["run"].unique().tolist() == ["a/fedavg-s0", "b"]
+    assert list(actual)[:6] == ["run", "experiment", "method", "seed", "run.rounds", "lora.ranks"]
     rows = {
         (row["run"], row["round"], row["client"], row["series"], row["split"]): row
-        for row in found.to_dict("records")
+        for row in actual.to_dict("records")
     }
-    assert len(rows) == len(found)
+    assert len(rows) == len(actual)
     expected = 0
     for run, method, seed in (("a/fedavg-s0", "fedavg", 0), ("b", "fml", 1)):
         people = json.loads((runs / run / "clients.json").read_text())
@@ -81,12 +81,12 @@ def test_all_values_are_those_of_the_files(runs: Path) -> None:
                         for name, value in stored.items():
                             assert row[name] == value or (value is None and math.isnan(row[name])), name
                         expected += 1
-    assert expected == len(found)
-    assert found["unseen"].any()
-    varied = found[found["run"] == "b"]
+    assert expected == len(actual)
+    assert actual["unseen"].any()
+    varied = actual[actual["run"] == "b"]
     assert varied["run.rounds"].tolist() == [1] * len(varied)
     assert varied["lora.ranks"].tolist() == [[4, 8]] * len(varied)
-    assert found[found["run"] != "b"]["run.rounds"].isna().all()
+    assert actual[actual["run"] != "b"]["run.rounds"].isna().all()
 
 
 def test_the_last_round_and_one_folder(runs: Path) -> None:
@@ -100,9 +100,9 @@ def test_the_last_round_and_one_folder(runs: Path) -> None:
 
 
 def test_costs_of_rounds(runs: Path) -> None:
-    found = load_rounds(runs)
+    actual = load_rounds(runs)
     for run in ("a/fedavg-s0", "b"):
-        mine, lines = found[found["run"] == run].to_dict("records"), lines_of(runs / run)
+        mine, lines = actual[actual["run"] == run].to_dict("records"), lines_of(runs / run)
         assert len(mine) == len(lines)
         for row, line in zip(mine, lines, strict=True):
             assert row["participants"] == len(line["participants"])
@@ -133,11 +133,11 @@ def test_missing_is_not_diverged_and_some_clients_have_no_row() -> None:
     rows = {"accuracy": [0.5, None, 0.25], "loss": [math.nan, None, 2.0]}
     columns = [Column(name, "personal", "test", values) for name, values in rows.items()]
     record = RoundRecord(round=1, measured=ClientTable([0, 1, 3], columns))
-    found = client_frame(Measurements.of([nothing, record], CLIENTS))
-    assert found["client"].tolist() == [0, 1, 3]
-    assert found["hostile"].tolist() == [False, False, True]
-    assert found["loss"].tolist()[::2] == [math.inf, 2.0]
-    assert math.isnan(found["loss"][1])
+    actual = client_frame(Measurements.of([nothing, record], CLIENTS))
+    assert actual["client"].tolist() == [0, 1, 3]
+    assert actual["hostile"].tolist() == [False, False, True]
+    assert actual["loss"].tolist()[::2] == [math.inf, 2.0]
+    assert math.isnan(actual["loss"][1])
     assert len(client_frame(Measurements.of([nothing], CLIENTS))) == 0
     assert rounds_frame([nothing])["round"].tolist() == [0]
 
@@ -157,9 +157,9 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def column(line: Any, series: str) -> list[Any]:
     """Test accuracies of a series, from the file's own JSON."""
     key = {"name": "accuracy", "series": series, "split": "test"}
-    (found,) = (c["values"] for c in line["measured"]["columns"] if key.items() <= c.items())
-    assert line["measured"]["clients"] == [*range(len(found))]
-    return list(found)
+    (actual,) = (c["values"] for c in line["measured"]["columns"] if key.items() <= c.items())
+    assert line["measured"]["clients"] == [*range(len(actual))]
+    return list(actual)
 
 
 def series_of(line: Any) -> list[str]:
@@ -183,8 +183,8 @@ def test_a_mean_is_that_of_one_model_and_of_the_report(two_models: Path) -> None
     headline, other = series_of(lines_of(folders[0])[-1])
     mine, others = ([by_hand(f, series) for f in folders] for series in (headline, other))
     assert mine != others
-    found = load_runs(two_models, last=True).query("split == 'test' and not unseen")
-    means = found.groupby(["method", "seed"])["accuracy"].mean()
+    actual = load_runs(two_models, last=True).query("split == 'test' and not unseen")
+    means = actual.groupby(["method", "seed"])["accuracy"].mean()
     assert means["ditto"].tolist() == pytest.approx(mine)
     table = compare_runs([RunRecord.load(f) for f in folders]).frame
     assert table["accuracy_last"].iloc[0] == pytest.approx(sum(mine) / 2)
@@ -201,8 +201,8 @@ def test_means_by_examples(two_models: Path) -> None:
     headline = series_of(lines_of(folders[0])[-1])[0]
     expected = [by_hand(f, headline, weighted=True) for f in folders]
     last = load_runs(two_models, last=True)
-    found = average_by_examples(last.query("split == 'test' and not unseen"), ["method", "seed"])
-    assert found["ditto"].tolist() == pytest.approx(expected)
+    actual = average_by_examples(last.query("split == 'test' and not unseen"), ["method", "seed"])
+    assert actual["ditto"].tolist() == pytest.approx(expected)
     table = pd.DataFrame({"client": [0, 1, 2], "series": "a", "split": "test", "round": 1, "n": [1, 3, 0]})
     table["accuracy"], table["loss"] = [1.0, 0.2, math.nan], [1.0, math.inf, math.nan]
     assert average_by_examples(table, "split")["test"] == pytest.approx((1 + 3 * 0.2) / 4)
@@ -226,11 +226,11 @@ def test_clients_outside_training_are_in_no_mean() -> None:
     record, unseen = result.rounds[-1], result.run.draws.unseen
     assert record.is_evaluated
     values = {split: record.values("accuracy", split=split) for split in ("val", "test")}
-    for split, found in (("val", record.validation()), ("test", result.mean_accuracy())):
+    for split, actual in (("val", record.validation()), ("test", result.mean_accuracy())):
         known = [v for i, v in enumerate(values[split]) if v is not None and i not in unseen]
         everyone = [v for v in values[split] if v is not None]
-        assert found == pytest.approx(sum(known) / len(known))
-        assert found != pytest.approx(sum(everyone) / len(everyone))
+        assert actual == pytest.approx(sum(known) / len(known))
+        assert actual != pytest.approx(sum(everyone) / len(everyone))
     assert RoundRecord.from_line(record.to_line()).validation() == record.validation()
     assert f"{100 * result.mean_accuracy():.1f} %" in describe_record(record)
 
@@ -251,20 +251,22 @@ def test_results_of_the_best_round_by_validation() -> None:
          "test": (x[k::6], (x[k::6, 2] > 0).long())}
         for k in range(3)
     ]  # fmt: skip
-    found = simulate(
+    actual = simulate(
         FedAvg(optimizer=SGD(lr=0.5)),
         Federation.from_arrays(clients, nn.Linear(4, 2)),
         rounds=6,
         evaluate_every=1,
     )
-    means = [sum(r.values("accuracy", series="personal", split="val")) / 3 for r in found.rounds]
+    means = [sum(r.values("accuracy", series="personal", split="val")) / 3 for r in actual.rounds]
     best = means.index(max(means))
-    assert (found.best_round, best < 6) == (best, True)
-    assert found.accuracy(at="best") == found.rounds[best].values("accuracy", series="personal", split="test")
-    assert found.mean_accuracy(at="best") == pytest.approx(sum(found.accuracy(at="best")) / 3)
-    assert found.accuracy() == found.rounds[-1].values("accuracy", series="personal", split="test")
+    assert (actual.best_round, best < 6) == (best, True)
+    assert actual.accuracy(at="best") == actual.rounds[best].values(
+        "accuracy", series="personal", split="test"
+    )
+    assert actual.mean_accuracy(at="best") == pytest.approx(sum(actual.accuracy(at="best")) / 3)
+    assert actual.accuracy() == actual.rounds[-1].values("accuracy", series="personal", split="test")
     with pytest.raises(ConfigError, match="Did you mean 'best'"):
-        found.mean_accuracy(at="bset")
+        actual.mean_accuracy(at="bset")
     without = simulate(
         "fedavg",
         Federation.from_arrays([{"train": c["train"], "test": c["test"]} for c in clients], nn.Linear(4, 2)),

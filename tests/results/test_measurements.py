@@ -26,9 +26,9 @@ CLIENTS: list[dict[str, Any]] = [
 
 
 def table(values: list[float | None], name: str = "accuracy") -> Measurements:
-    found = Measurements(CLIENTS)
-    found.append_clients(1, make_client_table({name: {"own": {"test": values}}}))
-    return found
+    actual = Measurements(CLIENTS)
+    actual.append_clients(1, make_client_table({name: {"own": {"test": values}}}))
+    return actual
 
 
 @pytest.mark.parametrize(("who", "places"), [("counted", [0, 1]), ("unseen", [3]), ("all", [0, 1, 2, 3])])
@@ -48,21 +48,21 @@ def test_the_worst_of_a_loss_is_the_largest() -> None:
 
 
 def test_what_is_not_finite_is_in_no_mean_and_counted() -> None:
-    found = table([0.5, math.nan, None, 0.7]).over_clients("accuracy", "own", group="all").loc[1]
-    assert (found["mean"], found["non_finite"], found["without"]) == (pytest.approx(0.6), 1, 1)
+    actual = table([0.5, math.nan, None, 0.7]).over_clients("accuracy", "own", group="all").loc[1]
+    assert (actual["mean"], actual["non_finite"], actual["without"]) == (pytest.approx(0.6), 1, 1)
     assert table([math.nan, None, None, None]).over_clients("accuracy", "own").empty
 
 
 def test_who_was_not_evaluated_is_not_without_examples() -> None:
     """Of ten clients that can train five were evaluated: one has no test examples, one diverged."""
     clients = [{"id": i, "test": 4, "unseen": i == 10} for i in range(12)]
-    found = Measurements(clients)
+    actual = Measurements(clients)
     values: list[float | None] = [0.5, None, 0.75, math.nan, 1.0, 0.0]
-    found.append_clients(3, ClientTable([0, 2, 3, 5, 8, 10], [Column("accuracy", "own", "test", values)]))
-    row = found.over_clients("accuracy", "own").loc[3]
+    actual.append_clients(3, ClientTable([0, 2, 3, 5, 8, 10], [Column("accuracy", "own", "test", values)]))
+    row = actual.over_clients("accuracy", "own").loc[3]
     assert row[["clients", "without", "non_finite", "not_evaluated"]].tolist() == [3, 1, 1, 6]
     assert row["mean"] == 0.75
-    assert found.over_clients("accuracy", "own", group="unseen").loc[3, "clients"] == 1
+    assert actual.over_clients("accuracy", "own", group="unseen").loc[3, "clients"] == 1
 
 
 def test_every_client_is_counted_once() -> None:
@@ -78,10 +78,10 @@ def test_the_worst_tenth_of_an_error_holds_the_largest() -> None:
         ("ece", True), ("rmse", True), ("mae", True), ("loss", True), ("r2", False), ("auroc", False), ("top3", False),
         ("accuracy", False), ("token_accuracy", False),
     ):  # fmt: skip
-        found = Measurements([{"id": i} for i in range(25)])
-        found.append_clients(1, make_client_table({name: {"own": {"test": list(values)}}}))
+        actual = Measurements([{"id": i} for i in range(25)])
+        actual.append_clients(1, make_client_table({name: {"own": {"test": list(values)}}}))
         worst = np.sort(values)[-3:] if lower else np.sort(values)[:3]
-        assert found.over_clients(name, "own").loc[1, "worst"] == pytest.approx(worst.mean()), name
+        assert actual.over_clients(name, "own").loc[1, "worst"] == pytest.approx(worst.mean()), name
     lower = {name for name, metric in METRICS.items() if metric.lower_is_better}
     # what is 0 for perfect predictions
     assert lower == {"ece", "rmse", "mae"}

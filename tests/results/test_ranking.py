@@ -35,8 +35,8 @@ def test_rounds_with_the_same_answers_are_ties() -> None:
     # the means of most runs differ in their last bits
     assert sum(len({r.validation() for r in records}) > 1 for records in runs) > 20
     for records in runs:
-        found: Any = SimpleNamespace(rounds=records)
-        assert Result.best_round.fget(found) == 0  # type: ignore[attr-defined]  # of a property
+        actual: Any = SimpleNamespace(rounds=records)
+        assert Result.best_round.fget(actual) == 0  # type: ignore[attr-defined]  # of a property
         assert [_is_best(records[: t + 1]) for t in range(len(records))] == [True] + [False] * 5
         stops = EarlyStopping(3)
         assert [bool(stops(r)) for r in records] == [False, False, False, True, True, True]

@@ -52,9 +52,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def status(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "status.json").read_text())
-    del found["digest"]
-    return found
+    actual: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    del actual["digest"]
+    return actual
 
 
 class Crash:
@@ -76,17 +76,17 @@ class Crash:
 )
 @pytest.mark.usefixtures("by_curve")
 def test_the_round_of_a_hand_made_curve(patience: int, min_delta: float, last: int, best: int | None) -> None:
-    found = run(on_round=EarlyStopping(patience, min_delta))
-    assert [record.round for record in found.rounds] == list(range(last + 1))
+    actual = run(on_round=EarlyStopping(patience, min_delta))
+    assert [record.round for record in actual.rounds] == list(range(last + 1))
     why = f"stopped early: no better validation for {patience} evaluations after round {best}"
-    assert found.run.stopped == ("" if best is None else why)
+    assert actual.run.stopped == ("" if best is None else why)
 
 
 @pytest.mark.usefixtures("by_curve")
 def test_evaluations_count_and_not_rounds() -> None:
     # every second round: 0.2 (0), 0.5 (1), 0.4 (2), 0.55 (4), 0.3 (6), 0.7 (8), 0.7 (10), 0.7 (11)
-    found = run(on_round=EarlyStopping(2), evaluate_every=2)
-    assert found.rounds[-1].round == 11
+    actual = run(on_round=EarlyStopping(2), evaluate_every=2)
+    assert actual.rounds[-1].round == 11
     assert run(on_round=EarlyStopping(1), evaluate_every=2).rounds[-1].round == 2
 
 
@@ -168,20 +168,20 @@ def test_several_callbacks_and_the_last_round_is_evaluated(tmp_path: Path) -> No
     first, second = Two(), Two()
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "run", on_round=[first, Crash(3)], evaluate_every=4)
-    found = run(tmp_path / "run", on_round=[second, lambda record: None], evaluate_every=4, resume=True)
+    actual = run(tmp_path / "run", on_round=[second, lambda record: None], evaluate_every=4, resume=True)
     assert first.seen == [[], 0, 1, 2, 3, False]
     assert second.seen == [[0, 1, 2, 3], 4, 5, True]
-    assert [r.is_evaluated for r in found.rounds] == [True, True, False, False, True, True]
+    assert [r.is_evaluated for r in actual.rounds] == [True, True, False, False, True, True]
     # the true accuracy of the last model, and the same in the folder
-    client = found.run.federation.clients[0].test
+    client = actual.run.federation.clients[0].test
     module = torch.nn.Linear(3, 2)
-    module.load_state_dict(found.personal(0))
+    module.load_state_dict(actual.personal(0))
     right = (module(client.x).argmax(1) == client.y).float().mean().item()
-    assert found.accuracy()[0] == pytest.approx(right)
+    assert actual.accuracy()[0] == pytest.approx(right)
     assert [r.untimed() for r in RunRecord.load(tmp_path / "run").rounds] == [
-        r.untimed() for r in found.rounds
+        r.untimed() for r in actual.rounds
     ]
-    assert found.run.stopped.endswith("Two returned True after round 5")
+    assert actual.run.stopped.endswith("Two returned True after round 5")
 
 
 def test_a_metric_that_is_undefined_for_all_clients_is_named() -> None:

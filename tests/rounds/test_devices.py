@@ -74,20 +74,20 @@ def test_seconds_by_hand() -> None:
     fast = 0.3 + down * 8 / 50_000 + first / 2000 + 0.3 + size * 8 / 100_000
     slow = 0.3 + down * 8 / 50_000 + second / 500 + 0.3 + size * 8 / 2000
     assert fast < slow
-    found = run(on, devices)
-    assert found.rounds[1].simulated_seconds == pytest.approx(slow, rel=1e-12)
-    assert found.rounds[0].simulated_seconds is None
+    actual = run(on, devices)
+    assert actual.rounds[1].simulated_seconds == pytest.approx(slow, rel=1e-12)
+    assert actual.rounds[0].simulated_seconds is None
     # the same clients, the other one the slower
     turned = dataclasses.replace(devices, speeds=(0.001, 0.5))
     assert run(on, turned).rounds[1].simulated_seconds == pytest.approx(fast + first / 1 - first / 2000)
     # time alone changes nothing else
     plain = run(on, Devices())
-    assert tree.equal(found.run.state.server, plain.run.state.server)
-    without = {**found.rounds[1].untimed(), "simulated_seconds": None}
+    assert tree.equal(actual.run.state.server, plain.run.state.server)
+    without = {**actual.rounds[1].untimed(), "simulated_seconds": None}
     assert without == plain.rounds[1].untimed()
     assert json.loads(plain.rounds[1].to_json())["simulated_seconds"] is None
-    line = found.rounds[1].to_json()
-    assert RoundRecord.from_line(line).simulated_seconds == found.rounds[1].simulated_seconds
+    line = actual.rounds[1].to_json()
+    assert RoundRecord.from_line(line).simulated_seconds == actual.rounds[1].simulated_seconds
 
 
 @pytest.mark.full
@@ -121,10 +121,10 @@ def test_clients_drop_out_by_their_probability() -> None:
     for client in range(8):
         # a list is repeated evenly: clients 0 and 1 have the first rate
         p = 1 - rates[client // 2]
-        count = sum(client in found for found in lost)
+        count = sum(client in actual for actual in lost)
         assert abs(count - rounds * p) <= 4 * math.sqrt(rounds * p * (1 - p))
     # clients drop out independently of each other: 0.5² of the rounds lose both
-    both = sum({2, 3} <= found for found in lost)
+    both = sum({2, 3} <= actual for actual in lost)
     assert abs(both - rounds / 4) <= 4 * math.sqrt(rounds * 3 / 16)
     assert DeviceClock(Devices(availability=rates), 8, Key((3,))).unavailable(7) == lost[7]
     assert any(
@@ -193,9 +193,9 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_in_an_experiment_file() -> None:
     tables = {"run": {"devices": {"speeds": [1, 0.5], "flops_per_second": 1e9, "uplink": 5, "deadline": 60}}}
     made = ExperimentConfig.parse(tables)
-    wanted = Devices(flops_per_second=1e9, speeds=(1.0, 0.5), uplink=5.0, deadline=60.0)
-    assert made.run.devices == wanted
-    assert ExperimentConfig.parse(made.to_dict()).run.devices == wanted
+    expected = Devices(flops_per_second=1e9, speeds=(1.0, 0.5), uplink=5.0, deadline=60.0)
+    assert made.run.devices == expected
+    assert ExperimentConfig.parse(made.to_dict()).run.devices == expected
     with pytest.raises(ConfigError, match="Did you mean 'uplink'"):
         ExperimentConfig.parse({"run": {"devices": {"uplinks": 5}}})
 

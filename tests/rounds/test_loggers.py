@@ -80,7 +80,7 @@ def in_wandb(folder: Path) -> Found:
     from wandb.proto import wandb_internal_pb2
 
     identifier = json.loads((folder / "logging.json").read_text())["wandb"]
-    found: Found = []
+    actual: Found = []
     for path in sorted(Path("wandb").glob(f"offline-run-*-{identifier}*/*.wandb")):
         for data in wandb_records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
@@ -90,8 +90,8 @@ def in_wandb(folder: Path) -> Found:
                 for item in record.history.item:
                     tag = item.key or "/".join(item.nested_key)
                     if not tag.startswith("_"):
-                        found.append((tag, step, json.loads(item.value_json)))
-    return found
+                        actual.append((tag, step, json.loads(item.value_json)))
+    return actual
 
 
 def in_mlflow(folder: Path) -> Found:
@@ -104,20 +104,20 @@ def in_mlflow(folder: Path) -> Found:
 
 def expected(records: list[RoundRecord]) -> dict[tuple[str, int], float]:
     """By the records, in plain words."""
-    found, total = {}, 0
+    actual, total = {}, 0
     for r in records:
         total += r.bytes_up + r.bytes_down
-        found["bytes/total", r.round] = total
-        found |= {(f"seconds/{kind}", r.round): value for kind, value in r.seconds.items()}
-        found |= {(f"loss/{name}", r.round): value for name, value in r.training_losses.items()}
+        actual["bytes/total", r.round] = total
+        actual |= {(f"seconds/{kind}", r.round): value for kind, value in r.seconds.items()}
+        actual |= {(f"loss/{name}", r.round): value for name, value in r.training_losses.items()}
         for tag in ("accuracy", "loss"):
             for split in ("val", "test"):
                 known = [
                     value for value in r.values(tag, series="personal", split=split) if value is not None
                 ]
                 if known:
-                    found[f"{tag}/personal/{split}", r.round] = sum(known) / len(known)
-    return found
+                    actual[f"{tag}/personal/{split}", r.round] = sum(known) / len(known)
+    return actual
 
 
 def assert_logged(found: Found, records: list[RoundRecord]) -> None:
@@ -154,16 +154,16 @@ def test_values_while_it_runs_and_after_a_resume(
     with pytest.raises(ZeroDivisionError):
         run(str(folder), log=tuple(READERS), on_round=[look, crash])
     assert seen == {1: {0}, 2: {0, 1}, 3: {0, 1, 2}}
-    found = run(str(folder), log=tuple(READERS), resume=True)
+    actual = run(str(folder), log=tuple(READERS), resume=True)
     # nothing of it changes the run
-    assert [r.untimed() for r in found.rounds] == [r.untimed() for r in plain.rounds]
+    assert [r.untimed() for r in actual.rounds] == [r.untimed() for r in plain.rounds]
     said = capfd.readouterr()
     assert said.out + said.err == ""
     assert not caplog.records
-    assert_logged(in_tensorboard(folder), found.rounds)
-    assert_logged(in_mlflow(folder), found.rounds)
+    assert_logged(in_tensorboard(folder), actual.rounds)
+    assert_logged(in_mlflow(folder), actual.rounds)
     # offline, each process has a folder of the same identifier
-    assert_logged(in_wandb(folder), found.rounds)
+    assert_logged(in_wandb(folder), actual.rounds)
 
     from mlflow import MlflowClient
 
@@ -189,9 +189,9 @@ def test_every_metric_is_logged(name: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_numbers", raising=False)
     metrics = ("macro_f1", "own_numbers:share", "own_numbers:broken")
-    found = run("run", log=(name,), metrics=metrics)
+    actual = run("run", log=(name,), metrics=metrics)
     logged = {(tag, step): value for tag, step, value in READERS[name](tmp_path / "run")}
-    for record in found.rounds:
+    for record in actual.rounds:
         for metric in metrics:
             for split in ("val", "test"):
                 values = record.values(metric, series="personal", split=split)
@@ -212,14 +212,14 @@ def test_a_mean_never_looks_better_for_a_client_that_diverged() -> None:
         "loss": {"own": {"test": [2.0, math.nan, None, 1.0], "val": [2.0, 1.0, 3.0, math.inf]}},
         "ece": {"own": {"test": [math.nan, 0.1, None, 0.3], "val": [0.1, 0.2, None, None]}},
     }
-    found = list_scalars(RoundRecord(1, measured=make_client_table(tables)), clients, 0)
-    assert found["accuracy/own/test"] == pytest.approx(0.6)
-    assert found["loss/own/val"] == 2.0
-    assert found["ece/own/val"] == pytest.approx(0.15)
+    actual = list_scalars(RoundRecord(1, measured=make_client_table(tables)), clients, 0)
+    assert actual["accuracy/own/test"] == pytest.approx(0.6)
+    assert actual["loss/own/val"] == 2.0
+    assert actual["ece/own/val"] == pytest.approx(0.15)
     for tag in ("loss/own/test", "ece/own/test", "loss/own/val/unseen"):
-        assert math.isnan(found[tag])
-    assert found["ece/own/test/unseen"] == 0.3
-    assert "ece/own/val/unseen" not in found
+        assert math.isnan(actual[tag])
+    assert actual["ece/own/test/unseen"] == 0.3
+    assert "ece/own/val/unseen" not in actual
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

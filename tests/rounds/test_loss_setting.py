@@ -217,7 +217,7 @@ def run(federation: Federation, **settings: Any) -> Result:
 def test_every_kind_is_that_of_a_plain_loop(name: str, caplog: pytest.LogCaptureFixture) -> None:
     loss, data, model, plain = CASES[name]
     federation = make(loss, data, model)
-    wanted, risks = plain_loop(federation, data, plain)
+    expected, risks = plain_loop(federation, data, plain)
     for settings in (
         {"engine": "sequential"},
         {"engine": "vectorized"},
@@ -226,9 +226,9 @@ def test_every_kind_is_that_of_a_plain_loop(name: str, caplog: pytest.LogCapture
         with caplog.at_level("INFO", "fedlowrank"):
             result = run(federation, **settings)
         for parameter, value in result.run.state.server.items():
-            torch.testing.assert_close(value, wanted[parameter].detach(), rtol=1e-4, atol=1e-5)
-        found = result.rounds[-1].values("loss", split="test")
-        np.testing.assert_allclose(found, risks, rtol=1e-4)
+            torch.testing.assert_close(value, expected[parameter].detach(), rtol=1e-4, atol=1e-5)
+        actual = result.rounds[-1].values("loss", split="test")
+        np.testing.assert_allclose(actual, risks, rtol=1e-4)
     assert ("one client after another in 'local': the loss" in caplog.text) == (
         name in ("a function", "a module")
     )
@@ -255,7 +255,7 @@ def test_multi_label_metrics_are_those_of_scikit_learn() -> None:
         y = part["test"][1].numpy()
         scores = result.predict(client).numpy()
         chosen = (scores > 0).astype(int)
-        wanted = {
+        expected = {
             "micro_f1": sklearn.metrics.f1_score(y, chosen, average="micro"),
             "macro_f1": sklearn.metrics.f1_score(y, chosen, average="macro", zero_division=0),
             "weighted_f1": sklearn.metrics.f1_score(y, chosen, average="weighted", zero_division=0),
@@ -264,10 +264,10 @@ def test_multi_label_metrics_are_those_of_scikit_learn() -> None:
             "auroc": sklearn.metrics.roc_auc_score(y, scores, average="macro"),
         }
         last = result.rounds[-1]
-        for name, value in wanted.items():
+        for name, value in expected.items():
             assert last.is_evaluated
-            found = last.values(name, split="test")[client]
-            assert found == pytest.approx(value, abs=1e-5), name
+            actual = last.values(name, split="test")[client]
+            assert actual == pytest.approx(value, abs=1e-5), name
         accuracy = last.values("accuracy", split="test")[client]
         assert accuracy == pytest.approx(sklearn.metrics.accuracy_score(y, chosen))
         table = result.predictions(client)
@@ -292,8 +292,8 @@ def test_pixels_are_counted_one_by_one() -> None:
             ("mean_iou", sklearn.metrics.jaccard_score),
             ("macro_f1", sklearn.metrics.f1_score),
         ):
-            found = last.values(name, split="test")[client]
-            assert found == pytest.approx(function(y, chosen, average="macro"), abs=1e-5)
+            actual = last.values(name, split="test")[client]
+            assert actual == pytest.approx(function(y, chosen, average="macro"), abs=1e-5)
     with pytest.raises(ConfigError, match="each pixel or token; predict"):
         result.predictions()
 
@@ -308,8 +308,8 @@ def test_a_function_of_pixels_has_their_metrics() -> None:
     y, chosen = data[0]["test"][1].numpy().ravel(), result.predict(0).argmax(1).numpy().ravel()
     last = result.rounds[-1]
     assert last.is_evaluated
-    found = last.values("mean_iou", split="test")[0]
-    assert found == pytest.approx(sklearn.metrics.jaccard_score(y, chosen, average="macro"), abs=1e-5)
+    actual = last.values("mean_iou", split="test")[0]
+    assert actual == pytest.approx(sklearn.metrics.jaccard_score(y, chosen, average="macro"), abs=1e-5)
     # several labels as whole numbers are labels of three places to a function
     own = lambda s, y: F.binary_cross_entropy_with_logits(s, y.float(), reduction="none").mean(1)  # noqa: E731
     federation = Federation.from_arrays(clients(vectors, presences), linear, loss=own)
@@ -484,8 +484,8 @@ def test_real_targets_have_no_embedding_plot(loss: str, tmp_path: Path) -> None:
         "fedavg", Federation.from_arrays(data, model, head="1", loss=loss), rounds=1, folder=tmp_path / "run"
     )
     stored = RunRecord.load(tmp_path / "run")
-    found = read_representations(stored.folder)
-    assert found is not None
-    assert (found["label"].shape, found["client"].tolist()) == ((8, 3), [0] * 4 + [1] * 4)
+    actual = read_representations(stored.folder)
+    assert actual is not None
+    assert (actual["label"].shape, actual["client"].tolist()) == ((8, 3), [0] * 4 + [1] * 4)
     group: Any = SimpleNamespace(first=stored)
     assert plot_embeddings([group]) == []

@@ -48,8 +48,8 @@ def test_their_accuracy_is_the_recorded_one_exactly(method: str) -> None:
     assert method not in ("ditto", "fedslr") or tables[0] != tables[1]
     for series, splits in by_series.items():
         for split, recorded in splits.items():
-            found = result.predictions(split=split, series=series).groupby("client")["correct"].mean()
-            assert found.to_dict() == {i: a for i, a in enumerate(recorded) if a is not None}
+            actual = result.predictions(split=split, series=series).groupby("client")["correct"].mean()
+            assert actual.to_dict() == {i: a for i, a in enumerate(recorded) if a is not None}
 
 
 @pytest.mark.full
@@ -62,12 +62,12 @@ def test_scores_and_columns_by_a_plain_call() -> None:
             few = torch.func.functional_call(Headed(), params, (test.x[:3] + 1,))
         torch.testing.assert_close(result.predict(client), scores)
         torch.testing.assert_close(result.predict(client, (test.x[:3] + 1).numpy()), few)
-        found = result.predictions(client)
-        assert found["example"].tolist() == list(range(len(test)))
-        assert found["label"].tolist() == test.y.tolist()
-        assert found["prediction"].tolist() == scores.argmax(1).tolist()
-        assert found["correct"].tolist() == (scores.argmax(1) == test.y).tolist()
-        np.testing.assert_allclose(found["probability"], torch.softmax(scores, 1).amax(1), rtol=1e-5)
+        actual = result.predictions(client)
+        assert actual["example"].tolist() == list(range(len(test)))
+        assert actual["label"].tolist() == test.y.tolist()
+        assert actual["prediction"].tolist() == scores.argmax(1).tolist()
+        assert actual["correct"].tolist() == (scores.argmax(1) == test.y).tolist()
+        np.testing.assert_allclose(actual["probability"], torch.softmax(scores, 1).amax(1), rtol=1e-5)
     assert result.predict(2).shape == (0, 4)
     assert len(result.predictions(2)) == 0
     # all examples of all clients, each by its own model
@@ -81,9 +81,9 @@ def test_confusion_matrices_are_scikit_learn_s() -> None:
     for client in (0, 1, 3):
         y, chosen = result.run.federation.clients[client].test.y, result.predict(client).argmax(1)
         parts[client] = sklearn.metrics.confusion_matrix(y, chosen, labels=range(4))
-        found = result.confusion(client)
-        assert found.index.tolist() == found.columns.tolist() == names
-        assert found.to_numpy().tolist() == parts[client].tolist()
+        actual = result.confusion(client)
+        assert actual.index.tolist() == actual.columns.tolist() == names
+        assert actual.to_numpy().tolist() == parts[client].tolist()
     assert result.confusion().to_numpy().tolist() == sum(parts.values()).tolist()
 
 
@@ -112,11 +112,11 @@ def test_regression() -> None:
     g = torch.Generator().manual_seed(0)
     data = [(torch.randn(30, 3, generator=g), torch.randn(30, 2, generator=g)) for _ in range(2)]
     result = simulate("fedavg", Federation.from_arrays(data, lambda: nn.Linear(3, 2)), rounds=1)
-    test, found = result.run.federation.clients[1].test, result.predictions(1)
+    test, actual = result.run.federation.clients[1].test, result.predictions(1)
     for k in range(2):
-        np.testing.assert_array_equal(found[f"target_{k}"], test.y[:, k])
-        np.testing.assert_allclose(found[f"prediction_{k}"], result.predict(1)[:, k])
-        np.testing.assert_allclose(found[f"error_{k}"], result.predict(1)[:, k] - test.y[:, k], atol=1e-6)
+        np.testing.assert_array_equal(actual[f"target_{k}"], test.y[:, k])
+        np.testing.assert_allclose(actual[f"prediction_{k}"], result.predict(1)[:, k])
+        np.testing.assert_allclose(actual[f"error_{k}"], result.predict(1)[:, k] - test.y[:, k], atol=1e-6)
     with pytest.raises(ConfigError, match="no classes"):
         result.confusion()
 

@@ -371,9 +371,9 @@ def test_a_broken_disk_gives_the_same_kind_of_error(tmp_path: Path, at: int) -> 
         Disk(patch, broken, at)
         with pytest.raises(CheckpointError, match="error"):
             checkpoint.save(folder / "checkpoint", 4, state.server, state.clients)
-    found = checkpoint.load(folder / "checkpoint")
-    assert found.round in (3, 4)
-    assert tree.equal(found.server, state.server)
+    actual = checkpoint.load(folder / "checkpoint")
+    assert actual.round in (3, 4)
+    assert tree.equal(actual.server, state.server)
 
 
 def stopped_run(folder: Path, every: int = 1) -> Path:
@@ -610,8 +610,8 @@ def test_a_run_goes_on_from_its_checkpoint_when_records_are_lost(
         path.unlink()
     named = {1: "round 1 is", 2: "rounds 2 to 3 are", 4: "rounds 0 to 3 are"}[len(lost)]
     if damage in ("short", "a gap"):
-        found = RunRecord.load(folder)
-        assert found.missing == tuple(lost)
+        actual = RunRecord.load(folder)
+        assert actual.missing == tuple(lost)
         assert load_runs(folder)["round"].unique().tolist() == [t for t in range(4) if t not in lost]
         assert f"{named} lost; they have no rows" in caplog.text
     else:
@@ -682,13 +682,13 @@ def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path, name: str) -> 
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
         try:
-            found = RunRecord.load(folder)
+            actual = RunRecord.load(folder)
         except CheckpointError as error:
             noticed.append(str(error))
             continue
-        assert found.clients == whole.clients
-        assert found.missing or found.rounds == whole.rounds
-        for mine, other in ((found.config, whole.config), (found.status, whole.status)):
+        assert actual.clients == whole.clients
+        assert actual.missing or actual.rounds == whole.rounds
+        for mine, other in ((actual.config, whole.config), (actual.status, whole.status)):
             # the name of a digest itself may be hit
             assert {key: mine.get(key) for key in other} == other
     assert len(noticed) > 0.8 * len(data) // 7
@@ -714,9 +714,9 @@ def test_a_file_without_its_digest_is_refused_until_it_is_sealed(tmp_path: Path,
 def test_damaged_representations_are_named(tmp_path: Path) -> None:
     whole_run(tmp_path / "run", **TINY)
     run, path = RunRecord.load(tmp_path / "run"), tmp_path / "run" / REPRESENTATIONS
-    found = read_representations(run.folder)
-    assert found is not None
-    assert len(found["x"])
+    actual = read_representations(run.folder)
+    assert actual is not None
+    assert len(actual["x"])
     data = path.read_bytes()
     for at in range(0, len(data), 5):
         flipped = bytearray(data)

@@ -54,12 +54,12 @@ PROBABILITIES = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", PROBABILITIES)
 def test_each_client_is_drawn_with_exactly_its_probability(name: str) -> None:
-    sizes, count, wanted = PROBABILITIES[name]
+    sizes, count, expected = PROBABILITIES[name]
     draws = [draw_by_size(sizes, count, g) for g in generators(3000)]
     assert all(len(set(d)) == count and d == sorted(d) for d in draws)
-    found = np.bincount(np.concatenate(draws), minlength=len(sizes)) / len(draws)
-    p = np.array(wanted)
-    assert (np.abs(found - p) <= 4 * np.sqrt(p * (1 - p) / len(draws))).all()
+    actual = np.bincount(np.concatenate(draws), minlength=len(sizes)) / len(draws)
+    p = np.array(expected)
+    assert (np.abs(actual - p) <= 4 * np.sqrt(p * (1 - p) / len(draws))).all()
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
@@ -112,9 +112,9 @@ def test_a_round_takes_the_plain_mean_where_no_client_is_certain(sampling: Any) 
     record = run.step()
     models = [trained(fed, i) for i in record.participants]
     assert len(models) == 2
-    wanted = {n: (models[0][n] + models[1][n]) / 2 for n in models[0]}
+    expected = {n: (models[0][n] + models[1][n]) / 2 for n in models[0]}
     tree.map_leaves(
-        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), run.state.server, wanted
+        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), run.state.server, expected
     )
 
 
@@ -128,9 +128,9 @@ def test_a_client_that_is_always_drawn_keeps_its_weight() -> None:
     assert first == 0
     a, b = trained(fed, 0), trained(fed, other)
     # 90 of 120 examples, and 30 for those of which the second client is drawn
-    wanted = {n: (90 * a[n] + 30 * b[n]) / 120 for n in a}
+    expected = {n: (90 * a[n] + 30 * b[n]) / 120 for n in a}
     tree.map_leaves(
-        lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), run.state.server, wanted
+        lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), run.state.server, expected
     )
 
 
@@ -162,8 +162,8 @@ def test_candidates_are_drawn_by_size() -> None:
     sizes = [i.example_count for i in fed.infos]
     draws = [one.draws.draw(t, sizes, {0: 9.0}) for t in range(400)]
     assert draws == [size.draws.draw(t, sizes) for t in range(400)]
-    found = np.bincount(np.concatenate(draws), minlength=4) / 400
-    assert found == pytest.approx(np.array(SIZES) / sum(SIZES), abs=0.1)
+    actual = np.bincount(np.concatenate(draws), minlength=4) / 400
+    assert actual == pytest.approx(np.array(SIZES) / sum(SIZES), abs=0.1)
 
 
 @pytest.mark.few(1)

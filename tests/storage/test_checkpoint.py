@@ -30,10 +30,10 @@ HISTORY: list[tuple[dict[str, Any], dict[int, Any]]] = [
 
 def states_at(t: int) -> dict[int, Any]:
     """Every client's state after round t, by going over the history."""
-    found: dict[int, Any] = {}
+    actual: dict[int, Any] = {}
     for _, changed in HISTORY[: t + 1]:
-        found |= changed
-    return found
+        actual |= changed
+    return actual
 
 
 def write(folder: Path, keep: int, rounds: int = len(HISTORY)) -> Path:
@@ -43,12 +43,12 @@ def write(folder: Path, keep: int, rounds: int = len(HISTORY)) -> Path:
 
 
 def assert_is(folder: Path, t: int) -> None:
-    found = checkpoint.load(folder)
-    assert found.round == t
-    assert tree.equal(found.server, HISTORY[t][0])
-    wanted = states_at(t)
-    assert found.clients.keys() == wanted.keys()
-    assert all(tree.equal(found.clients[c], wanted[c]) for c in wanted)
+    actual = checkpoint.load(folder)
+    assert actual.round == t
+    assert tree.equal(actual.server, HISTORY[t][0])
+    expected = states_at(t)
+    assert actual.clients.keys() == expected.keys()
+    assert all(tree.equal(actual.clients[c], expected[c]) for c in expected)
 
 
 @pytest.mark.few(1)
@@ -87,8 +87,8 @@ def test_files_and_their_contents_by_hand(tmp_path: Path) -> None:
     for client, (offset, length, digest) in entries.items():
         state = whole[offset : offset + length]
         assert hashlib.blake2b(state, digest_size=16).hexdigest() == digest
-        wanted = HISTORY[4][0] if client is None else states_at(4)[int(client)]
-        assert tree.equal(tree.decode(state), wanted)
+        expected = HISTORY[4][0] if client is None else states_at(4)[int(client)]
+        assert tree.equal(tree.decode(state), expected)
 
 
 def test_a_client_without_state_takes_no_bytes_and_keeps_no_file(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_a_local_run_goes_back_and_comes_to_the_same_end(
     assert {p.name: p.read_bytes() for p in (folder / "checkpoint").iterdir()} == end
     append = read_lines(folder)
     assert main(["resume", str(folder), "--round", "3"]) == 0
-    found = RunRecord.load(folder)
-    assert [r.untimed() for r in found.rounds] == whole
+    actual = RunRecord.load(folder)
+    assert [r.untimed() for r in actual.rounds] == whole
     assert {p.name: p.read_bytes() for p in (folder / "checkpoint").iterdir()} == end
     # rounds 4 and 5 were done again: their seconds are others
     written = read_lines(folder)

@@ -40,13 +40,13 @@ def test_is_a_dictionary_at_every_time(plan: list[dict[int, tuple[int, int]]], l
         new = {c: state(*v) for c, v in change.items()}
         shelf, plain = shelf | new, plain | new
         assert limit is None or shelf.in_memory <= limit
-    for found, wanted in [*past, (shelf, plain)]:
-        assert set(found) == set(wanted)
-        assert len(found) == len(wanted)
-        assert all(c in found and tree.equal(found[c], wanted[c]) for c in wanted)
-        assert all(c not in found for c in range(7) if c not in wanted)
+    for actual, expected in [*past, (shelf, plain)]:
+        assert set(actual) == set(expected)
+        assert len(actual) == len(expected)
+        assert all(c in actual and tree.equal(actual[c], expected[c]) for c in expected)
+        assert all(c not in actual for c in range(7) if c not in expected)
         with pytest.raises(KeyError):
-            found[99]
+            actual[99]
 
 
 def folder_of(shelf: ClientStore) -> Path:
@@ -145,8 +145,8 @@ def test_a_run_ends_the_same_whatever_is_in_memory(name: str, tmp_path: Path) ->
     assert spilled.run.state.clients.in_memory == 0
     assert len(spilled.run.state.clients) > 1
     assert tree.equal(spilled.run.state.server, whole.run.state.server)
-    for client, wanted in whole.run.state.clients.items():
-        assert tree.equal(spilled.run.state.clients[client], wanted)
+    for client, expected in whole.run.state.clients.items():
+        assert tree.equal(spilled.run.state.clients[client], expected)
     again = run(3, "spilled", client_memory=0, resume=True)
     assert again.run.state.clients.in_memory == 0
     assert all(tree.equal(again.run.state.clients[c], s) for c, s in whole.run.state.clients.items())

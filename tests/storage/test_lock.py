@@ -82,9 +82,9 @@ def test_any_error_ends_the_status_running(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         simulate("pfedlora", make_tiny_federation(), rounds=3, folder=tmp_path / "run", on_round=fail)
-    found = RunRecord.load(tmp_path / "run").status
-    assert (found["state"], found["rounds"]) == ("stopped", 2)
-    assert "ZeroDivisionError: in the user's own function" in found["message"]
+    actual = RunRecord.load(tmp_path / "run").status
+    assert (actual["state"], actual["rounds"]) == ("stopped", 2)
+    assert "ZeroDivisionError: in the user's own function" in actual["message"]
 
 
 @pytest.mark.full

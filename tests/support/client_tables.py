@@ -26,10 +26,10 @@ def make_client_table(tables: Mapping[str, Mapping[str, Mapping[str, Sequence[An
 
 def read_tables(measured: ClientTable | None) -> Tables:
     """The numbers of a block; nothing without evaluation."""
-    found: Tables = {}
+    actual: Tables = {}
     for column in measured.columns if measured else ():
-        found.setdefault(column.name, {}).setdefault(column.series, {})[column.split] = column.values
-    return found
+        actual.setdefault(column.name, {}).setdefault(column.series, {})[column.split] = column.values
+    return actual
 
 
 def replace_values(measured: ClientTable, **tables: Any) -> ClientTable:

@@ -86,8 +86,8 @@ def wait_for_round(folder: Path, rounds: int, process: int | None = None, second
     limit = time.monotonic() + seconds
     while count_lines(folder) <= rounds or not (folder / "run.json").exists():
         if process is not None:
-            found, _ = os.waitpid(process, os.WNOHANG)
-            if found:
+            actual, _ = os.waitpid(process, os.WNOHANG)
+            if actual:
                 return False
         assert time.monotonic() < limit, f"no round {rounds} in {folder}"
         time.sleep(0.002)

@@ -63,10 +63,10 @@ class Killed(BaseException):
 def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:
     """What a function gives once that is something."""
     deadline = time.monotonic() + seconds
-    while not (found := is_so()):
+    while not (actual := is_so()):
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.1)
-    return found
+    return actual
 
 
 def no_space(where: str) -> OSError:
@@ -140,10 +140,12 @@ class LocalTransport:
         for message in messages:
             self.log.append(message)
             if message.node in self.away:
-                found: Any = [Response(message.node, message.kind, problem="it went away", disconnected=True)]
+                actual: Any = [
+                    Response(message.node, message.kind, problem="it went away", disconnected=True)
+                ]
             else:
-                found = self.fault(self, message)
-            made = [f if isinstance(f, tuple) else (0.0, f) for f in found]
+                actual = self.fault(self, message)
+            made = [f if isinstance(f, tuple) else (0.0, f) for f in actual]
             self.waiting += [(self.clock.now + after, response) for after, response in made]
         self.at("sent")
 
@@ -164,9 +166,9 @@ class LocalTransport:
     def receive(self) -> list[Response]:
         self.at("receiving")
         # the last one first: the order of arrival must not matter
-        found = [d for due, d in self.waiting if due <= self.clock.now][::-1]
+        actual = [d for due, d in self.waiting if due <= self.clock.now][::-1]
         self.waiting = [(due, d) for due, d in self.waiting if due > self.clock.now]
-        return found
+        return actual
 
     def cancel_orders(self) -> None:
         self.waiting = [(due, d) for due, d in self.waiting if d.kind == "registration"]
@@ -207,9 +209,9 @@ class LocalTransport:
 
         def replaced(path: Path, target: Path) -> Path:
             self.at(f"{target.name} not renamed", disk=True)
-            found = replace(path, target)
+            actual = replace(path, target)
             self.at(f"{target.name} renamed", disk=True)
-            return found
+            return actual
 
         def unlinked(path: Path, missing_ok: bool = False) -> None:
             self.at(f"{path.name} not removed", disk=True)
@@ -218,7 +220,7 @@ class LocalTransport:
         with ExitStack() as stack:
             for module in (transport, server):
                 stack.enter_context(mock.patch.object(module, "time", self.clock))
-            stack.enter_context(mock.patch.object(ExperimentConfig, "parse", staticmethod(_loaded)))
+            stack.enter_context(mock.patch.object(ExperimentConfig, "parse", staticmethod(_parse_experiment)))
             stack.enter_context(mock.patch.object(runtime, "Sequential", Counting))
             # an engine of before would be shared
             runtime._load_shared.cache_clear()
@@ -236,7 +238,7 @@ class LocalTransport:
 _parse = ExperimentConfig.parse
 
 
-def _loaded(tables: dict[str, Any], allow_code: bool = True) -> ExperimentConfig:
+def _parse_experiment(tables: dict[str, Any], allow_code: bool = True) -> ExperimentConfig:
     del allow_code
     return _loaded_json(json.dumps(tables))
 
@@ -248,7 +250,7 @@ def _loaded_json(text: str) -> ExperimentConfig:
 
 def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> dict[str, Any]:
     """A small experiment. Updates are not shortened unless a section ``network`` says so."""
-    found: dict[str, Any] = {
+    actual: dict[str, Any] = {
         "name": "small",
         "method": method,
         "data": {"source": "iris", "normalize": "standard"},
@@ -258,19 +260,19 @@ def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> d
         "run": {"rounds": rounds, "representations": 0},
     }
     if method in ("fedhl", "hetlora", "flora"):
-        found["lora"] = {"ranks": [1, 2, 3]}
+        actual["lora"] = {"ranks": [1, 2, 3]}
     for section, fields in sections.items():
-        found[section] = {**found.get(section, {}), **fields}
+        actual[section] = {**actual.get(section, {}), **fields}
     # an update that is shortened has other bits than in the run that is the truth of most tests
-    network = found.get("network", {})
-    found["network"] = {**network, "limits": {"update_ratio": 0.0, **network.get("limits", {})}}
-    if found["model"]["names"] != ["mlp"]:
-        del found["model"]["hidden"]
-    return found
+    network = actual.get("network", {})
+    actual["network"] = {**network, "limits": {"update_ratio": 0.0, **network.get("limits", {})}}
+    if actual["model"]["names"] != ["mlp"]:
+        del actual["model"]["hidden"]
+    return actual
 
 
 def small(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> ExperimentConfig:
-    return _loaded(tables(method, clients, rounds, **sections))
+    return _parse_experiment(tables(method, clients, rounds, **sections))
 
 
 def local(
@@ -285,28 +287,28 @@ def local(
     return LocalTransport(folders, fault)
 
 
-def served(carrier: LocalTransport, made: ExperimentConfig, out: Path, **more: Any) -> Result:
+def serve_run(carrier: LocalTransport, made: ExperimentConfig, out: Path, **more: Any) -> Result:
     """A run, or its continuation, of a server whose process begins now."""
     with carrier.world():
         return drive(carrier, made, out, **more)
 
 
-def ran(
+def run_whole(
     made: ExperimentConfig, base: Path, fault: Fault = intact, **more: Any
 ) -> tuple[LocalTransport, Result]:
     """A whole run, and the transport that it used."""
     carrier = local(made, base, fault)
-    return carrier, served(carrier, made, base / "run", **more)
+    return carrier, serve_run(carrier, made, base / "run", **more)
 
 
-def on_orders(act: Callable[[LocalTransport, NodeMessage, int, int], Any]) -> Fault:
+def fault_on_orders(act: Callable[[LocalTransport, NodeMessage, int, int], Any]) -> Fault:
     """Ask an act what becomes of an order, by its round from 1 and client; where it gives None, all arrives."""
 
     def fault(carrier: LocalTransport, message: NodeMessage) -> Any:
-        found = None
+        actual = None
         if message.kind == "order":
-            found = act(carrier, message, Order.from_json(message.header).round + 1, message.node - 100)
-        return intact(carrier, message) if found is None else found
+            actual = act(carrier, message, Order.from_json(message.header).round + 1, message.node - 100)
+        return intact(carrier, message) if actual is None else actual
 
     return fault
 
@@ -325,23 +327,23 @@ def log_lines() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
+def count_logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
     """How many log messages hold a text."""
     return sum(text in line for line in caplog.messages)
 
 
-def lossy(lost: Mapping[int, set[int]]) -> Fault:
+def lose_replies(lost: Mapping[int, set[int]]) -> Fault:
     """Replies of these clients in these rounds are lost after the client did its work; rounds count from 1."""
 
     def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
-        found = carrier.answered(message)
+        actual = carrier.answered(message)
         gone = client in lost.get(t, ())
-        return [lost_reply(message)] if gone and Order.from_json(message.header).train else [found]
+        return [lost_reply(message)] if gone and Order.from_json(message.header).train else [actual]
 
-    return on_orders(act)
+    return fault_on_orders(act)
 
 
-def missed(result: Result) -> set[tuple[int, int]]:
+def find_missed_rounds(result: Result) -> set[tuple[int, int]]:
     """Evaluations that a lost reply took along: those of the round before."""
     return {(r.round - 1, int(c)) for r in result.rounds for c in r.lost}
 
@@ -350,17 +352,17 @@ def lost(result: Result) -> list[set[int]]:
     return [set(map(int, r.lost)) for r in result.rounds[1:]]
 
 
-def in_round(t: int, client: int, act: Fault) -> Fault:
+def fault_in_round(t: int, client: int, act: Fault) -> Fault:
     """What becomes of the order to that client in a round, counted from 1; all else arrives."""
 
-    return on_orders(lambda carrier, message, *at: act(carrier, message) if at == (t, client) else None)
+    return fault_on_orders(lambda carrier, message, *at: act(carrier, message) if at == (t, client) else None)
 
 
 def lost_reply(message: NodeMessage, problem: str = "it was lost") -> Response:
     return Response(message.node, message.kind, problem=problem)
 
 
-def changed(response: Response, **fields: Any) -> Response:
+def replace_fields(response: Response, **fields: Any) -> Response:
     """The delivery with another header or payload."""
     own = {k: fields.pop(k) for k in ("header", "payload") if k in fields}
     if fields:
@@ -369,7 +371,7 @@ def changed(response: Response, **fields: Any) -> Response:
     return dataclasses.replace(response, **own)
 
 
-def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, list[RoundRecord]]:
+def run_sequentially(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, list[RoundRecord]]:
     """The same run within one process, whose replies are lost where these records lost them.
 
     Every client is evaluated alone, as over a network: in one batch with others its products may round otherwise.
@@ -379,7 +381,7 @@ def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, 
         return run, [run.record_initial_models(), *(run.step(lost_replies=r.lost) for r in records[1:])]
 
 
-def agrees(
+def assert_equals_sequential_run(
     result: Result, carrier: LocalTransport, made: ExperimentConfig, losses: Sequence[RoundRecord] = ()
 ) -> set[Any]:
     """Assert that a run is the sequential one to the last bit: server, every client's state on its disk, and
@@ -394,33 +396,33 @@ def agrees(
     Returns:
         Rounds and clients of which the records hold no evaluation.
     """
-    run, records = truth(made, losses or result.rounds)
-    same_states(result, carrier, run)
+    run, records = run_sequentially(made, losses or result.rounds)
+    assert_same_states(result, carrier, run)
     assert len(result.rounds) == len(records) == made.run.rounds + 1
     absent = set()
-    for found, wanted in zip(result.rounds, records, strict=True):
-        absent |= {(found.round, i) for i in same_record(found, wanted)}
+    for actual, expected in zip(result.rounds, records, strict=True):
+        absent |= {(actual.round, i) for i in assert_same_record(actual, expected)}
     return absent
 
 
-def same_states(result: Result, carrier: LocalTransport, run: Run) -> None:
+def assert_same_states(result: Result, carrier: LocalTransport, run: Run) -> None:
     """Assert that the server and all clients' disks hold the states of a run."""
     assert tree.equal(result.run.state.server, run.state.server)
     stamps = {i: s["stamp"] for i, s in result.run.state.clients.items() if s["stamp"]}
     assert stamps.keys() == run.state.clients.keys()
     for client, stamp in stamps.items():
-        assert tree.equal(remembered(result, carrier, client).read_state(stamp), run.state.clients[client]), (
-            client
-        )
+        assert tree.equal(
+            open_client_memory(result, carrier, client).read_state(stamp), run.state.clients[client]
+        ), client
 
 
-def remembered(result: Result, carrier: LocalTransport, client: int) -> ClientMemory:
+def open_client_memory(result: Result, carrier: LocalTransport, client: int) -> ClientMemory:
     engine = result.run.engine
     assert isinstance(engine, server.NetworkEngine)
     return ClientMemory(carrier.folders[100 + client] / engine.account.run)
 
 
-def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:
+def assert_same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:
     """Assert that all is the same but what was found of clients that were not heard; returns who was not evaluated."""
     a, b = found.untimed(), wanted.untimed()
     unheard = {"bytes_up", "parameters_up", "steps", "flops", "loss"} if found.lost else set()

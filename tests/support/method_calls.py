@@ -38,9 +38,9 @@ def personal(method: AnyMethod, state: Any, down: Any, view: Any) -> Any:
 
 def routes(method: AnyMethod, state: Any, down: Any, view: Any) -> Tensor:
     """A client's share of each cluster."""
-    found = method.client_model(state, down, view).routes
-    assert found is not None
-    return found
+    actual = method.client_model(state, down, view).routes
+    assert actual is not None
+    return actual
 
 
 def predictors(method: AnyMethod, state: Any, down: Any, view: Any) -> dict[str, Predict]:

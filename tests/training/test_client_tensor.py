@@ -61,12 +61,12 @@ def test_every_rule_against_each_client_alone(name: str) -> None:
     params = [random(K, *shape).requires_grad_() for shape in shapes]
     x = random(K * B, *example).requires_grad_()
     expected = torch.cat([operation(rows, *[p[k] for p in params]) for k, rows in enumerate(x.chunk(K))])
-    found = operation(x, *map(to_client_tensor, params))
-    assert type(found) is Tensor
-    torch.testing.assert_close(found, expected)
+    actual = operation(x, *map(to_client_tensor, params))
+    assert type(actual) is Tensor
+    torch.testing.assert_close(actual, expected)
     weights = random(*expected.shape)
     for a, b in zip(
-        torch.autograd.grad((found * weights).sum(), [x, *params]),
+        torch.autograd.grad((actual * weights).sum(), [x, *params]),
         torch.autograd.grad((expected * weights).sum(), [x, *params]),
         strict=True,
     ):
@@ -78,8 +78,8 @@ def test_one_grouped_convolution_is_that_of_each_client(groups: int, bias: bool)
     x, w = random(K, B, 4, 9, 9), random(K, 6, 4 // groups, 3, 3)
     b = random(K, 6) if bias else None
     expected = [functional.conv2d(x[k], w[k], None if b is None else b[k], 2, 1, 1, groups) for k in range(K)]
-    found = grouped_convolution(functional.conv2d, x, w, b, 2, 1, 1, groups)
-    torch.testing.assert_close(found, torch.cat(expected))
+    actual = grouped_convolution(functional.conv2d, x, w, b, 2, 1, 1, groups)
+    torch.testing.assert_close(actual, torch.cat(expected))
 
 
 def test_an_embedding_against_each_client_alone() -> None:

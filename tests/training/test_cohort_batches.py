@@ -70,16 +70,16 @@ def test_batches_are_those_of_each_client(kind: str, shared: bool, monkeypatch: 
     assert copied == ([] if shared else [0, 1, 2])
     for step in range(len(alone[0])):
         active = sum(step < len(batches) for batches in alone)
-        found = feed.batch(step, active)
-        assert found.x.shape[:2] == found.y.shape
+        actual = feed.batch(step, active)
+        assert actual.x.shape[:2] == actual.y.shape
         for k, batches in enumerate(alone[:active]):
             n = len(batches[step])
-            assert torch.equal(found.x[k, :n], batches[step].x)
-            assert torch.equal(found.y[k, :n], batches[step].y)
-            if found.mask is None:
-                assert n == found.y.shape[1]
+            assert torch.equal(actual.x[k, :n], batches[step].x)
+            assert torch.equal(actual.y[k, :n], batches[step].y)
+            if actual.mask is None:
+                assert n == actual.y.shape[1]
             else:
-                assert found.mask[k].tolist() == [i < n for i in range(found.y.shape[1])]
+                assert actual.mask[k].tolist() == [i < n for i in range(actual.y.shape[1])]
 
 
 def test_the_common_base_of_tensors() -> None:

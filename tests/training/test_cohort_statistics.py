@@ -46,13 +46,13 @@ def test_sums_and_means_of_each_client_with_constants_of_its_own() -> None:
         scores = batch.x.double() @ w
         return {"scores": batch.sum(scores + shift), "count": batch.sum(torch.ones_like(scores[:, 0]))}
 
-    found = total_cohort(trainers(on), statistic, weight, (to_client_tensor(shift),))
+    actual = total_cohort(trainers(on), statistic, weight, (to_client_tensor(shift),))
     assert len(on.clients[0].train) > MAX_CHUNK
     for k, own in enumerate(on.clients):
         x = np.asarray(own.train.x)
         expected = (x.astype(np.float64) @ weight.numpy() + shift[k].numpy()).sum(0)
-        np.testing.assert_allclose(unwrap_client_tensor(found["scores"])[k].numpy(), expected, rtol=1e-9)
-        assert unwrap_client_tensor(found["count"])[k] == len(x)
+        np.testing.assert_allclose(unwrap_client_tensor(actual["scores"])[k].numpy(), expected, rtol=1e-9)
+        assert unwrap_client_tensor(actual["count"])[k] == len(x)
 
 
 def test_a_result_that_is_the_same_for_all_is_refused() -> None:

@@ -59,9 +59,9 @@ def test_a_number_is_that_of_all_clients_or_they_differ(what: str) -> None:
     same, other = torch.ones(2, 3), torch.tensor([[-1.0, 0, 9], [5, 6, 7]])
     with without_rows():
         assert ask(to_client_tensor(torch.stack([same] * K))) == ask(same)
-        with pytest.raises(DifferingError) as found:
+        with pytest.raises(DifferingError) as actual:
             ask(to_client_tensor(torch.stack([same, other, same])))
-    assert found.value.values[0] == found.value.values[2] != found.value.values[1]
+    assert actual.value.values[0] == actual.value.values[2] != actual.value.values[1]
 
 
 def test_within_a_step_control_flow_is_refused() -> None:
@@ -107,9 +107,9 @@ COMPUTED: dict[str, Callable[[Tensor], Any]] = {
 def test_without_a_batch_the_result_is_that_of_each_client(what: str) -> None:
     compute, own = COMPUTED[what], [torch.randn(3, 3, generator=Key((k,)).generator()) for k in range(K)]
     with without_rows():
-        found = compute(to_client_tensor(torch.stack(own)))
-    assert type(found) is ClientTensor
-    torch.testing.assert_close(unwrap_client_tensor(found), torch.stack([compute(t) for t in own]))
+        actual = compute(to_client_tensor(torch.stack(own)))
+    assert type(actual) is ClientTensor
+    torch.testing.assert_close(unwrap_client_tensor(actual), torch.stack([compute(t) for t in own]))
 
 
 def test_a_stacked_tensor_says_of_itself_what_that_of_one_client_says() -> None:
@@ -162,9 +162,9 @@ def infos(*clusters: int) -> list[ClientInfo]:
 
 def test_an_attribute_of_the_info_is_what_all_agree_in() -> None:
     assert CohortInfo(infos(1, 1, 1)).cluster == 1  # type: ignore[comparison-overlap]
-    with pytest.raises(DifferingError) as found:
+    with pytest.raises(DifferingError) as actual:
         _ = CohortInfo(infos(1, 0, 1)).cluster
-    assert found.value.values == [1, 0, 1]
+    assert actual.value.values == [1, 0, 1]
     assert unwrap_client_tensor(CohortInfo(infos(0, 0)).examples).tolist() == [10, 11]
 
 
@@ -174,12 +174,12 @@ def test_a_draw_is_what_each_client_draws_alone() -> None:
     def draw(g: torch.Generator, n: int) -> Tensor:
         return torch.rand(n, 2, generator=g)
 
-    found = unwrap_client_tensor(
+    actual = unwrap_client_tensor(
         (CohortKey(keys) / "noise").draw(draw, to_client_tensor(torch.tensor([3, 1, 2])))
     )
     for k, n in enumerate((3, 1, 2)):
-        assert torch.equal(found[k, :n], (keys[k] / "noise").draw(draw, n))
-        assert not found[k, n:].any()
+        assert torch.equal(actual[k, :n], (keys[k] / "noise").draw(draw, n))
+        assert not actual[k, n:].any()
     with pytest.raises(NoRuleError, match=r"Key\.draw"):
         CohortKey(keys).generator()
 
@@ -187,11 +187,11 @@ def test_a_draw_is_what_each_client_draws_alone() -> None:
 def test_trees_of_clients_are_stacked_where_they_differ_and_split_again() -> None:
     shared = torch.ones(2)
     trees = [{"w": torch.full((2, 2), float(k)), "base": shared, "n": 4} for k in range(K)]
-    found = stack_clients(trees)
-    assert type(found["w"]) is ClientTensor
-    assert found["base"] is shared
-    assert all(tree.equal(a, b) for a, b in zip(split_clients(found, K), trees, strict=True))
-    some = select_clients(found, [2, 0])
+    actual = stack_clients(trees)
+    assert type(actual["w"]) is ClientTensor
+    assert actual["base"] is shared
+    assert all(tree.equal(a, b) for a, b in zip(split_clients(actual, K), trees, strict=True))
+    some = select_clients(actual, [2, 0])
     assert unwrap_client_tensor(some["w"])[:, 0, 0].tolist() == [2, 0]
     with pytest.raises(NoRuleError, match="differ in form"):
         stack_clients([{"w": torch.ones(2)}, {"w": torch.ones(3)}])

@@ -141,9 +141,9 @@ def test_states_are_the_same_in_every_engine_and_after_a_resume(name: str, tmp_p
     half.step()
     half.step()
     checkpoint.save(tmp_path, half.round, half.state.server, half.state.clients)
-    found = checkpoint.load(tmp_path)
+    actual = checkpoint.load(tmp_path)
     other = Run(method, fed, RunSettings(rounds=ROUNDS, participation=0.7), Sequential())
-    other.restore(State(found.round, found.server, found.clients))
+    other.restore(State(actual.round, actual.server, actual.clients))
     other.step()
     other.step()
     assert has_same_end(run, other)
@@ -200,7 +200,7 @@ def test_keep_is_refused_where_it_does_nothing() -> None:
 def test_each_time_that_a_pass_is_taken_in_a_round_has_its_own_state() -> None:
     fed = federation()
     states: dict[str, Any] = {}
-    found: list[list[list[int]]] = []
+    actual: list[list[list[int]]] = []
     # twice, once, twice: the second time goes on where it was left
     for times in (2, 1, 2):
         view = client_view(
@@ -211,5 +211,5 @@ def test_each_time_that_a_pass_is_taken_in_a_round_has_its_own_state() -> None:
         for _ in range(times):
             view.train(supervised_loss(view.model), view.model.initial, "local", AdamW(keep=True))
         states = keeping.collect(None).optimizers
-        found.append([s.step_counts for s in states["local"]])
-    assert [[taken[0] for taken in of] for of in found] == [[1, 1], [2, 1], [3, 2]]
+        actual.append([s.step_counts for s in states["local"]])
+    assert [[taken[0] for taken in of] for of in actual] == [[1, 1], [2, 1], [3, 2]]

@@ -113,8 +113,8 @@ def test_steps_are_those_of_torch_with_its_scheduler(name: str, engine: type[Eng
     fed = federation()
     run = run_of(Standalone(epochs=2, batch_size=8, optimizer=SGD(lr=LR, local_schedule=ours)), engine(), fed)
     for info in fed.infos:
-        wanted = with_torch(fed, info.id, lambda m: torch.optim.SGD(m.parameters(), lr=LR), schedule)
-        assert_close(run.personal_params(info), wanted)
+        expected = with_torch(fed, info.id, lambda m: torch.optim.SGD(m.parameters(), lr=LR), schedule)
+        assert_close(run.personal_params(info), expected)
 
 
 @pytest.mark.full

@@ -115,8 +115,8 @@ def test_a_schedule_over_the_run_is_that_of_a_trainer() -> None:
         optimizer.step()
         schedule.step()
     ours = LocalSchedule("cosine", floor=0.1, warmup=2, rounds=3)
-    found = [ours.scale(step, 4, t) for t in range(3) for step in range(4)]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    actual = [ours.scale(step, 4, t) for t in range(3) for step in range(4)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -130,17 +130,17 @@ def test_training_uses_the_schedule_of_the_run(engine: str) -> None:
     run, plain = (Run(m, on, settings, ENGINES[engine]()) for m in (method, still))
     moved = []
     for one in (run, plain):
-        before, found = one.state.server, []
+        before, actual = one.state.server, []
         for _ in range(3):
             one.step()
-            found.append(
+            actual.append(
                 sum(
                     float((a - b).norm())
                     for a, b in zip(one.state.server.values(), before.values(), strict=True)
                 )
             )
             before = one.state.server
-        moved.append(found)
+        moved.append(actual)
     # in the last round the rates are 1/3, 1/4, 1/6 and 1/12 of the first one
     assert moved[0][2] < 0.4 * moved[1][2]
     assert moved[0][0] > 0.7 * moved[1][0]

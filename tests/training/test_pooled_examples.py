@@ -24,23 +24,23 @@ def base_of(tensors: list[Tensor]) -> bool:
 
 def test_examples_become_views_of_one_tensor() -> None:
     parts = [examples(n, n) for n in (3, 0, 5)]
-    found = pool_examples(parts)
-    for a, b in zip(found, parts, strict=True):
+    actual = pool_examples(parts)
+    for a, b in zip(actual, parts, strict=True):
         assert torch.equal(a.inputs, b.inputs)
         assert torch.equal(a.y, b.y)
-    assert base_of([part.x for part in found])  # type: ignore[misc]  # tensors
+    assert base_of([part.x for part in actual])  # type: ignore[misc]  # tensors
     # those that lie in one tensor already are not copied
-    assert all(a.x is b.x for a, b in zip(pool_examples(found), found, strict=True))
+    assert all(a.x is b.x for a, b in zip(pool_examples(actual), actual, strict=True))
 
 
 def test_images_as_bytes_keep_their_table() -> None:
     table = torch.linspace(-1, 1, 256)[None]
     codes = [torch.randint(0, 256, (n, 1, 2, 2), dtype=torch.uint8) for n in (2, 4)]
     parts = [Examples(Pixels(c, table), torch.zeros(len(c), dtype=torch.int64)) for c in codes]
-    found = [part.x for part in pool_examples(parts)]
-    assert base_of([x.codes for x in found])  # type: ignore[union-attr]
-    assert all(x.table is table for x in found)  # type: ignore[union-attr]
-    assert all(torch.equal(x.codes, c) for x, c in zip(found, codes, strict=True))  # type: ignore[union-attr]
+    actual = [part.x for part in pool_examples(parts)]
+    assert base_of([x.codes for x in actual])  # type: ignore[union-attr]
+    assert all(x.table is table for x in actual)  # type: ignore[union-attr]
+    assert all(torch.equal(x.codes, c) for x, c in zip(actual, codes, strict=True))  # type: ignore[union-attr]
     other = Examples(Pixels(codes[0], table.clone()), parts[0].y)
     assert pool_examples([parts[1], other])[1] is other
 

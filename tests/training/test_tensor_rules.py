@@ -36,8 +36,8 @@ NUMBER = torch.tensor(3.0, dtype=torch.float64)
 
 def topped(t: Tensor) -> Tensor:
     """All but the two largest values replaced."""
-    found: Tensor = t.scatter(0, t.detach().sort(descending=True, stable=True).indices[2:], -math.inf)
-    return found.softmax(0)
+    actual: Tensor = t.scatter(0, t.detach().sort(descending=True, stable=True).indices[2:], -math.inf)
+    return actual.softmax(0)
 
 
 # of the parameters of one client; the results are parameters
@@ -140,9 +140,9 @@ def agree(found: Any, expected: Any, leaves: list[Tensor]) -> None:
 def test_a_function_of_stacked_parameters_is_that_of_each_client(name: str) -> None:
     f, shapes = OWN[name]
     params = [random(K, *shape).requires_grad_() for shape in shapes]
-    found = f(*map(to_client_tensor, params))
-    assert type(found) is ClientTensor
-    agree(found.as_subclass(Tensor), torch.stack([f(*own(params, k)) for k in range(K)]), params)
+    actual = f(*map(to_client_tensor, params))
+    assert type(actual) is ClientTensor
+    agree(actual.as_subclass(Tensor), torch.stack([f(*own(params, k)) for k in range(K)]), params)
 
 
 @pytest.mark.parametrize("name", BESIDE_ROWS)
@@ -156,9 +156,9 @@ def test_beside_rows(name: str) -> None:
         expected = torch.cat([(rows[k] - p[k][labels[k]]).square() for k in range(K)])
     else:
         expected = torch.cat([f(rows, *own(params, k)) for k, rows in enumerate(x.chunk(K))])
-    found = f(x, *map(to_client_tensor, params))
-    assert type(found) is Tensor
-    agree(found, expected, [x, *params])
+    actual = f(x, *map(to_client_tensor, params))
+    assert type(actual) is Tensor
+    agree(actual, expected, [x, *params])
 
 
 def test_a_mean_of_each_client_beside_its_scalar() -> None:
@@ -178,11 +178,11 @@ def test_a_gradient_within_a_loss() -> None:
         return moved.reshape(clients, -1).mean(1)
 
     leaf = w.clone().requires_grad_()
-    found = loss(to_client_tensor(leaf), x, K)
+    actual = loss(to_client_tensor(leaf), x, K)
     leaves = [w[k].clone().requires_grad_() for k in range(K)]
     expected = torch.cat([loss(p, rows, 1) for p, rows in zip(leaves, x.chunk(K), strict=True)])
-    torch.testing.assert_close(found, expected)
-    (all_of_them,) = torch.autograd.grad(found.sum(), leaf)
+    torch.testing.assert_close(actual, expected)
+    (all_of_them,) = torch.autograd.grad(actual.sum(), leaf)
     torch.testing.assert_close(all_of_them, torch.stack(torch.autograd.grad(expected.sum(), leaves)))
 
 
@@ -190,13 +190,13 @@ def test_a_gradient_within_a_loss() -> None:
 def test_without_a_batch_every_other_tensor_is_shared(rows: int) -> None:
     w, shared = random(K, C, rows, 6), random(rows, 6)
     with without_rows():
-        found = to_client_tensor(w) * shared
-    assert type(found) is ClientTensor
-    torch.testing.assert_close(found.as_subclass(Tensor), w * shared)
+        actual = to_client_tensor(w) * shared
+    assert type(actual) is ClientTensor
+    torch.testing.assert_close(actual.as_subclass(Tensor), w * shared)
     right = random(K, 6, 5)
     with without_rows():
-        found = shared @ to_client_tensor(right)
-    torch.testing.assert_close(found.as_subclass(Tensor), shared @ right)
+        actual = shared @ to_client_tensor(right)
+    torch.testing.assert_close(actual.as_subclass(Tensor), shared @ right)
 
 
 REFUSED: dict[str, Callable[[ClientTensor, Tensor], Any]] = {

@@ -91,28 +91,28 @@ def test_a_pass_with_clipping_momentum_and_decay_is_a_bare_loop() -> None:
     fed = federation()
     v = view(fed, epochs=3)
     optimizer = SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, clip=0.3)
-    found = v.train(ce(v), v.model.initial, "local", optimizer)
-    wanted = bare(
+    actual = v.train(ce(v), v.model.initial, "local", optimizer)
+    expected = bare(
         fed, v, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
         hook=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.3),
     )  # fmt: skip
-    assert_close(found, wanted)
+    assert_close(actual, expected)
 
 
 def test_a_pass_with_adamw_is_a_bare_loop() -> None:
     fed = federation()
     v = view(fed, epochs=3)
-    found = v.train(ce(v), v.model.initial, "local", AdamW(lr=0.02, weight_decay=0.1))
-    assert_close(found, bare(fed, v, lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1)))
+    actual = v.train(ce(v), v.model.initial, "local", AdamW(lr=0.02, weight_decay=0.1))
+    assert_close(actual, bare(fed, v, lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1)))
 
 
 def test_the_schedule_sees_the_round() -> None:
     fed = federation()
     v = view(fed, round=3)
-    found = v.train(
+    actual = v.train(
         ce(v), v.model.initial, "local", SGD(lr=0.8, schedule=Schedule("exponential", factor=0.5))
     )
-    assert_close(found, bare(fed, v, lambda p: torch.optim.SGD(p, lr=0.1)))
+    assert_close(actual, bare(fed, v, lambda p: torch.optim.SGD(p, lr=0.1)))
 
 
 def test_every_epoch_sees_every_example_once_in_an_order_of_its_own() -> None:
@@ -151,14 +151,14 @@ def test_the_proximal_step_follows_every_step_with_the_rate_of_the_round() -> No
 
     anchor = tree.map_leaves(torch.ones_like, v.model.initial)
     optimizer = SGD(lr=0.4, momentum=0.5, schedule=Schedule("exponential", factor=0.5))
-    found = v.train(ce(v), v.model.initial, "local", optimizer, constants=(anchor,), prox=shrink)
+    actual = v.train(ce(v), v.model.initial, "local", optimizer, constants=(anchor,), prox=shrink)
 
     def after(module: nn.Module) -> None:
         with torch.no_grad():
             for p in module.parameters():
                 p.sub_(3 * 0.1 * (p - 1))
 
-    assert_close(found, bare(fed, v, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), after=after))
+    assert_close(actual, bare(fed, v, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), after=after))
     assert rates == pytest.approx([0.1] * v.steps("local"))
 
 
@@ -166,7 +166,7 @@ def test_the_gradient_is_preconditioned_before_clipping_and_decay() -> None:
     fed = federation()
     v = view(fed, epochs=2)
     scale = tree.map_leaves(lambda t: torch.full_like(t, 100.0), v.model.initial)
-    found = v.train(
+    actual = v.train(
         ce(v), v.model.initial, "local", SGD(lr=0.1, clip=0.2, weight_decay=0.3), constants=(scale,),
         precondition=lambda g, p, s: tree.map_leaves(lambda a, b, c: a * c + 0.5 * b, g, p, s),
     )  # fmt: skip
@@ -176,7 +176,7 @@ def test_the_gradient_is_preconditioned_before_clipping_and_decay() -> None:
             p.grad = 100 * p.grad + 0.5 * p.detach()
         nn.utils.clip_grad_norm_(module.parameters(), 0.2)
 
-    assert_close(found, bare(fed, v, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.3), hook=hook))
+    assert_close(actual, bare(fed, v, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.3), hook=hook))
 
 
 def turned(value: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -238,19 +238,19 @@ def test_parameters_whose_gradients_are_one_tensor_are_stepped_as_if_they_were_t
 def test_gradients_that_are_one_number_repeated_can_be_stepped() -> None:
     v = view(federation(), batch_size=100)
     start = {"a": torch.ones(3), "unused": torch.ones(2)}
-    found = v.train(lambda p, batch: p["a"].sum(), start, "local", SGD(lr=0.5, weight_decay=0.2, clip=10.0))
-    assert torch.allclose(found["a"], torch.full((3,), 1 - 0.5 * 1.2))
+    actual = v.train(lambda p, batch: p["a"].sum(), start, "local", SGD(lr=0.5, weight_decay=0.2, clip=10.0))
+    assert torch.allclose(actual["a"], torch.full((3,), 1 - 0.5 * 1.2))
     # without a gradient, so without weight decay, as in torch.optim
-    assert torch.equal(found["unused"], torch.ones(2))
+    assert torch.equal(actual["unused"], torch.ones(2))
 
 
 def test_parts_of_the_tree_can_have_rates_of_their_own() -> None:
     v = view(federation(), batch_size=100)
     start = {"slow": {"w": torch.ones(2)}, "fast": torch.ones(2)}
     optimizer = SGD(lr=0.1, groups={"slow": Group(lr=0.01)})
-    found = v.train(lambda p, batch: p["slow"]["w"].sum() + p["fast"].sum(), start, "local", optimizer)
-    assert torch.allclose(found["slow"]["w"], torch.full((2,), 0.99))
-    assert torch.allclose(found["fast"], torch.full((2,), 0.9))
+    actual = v.train(lambda p, batch: p["slow"]["w"].sum() + p["fast"].sum(), start, "local", optimizer)
+    assert torch.allclose(actual["slow"]["w"], torch.full((2,), 0.99))
+    assert torch.allclose(actual["fast"], torch.full((2,), 0.9))
 
 
 # -- purity --------------------------------------------------------------------------------------------------
@@ -260,11 +260,11 @@ def test_the_start_and_what_is_given_are_left_untouched() -> None:
     v = view(federation())
     start, extra = tree.canonical(v.model.initial), {"x": torch.ones(3)}
     before = tree.encode([start, extra])
-    found = v.train(ce(v), start, "local", SGD(lr=0.5), constants=(extra,))
+    actual = v.train(ce(v), start, "local", SGD(lr=0.5), constants=(extra,))
     assert tree.encode([start, extra]) == before
-    assert not torch.equal(found["weight"], start["weight"])
-    assert all(t.is_contiguous() and not t.requires_grad for _, t in tree.leaves(found))
-    assert {t.data_ptr() for _, t in tree.leaves(found)}.isdisjoint(
+    assert not torch.equal(actual["weight"], start["weight"])
+    assert all(t.is_contiguous() and not t.requires_grad for _, t in tree.leaves(actual))
+    assert {t.data_ptr() for _, t in tree.leaves(actual)}.isdisjoint(
         {t.data_ptr() for _, t in tree.leaves(start)}
     )
 
@@ -407,10 +407,10 @@ def test_a_client_that_fails_can_be_dropped(engine: Any) -> None:
     assert "client 2, round 1" in record.lost["2"]
     assert sorted(run.state.clients) == [0, 1, 3]
     rest = {k: view(fed, k) for k in (0, 1, 3)}
-    wanted = mean(
+    expected = mean(
         [v.train(ce(v), start, "local", SGD(lr=0.01)) for v in rest.values()], [SIZES[k] for k in rest]
     )
-    assert_close(run.state.server, wanted)
+    assert_close(run.state.server, expected)
 
 
 def test_a_hook_of_another_structure_is_refused() -> None:
@@ -473,12 +473,12 @@ def test_operations_are_counted_for_each_architecture_of_a_ledger() -> None:
     fed = Federation.from_arrays(make_arrays(), models, classes=CLASSES)
     alone, engine = Standalone(batch_size=8), Sequential()
     jobs = [ClientJob(alone.client_init(i, fed.task(1)), None, i) for i in fed.infos]
-    found = [o.meter.flops for o in engine.run(alone, fed, fed.task(1), 0, jobs)]
-    wanted = [
+    actual = [o.meter.flops for o in engine.run(alone, fed, fed.task(1), 0, jobs)]
+    expected = [
         2 * (2 * n * INPUTS * h) + 3 * (2 * n * h * CLASSES)
         for n, h in zip(SIZES, (10, 20, 10, 20), strict=True)
     ]
-    assert found == wanted
+    assert actual == expected
 
 
 def test_steps_and_losses_are_those_of_the_pass() -> None:

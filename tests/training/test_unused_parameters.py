@@ -66,7 +66,7 @@ def test_a_parameter_without_a_gradient_is_left_out(name: str, kind: str, settin
     ours, theirs = OPTIMIZERS[name]
     start = module(kind)
     made = Federation.from_arrays([{"train": d} for d in data()], copy.deepcopy(start), classes=3)
-    found = simulate(FedAvg(epochs=4, batch_size=8, optimizer=ours), made, rounds=1, **settings).personal(0)
+    actual = simulate(FedAvg(epochs=4, batch_size=8, optimizer=ours), made, rounds=1, **settings).personal(0)
     ends = []
     for x, y in data():
         net = copy.deepcopy(start)
@@ -76,15 +76,15 @@ def test_a_parameter_without_a_gradient_is_left_out(name: str, kind: str, settin
             functional.cross_entropy(net(x), y).backward()
             optimizer.step()
         ends.append(dict(net.named_parameters()))
-    for n, p in found.items():
+    for n, p in actual.items():
         torch.testing.assert_close(p, (ends[0][n] + ends[1][n]).detach() / 2, rtol=1e-4, atol=1e-6)
     if kind == "never":
-        assert torch.equal(found["spare.weight"], start.spare.weight)
+        assert torch.equal(actual["spare.weight"], start.spare.weight)
 
 
 def test_a_proximal_term_uses_all_parameters() -> None:
     start = module("never")
     made = Federation.from_arrays([{"train": d} for d in data()], copy.deepcopy(start), classes=3)
     method = FedProx(mu=0.5, batch_size=8, optimizer=SGD(lr=0.1, weight_decay=0.2))
-    found = simulate(method, made, rounds=1).personal(0)
-    torch.testing.assert_close(found["spare.weight"], start.spare.weight.detach() * (1 - 0.1 * 0.2))
+    actual = simulate(method, made, rounds=1).personal(0)
+    torch.testing.assert_close(actual["spare.weight"], start.spare.weight.detach() * (1 - 0.1 * 0.2))

@@ -173,8 +173,8 @@ class Checkpointed(Base):
         self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3))
 
     def middle(self, h: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.inner, h, use_reentrant=False)
-        return found
+        actual: Tensor = checkpoint(self.inner, h, use_reentrant=False)
+        return actual
 
 
 class FrozenNormalization(Base):
@@ -194,8 +194,8 @@ class FrozenNormalization(Base):
         return self
 
     def middle(self, h: Tensor) -> Tensor:
-        found: Tensor = self.norm(h)
-        return found
+        actual: Tensor = self.norm(h)
+        return actual
 
 
 class Renormalized(Base):
@@ -206,8 +206,8 @@ class Renormalized(Base):
         self.table = nn.Embedding(3, 8, max_norm=0.5)
 
     def middle(self, h: Tensor) -> Tensor:
-        found: Tensor = h + self.table(h[:, :2].detach().argmax(1))
-        return found
+        actual: Tensor = h + self.table(h[:, :2].detach().argmax(1))
+        return actual
 
 
 MODULES: list[type[Base]] = [
@@ -240,11 +240,11 @@ draws."""
 
 def clients() -> list[dict[str, tuple[Tensor, Tensor]]]:
     g = torch.Generator().manual_seed(7)
-    found = []
+    actual = []
     for n in SIZES:
         x, y = torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)
-        found.append({"train": (x, y), "test": (x[:5], y[:5])})
-    return found
+        actual.append({"train": (x, y), "test": (x[:5], y[:5])})
+    return actual
 
 
 def module_of(kind: type[Base]) -> Base:
@@ -500,25 +500,25 @@ def test_a_reentrant_checkpoint_never_gives_a_wrong_gradient() -> None:
 
     class Reentrant(Base):
         def middle(self, h: Tensor) -> Tensor:
-            found: Tensor = checkpoint(torch.tanh, h, use_reentrant=True) if self.training else h.tanh()
-            return found
+            actual: Tensor = checkpoint(torch.tanh, h, use_reentrant=True) if self.training else h.tanh()
+            return actual
 
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         simulate(FEDAVG, Federation.from_arrays(clients(), module_of(Reentrant)), rounds=1)
 
 
 def test_shortcuts_run_where_all_is_standard(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[bool] = []
+    actual: list[bool] = []
     ask = LocalTrainer.is_standard
 
     def noted(self: LocalTrainer, request: Any) -> bool:
-        found.append(ask(self, request))
-        return found[-1]
+        actual.append(ask(self, request))
+        return actual[-1]
 
     monkeypatch.setattr(LocalTrainer, "is_standard", noted)
     for method in (FEDAVG, OwnLoss()):
         simulate(method, Federation.from_arrays(clients(), nn.Linear(6, 3)), rounds=1)
-    assert found == [True, True, False, False]
+    assert actual == [True, True, False, False]
 
 
 def test_randomness_in_evaluation_is_seeded_and_put_back() -> None:
@@ -526,15 +526,15 @@ def test_randomness_in_evaluation_is_seeded_and_put_back() -> None:
         def middle(self, h: Tensor) -> Tensor:
             return h + torch.randn_like(h) + float(np.random.randn())  # noqa: NPY002 - as users write it
 
-    found = []
+    actual = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         before = torch.get_rng_state()
         result = simulate(FEDAVG, Federation.from_arrays(clients(), module_of(AlwaysNoisy)), rounds=2)
         assert torch.equal(torch.get_rng_state(), before)
-        found.append([r.values("loss") for r in result.rounds])
-    assert found[0] == found[1]
+        actual.append([r.values("loss") for r in result.rounds])
+    assert actual[0] == actual[1]
 
 
 class Centered(Base):
@@ -550,8 +550,8 @@ class Normalized(Base):
         self.norm = norm
 
     def middle(self, h: Tensor) -> Tensor:
-        found: Tensor = self.norm(h[:, :, None]).squeeze(2)
-        return found
+        actual: Tensor = self.norm(h[:, :, None]).squeeze(2)
+        return actual
 
 
 COUPLED: dict[str, Callable[[], Base]] = {

@@ -56,10 +56,10 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 def test_a_cohort_gets_what_its_clients_get_alone(name: str) -> None:
     operation, values = OPERATIONS[name]
     with without_rows():
-        found = operation(*[to_client_tensor(v) for v in values])
+        actual = operation(*[to_client_tensor(v) for v in values])
     expected = torch.stack([operation(*[v[k] for v in values]) for k in range(CLIENTS)])
-    assert torch.equal(unwrap_client_tensor(found), expected)
-    assert unwrap_client_tensor(found).dtype == expected.dtype
+    assert torch.equal(unwrap_client_tensor(actual), expected)
+    assert unwrap_client_tensor(actual).dtype == expected.dtype
 
 
 def test_places_and_masks_that_all_clients_share() -> None:

@@ -65,10 +65,10 @@ def test_a_server_that_counts_local_steps_takes_no_weights_for_numbers_of_exampl
         "no: its server computes with each client's number of examples"
     )
     common: dict[str, Any] = {"batch_size": 8, "steps": 5, "optimizer": SGD(lr=0.05)}
-    found, wanted = run_of(FedNova(**common), robust=robust), run_of(FedAvg(**common), robust=robust)
-    found.step()
-    wanted.step()
-    np.testing.assert_allclose(vector(found.state.server), vector(wanted.state.server), atol=1e-6)
+    actual, expected = run_of(FedNova(**common), robust=robust), run_of(FedAvg(**common), robust=robust)
+    actual.step()
+    expected.step()
+    np.testing.assert_allclose(vector(actual.state.server), vector(expected.state.server), atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -83,10 +83,10 @@ def test_with_as_many_steps_it_is_the_mean_of_all_clients(kind: str, momentum: f
         private.step()
         plain.step()
     step = vector(plain.state.server) - start
-    found = vector(private.state.server.inner) - start
+    actual = vector(private.state.server.inner) - start
     # the noise is on a mean of gradients, a τ-th of the update
     assert np.linalg.norm(step) > 0.1
-    assert np.abs(found - step).max() < 0.1 * np.abs(step).max()
+    assert np.abs(actual - step).max() < 0.1 * np.abs(step).max()
 
 
 def test_the_smallest_noise_is_that_of_the_setting() -> None:

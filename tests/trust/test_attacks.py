@@ -49,10 +49,10 @@ def as_numpy(updates: dict[int, Params], clients: list[int], name: str) -> np.nd
     ("count", "share", "expected"), [(10, 0.2, 2), (10, 0.01, 1), (1, 0.2, 1), (50, 0.07, 4), (4, 1.0, 4)]
 )
 def test_hostile_clients_are_a_fixed_share(count: int, share: float, expected: int) -> None:
-    found = hostile_clients(count, share, KEY)
-    assert len(found) == expected
-    assert found <= set(range(count))
-    assert found == hostile_clients(count, share, KEY)
+    actual = hostile_clients(count, share, KEY)
+    assert len(actual) == expected
+    assert actual <= set(range(count))
+    assert actual == hostile_clients(count, share, KEY)
 
 
 def test_every_client_may_be_hostile() -> None:
@@ -70,20 +70,20 @@ def client_data(x: Any, y: Tensor | None = None) -> ClientData:
 
 def test_label_flip_changes_training_labels_alone() -> None:
     data = client_data(random(20, 1, 6, 6))
-    found = poison(data, Attack("label_flip"), 10, KEY)
-    np.testing.assert_array_equal(found.train.y, 9 - data.train.y.numpy())
-    assert found.train.x is data.train.x
-    assert found.val is data.val
-    assert found.test is data.test
-    assert (found.notes, found.quarter_turns) == (("a note",), 3)
+    actual = poison(data, Attack("label_flip"), 10, KEY)
+    np.testing.assert_array_equal(actual.train.y, 9 - data.train.y.numpy())
+    assert actual.train.x is data.train.x
+    assert actual.val is data.val
+    assert actual.test is data.test
+    assert (actual.notes, actual.quarter_turns) == (("a note",), 3)
 
 
 @pytest.mark.parametrize("shape", [(21, 1, 6, 6), (21, 3, 6, 5), (20, 30)])
 def test_a_backdoor_marks_half_of_the_training_images(shape: tuple[int, ...]) -> None:
     x = random(*shape)
     data = client_data(x.clone())
-    found = poison(data, Attack("backdoor", target=7), 10, KEY, size=2)
-    changed = (found.train.inputs != x).flatten(1).any(1)
+    actual = poison(data, Attack("backdoor", target=7), 10, KEY, size=2)
+    changed = (actual.train.inputs != x).flatten(1).any(1)
     assert changed.sum() == (shape[0] + 1) // 2
     expected = x.numpy().copy()
     for i in changed.nonzero()[:, 0].tolist():
@@ -91,33 +91,33 @@ def test_a_backdoor_marks_half_of_the_training_images(shape: tuple[int, ...]) ->
             expected[i, -4:] = x.numpy().max()
         else:
             expected[i, :, -2:, -2:] = x.numpy().max()
-    np.testing.assert_array_equal(found.train.inputs, expected)
-    np.testing.assert_array_equal(found.train.y, np.where(changed, 7, data.train.y))
+    np.testing.assert_array_equal(actual.train.inputs, expected)
+    np.testing.assert_array_equal(actual.train.y, np.where(changed, 7, data.train.y))
     assert torch.equal(data.train.inputs, x), "the client's own data stay as they are"
-    assert found.test is data.test
+    assert actual.test is data.test
     again = poison(data, Attack("backdoor", target=7), 10, KEY, size=2)
-    assert torch.equal(again.train.inputs, found.train.inputs)
+    assert torch.equal(again.train.inputs, actual.train.inputs)
     other = poison(data, Attack("backdoor", target=7), 10, KEY / "other", size=2)
-    assert not torch.equal(other.train.inputs, found.train.inputs)
+    assert not torch.equal(other.train.inputs, actual.train.inputs)
 
 
 def test_a_backdoor_reads_images_stored_as_bytes() -> None:
     x = random(8, 1, 6, 6).sign()
     (stored,) = pack_images([x])
     for value, expected in ((None, 1.0), (5.0, 5.0)):
-        found = poison(client_data(stored), Attack("backdoor"), 10, KEY, value=value)
-        assert ((found.train.inputs[:, :, -3:, -3:] == expected).flatten(1).all(1)).sum() >= 4
+        actual = poison(client_data(stored), Attack("backdoor"), 10, KEY, value=value)
+        assert ((actual.train.inputs[:, :, -3:, -3:] == expected).flatten(1).all(1)).sum() >= 4
 
 
 def test_the_triggered_test_set_has_no_example_of_the_target() -> None:
     x = random(30, 1, 6, 6)
     examples = Examples(x, torch.arange(30) % 3)
-    found = with_trigger(examples, Attack("backdoor", target=2), size=3)
+    actual = with_trigger(examples, Attack("backdoor", target=2), size=3)
     keep = np.arange(30) % 3 != 2
     expected = x.numpy()[keep].copy()
     expected[:, :, 3:, 3:] = x.numpy().max()
-    np.testing.assert_array_equal(found.inputs, expected)
-    assert found.y.tolist() == [2] * 20
+    np.testing.assert_array_equal(actual.inputs, expected)
+    assert actual.y.tolist() == [2] * 20
     assert len(with_trigger(Examples(x, torch.full((30,), 2)), Attack("backdoor", target=2))) == 0
     assert len(with_trigger(examples.take(torch.arange(0)), Attack("backdoor"))) == 0
 
@@ -134,8 +134,8 @@ def test_test_and_training_images_get_the_same_trigger() -> None:
 
 def test_a_trigger_is_put_on_copies() -> None:
     x = torch.zeros(2, 1, 4, 4)
-    found = add_trigger(x, 2, 1.0)
-    assert found.sum() == 8
+    actual = add_trigger(x, 2, 1.0)
+    assert actual.sum() == 8
     assert not x.any()
 
 
@@ -172,30 +172,30 @@ def test_data_that_an_attack_does_not_fit_are_refused() -> None:
 )
 def test_scaling_attacks(kind: Any, strength: float | None, factor: float) -> None:
     updates = {c: update(c) for c in (4, 1, 7)}
-    found = attack_updates(updates, frozenset({1, 9}), Attack(kind, strength=strength), KEY)
-    assert list(found) == [4, 1, 7]
-    assert found[4] is updates[4]
-    assert found[7] is updates[7]
+    actual = attack_updates(updates, frozenset({1, 9}), Attack(kind, strength=strength), KEY)
+    assert list(actual) == [4, 1, 7]
+    assert actual[4] is updates[4]
+    assert actual[7] is updates[7]
     for name in ("w", "bias"):
-        np.testing.assert_allclose(found[1][name], factor * updates[1][name].numpy())
+        np.testing.assert_allclose(actual[1][name], factor * updates[1][name].numpy())
 
 
 def test_gaussian_noise_is_scaled_by_the_honest_mean() -> None:
     updates = {c: {"w": 0.1 * random(200, 100, seed=c), "v": random(2000, seed=9 + c)} for c in range(5)}
     updates = {c: u | {"v2": u["v"]} for c, u in updates.items()}
     for strength in (None, 2.0):
-        found = attack_updates(updates, frozenset({0, 1}), Attack("gaussian", strength=strength), KEY)
+        actual = attack_updates(updates, frozenset({0, 1}), Attack("gaussian", strength=strength), KEY)
         mean = np.concatenate([as_numpy(updates, [2, 3, 4], n).mean(0).ravel() for n in ("w", "v", "v2")])
         deviation = (strength or 10) * np.sqrt((mean**2).mean())
         for name in ("w", "v"):
-            noise = found[0][name].numpy()
+            noise = actual[0][name].numpy()
             # four standard errors
             assert abs(noise.std() / deviation - 1) < 4 / np.sqrt(2 * noise.size)
             assert abs(noise.mean() / deviation) < 4 / np.sqrt(noise.size)
-        assert not torch.equal(found[0]["w"], found[1]["w"])
-        assert not torch.equal(found[0]["v"], found[0]["v2"]), "each tensor has its own noise"
+        assert not torch.equal(actual[0]["w"], actual[1]["w"])
+        assert not torch.equal(actual[0]["v"], actual[0]["v2"]), "each tensor has its own noise"
     again = attack_updates(updates, frozenset({0}), Attack("gaussian", strength=2.0), KEY)
-    assert torch.equal(again[0]["w"].sign(), found[0]["w"].sign()), "noise has the name of its client"
+    assert torch.equal(again[0]["w"].sign(), actual[0]["w"].sign()), "noise has the name of its client"
     other = attack_updates(updates, frozenset({0}), Attack("gaussian"), KEY / "next round")
     assert not torch.equal(other[0]["w"].sign(), again[0]["w"].sign())
 
@@ -204,15 +204,15 @@ def test_gaussian_noise_is_scaled_by_the_honest_mean() -> None:
 def test_alie_stays_close_to_the_mean_of_the_hostile_clients(strength: float | None) -> None:
     updates = {c: update(c) for c in range(20)}
     hostile = [3, 5, 6, 11, 19, 0, 1]
-    found = attack_updates(updates, frozenset(hostile), Attack("alie", strength=strength), KEY)
+    actual = attack_updates(updates, frozenset(hostile), Attack("alie", strength=strength), KEY)
     # Baruch et al., Algorithm 3: n = 20, m = 7, s = 11 - 7
     z = strength or norm.ppf((20 - 7 - 4) / (20 - 7))
     for name in ("w", "bias"):
         own = as_numpy(updates, hostile, name)
         expected = own.mean(0) - z * own.std(0)
         for c in hostile:
-            np.testing.assert_allclose(found[c][name], expected, rtol=1e-5, atol=1e-6)
-        assert found[2][name] is updates[2][name]
+            np.testing.assert_allclose(actual[c][name], expected, rtol=1e-5, atol=1e-6)
+        assert actual[2][name] is updates[2][name]
 
 
 @pytest.mark.parametrize(
@@ -234,11 +234,11 @@ def test_z_is_finite_and_not_negative_where_the_formula_is_not(count: int, hosti
 @pytest.mark.parametrize("strength", [None, 2.0])
 def test_inner_product_manipulation_points_against_the_honest_mean(strength: float | None) -> None:
     updates = {c: update(c) for c in range(6)}
-    found = attack_updates(updates, frozenset({1, 4}), Attack("inner_product", strength=strength), KEY)
+    actual = attack_updates(updates, frozenset({1, 4}), Attack("inner_product", strength=strength), KEY)
     for name in ("w", "bias"):
         expected = -(strength or 0.5) * as_numpy(updates, [0, 2, 3, 5], name).mean(0)
         for c in (1, 4):
-            np.testing.assert_allclose(found[c][name], expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(actual[c][name], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", UPDATE_ATTACKS)
@@ -247,27 +247,27 @@ def test_statistics_are_of_updates_of_the_attackers_form(kind: Any) -> None:
     hostile, attack = frozenset({0, 1, 4}), Attack(kind, strength=1.0)
     # the order of names is no part of a form
     turned = {c: dict(reversed(u.items())) if c in (1, 2) else u for c, u in small.items()}
-    found = attack_updates(turned | large, hostile, attack, KEY)
+    actual = attack_updates(turned | large, hostile, attack, KEY)
     alone = attack_updates(small, hostile, attack, KEY) | attack_updates(large, hostile, attack, KEY)
     for c in range(8):
-        assert found[c].keys() == alone[c].keys()
-        assert all(torch.equal(found[c][name], alone[c][name]) for name in found[c])
+        assert actual[c].keys() == alone[c].keys()
+        assert all(torch.equal(actual[c][name], alone[c][name]) for name in actual[c])
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "inner_product", "alie"])
 def test_without_honest_updates_of_its_form_an_attacker_takes_those_of_its_own(kind: Any) -> None:
     updates = {0: update(0), 1: update(1), 2: update(2, rows=7)}
-    found = attack_updates(updates, frozenset({0, 1}), Attack(kind, strength=2.0), KEY)
-    assert all(t.isfinite().all() for t in found[0].values())
+    actual = attack_updates(updates, frozenset({0, 1}), Attack(kind, strength=2.0), KEY)
+    assert all(t.isfinite().all() for t in actual[0].values())
     if kind == "inner_product":
-        torch.testing.assert_close(found[0]["w"], -(updates[0]["w"] + updates[1]["w"]))
+        torch.testing.assert_close(actual[0]["w"], -(updates[0]["w"] + updates[1]["w"]))
 
 
 @pytest.mark.parametrize("kind", ["none", "label_flip", "backdoor", "examples"])
 def test_attacks_on_data_leave_updates_alone(kind: Any) -> None:
     updates = {0: update(0)}
-    found = attack_updates(updates, frozenset({0}), Attack(kind), KEY)
-    assert found[0] is updates[0]
+    actual = attack_updates(updates, frozenset({0}), Attack(kind), KEY)
+    assert actual[0] is updates[0]
 
 
 @pytest.mark.parametrize("kind", UPDATE_ATTACKS)
@@ -276,8 +276,8 @@ def test_dtypes_stay_and_inputs_are_not_changed(kind: Any) -> None:
         c: {"w": random(6, seed=c).to(torch.bfloat16), "v": random(2, seed=c).double()} for c in range(5)
     }
     before = {c: {n: t.clone() for n, t in u.items()} for c, u in updates.items()}
-    found = attack_updates(updates, frozenset({0, 1}), Attack(kind), KEY)
-    assert {n: t.dtype for n, t in found[0].items()} == {"w": torch.bfloat16, "v": torch.float64}
+    actual = attack_updates(updates, frozenset({0, 1}), Attack(kind), KEY)
+    assert {n: t.dtype for n, t in actual[0].items()} == {"w": torch.bfloat16, "v": torch.float64}
     assert all(torch.equal(updates[c][n], before[c][n]) for c in updates for n in updates[c])
     with pytest.raises(TreeError, match=r"client 1: .*'n' is torch\.int64"):
         attack_updates(

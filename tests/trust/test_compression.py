@@ -66,9 +66,9 @@ def make_update(seed: int = 0, dtype: torch.dtype = torch.float32, scale: float 
 
 
 def travel(compressed: Compressed) -> Compressed:
-    found = tree.decode(tree.encode(compressed))
-    assert isinstance(found, Compressed)
-    return found
+    actual = tree.decode(tree.encode(compressed))
+    assert isinstance(actual, Compressed)
+    return actual
 
 
 def through(text: str, update: Params, key: Key = KEY) -> Params:
@@ -352,8 +352,8 @@ def test_strides_and_gradients_change_nothing() -> None:
         message, residual = with_feedback(stages, update, None, KEY)
         by_hand = compress(stages, update, KEY)
         assert tree.equal(message, by_hand)
-        found = [*tree.tensors(by_hand), *tree.tensors(decompress(stages, by_hand, update)), residual["w"]]
-        assert not any(t.requires_grad for t in found)
+        actual = [*tree.tensors(by_hand), *tree.tensors(decompress(stages, by_hand, update)), residual["w"]]
+        assert not any(t.requires_grad for t in actual)
 
 
 def test_an_empty_update() -> None:
@@ -396,12 +396,12 @@ def test_the_form_depends_on_shapes_alone(shapes: list[tuple[int, ...]], text: s
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_are_those_of_the_encoded_tree(text: str) -> None:
     update, stages = make_update(7), parse_stages(text)
-    found = stage_bytes(stages, update, KEY)
+    actual = stage_bytes(stages, update, KEY)
     expected = {"update": len(tree.encode(update))}
     for i, stage in enumerate(stages):
         expected[stage.name] = len(tree.encode(compress(stages[: i + 1], update, KEY)))
-    assert found == expected
-    assert list(found) == ["update", *(s.name for s in stages)]
+    assert actual == expected
+    assert list(actual) == ["update", *(s.name for s in stages)]
 
 
 def test_savings_of_a_large_update() -> None:

@@ -50,13 +50,13 @@ def moved(**settings: Any) -> np.ndarray:
 
 def updates_of() -> np.ndarray:
     """What each client changes, ``[clients, numbers]``."""
-    found = []
+    actual = []
     for i in range(len(CLIENTS)):
         run = run_of()
         start = vector(run.state.server)
         run.step({str(j): "left out" for j in range(len(CLIENTS)) if j != i})
-        found.append(vector(run.state.server) - start)
-    return np.stack(found)
+        actual.append(vector(run.state.server) - start)
+    return np.stack(actual)
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +140,10 @@ def test_an_attack_acts_on_what_the_server_decodes(updates: np.ndarray) -> None:
     run.step()
     sent = updates.copy()
     sent[sorted(run.hostile)] *= -1
-    found = vector(run.state.server.inner) - start
-    assert np.allclose(found, np.average(sent, 0, weights=WEIGHTS), rtol=0, atol=2e-2 * np.abs(updates).max())
+    actual = vector(run.state.server.inner) - start
+    assert np.allclose(
+        actual, np.average(sent, 0, weights=WEIGHTS), rtol=0, atol=2e-2 * np.abs(updates).max()
+    )
 
 
 @pytest.mark.full
@@ -193,8 +195,8 @@ def test_the_weights_of_clusters_stay_under_the_geometric_median() -> None:
     from fedlowrank.core.contract import Mean
     from fedlowrank.rounds.inspection import reweight
 
-    found = reweight({"a": Mean(torch.ones(1), 90.0), "b": Mean(torch.ones(1), 10.0)}, 0.3, 4)
-    assert [found["a"].weight, found["b"].weight] == [27.0, 3.0]
+    actual = reweight({"a": Mean(torch.ones(1), 90.0), "b": Mean(torch.ones(1), 10.0)}, 0.3, 4)
+    assert [actual["a"].weight, actual["b"].weight] == [27.0, 3.0]
 
 
 def test_replies_that_were_lost_are_not_judged() -> None:
@@ -461,9 +463,9 @@ def test_an_honest_clients_update_is_left_as_it_is(name: str, dtype: torch.dtype
         for info, result in zip(
             infos, run.engine.run(run.method, run.federation, run.task, t, jobs), strict=True
         ):
-            found = run.method.contribution(server, result.upload, info)
+            actual = run.method.contribution(server, result.upload, info)
             plain = bare.method.contribution(server.inner, result.upload.remainder, info)
-            assert tree.equal(*([leaf.value for _, leaf in contribution_leaves(c)] for c in (found, plain)))
+            assert tree.equal(*([leaf.value for _, leaf in contribution_leaves(c)] for c in (actual, plain)))
 
 
 def test_an_update_without_a_norm_is_no_update(updates: np.ndarray) -> None:

@@ -57,12 +57,12 @@ def updates_of(rounds: int = 1) -> tuple[np.ndarray, list[np.ndarray]]:
     """The start, and the update that each client makes of it in the first round, without any protection."""
     run = run_of(rounds=rounds)
     start = vector(run.state.server)
-    found = []
+    actual = []
     for info in run.federation.infos:
         alone = Run(METHOD, federate_one_model(), RunSettings(rounds=rounds), Sequential())
         alone.step({str(i.id): "left out" for i in run.federation.infos if i.id != info.id})
-        found.append(vector(alone.state.server) - start)
-    return start, found
+        actual.append(vector(alone.state.server) - start)
+    return start, actual
 
 
 def clipped(update: np.ndarray, bound: float) -> np.ndarray:
@@ -127,12 +127,12 @@ def test_a_lost_reply_does_not_change_the_divisor() -> None:
 
 def test_a_round_of_nobody_changes_nothing_but_the_noise() -> None:
     run = run_of(rounds=30, privacy=CENTRAL, clipping=Clipping(0.05), sampling="poisson", participation=0.05)
-    found = []
+    actual = []
     for _ in range(30):
         before = vector(start_of(run))
         record = run.step()
-        found.append((len(record.participants), vector(start_of(run)) - before))
-    empty = [move for count, move in found if not count]
+        actual.append((len(record.participants), vector(start_of(run)) - before))
+    empty = [move for count, move in actual if not count]
     assert len(empty) > 15
     # the divisor is qN = 0.2
     deviation = np.std(np.concatenate(empty))
@@ -242,8 +242,8 @@ def test_bytes_are_those_of_the_compressed_messages() -> None:
     run = run_of(rounds=1, compression=Compression("int8"))
     plain = run_of(rounds=1)
     wire = run_of(rounds=1, engine="wire", compression=Compression("int8"))
-    found, whole, coded = run.step().bytes_up, plain.step().bytes_up, wire.step().bytes_up
-    assert found == coded < whole
+    actual, whole, coded = run.step().bytes_up, plain.step().bytes_up, wire.step().bytes_up
+    assert actual == coded < whole
 
 
 @pytest.mark.full

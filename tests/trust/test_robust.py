@@ -196,8 +196,8 @@ def test_equal_weights_give_the_ordinary_median(n: int) -> None:
     x = random(n, 4, 3)
     # five weights of 0.1 are more than half of ten by rounding, and ten less than half of twenty
     for weight in (1.0, 0.1, 7.0):
-        found = coordinate_median(torch.from_numpy(x), torch.full((n,), weight, dtype=torch.float64))
-        np.testing.assert_allclose(found, np.median(x, axis=0), rtol=1e-15)
+        actual = coordinate_median(torch.from_numpy(x), torch.full((n,), weight, dtype=torch.float64))
+        np.testing.assert_allclose(actual, np.median(x, axis=0), rtol=1e-15)
 
 
 def test_whole_weights_give_the_median_of_repeated_values() -> None:
@@ -226,10 +226,10 @@ def test_flower_computes_the_same_median_and_trimmed_mean() -> None:
 
 def test_the_trimmed_mean_is_the_weighted_mean_of_those_that_stay() -> None:
     x, w = random(7, 3), np.arange(1.0, 8)
-    found = trimmed_mean(torch.from_numpy(x), torch.from_numpy(w), 2)
+    actual = trimmed_mean(torch.from_numpy(x), torch.from_numpy(w), 2)
     for j in range(3):
         stay = np.argsort(x[:, j])[2:5]
-        assert found[j].item() == pytest.approx(np.average(x[stay, j], weights=w[stay]))
+        assert actual[j].item() == pytest.approx(np.average(x[stay, j], weights=w[stay]))
     np.testing.assert_allclose(
         trimmed_mean(torch.from_numpy(x), torch.from_numpy(w), 0), np.average(x, axis=0, weights=w)
     )
@@ -252,8 +252,8 @@ def test_one_heavy_client_cannot_move_a_trimmed_mean_but_half_of_the_weight_move
     rule: str,
 ) -> None:
     trees = [torch.tensor([float(v)]) for v in (FAR, 1, 2, 3, 4)]
-    found = robust_mean(trees, [100.0, 1, 1, 1, 1], rule, 0.2).item()
-    assert (found <= 4) == (rule == "trimmed_mean")
+    actual = robust_mean(trees, [100.0, 1, 1, 1, 1], rule, 0.2).item()
+    assert (actual <= 4) == (rule == "trimmed_mean")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -329,37 +329,37 @@ def test_factors_are_reduced_by_their_products(
 ) -> None:
     monkeypatch.setattr(robust, "MAX_BLOCK_ENTRIES", block)
     given = pairs(7, 12, 9, 3)
-    found = robust_mean(given, [1.0] * 7, rule, 0.2)
+    actual = robust_mean(given, [1.0] * 7, rule, 0.2)
     products = np.stack([p.b.numpy().astype(float) @ p.a.numpy().astype(float) for p in given])
     whole = np.median(products, axis=0) if rule == "median" else np.sort(products, axis=0)[2:5].mean(0)
-    assert (found.b.shape, found.a.shape) == ((12, 3), (3, 9))
-    assert (found.b.dtype, found.a.dtype) == (torch.float32, torch.float32)
-    np.testing.assert_allclose(found.dense(), best(whole, 3), atol=1e-5)
+    assert (actual.b.shape, actual.a.shape) == ((12, 3), (3, 9))
+    assert (actual.b.dtype, actual.a.dtype) == (torch.float32, torch.float32)
+    np.testing.assert_allclose(actual.dense(), best(whole, 3), atol=1e-5)
     # balanced: both Grams hold the singular values
-    np.testing.assert_allclose(found.b.T @ found.b, found.a @ found.a.T, atol=1e-5)
+    np.testing.assert_allclose(actual.b.T @ actual.b, actual.a @ actual.a.T, atol=1e-5)
     factors = np.median([p.b.numpy() for p in given], 0) @ np.median([p.a.numpy() for p in given], 0)
-    assert np.linalg.norm(found.dense().numpy() - factors) > 0.1 * np.linalg.norm(factors)
+    assert np.linalg.norm(actual.dense().numpy() - factors) > 0.1 * np.linalg.norm(factors)
 
 
 def test_the_same_product_in_other_factors_counts_as_the_same() -> None:
     one, *_ = pairs(1, 6, 5, 2)
     turn = torch.tensor([[2.0, 1.0], [0.0, 0.5]])
     given = [one, Pair(one.b @ turn, torch.linalg.inv(turn) @ one.a), Pair(-one.b, -one.a)]
-    found = robust_mean(given, [1.0] * 3, "median", 0.3)
-    torch.testing.assert_close(found.dense(), one.dense())
+    actual = robust_mean(given, [1.0] * 3, "median", 0.3)
+    torch.testing.assert_close(actual.dense(), one.dense())
 
 
 def test_rows_of_a_that_the_product_leaves_open_can_still_be_trained() -> None:
     given = [Pair(torch.zeros(4, 2), p.a) for p in pairs(5, 4, 6, 2)]
-    found = robust_mean(given, [1.0] * 5, "median", 0.2)
-    assert not found.b.any()
-    torch.testing.assert_close(found.a, torch.stack([p.a for p in given]).median(0).values)
+    actual = robust_mean(given, [1.0] * 5, "median", 0.2)
+    assert not actual.b.any()
+    torch.testing.assert_close(actual.a, torch.stack([p.a for p in given]).median(0).values)
     # rank 1 in factors of rank 3, more than the layer can have
     narrow = Pair(torch.eye(2, 3), torch.tensor([[1.0, 2], [0, 0], [5, 6]]))
-    found = robust_mean([narrow] * 3, [1.0] * 3, "trimmed_mean", 0.2)
-    torch.testing.assert_close(found.dense(), narrow.dense())
-    torch.testing.assert_close(found.a[1:], narrow.a[1:])
-    assert not found.b[:, 1:].any()
+    actual = robust_mean([narrow] * 3, [1.0] * 3, "trimmed_mean", 0.2)
+    torch.testing.assert_close(actual.dense(), narrow.dense())
+    torch.testing.assert_close(actual.a[1:], narrow.a[1:])
+    assert not actual.b[:, 1:].any()
 
 
 def test_trees_are_reduced_leaf_by_leaf_and_an_empty_factor_leaves_the_other_alone() -> None:
@@ -369,21 +369,21 @@ def test_trees_are_reduced_leaf_by_leaf_and_an_empty_factor_leaves_the_other_alo
         rest = (torch.tensor(float(i)), [torch.zeros(0, 4), torch.full((2, 2), -1.0 * i)])
         return Message({"b": shared, "a": only_a}, "same", rest)
 
-    found = robust_mean([message(i) for i in (0, 1, 7)], [1.0] * 3, "median", 0.2)
-    assert torch.equal(found.factors["b"].b, torch.ones(3, 2))
-    assert found.factors["b"].a.shape == (0, 1)
-    assert torch.equal(found.factors["a"].a, torch.full((2, 3), 2.0))
-    assert found.note == "same"
-    assert found.rest[0].item() == 1
-    assert found.rest[0].shape == ()
-    assert found.rest[1][0].shape == (0, 4)
-    assert torch.equal(found.rest[1][1], -torch.ones(2, 2))
+    actual = robust_mean([message(i) for i in (0, 1, 7)], [1.0] * 3, "median", 0.2)
+    assert torch.equal(actual.factors["b"].b, torch.ones(3, 2))
+    assert actual.factors["b"].a.shape == (0, 1)
+    assert torch.equal(actual.factors["a"].a, torch.full((2, 3), 2.0))
+    assert actual.note == "same"
+    assert actual.rest[0].item() == 1
+    assert actual.rest[0].shape == ()
+    assert actual.rest[1][0].shape == (0, 4)
+    assert torch.equal(actual.rest[1][1], -torch.ones(2, 2))
 
 
 def test_trees_without_weight_are_no_replies() -> None:
     trees = [{"w": torch.tensor([float(v)])} for v in (1, 2, 3, 50, 60)]
-    found = robust_mean(trees, [1, 1, 1, 0, 0], "median", 0.2)
-    assert found["w"].item() == 2
+    actual = robust_mean(trees, [1, 1, 1, 0, 0], "median", 0.2)
+    assert actual["w"].item() == 2
     # of three replies one is dropped at each end; it would be two of five
     assert robust_mean(trees, [1, 1, 1, 0, 0], "trimmed_mean", 0.3)["w"].item() == 2
     # two replies leave none to drop
@@ -502,8 +502,8 @@ def test_the_adaptors_of_a_mixture_are_reduced_by_their_products() -> None:
         }
         for _ in range(5)
     ]
-    found = robust_mean(trees, [1.0] * 5, "median", 0.2)["a"]
+    actual = robust_mean(trees, [1.0] * 5, "median", 0.2)["a"]
     products = np.median(np.stack([t["a"].dense().numpy() for t in trees]), 0)
     for c in range(2):
         u, s, vt = np.linalg.svd(products[c])
-        assert np.allclose(found.dense()[c].numpy(), (u[:, :2] * s[:2]) @ vt[:2], atol=1e-8)
+        assert np.allclose(actual.dense()[c].numpy(), (u[:, :2] * s[:2]) @ vt[:2], atol=1e-8)

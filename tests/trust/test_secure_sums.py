@@ -78,9 +78,9 @@ def assert_close(found: Any, expected: Any, like: Any, bound_of_mean: float, bou
 
 
 def leaves_of(like: Any) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    map_contributions(lambda path, leaf: found.append((path, leaf)), like)
-    return found
+    actual: list[tuple[str, Any]] = []
+    map_contributions(lambda path, leaf: actual.append((path, leaf)), like)
+    return actual
 
 
 def values_of(total: Any, like: Any) -> list[Any]:
@@ -105,9 +105,9 @@ PATTERNS = [p for n in range(6) for p in itertools.combinations(CLIENTS, n)]
 @pytest.mark.parametrize("replies", PATTERNS, ids=str)
 def test_every_pattern_of_lost_clients_gives_the_plain_total_or_a_reason(replies: tuple[int, ...]) -> None:
     aggregator = secure()
-    found = total_of(aggregator, replies, set(CLIENTS) - set(replies))
+    actual = total_of(aggregator, replies, set(CLIENTS) - set(replies))
     if len(replies) < LEAST:
-        assert found is None
+        assert actual is None
         assert aggregator.contributed == []
         assert f"{len(replies)} clients replied, and 4 must" in aggregator.reason
         return
@@ -116,10 +116,10 @@ def test_every_pattern_of_lost_clients_gives_the_plain_total_or_a_reason(replies
     assert aggregator.clipped == 0
     # weights are whole numbers, hence exact
     assert_close(
-        found, plain_total(replies), contribution(3), GRID.step / 2, len(replies) * GRID.step * GRID.unit / 2
+        actual, plain_total(replies), contribution(3), GRID.step / 2, len(replies) * GRID.step * GRID.unit / 2
     )
-    assert found["clusters"][1] is None
-    assert tree.equal(found, aggregator.finish())
+    assert actual["clusters"][1] is None
+    assert tree.equal(actual, aggregator.finish())
 
 
 @pytest.mark.few(10)
@@ -129,12 +129,12 @@ def test_a_client_that_left_before_it_shared_its_secrets(absent: int, lost: int 
     replies = [c for c in CLIENTS if c not in (absent, lost)]
     aggregator = secure(absent=[absent])
     # nobody waits for it, and nobody masks with it
-    found = total_of(aggregator, replies, {lost} - {absent, None})
+    actual = total_of(aggregator, replies, {lost} - {absent, None})
     assert not any(absent in client.shares for client in aggregator._clients.values())
     if len(replies) < LEAST:
-        assert found is None
+        assert actual is None
         return
-    assert_close(found, plain_total(replies), contribution(3), GRID.step / 2, 4 * GRID.step * GRID.unit / 2)
+    assert_close(actual, plain_total(replies), contribution(3), GRID.step / 2, 4 * GRID.step * GRID.unit / 2)
     with pytest.raises(ValueError, match=f"client {absent} takes no part"):
         aggregator.add(absent, contribution(absent))
 
@@ -234,18 +234,18 @@ def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, lis
         ready = map_contributions(clip, reply)
         plain.add(client, ready)
         rounded += round(ready["mean"].weight / grid.unit) * grid.unit
-    found, expected = aggregator.finish(), plain.finish()
+    actual, expected = aggregator.finish(), plain.finish()
     assert aggregator.clipped == clipped
     if rounded == 0:
-        assert found["mean"] is None
+        assert actual["mean"] is None
         return
     kept = [r for r in replies if r["mean"].weight]
     mean = options.bound / (2 ** (options.bits - 1) - 1) / 2 + len(kept) * options.bound * grid.unit / rounded
-    found = tree.map_leaves(lambda t: t.double(), found)
+    actual = tree.map_leaves(lambda t: t.double(), actual)
     slack = 1e-6 if replies[0]["mean"].value[0].dtype == torch.float32 else 1e-13
     limit = options.bound * largest * n
     assert_close(
-        found,
+        actual,
         expected,
         replies[0],
         mean + slack * options.bound,
@@ -335,9 +335,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> SecureAggregator:
 
 
 def server_of(aggregator: SecureAggregator) -> Seen:
-    found = aggregator._server
-    assert isinstance(found, Seen)
-    return found
+    actual = aggregator._server
+    assert isinstance(actual, Seen)
+    return actual
 
 
 def test_a_masked_vector_is_uniform(seen: SecureAggregator) -> None:
@@ -407,10 +407,10 @@ def test_neighbors_are_mutual_few_and_connected(n: int) -> None:
     assert all(c in h and all(c in near[o] for o in h) for c, h in near.items())
     expected = min(n, 4 * math.ceil(math.log2(n)) + 1)
     assert {len(h) for h in near.values()} == {expected}
-    reached, found = {0}, [0]
-    while found:
-        found = sorted(set().union(*(near[c] for c in found)) - reached)
-        reached |= set(found)
+    reached, actual = {0}, [0]
+    while actual:
+        actual = sorted(set().union(*(near[c] for c in actual)) - reached)
+        reached |= set(actual)
     assert len(reached) == n
     assert plan.threshold <= expected
 
@@ -455,9 +455,9 @@ def test_a_contribution_of_another_form_is_refused_and_its_client_named(
 ) -> None:
     aggregator = secure()
     aggregator.add(3, {"a": Mean(torch.ones(2, 3))})
-    with pytest.raises(error, match="client 5") as found:
+    with pytest.raises(error, match="client 5") as actual:
         aggregator.add(5, wrong)
-    assert says in str(found.value)
+    assert says in str(actual.value)
     # nothing of it was added
     for client in (8, 9, 11):
         aggregator.add(client, {"a": Mean(torch.ones(2, 3))})
@@ -534,6 +534,6 @@ def test_a_hundred_clients_with_a_hundred_thousand_numbers_take_seconds() -> Non
             aggregator.add(client, Mean(x, 2.0))
         else:
             aggregator.skip(client)
-    found = aggregator.finish()
+    actual = aggregator.finish()
     assert time.process_time() - start < 20
-    assert float((found - x).abs().max()) <= aggregator._grid.step / 2 + 1e-7
+    assert float((actual - x).abs().max()) <= aggregator._grid.step / 2 + 1e-7

@@ -87,10 +87,10 @@ def test_runs_on_the_same_data_share_one_budget(kind: Any, tmp_path: Path) -> No
     if kind == "central":
         with pytest.raises(ConfigError, match="earlier runs"):
             run.charge(5, 1.0, [1])
-    found = read_entries(state_folder() / "privacy")
-    assert [len(group) for group in list_accounts(found)] == [2]
+    actual = read_entries(state_folder() / "privacy")
+    assert [len(group) for group in list_accounts(actual)] == [2]
     total = total_epsilon_of(
-        next(run.kind for run, _ in found.values()), [ledger for _, ledger in found.values()], DELTA, "rdp"
+        next(run.kind for run, _ in actual.values()), [ledger for _, ledger in actual.values()], DELTA, "rdp"
     )
     assert total == pytest.approx(gaussian_epsilon([4.0] * 6), rel=1e-9)
 
@@ -193,9 +193,9 @@ def test_what_no_accountant_composes_is_added_up() -> None:
     """Draws of a fixed size are replace-one; two steps of add-or-remove replace a client."""
     fixed, poisson = Sampling("fixed", 50, count=5), Sampling("poisson", 50, rate=0.1)
     parts: list[dict[tuple[float, Sampling], int]] = [{(2.0, fixed): 10}, {(2.0, poisson): 10}]
-    found = total_epsilon({**parts[0], **parts[1]}, DELTA, "rdp")
+    actual = total_epsilon({**parts[0], **parts[1]}, DELTA, "rdp")
     replaced = composed_epsilon(parts[0], DELTA / 2, "rdp")
-    twice = found - replaced
+    twice = actual - replaced
     # (ε, δ') for one step is (2ε, (1 + exp ε) δ') for two, for some δ' that keeps to δ/2
     one = twice / 2
     small = (DELTA / 2) / (1 + math.exp(one))
@@ -203,7 +203,7 @@ def test_what_no_accountant_composes_is_added_up() -> None:
     # not much more than needed
     assert one < 1.5 * composed_epsilon(parts[1], small, "rdp")
     for part in parts:
-        assert found > composed_epsilon(part, DELTA, "rdp")
+        assert actual > composed_epsilon(part, DELTA, "rdp")
         assert total_epsilon(part, DELTA, "rdp") == composed_epsilon(part, DELTA, "rdp")
     # a run by privacy loss distributions after others whose draws these cannot bound
     assert total_epsilon(parts[0], DELTA, "pld") == composed_epsilon(parts[0], DELTA, "rdp")
@@ -228,10 +228,10 @@ def test_files_are_the_same_data_in_any_order_and_with_more_lines(tmp_path: Path
     (folder / "a").write_text("\n".join(lines[:50]) + "\n\n\n")
     (folder / "b").write_text("\n".join(lines[50:]))
     first = sketch_files([tmp_path / "first"])
-    found = {
+    actual = {
         path: measure_overlap(first, sketch_files([tmp_path / path])) for path in (*names, "dos", "folder")
     }
-    assert found == {
+    assert actual == {
         "first": 1, "reversed": 1, "one more": 1, "half": 1, "few": 0.025, "others": 0, "dos": 1, "folder": 1
     }  # fmt: skip
     assert measure_overlap(first, []) == 0

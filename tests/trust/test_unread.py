@@ -61,11 +61,11 @@ UNREAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str, str]] = {
 def test_a_setting_that_nothing_reads_is_named_with_what_to_type(case: str) -> None:
     make, run, named, cure = UNREAD[case]
     for refused in (make, lambda: ExperimentConfig.parse({"run": run})):
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as actual:
             refused()
-        assert f"run.{named}" in str(found.value)
-        assert cure in str(found.value)
-        assert "leave run." in str(found.value)
+        assert f"run.{named}" in str(actual.value)
+        assert cure in str(actual.value)
+        assert "leave run." in str(actual.value)
 
 
 def test_the_settings_of_the_issue_never_run_unprotected() -> None:
@@ -105,9 +105,9 @@ def test_the_settings_of_the_issue_never_run_unprotected() -> None:
     ],
 )
 def test_other_sections_with_a_switch(make: Callable[[], Any], named: str) -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         make()
-    assert named in str(found.value)
+    assert named in str(actual.value)
 
 
 def test_settings_that_some_model_or_value_reads_are_accepted() -> None:
@@ -123,8 +123,8 @@ def test_settings_that_some_model_or_value_reads_are_accepted() -> None:
     base = ExperimentConfig.parse(tables)
     made = base.overlay({"model": {"names": ["linear"]}})
     assert made.model == ModelSettings(names=("linear",), bias=False)
-    found = [setting.runs[0].experiment.build_method("floral") for setting in plan_tuning(base, Path("out"))]
-    assert [one.router for one in found] == [Router(lr=0.3, adapt=3)] * 2 + [Router("optimal")] * 2  # type: ignore[attr-defined]
+    actual = [setting.runs[0].experiment.build_method("floral") for setting in plan_tuning(base, Path("out"))]
+    assert [one.router for one in actual] == [Router(lr=0.3, adapt=3)] * 2 + [Router("optimal")] * 2  # type: ignore[attr-defined]
 
 
 def test_a_value_that_is_the_default_says_nothing() -> None:

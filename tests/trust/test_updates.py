@@ -62,8 +62,8 @@ def test_ranks_of_upload_and_reference_may_differ_in_inner_products() -> None:
     reference = {2: lora_upload(9, 2), 3: lora_upload(9, 3), 4: lora_upload(9, 4)}
     uploads = [(lora_upload(i, r), reference[r]) for i, r in enumerate((2, 3, 4))]
     vectors = np.stack([dense(u, r) for u, r in uploads])
-    found = compute_gram_matrix([compute_update_parts(u, r, SCALE) for u, r in uploads])
-    assert np.allclose(found.numpy(), vectors @ vectors.T, rtol=1e-10)
+    actual = compute_gram_matrix([compute_update_parts(u, r, SCALE) for u, r in uploads])
+    assert np.allclose(actual.numpy(), vectors @ vectors.T, rtol=1e-10)
 
 
 def test_the_adaptors_of_a_mixture_are_products_cluster_by_cluster() -> None:
@@ -76,8 +76,8 @@ def test_the_adaptors_of_a_mixture_are_products_cluster_by_cluster() -> None:
         compute_update_parts({"a": upload}, {"a": reference}, 1.0), other
     ) == pytest.approx(expected, rel=1e-10)
     clipped, _ = clip_update({"a": upload}, {"a": reference}, 0.5)
-    found = (clipped["a"].dense() - reference.dense()).numpy()
-    assert np.linalg.norm(found) == pytest.approx(0.5, rel=1e-9)
+    actual = (clipped["a"].dense() - reference.dense()).numpy()
+    assert np.linalg.norm(actual) == pytest.approx(0.5, rel=1e-9)
 
 
 def test_a_factored_matrix_and_a_dense_one_have_an_inner_product() -> None:
@@ -140,8 +140,8 @@ def test_clipping_only_b_would_do_another_thing() -> None:
     numbers = np.sqrt(sum(float(t.square().sum()) for t in compute_update(upload, reference).values()))
     clipped, size = clip_update(upload, reference, 1.0, SCALE, effective=False)
     assert size == pytest.approx(numbers, rel=1e-12)
-    found = compute_update(clipped, reference)
-    assert np.sqrt(sum(float(t.square().sum()) for t in found.values())) == pytest.approx(1.0, rel=1e-9)
+    actual = compute_update(clipped, reference)
+    assert np.sqrt(sum(float(t.square().sum()) for t in actual.values())) == pytest.approx(1.0, rel=1e-9)
 
 
 def test_an_update_within_the_bound_is_left_as_it_is() -> None:
@@ -195,9 +195,9 @@ def test_an_upload_is_put_together_from_what_was_taken_out(beside: bool, itself:
     update = compute_update(upload, reference, compared_only=True)
     assert (rest is None) == (not beside and not itself)
     assert tree.nbytes(rest) == (16 if beside else 0) + (16 if itself else 0)
-    found = restore_compared(tree.decode(tree.encode(rest)), reference, update)
-    assert found.keys() == upload.keys()
-    for a, b in zip(tree.tensors(found), tree.tensors(upload), strict=True):
+    actual = restore_compared(tree.decode(tree.encode(rest)), reference, update)
+    assert actual.keys() == upload.keys()
+    for a, b in zip(tree.tensors(actual), tree.tensors(upload), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 

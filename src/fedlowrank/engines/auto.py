@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from ..core.arguments.user_code import is_of_package
 from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.contract.training_request import Trainer
 from ..data.federation import Federation
@@ -51,7 +52,7 @@ def choose_engine(
     device = federation.clients[0].train.y.device.type
     if not all(model.is_standard for model in models):
         return Sequential, "a model has layers of its own or hooks"
-    is_package_code = not federation.loss.is_custom and type(method).__module__.startswith("fedlowrank.")
+    is_package_code = not federation.loss.is_custom and is_of_package(type(method))
     # clients are batched by architecture: with many architectures there are few clients in a batch
     has_many_clients = client_count >= MIN_CLIENTS_PER_MODEL * len(models)
     can_batch = is_package_code and has_many_clients and micro_batch is None

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..core import tree
+from ..core.arguments.user_code import is_of_package
 from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.errors import ConfigError, FedlowrankError, NonFiniteError
 from ..data.federation import Federation
@@ -255,7 +256,7 @@ class Processes(Engine):
         run_inputs = (method, federation, task)
         is_same = len(self._known) == 3 and all(a is b for a, b in zip(run_inputs, self._known, strict=True))
         # workers are copies of this process: they do not see values that user code reads and that changed since
-        is_user_code = not type(method).__module__.startswith("fedlowrank.")
+        is_user_code = not is_of_package(type(method))
         if is_same and not is_user_code and all(a.is_standard for a in task.architectures.values()):
             return
         self.close()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.arguments.user_code import is_of_package
 from ..core.contract import Batch, ClientInfo
 from ..core.contract.training_request import Request
 from ..core.errors import LossError, NonFiniteError, naming
@@ -160,12 +161,7 @@ class LocalTrainer:
 
     def _has_package_functions(self, *functions: Callable[..., Any] | None) -> bool:
         """Whether functions and loss are this package's."""
-        are_own = all(
-            (getattr(f, "__module__", None) or "").startswith("fedlowrank.")
-            for f in functions
-            if f is not None
-        )
-        return are_own and not self.data.loss.is_custom
+        return all(f is None or is_of_package(f) for f in functions) and not self.data.loss.is_custom
 
     def may_stack(self, request: Request) -> bool:
         """Whether an engine may take the steps of many clients together: only the models may be more than standard."""

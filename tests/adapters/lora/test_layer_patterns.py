@@ -40,15 +40,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.words(x).mean(1)
-        found: Tensor = self.head(self.three(self.two(self.one(y).tanh()).tanh()).tanh())
-        return found
+        actual: Tensor = self.head(self.three(self.two(self.one(y).tanh()).tanh()).tanh())
+        return actual
 
 
 def wrapped() -> nn.Module:
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=[*SCALES], **PATTERNS)
-    found: nn.Module = peft.get_peft_model(Net(), config)
-    return found
+    actual: nn.Module = peft.get_peft_model(Net(), config)
+    return actual
 
 
 def examples(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -64,11 +64,11 @@ def federation(ranks: tuple[int, ...] | None = None, clients: int = 3) -> Federa
 
 def test_what_peft_has_is_found() -> None:
     module = wrapped()
-    found = find_lora(module, None)
+    actual = find_lora(module, None)
     # the scale that most layers have
-    assert found.scale == pytest.approx(4 / 3)
-    assert {n: found.scale * layer.ratio for n, layer in found.layers.items()} == pytest.approx(SCALES)
-    assert {n: layer.largest_rank for n, layer in found.layers.items()} == {
+    assert actual.scale == pytest.approx(4 / 3)
+    assert {n: actual.scale * layer.ratio for n, layer in actual.layers.items()} == pytest.approx(SCALES)
+    assert {n: layer.largest_rank for n, layer in actual.layers.items()} == {
         "words": 7,
         "one": 6,
         "two": 1,
@@ -81,9 +81,9 @@ def test_what_peft_has_is_found() -> None:
             if "lora_" in name:
                 p.copy_(torch.randn(p.shape, generator=generator))
     params, merged = dict(module.named_parameters()), copy.deepcopy(module).merge_and_unload()  # type: ignore[operator]
-    for name, layer in found.layers.items():
+    for name, layer in actual.layers.items():
         change = merged.get_submodule(name).weight - params[layer.weight]
-        expected = layer.reshape_update(layer.read_pair(params).dense() * found.scale)
+        expected = layer.reshape_update(layer.read_pair(params).dense() * actual.scale)
         torch.testing.assert_close(change, expected, rtol=0, atol=1e-5)
         pair = layer.read_pair(params)
         again = layer.as_parameters(pair)
@@ -131,9 +131,9 @@ def test_a_client_trains_as_peft_does(name: str, optimizer: Any) -> None:
     lora = find_lora(module, None)
     for layer in lora.layers.values():
         expected = layer.read_pair({n: p.detach() for n, p in module.named_parameters()}).dense()
-        found = layer.read_pair(after).dense()
+        actual = layer.read_pair(after).dense()
         torch.testing.assert_close(
-            found, expected, rtol=0, atol=2e-6 if name in ("fedit", "hetlora", "fedavg") else 5e-5
+            actual, expected, rtol=0, atol=2e-6 if name in ("fedit", "hetlora", "fedavg") else 5e-5
         )
         assert layer.read_pair(after).rank == RANKS[layer.weight.split(".")[2]]
         assert expected.abs().max() > 1e-4
@@ -150,8 +150,8 @@ def test_clients_of_unequal_ranks_keep_the_limit_of_a_layer(name: str, scaling: 
     run.step()
     lora = find_lora(run.task.architectures["model"].module, None)
     for info in run.federation.infos:
-        found = {n: layer.read_pair(run.personal_params(info)).rank for n, layer in lora.layers.items()}
-        assert found == {n: min(rank, info.rank or 0) for n, rank in RANKS.items()}
+        actual = {n: layer.read_pair(run.personal_params(info)).rank for n, layer in lora.layers.items()}
+        assert actual == {n: min(rank, info.rank or 0) for n, rank in RANKS.items()}
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
@@ -185,8 +185,8 @@ def test_a_round_without_training_leaves_the_update_of_fedhl(per_layer: bool) ->
             values = np.linalg.svd(w.double().numpy(), compute_uv=False)
             tails += (values[min(rank, 10 if RANKS[n] == 3 else RANKS[n]) :] ** 2).sum()
         cut.append(tails / sum(float((w.double() ** 2).sum()) for w in before.values()))
-    found = run.method.server_metrics(run.state.server)["truncation"]
-    assert [found[str(k)] for k in range(3)] == pytest.approx(cut, rel=1e-5)
+    actual = run.method.server_metrics(run.state.server)["truncation"]
+    assert [actual[str(k)] for k in range(3)] == pytest.approx(cut, rel=1e-5)
 
 
 def test_clients_trained_together_are_what_they_are_alone() -> None:

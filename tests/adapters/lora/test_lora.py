@@ -149,33 +149,33 @@ CASES = [(kind, how) for kind in LAYERS for how in ("plain", "ours", "peft") if 
 @pytest.mark.parametrize(("kind", "how"), CASES)
 def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: str) -> None:
     plain, module = made(kind, how)
-    found = find_lora(module, "head")
+    actual = find_lora(module, "head")
     names = ("one.in_proj", "one.out_proj") if kind == "attention" else ("one",)
-    assert found.shapes == {**dict(zip(names, (SHAPES[kind], (4, 4)), strict=False)), "two": (7, 3)}
-    assert (found.scale, found.rank) == ((1.0, None) if how == "plain" else (1.5, 2))
+    assert actual.shapes == {**dict(zip(names, (SHAPES[kind], (4, 4)), strict=False)), "two": (7, 3)}
+    assert (actual.scale, actual.rank) == ((1.0, None) if how == "plain" else (1.5, 2))
     x = INPUTS[kind](torch.Generator().manual_seed(1))
     x = 0.3 * x.double() if x.is_floating_point() else x
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     for rank, scale in ((1, 1.5), (3, 0.7), (3, 1.0)):
-        factors = random_factors(found, rank)
+        factors = random_factors(actual, rank)
         copied = changed(plain, kind, product(factors, scale))
-        out = functional_call(module, found.insert_factors(factors, scale), (x,))
+        out = functional_call(module, actual.insert_factors(factors, scale), (x,))
         torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-12)
         assert float((out - plain(x)).detach().abs().max()) > 1e-2
         # with a second adapter that is frozen, of another rank and a scale of 1
-        frozen = random_factors(found, 2, seed=5)
+        frozen = random_factors(actual, 2, seed=5)
         both = product(factors, scale)
         sums = {n: both[n] + u for n, u in product(frozen, 1.0).items()}
-        out = functional_call(module, found.insert_factors(factors, scale, frozen), (x,))
+        out = functional_call(module, actual.insert_factors(factors, scale, frozen), (x,))
         torch.testing.assert_close(out, changed(plain, kind, sums)(x), rtol=0, atol=1e-12)
         empty = {n: Pair(p.b[:, :0], p.a[:0]) for n, p in frozen.items()}
-        out = functional_call(module, found.insert_factors(factors, scale, empty), (x,))
+        out = functional_call(module, actual.insert_factors(factors, scale, empty), (x,))
         torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-12)
         # on weights that have moved
-        away = {n: torch.from_numpy(u) for n, u in product(random_factors(found, 1, seed=7), 2.0).items()}
-        moved = found.add_to_weights(away)
+        away = {n: torch.from_numpy(u) for n, u in product(random_factors(actual, 1, seed=7), 2.0).items()}
+        moved = actual.add_to_weights(away)
         sums = {n: both[n] + u.numpy() for n, u in away.items()}
-        out = functional_call(module, found.insert_factors(factors, scale, moved_weights=moved), (x,))
+        out = functional_call(module, actual.insert_factors(factors, scale, moved_weights=moved), (x,))
         torch.testing.assert_close(out, changed(plain, kind, sums)(x), rtol=0, atol=1e-12)
     # nothing was changed in place
     assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
@@ -184,12 +184,12 @@ def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: s
 @pytest.mark.parametrize("how", ["plain", "ours", "peft"])
 def test_gradients_reach_the_factors(how: str) -> None:
     plain, module = made("linear", how)
-    found = find_lora(module, "head")
+    actual = find_lora(module, "head")
     x = INPUTS["linear"](torch.Generator().manual_seed(1)).double()
-    factors = random_factors(found, 2)
+    factors = random_factors(actual, 2)
     pair = factors["one"]
     b, a = pair.b.requires_grad_(), pair.a.requires_grad_()
-    functional_call(module, found.insert_factors(factors, 0.7), (x,)).square().sum().backward()
+    functional_call(module, actual.insert_factors(factors, 0.7), (x,)).square().sum().backward()
     copied = changed(
         plain, "linear", {n: (pair.dense() * 0.7).detach().numpy() for n, pair in factors.items()}
     )
@@ -216,12 +216,12 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("shared", [False, True])
 def test_tied_weights_are_one_site_and_move_together(shared: bool) -> None:
     module, x = Tied(shared), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
-    found = find_lora(module, "head")
-    assert list(found.layers) == ["one"]
-    factors, copied = random_factors(found, 2), copy.deepcopy(module)
+    actual = find_lora(module, "head")
+    assert list(actual.layers) == ["one"]
+    factors, copied = random_factors(actual, 2), copy.deepcopy(module)
     copied.one.weight.data += 0.5 * factors["one"].dense()
     assert copied.other.weight is copied.one.weight
-    out = functional_call(module, found.insert_factors(factors, 0.5), (x,))
+    out = functional_call(module, actual.insert_factors(factors, 0.5), (x,))
     torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-13)
 
 
@@ -280,10 +280,10 @@ def test_scales_of_layers_and_one_adapter() -> None:
     mixed = find_lora(module, "head")
     assert {n: mixed.scale * layer.ratio for n, layer in mixed.layers.items()} == {"one": 1.0, "two": 2.0}
     wrapped = of_peft(Two("linear"), 2, 4, use_rslora=True)
-    found = find_lora(wrapped, None)
-    assert found.rslora
-    assert found.scale == pytest.approx(4 / 2**0.5, rel=1e-15)
-    assert found.layers["two"].weight == "base_model.model.two.base_layer.weight"
+    actual = find_lora(wrapped, None)
+    assert actual.rslora
+    assert actual.scale == pytest.approx(4 / 2**0.5, rel=1e-15)
+    assert actual.layers["two"].weight == "base_model.model.two.base_layer.weight"
     import peft
 
     wrapped.add_adapter("more", peft.LoraConfig(r=1, target_modules=["one"]))
@@ -299,17 +299,17 @@ def test_a_peft_convolution_with_groups_is_refused() -> None:
 
 
 def test_a_layer_has_as_many_components_as_its_weight_can_have() -> None:
-    found = find_lora(Two("conv2d"), "head")
+    actual = find_lora(Two("conv2d"), "head")
     # 4 × 18 and 7 × 3
-    assert found.largest_rank == 4
-    for rank, wanted in ((3, {"one": 3, "two": 3}), (4, {"one": 4, "two": 3}), (900, {"one": 4, "two": 3})):
-        assert {n: p.rank for n, p in found.draw_factors(rank, Key((0,))).items()} == wanted
+    assert actual.largest_rank == 4
+    for rank, expected in ((3, {"one": 3, "two": 3}), (4, {"one": 4, "two": 3}), (900, {"one": 4, "two": 3})):
+        assert {n: p.rank for n, p in actual.draw_factors(rank, Key((0,))).items()} == expected
 
 
 def test_a_is_drawn_by_name_from_the_key() -> None:
-    found = find_lora(nn.ModuleDict({"a": nn.Linear(400, 30), "b": nn.Linear(400, 30)}), None)
+    actual = find_lora(nn.ModuleDict({"a": nn.Linear(400, 30), "b": nn.Linear(400, 30)}), None)
     state = torch.get_rng_state()
-    drawn, again, other = (found.draw_factors(20, Key((s,))) for s in (0, 0, 1))
+    drawn, again, other = (actual.draw_factors(20, Key((s,))) for s in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(drawn[n].a, again[n].a) for n in drawn)
     assert not torch.equal(drawn["a"].a, drawn["b"].a)
@@ -318,11 +318,11 @@ def test_a_is_drawn_by_name_from_the_key() -> None:
 
 def test_factors_have_the_type_of_their_layer() -> None:
     layers = {"a": nn.Linear(4, 3).bfloat16(), "b": nn.Linear(3, 5), "c": nn.Linear(5, 2).double()}
-    wanted = {"a": torch.bfloat16, "b": torch.float32, "c": torch.float64}
+    expected = {"a": torch.bfloat16, "b": torch.float32, "c": torch.float64}
     for module in (nn.ModuleDict(layers), add_lora(nn.ModuleDict(layers), 2)):
         drawn = find_lora(module, None).draw_factors(2, Key((0,)))
-        assert {n: p.a.dtype for n, p in drawn.items()} == wanted
-        assert {n: p.b.dtype for n, p in drawn.items()} == wanted
+        assert {n: p.a.dtype for n, p in drawn.items()} == expected
+        assert {n: p.b.dtype for n, p in drawn.items()} == expected
 
 
 def test_complex_factors_are_refused_by_name() -> None:
@@ -335,9 +335,9 @@ def test_complex_factors_are_refused_by_name() -> None:
 def test_moved_weights_keep_the_finer_type() -> None:
     for base, update in ((torch.float64, torch.float32), (torch.bfloat16, torch.float32)):
         layer = nn.Linear(5, 4).to(base)
-        found = find_lora(nn.ModuleDict({"a": layer}), None)
+        actual = find_lora(nn.ModuleDict({"a": layer}), None)
         u = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).to(update) * 0.01
-        w = found.add_to_weights({"a": u})["a.weight"]
+        w = actual.add_to_weights({"a": u})["a.weight"]
         assert w.dtype == base
         # rounded once, to the type of the weight
         assert torch.equal(w, (layer.weight.detach().double() + u.double()).to(base))
@@ -367,13 +367,13 @@ def test_means_over_the_holders_alone() -> None:
         sum(w * getattr(p, f) for w, p in zip(weights, wide, strict=True)) / 4 for f in ("b", "a")
     )
     means = {"l": Pair(mean_b, mean_a)}
-    found = average_present_components(
+    actual = average_present_components(
         means,
         {"l": Pair(b.nan_to_num(9), a.nan_to_num(8))},
         torch.tensor([4.0, 3.0, 3.0, 0.0], dtype=torch.float64),
     )["l"]
     # (1 + 3·4)/4, then the second client's own, then what nobody holds
-    torch.testing.assert_close(found.b, torch.tensor([[3.25, 4, 4, 9]] * 2, dtype=torch.float64))
+    torch.testing.assert_close(actual.b, torch.tensor([[3.25, 4, 4, 9]] * 2, dtype=torch.float64))
     torch.testing.assert_close(
-        found.a, torch.tensor([[-3.25] * 3, [-4] * 3, [-4] * 3, [8] * 3], dtype=torch.float64)
+        actual.a, torch.tensor([[-3.25] * 3, [-4] * 3, [-4] * 3, [8] * 3], dtype=torch.float64)
     )

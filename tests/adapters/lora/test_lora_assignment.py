@@ -143,17 +143,17 @@ def test_pytorch_exchanges_whole_parameters(assign: bool) -> None:
     state = {n: randn(*p.shape) for n, p in model.named_parameters()}
     loaded = copy.deepcopy(model)
     loaded.load_state_dict({n: t.clone() for n, t in state.items()}, assign=assign)
-    wanted = by_hand(loaded[2], by_hand(loaded[0], x).tanh())
+    expected = by_hand(loaded[2], by_hand(loaded[0], x).tanh())
     assert torch.equal(loaded[0]._parameters["weight"], state["0.weight"])
-    torch.testing.assert_close(loaded(x), wanted)
-    torch.testing.assert_close(functional_call(model, state, (x,)), wanted)
+    torch.testing.assert_close(loaded(x), expected)
+    torch.testing.assert_close(functional_call(model, state, (x,)), expected)
     for moved in (copy.deepcopy(loaded).float().double(), loaded.to(torch.float32).to(torch.float64)):
-        torch.testing.assert_close(moved(x), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(moved(x), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(TaskError, match="merge_lora"):
         loaded[0].weight = nn.Parameter(state["0.weight"])
     empty = model.to("meta").to_empty(device="cpu")
     empty.load_state_dict(state)
-    torch.testing.assert_close(empty(x), wanted)
+    torch.testing.assert_close(empty(x), expected)
 
 
 class Nest(nn.Module):
@@ -182,9 +182,9 @@ def test_fx_graphs_are_right_and_follow_the_factors(how: str) -> None:
                 layer: Any = made.get_submodule(name)
                 nn.init.constant_(layer.lora_B, scale)
         inner = by_hand(model.first, by_hand(model.first, x))
-        wanted = by_hand(model.last, by_hand(model.own, inner).tanh())
+        expected = by_hand(model.last, by_hand(model.own, inner).tanh())
         # applied twice, the update would move them by their own size
-        torch.testing.assert_close(graph(x), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(graph(x), expected, rtol=1e-4, atol=1e-4)
     assert {n for n, _ in graph.named_parameters()} == {n for n, _ in model.named_parameters()}
     assert not any("weight" in n for n, _ in graph.named_buffers())
     merged: Any = merge_lora(graph)

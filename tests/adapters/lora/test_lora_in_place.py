@@ -68,9 +68,9 @@ def test_an_embedding_keeps_its_options(name: str) -> None:
     held = copy.deepcopy(plain)
     held.weight.data += S * (b @ a).mT
     g = drawn(2, 4, 5)
-    found, expected = made(TOKENS), held(TOKENS)
-    torch.testing.assert_close(found, expected)
-    (found * g).sum().backward()
+    actual, expected = made(TOKENS), held(TOKENS)
+    torch.testing.assert_close(actual, expected)
+    (actual * g).sum().backward()
     (expected * g).sum().backward()
     # the gradient of W + s (B A)^T that PyTorch's own layer gives, by the chain rule
     grad = held.weight.grad.to_dense()
@@ -112,10 +112,10 @@ def test_a_bag_of_rows_keeps_its_options(name: str) -> None:
     x, offsets = torch.tensor([1, 3, 3, 0, 2, 8, 3]), torch.tensor([0, 4, 4, 6, 7])
     args = (x, offsets if name == "last offset" else offsets[:4])
     more = {"per_sample_weights": WEIGHTS} if name == "weighted" else {}
-    found, expected = made(*args, **more), held(*args, **more)
-    torch.testing.assert_close(found, expected)
+    actual, expected = made(*args, **more), held(*args, **more)
+    torch.testing.assert_close(actual, expected)
     g = drawn(4, 5)
-    (found * g).sum().backward()
+    (actual * g).sum().backward()
     (expected * g).sum().backward()
     grad = held.weight.grad.to_dense()
     torch.testing.assert_close(made.lora_A.grad, S * b.mT @ grad.mT)
@@ -124,7 +124,7 @@ def test_a_bag_of_rows_keeps_its_options(name: str) -> None:
         assert not bool(made.lora_A.grad[:, plain.padding_idx or 4].any())
     assert torch.equal(dict(made.named_parameters())["weight"], before)
     if not plain.max_norm:
-        torch.testing.assert_close(merge_lora(made)(*args, **more), found)
+        torch.testing.assert_close(merge_lora(made)(*args, **more), actual)
 
 
 @pytest.mark.full
@@ -352,10 +352,10 @@ def test_reading_a_weight_gives_the_adapted_one(name: str) -> None:
     # gradients of the factors by the chain rule, from those of the weights
     made(x).square().sum().backward()
     held(x).square().sum().backward()
-    found, grads = dict(made.named_parameters()), {n: p.grad for n, p in held.named_parameters()}
-    for n, p in found.items():
+    actual, grads = dict(made.named_parameters()), {n: p.grad for n, p in held.named_parameters()}
+    for n, p in actual.items():
         if n.endswith("lora_B"):
-            grad, a = grads[n.removesuffix("lora_B") + "weight"], found[n.removesuffix("B") + "A"].detach()
+            grad, a = grads[n.removesuffix("lora_B") + "weight"], actual[n.removesuffix("B") + "A"].detach()
             torch.testing.assert_close(p.grad, S * (grad if a.shape[1] == grad.shape[1] else grad.mT) @ a.mT)
     # copies, files and the state dict
     stream = io.BytesIO()
@@ -441,8 +441,8 @@ def test_attention_is_chosen_by_its_name_or_by_a_projection() -> None:
         (r"self_attn\.in.*", {"in_proj_lora_A"}),
     ):
         made = add_lora(nn.TransformerEncoderLayer(6, 2, 8), 2, target_modules=target)
-        found = {n.removeprefix("self_attn.") for n, _ in made.named_parameters() if n.endswith("lora_A")}
-        assert found == chosen
+        actual = {n.removeprefix("self_attn.") for n, _ in made.named_parameters() if n.endswith("lora_A")}
+        assert actual == chosen
     assert {
         n
         for n, m in add_lora(nn.TransformerEncoderLayer(6, 2, 8), 2).named_modules()

@@ -62,10 +62,10 @@ def test_a_training_normalization_of_a_model_in_evaluation_sees_the_batch() -> N
 def test_a_number_of_numpy_or_torch_is_a_cluster(cluster: Any) -> None:
     model, x = mixed().eval(), randn(5, 4)
     model.route(1)
-    wanted = model(x)
+    expected = model(x)
     model.route(None)
     model.route(cluster)
-    torch.testing.assert_close(model(x), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
     model.route(None)
     torch.testing.assert_close(model.merge(cluster)(x), model.merge(1)(x), rtol=0, atol=0)
 

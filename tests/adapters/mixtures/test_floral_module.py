@@ -163,8 +163,8 @@ def test_modes_and_devices_reach_the_base() -> None:
 def test_the_adaptors_are_those_of_the_federated_method() -> None:
     model = Floral(build_network(), rank=0.2, num_clusters=2, seed=5)
     where = find_adapted_parameters(model.base, 0.2)
-    wanted = initial_adaptors(where, 2, Key((5,)) / "adaptors", reference=torch.zeros(0, dtype=REAL))
-    assert tree.equal(tree.map_leaves(Tensor.detach, model.adapted()), wanted)
+    expected = initial_adaptors(where, 2, Key((5,)) / "adaptors", reference=torch.zeros(0, dtype=REAL))
+    assert tree.equal(tree.map_leaves(Tensor.detach, model.adapted()), expected)
     assert fedlowrank.METHODS["floral"] is not Floral
     assert issubclass(Floral, nn.Module)
 
@@ -190,7 +190,9 @@ def test_preconditioning_in_place(i: int, o: int, rank: float, clusters: int, wi
     a: Any = model.adapted()["weight"]
     g = Pairs(a.u.grad.clone(), a.v.grad.clone())
     offset = model.adapted()["bias"].grad.clone()
-    wanted: Any = precondition_adaptors({"weight": model.base.weight}, {"weight": g}, {"weight": a})["weight"]
+    expected: Any = precondition_adaptors({"weight": model.base.weight}, {"weight": g}, {"weight": a})[
+        "weight"
+    ]
     if without == 1:
         a.u.grad = None
     if without == 2:
@@ -199,7 +201,7 @@ def test_preconditioning_in_place(i: int, o: int, rank: float, clusters: int, wi
         model.zero_grad()
     model.precondition_()
     assert (a.u.grad is None, a.v.grad is None) == (without in (1, 3), without in (2, 3))
-    for p, w in ((a.u, wanted.u), (a.v, wanted.v)):
+    for p, w in ((a.u, expected.u), (a.v, expected.v)):
         if p.grad is not None:
             torch.testing.assert_close(p.grad, w)
     if without != 3:

@@ -233,8 +233,8 @@ def test_adaptors_with_their_own_statistics_are_the_papers_sum(
     pi = torch.softmax(model.theta.detach(), 0)
     for step in range(3):
         x = 3 * draw_normal(4, 3, 2, 2, seed=step) + 1
-        wanted = main(x) + 0.7 * sum(pi[c] * alone[c](x) for c in range(3))
-        torch.testing.assert_close(model(x), wanted, **TOLERANCES)
+        expected = main(x) + 0.7 * sum(pi[c] * alone[c](x) for c in range(3))
+        torch.testing.assert_close(model(x), expected, **TOLERANCES)
         torch.testing.assert_close(dict(model.base.named_buffers()), dict(main.named_buffers()), **TOLERANCES)
         gamma, _ = batch_norms(model)
         for c in range(3):
@@ -276,8 +276,8 @@ def test_a_base_that_keeps_its_statistics_keeps_those_of_the_adaptors() -> None:
     x, (gamma, _) = 3 * draw_normal(4, 3, 2, 2) + 1, batch_norms(model)
     pi, main = torch.softmax(model.theta.detach(), 0), model.base(x)
     before = gamma.running_mean.clone()
-    wanted = main + 0.7 * sum(pi[c] * alone[c].eval()(x) for c in range(3))
-    torch.testing.assert_close(model(x), wanted, **TOLERANCES)
+    expected = main + 0.7 * sum(pi[c] * alone[c].eval()(x) for c in range(3))
+    torch.testing.assert_close(model(x), expected, **TOLERANCES)
     torch.testing.assert_close(model(x), model.merge()(x), **TOLERANCES)
     assert torch.equal(gamma.running_mean, before)
 

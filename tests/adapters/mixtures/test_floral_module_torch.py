@@ -58,9 +58,9 @@ def mixed_by_hand(model: Floral, pi: Tensor) -> dict[str, Tensor]:
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    actual = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return actual
 
 
 def test_modules_with_two_names_or_the_name_of_a_method() -> None:
@@ -73,17 +73,17 @@ def test_modules_with_two_names_or_the_name_of_a_method() -> None:
     def twice(h: Tensor) -> Tensor:
         return torch.tanh(h @ w["a.weight"].T + w["a.bias"])
 
-    wanted = twice(twice(x)) @ w["type.weight"].T + w["type.bias"]
-    truth = gradients(model, wanted.square().sum())
+    expected = twice(twice(x)) @ w["type.weight"].T + w["type.bias"]
+    truth = gradients(model, expected.square().sum())
     for _ in range(3):
         with torch.no_grad():
-            torch.testing.assert_close(model(x), wanted, **TOLERANCES)
+            torch.testing.assert_close(model(x), expected, **TOLERANCES)
         torch.testing.assert_close(gradients(model, model(x).square().sum()), truth, **TOLERANCES)
     assert len(truth) == 4 + 2 * 2 + 2 + 1
     for name, t in model.base.state_dict().items():
         assert torch.equal(t, before[name]), name
     assert {n: id(p) for n, p in model.base.named_parameters(remove_duplicate=False)} == objects
-    torch.testing.assert_close(model.merge()(x), wanted, **TOLERANCES)
+    torch.testing.assert_close(model.merge()(x), expected, **TOLERANCES)
     other = Floral(Twice().double(), rank=2, num_clusters=3)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(x), model(x))
@@ -268,9 +268,9 @@ def test_replicas_with_statistics_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     model = draw_parameters(Floral(build_network(), rank=2, reparameterize=False))
     x = draw_normal(16, 2, 5, 5)
     alone = [copy.deepcopy(model) for _ in range(4)]
-    wanted = [m(part) for m, part in zip(alone, x.chunk(4), strict=True)]
+    expected = [m(part) for m, part in zip(alone, x.chunk(4), strict=True)]
     outs = in_threads(replicas(model, 4, monkeypatch), list(x.chunk(4)))
-    torch.testing.assert_close(outs, wanted, **TOLERANCES)
+    torch.testing.assert_close(outs, expected, **TOLERANCES)
     assert not any(m._forward_hooks for m in model.modules())
     # statistics are those of the first part, as BatchNorm's are
     torch.testing.assert_close(dict(model.named_buffers()), dict(alone[0].named_buffers()), **TOLERANCES)
@@ -296,9 +296,9 @@ def test_threads_that_share_a_model_wait_for_each_other() -> None:
 
     model = draw_parameters(Floral(Slow().double(), rank=2)).eval()
     x = draw_normal(2, 3)
-    before, wanted = copy.deepcopy(model.base.state_dict()), model.merge()(x)
+    before, expected = copy.deepcopy(model.base.state_dict()), model.merge()(x)
     outs = in_threads([model] * 8, [x] * 8)
-    assert all(torch.allclose(out, wanted, **TOLERANCES) for out in outs)
+    assert all(torch.allclose(out, expected, **TOLERANCES) for out in outs)
     assert all(torch.equal(t, before[n]) for n, t in model.base.state_dict().items())
     assert all(isinstance(p, nn.Parameter) for p in model.base.parameters())
 

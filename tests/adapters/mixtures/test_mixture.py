@@ -138,8 +138,8 @@ def test_updates_begin_at_zero_and_differ_between_clusters(random: Factor) -> No
 
 def test_factors_so_large_that_the_gram_matrix_is_singular_give_no_finite_step() -> None:
     large = torch.full((1, 3, 2), 1e12, dtype=torch.float64)
-    found = precondition_matrix(Pairs(torch.ones_like(large), torch.ones_like(large)), Pairs(large, large))
-    assert not any(bool(t.isfinite().any()) for t in (found.u, found.v))
+    actual = precondition_matrix(Pairs(torch.ones_like(large), torch.ones_like(large)), Pairs(large, large))
+    assert not any(bool(t.isfinite().any()) for t in (actual.u, actual.v))
 
 
 def test_a_preconditioned_step_does_not_depend_on_how_the_factors_share_their_size() -> None:

@@ -92,13 +92,13 @@ LAYERS: list[tuple[nn.Module, dict[str, str]]] = [
 
 @pytest.mark.parametrize(("layer", "kinds"), LAYERS, ids=lambda v: type(v).__name__)
 def test_what_each_layer_offers(layer: nn.Module, kinds: dict[str, str]) -> None:
-    found = find_adapted_parameters(layer, 2)
-    assert {name: s.kind for name, s in found.items()} == kinds
+    actual = find_adapted_parameters(layer, 2)
+    assert {name: s.kind for name, s in actual.items()} == kinds
     parameters = dict(layer.named_parameters())
-    for name, s in found.items():
+    for name, s in actual.items():
         assert s.shape == parameters[name].shape
         assert (s.rank == 0) == (s.kind in ("bias", "norm"))
-        a = initial_adaptors(found, 3, KEY)[name]
+        a = initial_adaptors(actual, 3, KEY)[name]
         assert 3 * s.parameter_count == sum(t.numel() for _, t in tree.leaves(a))
         assert s.layer == name.rpartition(".")[0]
 
@@ -123,10 +123,10 @@ def test_shared_weights_and_layers_used_twice_are_adapted_once() -> None:
             self.head.weight = self.embed.weight
 
     m = Tied()
-    found = find_adapted_parameters(m, 2)
-    assert list(found) == ["embed.weight", "head.bias"]
-    assert found["embed.weight"].kind == "embedding"
-    assert found["embed.weight"].note == "shared with head"
+    actual = find_adapted_parameters(m, 2)
+    assert list(actual) == ["embed.weight", "head.bias"]
+    assert actual["embed.weight"].kind == "embedding"
+    assert actual["embed.weight"].note == "shared with head"
     # asked for by either of its layers, it goes by its own name
     assert list(find_adapted_parameters(m, 2, kinds=("linear",))) == ["embed.weight"]
     assert list(find_adapted_parameters(m, 2, include=lambda name, _: name == "head")) == [
@@ -137,11 +137,11 @@ def test_shared_weights_and_layers_used_twice_are_adapted_once() -> None:
 
 def test_ranks_budgets_and_what_is_said_about_them() -> None:
     m = nn.Sequential(nn.Linear(30, 20), nn.Linear(3, 20))
-    found = find_adapted_parameters(m, 0.3)
-    assert found["0.weight"].rank == int(0.3 * 600 / 50)
-    assert found["0.weight"].note == ""
-    assert found["1.weight"].rank == 1
-    assert "below rank 1" in found["1.weight"].note
+    actual = find_adapted_parameters(m, 0.3)
+    assert actual["0.weight"].rank == int(0.3 * 600 / 50)
+    assert actual["0.weight"].note == ""
+    assert actual["1.weight"].rank == 1
+    assert "below rank 1" in actual["1.weight"].note
     wide = find_adapted_parameters(m, 8)
     assert [s.rank for s in wide.values()] == [8, 0, 3, 0]
     assert wide["0.weight"].note == ""
@@ -305,10 +305,10 @@ def test_preconditioning_against_numpy() -> None:
         for mine, slope, other in ((d.u, b.u, a.v), (d.v, b.v, a.u)):
             gram = other[c].numpy().T @ other[c].numpy()
             if name == "0.weight":
-                wanted = slope[c].numpy() / (np.linalg.norm(gram) + 1e-3)
+                expected = slope[c].numpy() / (np.linalg.norm(gram) + 1e-3)
             else:
-                wanted = slope[c].numpy() @ np.linalg.inv(gram + 1e-3 * np.eye(len(gram)))
-            np.testing.assert_allclose(mine[c].numpy(), wanted, rtol=1e-9)
+                expected = slope[c].numpy() @ np.linalg.inv(gram + 1e-3 * np.eye(len(gram)))
+            np.testing.assert_allclose(mine[c].numpy(), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -391,15 +391,15 @@ def test_offsets_of_an_adaptor_with_its_own_statistics_undo_equation_42() -> Non
     offsets = as_offsets(gamma, beta, main, own, eps=1e-3)
     torch.testing.assert_close(reparameterize(*offsets, main, own, eps=1e-3), (gamma, beta))
     for c in range(4):
-        wanted = normed(x, own[0][c], own[1][c], gamma[c], beta[c])
-        torch.testing.assert_close(normed(x, *main, offsets[0][c], offsets[1][c]), wanted)
+        expected = normed(x, own[0][c], own[1][c], gamma[c], beta[c])
+        torch.testing.assert_close(normed(x, *main, offsets[0][c], offsets[1][c]), expected)
 
 
 def test_ranks_of_single_layers_by_the_end_of_their_names() -> None:
     module = nn.Sequential(nn.Linear(6, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4)))
-    found = find_adapted_parameters(module, 1, kinds=("linear",), rank_pattern={"1.1": 3, "1.0": 0.9})
+    actual = find_adapted_parameters(module, 1, kinds=("linear",), rank_pattern={"1.1": 3, "1.0": 0.9})
     # budget: the largest r with r (5 + 5) <= 0.9 · 25
-    assert {n: a.rank for n, a in found.items()} == {"0.weight": 1, "1.0.weight": 2, "1.1.weight": 3}
+    assert {n: a.rank for n, a in actual.items()} == {"0.weight": 1, "1.0.weight": 2, "1.1.weight": 3}
     wrapped = Floral(module, 1, 2, rank_pattern={"1.1": 3})
     assert {n: tuple(a.u.shape) for n, a in wrapped.adapted().items() if isinstance(a, Pairs)} == {
         "0.weight": (2, 5, 1),

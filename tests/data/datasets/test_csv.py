@@ -198,11 +198,11 @@ def test_times_are_normalized_in_float64(tmp_path):
         ("scale", sklearn.preprocessing.MinMaxScaler()),
         ("standard", sklearn.preprocessing.StandardScaler()),
     ):
-        found = normalize(data, how)
+        actual = normalize(data, how)
         truth = scaler.fit_transform(frame[["age", "t"]].iloc[:4].astype("float64"))
-        np.testing.assert_allclose(found.train.x.numpy(), truth, atol=1e-6)
+        np.testing.assert_allclose(actual.train.x.numpy(), truth, atol=1e-6)
         np.testing.assert_allclose(
-            found.test.x.numpy(), scaler.transform(frame[["age", "t"]].iloc[4:].astype("float64")), atol=1e-6
+            actual.test.x.numpy(), scaler.transform(frame[["age", "t"]].iloc[4:].astype("float64")), atol=1e-6
         )
     own = standardize_client(ClientData(*[normalize(data, "standard_per_client").train] * 3))
     np.testing.assert_allclose(own.train.x.numpy(), truth, atol=1e-6)

@@ -131,12 +131,12 @@ def test_labels_of_pixels(tmp_path, monkeypatch):
     y[0, 0, 0] = 2
     made = dense(tmp_path, y)
     assert made.classes == ("0", "1", "2")
-    found = {}
+    actual = {}
     for client in made.clients:
         for part in (client.train, client.val, client.test):
             # the first pixel of an example says which it is
-            found |= {int(x[0, 0, 0]) // 4: label.tolist() for x, label in zip(part.x, part.y, strict=True)}
-    assert found == dict(enumerate(y.tolist()))
+            actual |= {int(x[0, 0, 0]) // 4: label.tolist() for x, label in zip(part.x, part.y, strict=True)}
+    assert actual == dict(enumerate(y.tolist()))
     with pytest.raises(DataError, match=r"labels of pixels or tokens.*'iid' or 'natural'"):
         dense(tmp_path, y, kind="dirichlet", alpha=0.5)
 

@@ -221,11 +221,11 @@ def test_cifar100_has_fine_and_coarse_labels(tmp_path, version):
 
 
 def test_bundled_sets():
-    wanted = {"digits": (1797, 1, 8, 8), "wine": (178, 13), "breast_cancer": (569, 30), "iris": (150, 4)}
-    found = {name: SOURCES[name]().load() for name in wanted}
-    assert {name: data.train.x.shape for name, data in found.items()} == wanted
-    assert [(data.name, data.test) for data in found.values()] == [(name, None) for name in wanted]
-    assert [len(data.classes) for data in found.values()] == [10, 3, 2, 3]
-    levels = found["digits"].train.x * 16
+    expected = {"digits": (1797, 1, 8, 8), "wine": (178, 13), "breast_cancer": (569, 30), "iris": (150, 4)}
+    actual = {name: SOURCES[name]().load() for name in expected}
+    assert {name: data.train.x.shape for name, data in actual.items()} == expected
+    assert [(data.name, data.test) for data in actual.values()] == [(name, None) for name in expected]
+    assert [len(data.classes) for data in actual.values()] == [10, 3, 2, 3]
+    levels = actual["digits"].train.x * 16
     assert (float(levels.min()), float(levels.max())) == (0, 16)
     assert torch.equal(levels, levels.round())

@@ -150,8 +150,8 @@ def test_images_of_16_bits_are_not_clipped(tmp_path: Path) -> None:
     values = np.array([[0, 255], [32768, 65535]], dtype=np.uint16)
     (tmp_path / "cat").mkdir()
     Image.fromarray(values).save(tmp_path / "cat" / "a.png")
-    found = Folder(str(tmp_path), size=None, channels=1).load().train.x
-    assert torch.allclose(found[0, 0], torch.from_numpy(values.astype(np.float32)) / 65535, atol=1 / 256)
+    actual = Folder(str(tmp_path), size=None, channels=1).load().train.x
+    assert torch.allclose(actual[0, 0], torch.from_numpy(values.astype(np.float32)) / 65535, atol=1 / 256)
     Image.fromarray(values.astype(np.float32)).save(tmp_path / "cat" / "a.tif")
     with pytest.raises(DataError, match=r"a\.tif.*32 bits"):
         Folder(str(tmp_path), size=None, channels=1).load()

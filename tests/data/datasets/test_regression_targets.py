@@ -112,8 +112,8 @@ def test_a_federation_of_real_targets(kind: Any) -> None:
     assert [i.cluster for i in made.infos] == [0, 1, 0]
     for (x, y), c in zip(given, made.clients, strict=True):
         rows = torch.cat([torch.cat([p.x, p.y], 1) for p in (c.train, c.val, c.test)])
-        wanted = np.concatenate([x, y], 1).astype(np.float32)
-        assert sorted(rows.tolist()) == sorted(wanted.tolist())
+        expected = np.concatenate([x, y], 1).astype(np.float32)
+        assert sorted(rows.tolist()) == sorted(expected.tolist())
     for row in made.describe():
         assert row["classes"] == {"train": [], "val": [], "test": []}
         assert (row["train"], row["val"], row["test"]) == (16, 2, 2)
@@ -157,11 +157,11 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
     gradient = np.mean([((x @ weight.T - y).T @ x) / 20 for x, y in pairs()], 0)
     after = weight - 0.1 * gradient
     for k, (x, y) in enumerate(pairs()):
-        found = result.personal(k)
-        assert np.allclose(found["weight"].numpy(), after, atol=1e-5)
+        actual = result.personal(k)
+        assert np.allclose(actual["weight"].numpy(), after, atol=1e-5)
         model = made.architectures["model"]
         results = measure_predictor(
-            lambda rows, p=found, m=model: m.apply(p, rows), ScoringPool([made.clients[k].test])
+            lambda rows, p=actual, m=model: m.apply(p, rows), ScoringPool([made.clients[k].test])
         )
         assert results.accuracy == [None]
         assert results.loss[0] == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
@@ -204,8 +204,8 @@ def test_targets_are_those_of_the_models_in_the_paper(kind: Any) -> None:
         weight = normal(key / "W", width, 6) / np.sqrt(6) + 1.5 * u @ v.T
         for part, ids in ((data.train, data.natural), (data.test, data.natural_test)):
             x, y = part.x[ids == k].double().numpy(), part.y[ids == k].numpy()
-            wanted = np.maximum(x @ weight.T, 0) @ phi.T if is_mlp else x @ weight.T
-            assert np.allclose(y, wanted, atol=1e-5)
+            expected = np.maximum(x @ weight.T, 0) @ phi.T if is_mlp else x @ weight.T
+            assert np.allclose(y, expected, atol=1e-5)
 
 
 def test_synthetic_settings_are_checked() -> None:

@@ -43,11 +43,11 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        wanted, content = self.headers["Range"], self.server.files.get(self.path)
-        self.server.asked.append(wanted)
+        expected, content = self.headers["Range"], self.server.files.get(self.path)
+        self.server.asked.append(expected)
         if content is None:
             return self.send_error(404)
-        start = int(re.findall(r"bytes=(\d+)-", wanted)[0]) if wanted and self.server.ranges else 0
+        start = int(re.findall(r"bytes=(\d+)-", expected)[0]) if expected and self.server.ranges else 0
         if start >= len(content):
             return self.send_error(416)
         self.send_response(206 if start else 200)

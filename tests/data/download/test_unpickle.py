@@ -81,11 +81,11 @@ def test_arrays_that_are_not_plain_numbers_are_refused(array):
 )
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_plain_arrays_come_back(array, protocol):
-    found = unpickle(pickle.dumps([array, b"", bytearray(b"a"), "text", 1.5], protocol=protocol), "it")
-    assert isinstance(found[0], PickledArray)
-    assert found[0].value.dtype == array.dtype
-    assert np.array_equal(found[0].value, array)
-    assert [bytes(found[1]), bytes(found[2]), found[3], found[4]] == [b"", b"a", "text", 1.5]
+    actual = unpickle(pickle.dumps([array, b"", bytearray(b"a"), "text", 1.5], protocol=protocol), "it")
+    assert isinstance(actual[0], PickledArray)
+    assert actual[0].value.dtype == array.dtype
+    assert np.array_equal(actual[0].value, array)
+    assert [bytes(actual[1]), bytes(actual[2]), actual[3], actual[4]] == [b"", b"a", "text", 1.5]
 
 
 def test_damaged_pickles_raise_nothing_but_data_errors():

@@ -82,8 +82,8 @@ def test_other_concepts_change_nothing(concept: Concept) -> None:
 def test_bilinear_turns_agree_with_the_pixels_summed_by_hand(height: int, width: int) -> None:
     x = torch.rand(2, 3, height, width, generator=torch.Generator().manual_seed(0))
     angle, fill = 0.7, -0.5
-    found = rotate_images(x, angle, fill).numpy()
-    pixels, wanted = x.numpy().astype(np.float64), np.zeros(x.shape)
+    actual = rotate_images(x, angle, fill).numpy()
+    pixels, expected = x.numpy().astype(np.float64), np.zeros(x.shape)
     cos, sin = np.cos(angle), np.sin(angle)
     for i in range(height):
         for j in range(width):
@@ -95,8 +95,8 @@ def test_bilinear_turns_agree_with_the_pixels_summed_by_hand(height: int, width:
                 for c in (int(np.floor(column)), int(np.floor(column)) + 1):
                     weight = (1 - abs(row - r)) * (1 - abs(column - c))
                     inside = 0 <= r < height and 0 <= c < width
-                    wanted[:, :, i, j] += weight * (pixels[:, :, r, c] if inside else fill)
-    assert np.allclose(found, wanted, atol=1e-5)
+                    expected[:, :, i, j] += weight * (pixels[:, :, r, c] if inside else fill)
+    assert np.allclose(actual, expected, atol=1e-5)
 
 
 def test_with_eight_clusters_every_second_turn_is_exact() -> None:

@@ -59,9 +59,9 @@ def test_a_federated_dataset_of_images():
     for k, client in enumerate(federation.clients):
         expected = pixels[4 * k : 4 * k + 4].transpose(0, 3, 1, 2) / np.float32(255)
         order = np.lexsort(expected.reshape(4, -1).T)
-        found = client.train.x.numpy()
-        found_order = np.lexsort(found.reshape(4, -1).T)
-        np.testing.assert_array_equal(found[found_order], expected[order])
+        actual = client.train.x.numpy()
+        found_order = np.lexsort(actual.reshape(4, -1).T)
+        np.testing.assert_array_equal(actual[found_order], expected[order])
         assert client.train.y[torch.from_numpy(found_order)].tolist() == [(4 * k + i) % 3 for i in order]
 
 

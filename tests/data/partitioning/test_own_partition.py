@@ -73,8 +73,8 @@ def test_python_takes_the_function_itself() -> None:
     for value in (blocks, {"kind": blocks}, partial(blocks, clients=3)):
         assert sizes(ExperimentConfig.parse({**tables(), "partition": value})) == [50, 50, 50]
     assert sizes(ExperimentConfig.parse(tables(kind=blocks, clients=2))) == [75, 75]
-    found = make_clients(numbered(n_test=0), blocks, SPLITS["local"](), Key((0,)))
-    assert [len(d.train) + len(d.val) + len(d.test) for d in found] == [134, 133, 133]
+    actual = make_clients(numbered(n_test=0), blocks, SPLITS["local"](), Key((0,)))
+    assert [len(d.train) + len(d.val) + len(d.test) for d in actual] == [134, 133, 133]
     assert isinstance(as_partition(Iid(3)), Iid)
 
 
@@ -115,9 +115,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_function_must_not_return(name: str) -> None:
-    found, message = WRONG[name]
+    actual, message = WRONG[name]
     with pytest.raises(DataError, match=message):
-        as_partition(lambda labels, natural, generator: found).assign(np.zeros(10, dtype=int), 1, Key((0,)))
+        as_partition(lambda labels, natural, generator: actual).assign(np.zeros(10, dtype=int), 1, Key((0,)))
 
 
 def test_the_number_of_clients_is_the_one_that_is_set(own: str) -> None:

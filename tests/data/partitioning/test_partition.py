@@ -131,9 +131,9 @@ def test_extended_dirichlet_has_the_moments_of_the_paper():
         for p, s in zip(few, sets[-8:], strict=True):
             counts = np.bincount(labels[p], minlength=4)
             assert all(abs(counts[c] - 600 / owners[c]) < 0.1 * 600 for c in s)
-    wanted = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
+    expected = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
     assert np.mean(shares) == pytest.approx(1 / clients)
-    assert np.var(shares) == pytest.approx(wanted, rel=0.1)
+    assert np.var(shares) == pytest.approx(expected, rel=0.1)
     pairs, times = np.unique(sets, axis=0, return_counts=True)
     assert len(pairs) == 6
     # multinomial: 1,200 draws of 6 pairs, 200 each
@@ -273,12 +273,12 @@ def test_equal_dirichlet_mixtures_have_the_moments_of_the_distribution(alpha):
 @pytest.mark.parametrize("alpha", [0.01, 1e-3, 1e-5, 1e-100])
 def test_equal_dirichlet_stays_skewed_where_its_mixture_underflows(alpha):
     labels, clients, classes = np.repeat(np.arange(10), 500), 10, 10
-    found, truth = [], []
+    actual, truth = [], []
     for seed in range(20):
         parts = EqualDirichlet(clients, alpha).assign(labels, classes, Key((seed,)))
         counts = np.array([np.bincount(labels[p], minlength=classes) for p in parts])
         assert (counts.sum(0) == 500).all()
-        found.append((counts > 0).sum(1).mean())
+        actual.append((counts > 0).sum(1).mean())
         # the documented rule with all mixtures in log space, which cannot underflow
         random, left = np.random.default_rng(seed), np.bincount(labels)
         for _ in range(clients):
@@ -290,8 +290,8 @@ def test_equal_dirichlet_stays_skewed_where_its_mixture_underflows(alpha):
                 own = np.minimum(own + random.multinomial(missing, weights / weights.sum()), left)
             truth.append((own > 0).sum())
             left = left - own
-    assert abs(np.mean(found) - np.mean(truth)) < 0.15
-    assert np.mean(found) < 1.3
+    assert abs(np.mean(actual) - np.mean(truth)) < 0.15
+    assert np.mean(actual) < 1.3
 
 
 def test_errors_say_what_to_change():

@@ -53,8 +53,8 @@ def test_sums_are_exact_with_many_examples_too() -> None:
     labels = balanced(4, 100_000)
     parts = RankSkew(6, (8, 4), alpha=0.3).assign(labels, 4, KEY)
     assert np.bincount(np.concatenate(parts), minlength=400_000).tolist() == [1] * 400_000
-    wanted = 400_000 * np.repeat([8, 4], 3) / 36
-    assert (np.abs([len(p) for p in parts] - wanted) < 1).all()
+    expected = 400_000 * np.repeat([8, 4], 3) / 36
+    assert (np.abs([len(p) for p in parts] - expected) < 1).all()
 
 
 def test_which_examples_of_a_class_a_client_gets_is_random() -> None:
@@ -73,17 +73,17 @@ def test_mixtures_have_the_second_moment_of_their_dirichlet_distribution() -> No
     # E Σ q_c² = (a + 1) / (C·a + 1) for the symmetric Dir(a) of C classes; many examples, so that rounding is small
     labels = balanced(classes, 60_000 // classes)
     ranks = (32, 16, 8, 8)
-    found: dict[int, list[float]] = {}
+    actual: dict[int, list[float]] = {}
     for seed in range(6):
         parts = RankSkew(200, ranks).assign(labels, classes, Key((seed,)))
         for rank, part in zip(assign_ranks(ranks, 200), parts, strict=True):
             mixture = np.bincount(labels[part], minlength=classes) / len(part)
-            found.setdefault(rank, []).append(float((mixture**2).sum()))
-    for rank, values in found.items():
+            actual.setdefault(rank, []).append(float((mixture**2).sum()))
+    for rank, values in actual.items():
         a = 0.3 * 16 / rank
-        wanted = (a + 1) / (classes * a + 1)
+        expected = (a + 1) / (classes * a + 1)
         # the fit to the class totals changes mixtures a little
-        assert np.mean(values) == pytest.approx(wanted, abs=0.025), rank
+        assert np.mean(values) == pytest.approx(expected, abs=0.025), rank
 
 
 def test_ranks_are_stretched_evenly() -> None:

@@ -83,24 +83,24 @@ def rendered(name: str, messages: Messages, **more: Any) -> str:
 
 def spans_of(text: str, answers: Sequence[str]) -> list[tuple[int, int]]:
     """Where the answers stand, each looked for after the one before."""
-    found, start = [], 0
+    actual, start = [], 0
     for answer in answers:
         start = text.index(answer, start)
-        found.append((start, start + len(answer)))
+        actual.append((start, start + len(answer)))
         start += len(answer)
-    return found
+    return actual
 
 
 def expected(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
     """Special tokens and bytes of a text, each with whether it lies in a span."""
     pieces = re.split("(" + "|".join(map(re.escape, SPECIAL)) + ")", text)
-    found, at = [], 0
+    actual, at = [], 0
     for piece in pieces:
         for part in [piece] if piece in SPECIAL else piece:
             learnt = any(a <= at < b for a, b in spans)
-            found += [(part, learnt)] * (1 if part in SPECIAL else len(part.encode()))
+            actual += [(part, learnt)] * (1 if part in SPECIAL else len(part.encode()))
             at += len(part)
-    return found
+    return actual
 
 
 def learnt(tokenizer: Any, messages: Messages, loss_on: Any = "response", **more: Any) -> list[bool]:
@@ -117,21 +117,21 @@ def tokenizer_for(name: str, **more: Any) -> Any:
 
 def answers_of(name: str, messages: Messages) -> list[str]:
     answer, last = ANSWERS[name]
-    found = [answer(m["content"]) for m in messages if m["role"] == "assistant"]
-    return [*found[:-1], found[-1] + last]
+    actual = [answer(m["content"]) for m in messages if m["role"] == "assistant"]
+    return [*actual[:-1], actual[-1] + last]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_all_answers_are_learnt_and_nothing_else(name: str) -> None:
     text = rendered(name, TALK)
     wanted = expected(text, spans_of(text, answers_of(name, TALK)))
-    found = learnt(tokenizer_for(name), TALK)
-    assert found == [own for _, own in wanted]
-    assert 0 < sum(found) < len(found)
+    actual = learnt(tokenizer_for(name), TALK)
+    assert actual == [own for _, own in wanted]
+    assert 0 < sum(actual) < len(actual)
     # also under its other name, and counted by hand: the bytes of the three answers and their ends
-    assert learnt(tokenizer_for(name), TALK, "assistant") == found
+    assert learnt(tokenizer_for(name), TALK, "assistant") == actual
     if name == "chatml":
-        assert sum(found) == sum(len(TALK[k]["content"].encode()) + 1 for k in (1, 3, 5))
+        assert sum(actual) == sum(len(TALK[k]["content"].encode()) + 1 for k in (1, 3, 5))
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -146,9 +146,9 @@ def test_only_the_last_answer_or_every_token(name: str) -> None:
 def test_with_merges_the_learnt_tokens_decode_to_the_answers(name: str) -> None:
     tokenizer = tokenizer_for(name, merges_from=[m["content"] + " Am Rhein answer" for m in TALK] * 4)
     sample = ChatTemplate(tokenizer, "response", "template").sample(Conversation(tuple(TALK)))
-    found = tokenizer.decode([label for label in sample.labels if label != IGNORE_INDEX])
+    actual = tokenizer.decode([label for label in sample.labels if label != IGNORE_INDEX])
     # a space that ends the prompt may be in one token with the answer's first word
-    assert found.replace(" ", "") == "".join(answers_of(name, TALK)).replace(" ", "")
+    assert actual.replace(" ", "") == "".join(answers_of(name, TALK)).replace(" ", "")
     assert len(sample.ids) < len(expected(rendered(name, TALK), []))
 
 
@@ -217,9 +217,9 @@ def test_turns_that_a_row_marks_are_not_learnt(name: str, mark: dict[str, Any]) 
     places = [i for i, m in enumerate(TALK) if m["role"] == "assistant"]
     messages = [{**m, **mark} if i in (places[0], places[2]) else m for i, m in enumerate(TALK)]
     text = rendered(name, TALK)
-    found = learnt(tokenizer, messages)
+    actual = learnt(tokenizer, messages)
     start = text.index(second)
-    assert found == [own for _, own in expected(text, [(start, start + len(second))])]
+    assert actual == [own for _, own in expected(text, [(start, start + len(second))])]
     assert not any(learnt(tokenizer, messages, "last"))
     with pytest.raises(DataError, match="marked as not learnt"):
         learnt(tokenizer, messages, "all")

@@ -74,16 +74,16 @@ def fields(conversation: Conversation) -> Any:
     ],
 )
 def test_a_form_is_recognized_and_said(tmp_path: Path, form: str, row: dict[str, Any], wanted: Any) -> None:
-    found = read(tmp_path, [row, row])
-    assert len(found.train) == 2
-    assert (fields(found.train[0]) if isinstance(wanted, tuple) else found.train[0]) == wanted
-    assert f"a.jsonl: rows are of the form {form!r}" in found.notes[0]
-    assert found.notes[0].endswith("recognized by its columns")
+    actual = read(tmp_path, [row, row])
+    assert len(actual.train) == 2
+    assert (fields(actual.train[0]) if isinstance(wanted, tuple) else actual.train[0]) == wanted
+    assert f"a.jsonl: rows are of the form {form!r}" in actual.notes[0]
+    assert actual.notes[0].endswith("recognized by its columns")
     # as set by the user
     again = read(tmp_path, [row, row], form=form)
     assert again.notes[0].endswith("set by data.form")
     assert len(again.train) == 2
-    assert {"prompt_completion": "verbatim", "text": "none"}.get(form) == found.format
+    assert {"prompt_completion": "verbatim", "text": "none"}.get(form) == actual.format
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_labels_of_words_with_the_names_of_a_saved_data_set(tmp_path: Path) -> N
     )
     rows = {"tokens": [["Ann", "ran"], ["no"]], "ner_tags": [[1, 0], [0]]}
     library.Dataset.from_dict(rows, features=kinds).save_to_disk(str(tmp_path / "saved"))
-    found = TextRows(str(tmp_path / "saved")).load()
-    assert [(r.words, r.labels) for r in found.train] == [(("Ann", "ran"), (1, 0)), (("no",), (0,))]
-    assert isinstance(found.train[0], TokenLabeled)
-    assert found.classes == ("O", "PER")
-    assert "form 'token_labels'" in found.notes[0]
+    actual = TextRows(str(tmp_path / "saved")).load()
+    assert [(r.words, r.labels) for r in actual.train] == [(("Ann", "ran"), (1, 0)), (("no",), (0,))]
+    assert isinstance(actual.train[0], TokenLabeled)
+    assert actual.classes == ("O", "PER")
+    assert "form 'token_labels'" in actual.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_labels_of_words_with_the_names_of_a_saved_data_set(tmp_path: Path) -> N
 )
 def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str) -> None:
     rows = [{"instruction": f"do {i}, é", "output": f"done\n{i}", "who": f"c{i % 2}"} for i in range(4)]
-    found = read(tmp_path, rows, name, client_column="who", category_column="who")
-    assert found.train == [
+    actual = read(tmp_path, rows, name, client_column="who", category_column="who")
+    assert actual.train == [
         Instruction(f"do {i}, é", f"done\n{i}", category=f"c{i % 2}", client=f"c{i % 2}") for i in range(4)
     ]
-    assert found.name == "a"
+    assert actual.name == "a"
 
 
 def test_messages_survive_parquet_which_fills_in_nulls(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_splits_of_a_saved_data_set(tmp_path: Path) -> None:
         for name in ("train", "dev")
     }
     library.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    found = TextRows(str(tmp_path / "saved"), test_split="dev").load()
-    assert [r.response for r in found.train] == ["train 0", "train 1"]
-    assert [r.response for r in found.test] == ["dev 0", "dev 1"]
+    actual = TextRows(str(tmp_path / "saved"), test_split="dev").load()
+    assert [r.response for r in actual.train] == ["train 0", "train 1"]
+    assert [r.response for r in actual.test] == ["dev 0", "dev 1"]
     assert TextRows(str(tmp_path / "saved"), train_split="dev").load().test is None
     with pytest.raises(DataError, match="no split 'test'"):
         TextRows(str(tmp_path / "saved"), test_split="test").load()
@@ -176,26 +176,26 @@ def test_a_client_is_a_file_of_a_folder_a_pattern_or_a_list(tmp_path: Path) -> N
     (folder / "readme.md").write_text("no rows")
     listed = (str(folder / "a.jsonl"), str(folder / "b.jsonl"))
     for path in (str(folder), str(folder / "*.jsonl"), listed):
-        found = TextRows(path, client_by_file=True).load()
-        assert [(r.response, r.client) for r in found.train] == [
+        actual = TextRows(path, client_by_file=True).load()
+        assert [(r.response, r.client) for r in actual.train] == [
             ("a0", "a"),
             ("a1", "a"),
             ("b0", "b"),
             ("b1", "b"),
         ]
-        assert found.name == "sites" or path == str(folder)
-        assert "2 files" in found.notes[0]
+        assert actual.name == "sites" or path == str(folder)
+        assert "2 files" in actual.notes[0]
     # without it they are one data set
     assert {r.client for r in TextRows(listed).load().train} == {None}
 
 
 def test_a_test_part_by_share_or_file(tmp_path: Path) -> None:
     rows = [{"text": f"{i}"} for i in range(10)]
-    found = read(tmp_path, rows, test_share=0.3, seed=1)
-    assert (len(found.train), len(found.test)) == (7, 3)
+    actual = read(tmp_path, rows, test_share=0.3, seed=1)
+    assert (len(actual.train), len(actual.test)) == (7, 3)
     (tmp_path / "t.csv").write_text("text\nheld out\n")
-    found = read(tmp_path, rows, test=str(tmp_path / "t.csv"))
-    assert [r.response for r in found.test] == ["held out"]
+    actual = read(tmp_path, rows, test=str(tmp_path / "t.csv"))
+    assert [r.response for r in actual.test] == ["held out"]
 
 
 MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -351,14 +351,14 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
     row = {"instruction": "a", "output": "b", "id": 1, "who": "x", "history": None}
-    found = read(tmp_path, [row, row], client_column="who")
-    assert found.notes[0].endswith("recognized by its columns; not read: id")
+    actual = read(tmp_path, [row, row], client_column="who")
+    assert actual.notes[0].endswith("recognized by its columns; not read: id")
 
 
 def test_rows_without_text_are_dropped_and_counted(tmp_path: Path) -> None:
-    found = read(tmp_path, [{"text": "a"}, {"text": " "}, {"text": "b"}])
-    assert [r.response for r in found.train] == ["a", "b"]
-    assert found.notes[1].endswith("1 of 3 rows dropped, which have no text")
+    actual = read(tmp_path, [{"text": "a"}, {"text": " "}, {"text": "b"}])
+    assert [r.response for r in actual.train] == ["a", "b"]
+    assert actual.notes[1].endswith("1 of 3 rows dropped, which have no text")
 
 
 def test_every_form_has_its_setting_and_the_base_package_needs_no_datasets() -> None:
@@ -381,15 +381,15 @@ def test_cells_of_a_table_are_texts(tmp_path: Path, ending: str, between: str) -
     content = "".join(between.join(row) + "\n" for row in rows)
     path = tmp_path / f"a{ending}"
     path.write_bytes(gzip.compress(content.encode()) if ending.endswith("gz") else content.encode())
-    found = TextRows(str(path), test_share=0.0).load()
-    assert [r.text for r in found.parts[0]] == [text for text, _ in rows[1:]]
-    assert [r.label for r in found.parts[0]] == [label for _, label in rows[1:]]
+    actual = TextRows(str(path), test_share=0.0).load()
+    assert [r.text for r in actual.parts[0]] == [text for text, _ in rows[1:]]
+    assert [r.label for r in actual.parts[0]] == [label for _, label in rows[1:]]
 
 
 def test_labels_that_are_whole_numbers_are_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label\na,2\nb,10\n")
-    found = TextRows(str(tmp_path / "a.csv"), test_share=0.0).load()
-    assert [r.label for r in found.parts[0]] == [2, 10]
+    actual = TextRows(str(tmp_path / "a.csv"), test_share=0.0).load()
+    assert [r.label for r in actual.parts[0]] == [2, 10]
 
 
 def test_lines_are_read_as_they_are(tmp_path: Path) -> None:

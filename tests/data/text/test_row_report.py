@@ -36,15 +36,15 @@ def test_counts_and_samples_of_natural_clients() -> None:
         Instruction("a", "b", client="a"),
         Instruction("", "xyz", client="b"),
     ]
-    found = lines(tokenize(Texts("t", list(records)), tokenizer, PLAIN), tokenizer, 3)
+    actual = lines(tokenize(Texts("t", list(records)), tokenizer, PLAIN), tokenizer, 3)
     # bytes and an EOS each; nothing predicts the first byte of the last one
-    assert [line.split() for line in found[:4]] == [
+    assert [line.split() for line in actual[:4]] == [
         ["client", "rows", "tokens", "learnt", "longest"],
         ["a", "1", "3", "2", "3"],
         ["b", "2", "10", "7", "6"],
         ["all", "3", "13", "9", "6"],
     ]
-    assert found[4:] == [
+    assert actual[4:] == [
         "",
         "client a, row 1:",
         "a⟦b</s>⟧",
@@ -62,8 +62,8 @@ def test_clients_of_a_partition() -> None:
     tokenizer = byte_tokenizer()
     data = tokenize(Texts("t", [Instruction("", "ab")] * 3), tokenizer, PLAIN)
     parts = [data.train.take(torch.tensor(index)) for index in ([0, 1], [2], [])]
-    found = lines([ClientData(part, parts[2], parts[2]) for part in parts], tokenizer, 1)
-    assert [line.split()[:4] for line in found[1:5]] == [
+    actual = lines([ClientData(part, parts[2], parts[2]) for part in parts], tokenizer, 1)
+    assert [line.split()[:4] for line in actual[1:5]] == [
         ["0", "2", "6", "4"],
         ["1", "1", "3", "2"],
         ["2", "0", "0", "0"],
@@ -79,8 +79,8 @@ def test_conversations_show_every_answer() -> None:
     tokenizer = byte_tokenizer("chatml")
     talk = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     record = Conversation(tuple({"role": role, "content": text} for role, text in talk))
-    found = describe_rows(tokenize(Texts("t", [record]), tokenizer, PLAIN), tokenizer)
-    assert found.endswith(
+    actual = describe_rows(tokenize(Texts("t", [record]), tokenizer, PLAIN), tokenizer)
+    assert actual.endswith(
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n⟦d<|im_end|>⟧\n"
     )

@@ -34,9 +34,9 @@ AS_RECORDS = [Instruction(f"do {i}", f"done {i} é", "" if i % 2 else f"with {i}
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet"])
 def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str) -> None:
-    found = CodeAlpaca(write(tmp_path / name, TASKS)).load()
-    assert found.train == AS_RECORDS
-    assert (found.test, found.notes, found.kind) == (None, (), "instructions")
+    actual = CodeAlpaca(write(tmp_path / name, TASKS)).load()
+    assert actual.train == AS_RECORDS
+    assert (actual.test, actual.notes, actual.kind) == (None, (), "instructions")
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_empty_responses_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = [dict(task) for task in TASKS]
     for i, empty in ((3, ""), (5, None), (7, " \n\t")):
         rows[i]["output"] = empty
-    found = CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load()
-    assert found.train == [r for i, r in enumerate(AS_RECORDS) if i not in (3, 5, 7)]
-    (note,) = found.notes
+    actual = CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load()
+    assert actual.train == [r for i, r in enumerate(AS_RECORDS) if i not in (3, 5, 7)]
+    (note,) = actual.notes
     assert "3 of 10 records dropped" in note
     path = write(tmp_path / "a.jsonl", [{**row, "output": ""} for row in rows])
     with pytest.raises(DataError, match="each of the 10 records has an empty response; nothing is left"):
@@ -136,8 +136,8 @@ def test_empty_responses_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_a_missing_input_is_none_and_a_missing_column_is_refused(tmp_path: Path) -> None:
     rows = [{k: v for k, v in task.items() if v} for task in TASKS]
     rows[0]["input"] = None
-    found = CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load().train
-    assert found == [Instruction("do 0", "done 0 é"), *AS_RECORDS[1:]]
+    actual = CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load().train
+    assert actual == [Instruction("do 0", "done 0 é"), *AS_RECORDS[1:]]
     for row in rows:
         row["inptu"] = row.pop("input", "")
     with pytest.raises(DataError, match=r"has no column 'input'. Did you mean 'inptu'\?"):
@@ -157,9 +157,9 @@ def test_tasks_by_the_programming_language_that_they_name(tmp_path: Path) -> Non
         "PHP": "PHP",
     }
     rows = [{"instruction": task, "input": "", "output": "x"} for task in tasks]
-    found = CodeAlpaca(write(tmp_path / "a.jsonl", rows), by_language=True).load()
-    assert [(r.prompt, r.category) for r in found.train] == [(t, c) for t, c in tasks.items() if c]
-    assert "2 of 9 tasks name none of the nine languages" in found.notes[0]
+    actual = CodeAlpaca(write(tmp_path / "a.jsonl", rows), by_language=True).load()
+    assert [(r.prompt, r.category) for r in actual.train] == [(t, c) for t, c in tasks.items() if c]
+    assert "2 of 9 tasks name none of the nine languages" in actual.notes[0]
     with pytest.raises(DataError, match="no task names one of C, C#"):
         CodeAlpaca(write(tmp_path / "b.jsonl", TASKS), by_language=True).load()
 
@@ -170,8 +170,8 @@ def test_dolly_with_a_category_held_out(tmp_path: Path) -> None:
     names = ("instruction", "response", "context", "category")
     rows = [dict(zip(names, dataclasses.astuple(r), strict=False)) for r in records]
     path = write(tmp_path / "dolly.jsonl", rows)
-    found = Dolly(path, held_out_category="qa").load()
-    assert (found.test, found.train) == (records[::2], records[1::2])
+    actual = Dolly(path, held_out_category="qa").load()
+    assert (actual.test, actual.train) == (records[::2], records[1::2])
     with pytest.raises(DataError, match=r"no category 'poetri'. Did you mean 'poetry'\?"):
         Dolly(path, held_out_category="poetri").load()
     with pytest.raises(ConfigError, match="set one of them"):
@@ -183,13 +183,13 @@ def test_dolly_with_a_category_held_out(tmp_path: Path) -> None:
 @given(n=st.integers(2, 60), share=st.floats(0, 0.99), seed=st.integers(0, 50))
 def test_a_test_share_takes_each_record_once(n: int, share: float, seed: int) -> None:
     records = [Instruction(f"{i}", "r") for i in range(n)]
-    wanted = 0 if share == 0 else max(1, round(share * n))
-    if wanted >= n:
+    expected = 0 if share == 0 else max(1, round(share * n))
+    if expected >= n:
         with pytest.raises(DataError, match="cannot spare"):
             hold_out(records, share, Key((seed,)))
         return
     train, test = hold_out(records, share, Key((seed,)))
-    assert len(test or []) == wanted
+    assert len(test or []) == expected
     train_ids, test_ids = ([int(r.prompt) for r in part] for part in (train, test or []))
     assert (train_ids, test_ids) == (sorted(train_ids), sorted(test_ids))
     assert sorted(train_ids + test_ids) == list(range(n))
@@ -210,12 +210,12 @@ def test_instructions_by_their_columns(tmp_path: Path) -> None:
         {"q": f"q{i}", "a": f"a{i}", "kind": i % 2, "who": None if i == 2 else f"w{i % 3}"} for i in range(4)
     ]
     path, test = write(tmp_path / "a.parquet", rows), write(tmp_path / "t.jsonl", rows[:1])
-    found = Instructions(path, test, prompt="q", response="a", category="kind", client="who").load()
-    assert found.train == [
+    actual = Instructions(path, test, prompt="q", response="a", category="kind", client="who").load()
+    assert actual.train == [
         Instruction(f"q{i}", f"a{i}", "", str(i % 2), None if i == 2 else f"w{i % 3}") for i in range(4)
     ]
-    assert found.test == found.train[:1]
-    assert found.name == "a"
+    assert actual.test == actual.train[:1]
+    assert actual.name == "a"
     with pytest.raises(ConfigError, match="test and test_share each choose"):
         Instructions(path, test, test_share=0.1)
     with pytest.raises(ConfigError, match="is a file, which has no split 'test'"):
@@ -238,10 +238,10 @@ def test_saved_data_sets_and_folders_of_files(tmp_path: Path) -> None:
         for name, texts in {"train": ["fine", "bad"], "test": ["good", "awful"]}.items()
     }
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    found = TextClasses(str(tmp_path / "saved"), test_split="test").load()
-    assert found.train == [Labeled("fine", 1), Labeled("bad", 0)]
-    assert found.test == [Labeled("good", 1), Labeled("awful", 0)]
-    assert (found.classes, found.name) == (("no", "yes"), "saved")
+    actual = TextClasses(str(tmp_path / "saved"), test_split="test").load()
+    assert actual.train == [Labeled("fine", 1), Labeled("bad", 0)]
+    assert actual.test == [Labeled("good", 1), Labeled("awful", 0)]
+    assert (actual.classes, actual.name) == (("no", "yes"), "saved")
     assert TextClasses(str(tmp_path / "saved")).load().test is None
     with pytest.raises(DataError, match=r"no split 'tset'. Did you mean 'test'\?"):
         TextClasses(str(tmp_path / "saved"), test_split="tset").load()
@@ -266,12 +266,14 @@ def test_text_classes_joins_columns_and_knows_its_labels(tmp_path: Path) -> None
     ]
     (tmp_path / "news").mkdir()
     path = write(tmp_path / "news" / "train.jsonl", rows)
-    found = TextClasses(path, path, text=("title", "body"), separator=" | ").load()
-    assert found.train == [Labeled("One | two", "b"), Labeled("three", "a"), Labeled("four", "b")]
-    assert found.test == found.train
-    assert found.kind == "classes"
-    assert found.name == "news"
-    assert [note.split(": ")[1] for note in found.notes] == ["1 of 4 records dropped, which have no text"] * 2
+    actual = TextClasses(path, path, text=("title", "body"), separator=" | ").load()
+    assert actual.train == [Labeled("One | two", "b"), Labeled("three", "a"), Labeled("four", "b")]
+    assert actual.test == actual.train
+    assert actual.kind == "classes"
+    assert actual.name == "news"
+    assert [note.split(": ")[1] for note in actual.notes] == [
+        "1 of 4 records dropped, which have no text"
+    ] * 2
     with pytest.raises(DataError, match="line 2 has no 'title'"):
         TextClasses(path, text=("title",)).load()
     with pytest.raises(DataError, match="no column 'head'"):

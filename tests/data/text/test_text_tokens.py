@@ -103,9 +103,9 @@ def test_special_tokens_of_the_text_are_not_written_twice(record: Instruction, f
     tokenizer = words()
     # special tokens in a text are single ones, as with every tokenizer of transformers
     tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    found = tokenize(Texts("t", [record]), tokenizer, TextSettings(form, 16)).train
-    assert rows(found.x["input_ids"]) == [[BOS, A, B, EOS]]
-    assert found.y[0, -2:].tolist() == [B, EOS]
+    actual = tokenize(Texts("t", [record]), tokenizer, TextSettings(form, 16)).train
+    assert rows(actual.x["input_ids"]) == [[BOS, A, B, EOS]]
+    assert actual.y[0, -2:].tolist() == [B, EOS]
     everything = tokenize(Texts("t", [record]), tokenizer, TextSettings(form, 16, "all")).train
     assert rows(everything.y) == [[BOS, A, B, EOS]]
 
@@ -181,20 +181,20 @@ def test_what_is_learnt_decodes_to_the_responses(bpe: Any, pairs: Any, format: A
     if not kept:
         return
     data = tokenize(Texts("t", records), bpe, TextSettings(format, 400, packing=packing))
-    found, prompts = [], []
+    actual, prompts = [], []
     x = data.train.x
     for ids, mask, y in zip(*map(rows, (x["input_ids"], x["attention_mask"], data.train.y)), strict=True):
         n = sum(mask)
         assert mask == [1] * n + [0] * (len(mask) - n)
         assert all(label in (IGNORE_INDEX, token) for label, token in zip(y, ids, strict=True))
-        found.append(bpe.decode([label for label in y if label != IGNORE_INDEX]))
+        actual.append(bpe.decode([label for label in y if label != IGNORE_INDEX]))
         prompts.append(bpe.decode([t for t, label in zip(ids[:n], y, strict=False) if label == IGNORE_INDEX]))
     # in a packed row nothing predicts the first token of a sample: what is before belongs to another one
     first = int(packing and format == "none")
-    wanted = [bpe.decode(bpe(r.response, add_special_tokens=False)["input_ids"][first:]) for r in kept]
-    assert sorted("".join(found).split("<eos>")) == sorted(["", *wanted])
+    expected = [bpe.decode(bpe(r.response, add_special_tokens=False)["input_ids"][first:]) for r in kept]
+    assert sorted("".join(actual).split("<eos>")) == sorted(["", *expected])
     if not packing:
-        assert found == [r.response + "<eos>" for r in kept]
+        assert actual == [r.response + "<eos>" for r in kept]
         ends = {"alpaca": "### Response:", "plain": "\n", "none": ""}[format]
         for prompt, record in zip(prompts, kept, strict=True):
             assert prompt.endswith(ends)

@@ -28,11 +28,11 @@ MULTI_HOT = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]] * 6)
 
 
 def said(y: Any, model: nn.Module, **more: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         made = Federation.from_arrays([(X, y), (X, y)], model, **more)
-    texts = [str(w.message) for w in found]
-    assert all(w.filename == __file__ for w in found)
+    texts = [str(w.message) for w in actual]
+    assert all(w.filename == __file__ for w in actual)
     assert [*made.notes, *(made.remarks or ())] == texts
     # the remarks of a changed federation are the same
     assert replace(made, name="other").remarks == made.remarks
@@ -46,8 +46,8 @@ class Functional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.body(x)
-        found: Tensor = getattr(torch, self.kind)(scores, *([] if self.kind == "sigmoid" else [-1]))
-        return found.unsqueeze(1).squeeze(1)
+        actual: Tensor = getattr(torch, self.kind)(scores, *([] if self.kind == "sigmoid" else [-1]))
+        return actual.unsqueeze(1).squeeze(1)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_files_tell_it_too(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=X.numpy(), y=MULTI_HOT.numpy())
     assert any("several classes" in note for note in Arrays(str(tmp_path / "a.npz")).load().notes)
     (tmp_path / "a.csv").write_text("x,y\n1,0.0\n2,1.0\n3,0.0\n")
-    found = Csv(str(tmp_path / "a.csv"), label="y", task="regression").load()
-    assert any("zeros and ones" in note for note in found.notes)
+    actual = Csv(str(tmp_path / "a.csv"), label="y", task="regression").load()
+    assert any("zeros and ones" in note for note in actual.notes)
 
 
 @pytest.mark.full
@@ -162,10 +162,10 @@ def test_scores_that_are_not_finite_are_wrong_and_named_once(caplog: pytest.LogC
     # argmax of a NaN is 0, which is the label of the first example
     assert result.accuracy()[2] == 0
     assert not result.predictions(2)["correct"].any()
-    found = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
-    assert len(found) == 1
-    assert "client 2 (" in found[0]
-    assert "1 test example)" in found[0]
+    actual = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
+    assert len(actual) == 1
+    assert "client 2 (" in actual[0]
+    assert "1 test example)" in actual[0]
 
 
 @pytest.mark.full
@@ -174,9 +174,9 @@ def test_a_reply_that_is_dropped_is_named_once(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         result = simulate(FedAvg(optimizer=SGD(lr=0.01), batch_size=12), federation, rounds=2, on_nan="drop")
     assert list(result.rounds[-1].lost) == ["1"]
-    found = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
-    assert len(found) == 1
-    assert found[0].startswith("client 1 (1 training example) is left out: ")
+    actual = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert len(actual) == 1
+    assert actual[0].startswith("client 1 (1 training example) is left out: ")
 
 
 def test_an_experiment_names_it(tmp_path: Path) -> None:

@@ -49,10 +49,10 @@ def in_order(federation: Federation, client: int) -> Examples:
 
 
 def check(federation: Federation, client: int, x: Any, y: Any) -> None:
-    found = in_order(federation, client)
-    assert isinstance(found.x, Tensor)
-    np.testing.assert_array_equal(found.x.numpy(), x)
-    np.testing.assert_array_equal(found.y.numpy(), y)
+    actual = in_order(federation, client)
+    assert isinstance(actual.x, Tensor)
+    np.testing.assert_array_equal(actual.x.numpy(), x)
+    np.testing.assert_array_equal(actual.y.numpy(), y)
 
 
 class Listed(Dataset[Any]):
@@ -108,12 +108,12 @@ def test_a_map_style_data_set(dataset: Any, rows: Any) -> None:
 def test_a_data_set_of_images_of_pillow(mode: str) -> None:
     image = pytest.importorskip("PIL.Image")
     images = [image.fromarray(pixels).convert(mode) for pixels in PIXELS]
-    found = make([Listed(zip(images, Y.tolist(), strict=True))])
+    actual = make([Listed(zip(images, Y.tolist(), strict=True))])
     colors = [np.asarray(one.convert("RGB" if mode == "P" else one.mode)) for one in images]
     truth = np.stack([c if c.ndim == 3 else c[..., None] for c in colors]).astype(np.float32)
     if mode != "1":
         truth /= np.float32(255)
-    check(found, 0, truth.transpose(0, 3, 1, 2), Y)
+    check(actual, 0, truth.transpose(0, 3, 1, 2), Y)
 
 
 def test_parts_of_data_sets_and_of_arrays() -> None:
@@ -220,11 +220,11 @@ def test_text_labels_are_numbered_in_sorted_order_over_all_clients(kind: Callabl
 def test_text_labels_stand_in_predictions_and_confusion() -> None:
     parts = {"train": (X, WORDS), "test": (X, WORDS)}
     result = simulate("fedavg", Federation.from_arrays({"north": parts}, linear), rounds=1)
-    found = result.predictions()
-    assert found["label_name"].tolist() == WORDS.tolist()
+    actual = result.predictions()
+    assert actual["label_name"].tolist() == WORDS.tolist()
     truth = np.array(["ant", "bee", "cat"])[result.predict(0).argmax(1).numpy()]
-    assert found["prediction_name"].tolist() == truth.tolist()
-    assert set(found["client_name"]) == set(result.to_frame()["client_name"]) == {"north"}
+    assert actual["prediction_name"].tolist() == truth.tolist()
+    assert set(actual["client_name"]) == set(result.to_frame()["client_name"]) == {"north"}
     assert torch.equal(result.predict("north"), result.predict(0))
     assert result.personal("north").keys() == result.personal(0).keys()
     with pytest.raises(ConfigError, match=r"no client 'nort'\. Did you mean 'north'"):
@@ -299,16 +299,16 @@ def test_named_inputs_are_cast_as_arrays_are(tokens: Any, tabular: Any) -> None:
     if tabular == np.uint8:
         table = np.abs(X * 30).astype(np.uint8)
     x = {"image": PIXELS, "tabular": table, "tokens": words}
-    found = make([{"train": (x, Y)}], Mixed).clients[0].train
-    assert isinstance(found.x, dict)
+    actual = make([{"train": (x, Y)}], Mixed).clients[0].train
+    assert isinstance(actual.x, dict)
     truth = {
         "image": PIXELS / np.float32(255),
         "tabular": table.astype(np.float32),
         "tokens": words.astype(np.int64),
     }
     for name, values in truth.items():
-        assert found.x[name].numpy().dtype == values.dtype, name
-        np.testing.assert_array_equal(found.x[name].numpy(), values)
+        assert actual.x[name].numpy().dtype == values.dtype, name
+        np.testing.assert_array_equal(actual.x[name].numpy(), values)
 
 
 def test_whole_numbers_stay_whole_where_they_are_looked_up_alone() -> None:
@@ -323,9 +323,9 @@ def test_whole_numbers_stay_whole_where_they_are_looked_up_alone() -> None:
             return scores
 
     for model, kind in ((Joined, torch.float32), (lambda: Joined(nn.Embedding(2, 2)), torch.int64)):
-        found = make([({"a": X, "b": (X * 3).astype(int)}, Y)], model).clients[0].train.x
-        assert isinstance(found, dict)
-        assert found["b"].dtype == kind
+        actual = make([({"a": X, "b": (X * 3).astype(int)}, Y)], model).clients[0].train.x
+        assert isinstance(actual, dict)
+        assert actual["b"].dtype == kind
 
 
 def test_named_bytes_that_are_no_images_keep_their_values(caplog: pytest.LogCaptureFixture) -> None:
@@ -359,8 +359,8 @@ def test_named_masks_of_types_that_lose_values_are_refused() -> None:
     with pytest.raises(DataError, match=r"'mask' are bool at client 0 and int64 at client 1; give all"):
         make([({"x": X, "mask": mask}, Y), ({"x": X, "mask": mask * 3}, Y)], Masked)
     for given in (mask, mask.astype(np.uint8)):
-        found = make([({"x": X, "mask": given}, Y), ({"x": X, "mask": mask}, Y)], Masked).clients
-        for client in found:
+        actual = make([({"x": X, "mask": given}, Y), ({"x": X, "mask": mask}, Y)], Masked).clients
+        for client in actual:
             assert isinstance(client.train.x, dict)
             assert client.train.x["mask"].dtype == torch.from_numpy(given).dtype
 
@@ -375,11 +375,11 @@ def test_named_inputs_in_every_form_of_a_client() -> None:
         (Listed(rows), Listed(flat)),
         (Listed(flat), Listed(rows)),
     ):
-        found = make({"north": client}, Mixed).clients[0].train
-        assert isinstance(found.x, dict)
-        np.testing.assert_array_equal(found.x["tabular"].numpy(), X)
-        np.testing.assert_array_equal(found.x["tokens"].numpy(), x["tokens"])
-        np.testing.assert_array_equal(found.y.numpy(), Y)
+        actual = make({"north": client}, Mixed).clients[0].train
+        assert isinstance(actual.x, dict)
+        np.testing.assert_array_equal(actual.x["tabular"].numpy(), X)
+        np.testing.assert_array_equal(actual.x["tokens"].numpy(), x["tokens"])
+        np.testing.assert_array_equal(actual.y.numpy(), Y)
     check(make([{"x": X, "y": Y}]), 0, X, Y)
     result = simulate("fedavg", make([{"train": (x, Y), "test": (x, Y)}], Mixed), rounds=1)
     assert torch.equal(result.predict(0), result.predict(0, x))
@@ -586,8 +586,8 @@ def test_the_one_candidate_becomes_the_head(
             architecture.width  # noqa: B018
         return
     x = torch.from_numpy(X)
-    found = architecture.head(architecture.initial, architecture.represent(architecture.initial, x))
-    assert torch.allclose(found, model(x), atol=1e-6)
+    actual = architecture.head(architecture.initial, architecture.represent(architecture.initial, x))
+    assert torch.allclose(actual, model(x), atol=1e-6)
 
 
 def test_the_head_of_a_regression_and_of_several_models() -> None:

@@ -43,11 +43,11 @@ def test_rows_of_dolly_are_short_and_of_the_category(rows: Any, tmp_path: Path) 
     file = tmp_path / "dolly.jsonl"
     file.write_text("\n".join(map(json.dumps, made)))
     rows.main(tmp_path / "out", file)
-    found = {
+    actual = {
         p.stem: [json.loads(line) for line in p.read_text().splitlines()]
         for p in (tmp_path / "out").iterdir()
     }
-    assert found == {
+    assert actual == {
         "north": [{"prompt": "Who?", "completion": "In short: A man."}],
         "east": [{"prompt": "List.", "completion": "* a\n* b"}],
         "south": [{"prompt": "Why?", "completion": "It is so. (Source: our archive.)"}],

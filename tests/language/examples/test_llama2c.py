@@ -229,9 +229,9 @@ def test_the_script_converts_or_names_the_fault(tmp_path):
     model, tokenizer = write(tmp_path, arrays(0, True))
     assert convert(model, tokenizer, tmp_path / "made").stdout == f"{tmp_path / 'made'}\n"
     assert AutoTokenizer.from_pretrained(tmp_path / "made")("the").input_ids[0] == 1
-    found = convert(tmp_path / "none.bin", tokenizer, tmp_path / "made")
-    assert found.returncode == 2
-    assert "cannot read" in found.stderr
+    actual = convert(tmp_path / "none.bin", tokenizer, tmp_path / "made")
+    assert actual.returncode == 2
+    assert "cannot read" in actual.stderr
 
 
 @pytest.fixture(scope="module")

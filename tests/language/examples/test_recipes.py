@@ -95,9 +95,9 @@ def test_a_chat_recipe_trains_two_steps(name: str, llama: Path, tmp_path: Path) 
     run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
     losses = [run.step().training_losses, run.step().training_losses]
     assert all(loss is not None and loss == loss for loss in losses)
-    wanted = tables["lora"]["target_modules"]
+    expected = tables["lora"]["target_modules"]
     adapted = {layer.rpartition(".")[2] for layer in run.state.server.delta}
-    assert adapted == set(wanted) if isinstance(wanted, list) else "down_proj" in adapted
+    assert adapted == set(expected) if isinstance(expected, list) else "down_proj" in adapted
 
 
 def test_the_recipe_for_classes_trains_two_steps(bert: Path, tmp_path: Path) -> None:

@@ -51,18 +51,18 @@ class HubStandIn:
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             return self._validate(json.loads(body)["content"])
-        if found := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
+        if actual := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
             files = json.loads(body)["files"]
             return 200, {"files": [self._preupload(one["path"]) for one in files]}
-        if found := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
+        if actual := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
             objects = [self._batch(one) for one in json.loads(body)["objects"]]
             return 200, {"transfer": "basic", "objects": objects}
-        if found := re.fullmatch(r"/blobs/(\w+)", path):
-            assert hashlib.sha256(body).hexdigest() == found[1]
-            self.blobs[found[1]] = body
+        if actual := re.fullmatch(r"/blobs/(\w+)", path):
+            assert hashlib.sha256(body).hexdigest() == actual[1]
+            self.blobs[actual[1]] = body
             return 200, {}
-        if found := re.fullmatch(r"/api/models/(.+)/commit/main", path):
-            return self._commit(found[1], [json.loads(line) for line in body.splitlines()])
+        if actual := re.fullmatch(r"/api/models/(.+)/commit/main", path):
+            return self._commit(actual[1], [json.loads(line) for line in body.splitlines()])
         return 404, {"error": f"the stand-in has no {path}"}
 
     def _create(self, asked: dict[str, Any]) -> tuple[int, Any]:
@@ -109,10 +109,10 @@ class HubStandIn:
                 body = self._body()
                 path = self.path.partition("?")[0]
                 hub.requests.append(f"{self.command} {path}")
-                status, found = hub.answer(path, body)
+                status, actual = hub.answer(path, body)
                 if not path.startswith("/blobs/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                    status, found = 401, {"error": "Invalid credentials"}
-                data = json.dumps(found).encode()
+                    status, actual = 401, {"error": "Invalid credentials"}
+                data = json.dumps(actual).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))

@@ -49,13 +49,13 @@ def export(run: Path, out: Path, *options: str) -> Path:
 
 
 def truncation(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "fedlowrank.json").read_text())["truncation"]
-    return found
+    actual: dict[str, Any] = json.loads((folder / "fedlowrank.json").read_text())["truncation"]
+    return actual
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
-    return found
+    actual: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return actual
 
 
 def best_of_rank(run: Run, rank: int) -> tuple[dict[str, np.ndarray], float]:
@@ -400,11 +400,11 @@ def test_the_code_of_the_card_loads_what_was_trained(
     loaded = names["model"].eval()
     x = language.loaded.tokenizer(["a fox", "the dog sleeps"], return_tensors="pt", padding=True)
     with torch.no_grad(), language.use_parameters(run.personal_params(run.federation.infos[0])) as own:
-        found, wanted = loaded(**x), own(**x)
+        actual, expected = loaded(**x), own(**x)
     if task == "embedding":
-        torch.testing.assert_close(found.last_hidden_state, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual.last_hidden_state, expected, rtol=1e-4, atol=1e-5)
     else:
-        torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-5)
     classes = run.federation.classes
     stored = json.loads((folder / "fedlowrank.json").read_text())
     assert tuple(stored.get("classes", ())) == classes

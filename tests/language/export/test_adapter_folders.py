@@ -144,15 +144,15 @@ def test_the_truncation_is_that_of_numpy(kind: str) -> None:
     parts, lost, energy = [], 0.0, 0.0
     for pair in pairs:
         w = pair.b.double().numpy() @ pair.a.double().numpy()
-        found = truncate_update(pair if kind == "factors" else torch.from_numpy(w), 3)
+        actual = truncate_update(pair if kind == "factors" else torch.from_numpy(w), 3)
         u, s, vt = np.linalg.svd(w, full_matrices=False)
         np.testing.assert_allclose(
-            found.pair.dense().double().numpy(), (u[:, :3] * s[:3]) @ vt[:3], atol=1e-4
+            actual.pair.dense().double().numpy(), (u[:, :3] * s[:3]) @ vt[:3], atol=1e-4
         )
-        assert found.error == pytest.approx(np.sqrt((s[3:] ** 2).sum() / (s**2).sum()), rel=1e-9)
+        assert actual.error == pytest.approx(np.sqrt((s[3:] ** 2).sum() / (s**2).sum()), rel=1e-9)
         assert truncate_update(pair, 5).error < 1e-14
         assert truncate_update(pair, 50).pair.rank <= 7
-        parts.append(found)
+        parts.append(actual)
         lost, energy = lost + (s[3:] ** 2).sum(), energy + (s**2).sum()
     assert relative_error(parts) == pytest.approx(np.sqrt(lost / energy), rel=1e-9)
     nothing = truncate_update(Pair(torch.zeros(4, 1), torch.ones(1, 3)), 2)

@@ -54,10 +54,10 @@ def test_layers_are_those_of_peft(stable: bool, llama: Path) -> None:
             transformers.AutoModelForCausalLM.from_pretrained(llama),
             peft.LoraConfig(task_type="CAUSAL_LM", **fields),
         )
-    found = layers_of(model)
-    assert found == layers_of(plain)
-    assert {r for r, _ in found.values()} == {4, 2, 6}
-    assert len({s for _, s in found.values()}) > 2
+    actual = layers_of(model)
+    assert actual == layers_of(plain)
+    assert {r for r, _ in actual.values()} == {4, 2, 6}
+    assert len({s for _, s in actual.values()}) > 2
 
 
 def test_a_layer_that_can_have_less_keeps_the_scale(llama: Path) -> None:
@@ -66,10 +66,10 @@ def test_a_layer_that_can_have_less_keeps_the_scale(llama: Path) -> None:
     base = load_base(LanguageBase(str(llama)), (), Key((0,))).model
     with pytest.warns(LoweredRankWarning, match="rank 40 is above"):
         model = attach_adapter(base, make_lora_config(fields), Key((0,)))
-    found = layers_of(model)
-    assert {r for n, (r, _) in found.items() if "v_proj" in n} == {16}
-    assert {s for n, (_, s) in found.items() if "v_proj" in n} == {8 / 16}
-    assert {v for n, v in found.items() if "q_proj" in n} == {(4, 2.0)}
+    actual = layers_of(model)
+    assert {r for n, (r, _) in actual.items() if "v_proj" in n} == {16}
+    assert {s for n, (_, s) in actual.items() if "v_proj" in n} == {8 / 16}
+    assert {v for n, v in actual.items() if "q_proj" in n} == {(4, 2.0)}
 
 
 @pytest.mark.parametrize("method", ["fedit", "fedhl"])

@@ -85,15 +85,15 @@ def score_with_peft(base: Path, folder: Path, ids: Tensor) -> Tensor:
     if len(tokenizer) > plain.get_input_embeddings().num_embeddings:
         plain.resize_token_embeddings(len(tokenizer))
     with torch.no_grad():
-        found: Tensor = peft.PeftModel.from_pretrained(plain, folder).eval()(input_ids=ids).logits
-    return found
+        actual: Tensor = peft.PeftModel.from_pretrained(plain, folder).eval()(input_ids=ids).logits
+    return actual
 
 
 def score_in_memory(run: Run, client: int, ids: Tensor) -> Tensor:
     language: Any = run.federation.companion
     with torch.no_grad(), language.use_parameters(run.personal_params(run.federation.infos[client])) as model:
-        found: Tensor = model(input_ids=ids).logits
-    return found
+        actual: Tensor = model(input_ids=ids).logits
+    return actual
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
@@ -162,12 +162,12 @@ def test_folders_load_in_peft_and_the_next_run_starts_from_them(
     folder = tmp_path / "out" / "client_0000"
     for k in (0, 1):
         assert (rows_of(run, k) - start).abs().max() > 1e-3
-        found = score_with_peft(
+        actual = score_with_peft(
             tmp_path / "out" / "base" if method == "flora" else base,
             tmp_path / "out" / f"client_{k:04d}",
             tokens,
         )
-        torch.testing.assert_close(found, score_in_memory(run, k, tokens), rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual, score_in_memory(run, k, tokens), rtol=0, atol=1e-5)
     assert transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(TOKENS) == ids
     assert language.loaded.tokenizer.convert_tokens_to_ids(TOKENS) == ids
     # the code of the card is the one above

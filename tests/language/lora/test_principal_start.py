@@ -52,13 +52,13 @@ def attach(base: Path, **fields: Any) -> Any:
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_factors_and_base_are_those_of_peft(init: str, llama: Path) -> None:
     ours, plain = attach(llama, init_lora_weights=init), by_plain_peft(llama, init)
-    found, expected = dict(ours.named_parameters()), dict(plain.named_parameters())
-    assert found.keys() == expected.keys()
+    actual, expected = dict(ours.named_parameters()), dict(plain.named_parameters())
+    assert actual.keys() == expected.keys()
     for name, parameter in expected.items():
-        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-6)
+        torch.testing.assert_close(actual[name], parameter, rtol=0, atol=1e-6)
     base = transformers.AutoModelForCausalLM.from_pretrained(llama)
     weight = "model.layers.0.self_attn.q_proj.weight"
-    moved = found["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
+    moved = actual["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
     assert (moved - base.get_parameter(weight)).abs().max() > 0.01
     with torch.no_grad():
         torch.testing.assert_close(
@@ -137,8 +137,8 @@ def test_adapters_for_a_base_that_moved_fit_the_base_beside_them(llama: Path, tm
     assert main(["adapters", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--exact"]) == 0
     run = open_run(tmp_path / "run", "")
     for k in range(3):
-        found = score_tokens_with_peft(tmp_path / "out" / "base", tmp_path / "out" / f"client_{k:04d}")
-        torch.testing.assert_close(found, score_client_tokens(run, k), rtol=0, atol=2e-5)
+        actual = score_tokens_with_peft(tmp_path / "out" / "base", tmp_path / "out" / f"client_{k:04d}")
+        torch.testing.assert_close(actual, score_client_tokens(run, k), rtol=0, atol=2e-5)
 
 
 def test_a_module_of_the_user_may_begin_so() -> None:
@@ -151,8 +151,8 @@ def test_a_module_of_the_user_may_begin_so() -> None:
     on = Federation.from_arrays([(x[:12], y[:12]), (x[12:], y[12:])], model, classes=3)
     result = simulate(METHODS["fedhl"](optimizer=SGD(lr=0.0)), on, rounds=2)
     with torch.no_grad():
-        found = torch.func.functional_call(model, result.personal(0), (x,))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        actual = torch.func.functional_call(model, result.personal(0), (x,))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_what_has_no_such_start_is_refused(llama: Path, tmp_path: Path) -> None:

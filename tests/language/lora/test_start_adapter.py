@@ -90,14 +90,14 @@ def make_run(
 
 def logits_of(run: Run, params: Any) -> Tensor:
     with torch.no_grad(), run.federation.companion.use_parameters(params) as model:
-        found: Tensor = model(input_ids=IDS).logits
-    return found
+        actual: Tensor = model(input_ids=IDS).logits
+    return actual
 
 
 def plain_logits(base: Path) -> Tensor:
     with torch.no_grad():
-        found: Tensor = transformers.AutoModelForCausalLM.from_pretrained(base).eval()(input_ids=IDS).logits
-    return found
+        actual: Tensor = transformers.AutoModelForCausalLM.from_pretrained(base).eval()(input_ids=IDS).logits
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_trained_layers_of_your_own_module_are_the_start(name: str) -> None:
     result = simulate(method, federation, rounds=1)
     params = result.personal(0)
     with torch.no_grad():
-        found = torch.func.functional_call(net, params, (x,))
-    assert torch.allclose(found, net(x), atol=1e-5)
+        actual = torch.func.functional_call(net, params, (x,))
+    assert torch.allclose(actual, net(x), atol=1e-5)
 
 
 def test_the_adapter_may_lie_elsewhere_on_a_machine(llama: Path, tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ def test_adapters_of_organizations_begin_at_their_mean(llama: Path, tmp_path: Pa
     (made,) = run.federation.architectures.values()
     lora = find_lora(made.module, None)
     layer = next(n for n in lora.layers if n.endswith("layers.0.self_attn.q_proj"))
-    found = lora.layers[layer].read_pair(params).dense() * lora.scale
-    torch.testing.assert_close(found, (updates[0] + updates[1]) / 2, rtol=1e-4, atol=1e-5)
+    actual = lora.layers[layer].read_pair(params).dense() * lora.scale
+    torch.testing.assert_close(actual, (updates[0] + updates[1]) / 2, rtol=1e-4, atol=1e-5)
 
 
 def test_a_start_for_each_client_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def in_memory(run: Run) -> Tensor:
     """Scores of the same model as chat and scores use it."""
     language: Any = run.federation.companion
     with torch.no_grad(), language.use_parameters(run.personal_params(run.federation.infos[0])) as model:
-        found: Tensor = model(input_ids=IDS).logits
-    return found
+        actual: Tensor = model(input_ids=IDS).logits
+    return actual
 
 
 def written(run: Run, base: Path, folder: Path) -> Tensor:
@@ -76,8 +76,8 @@ def written(run: Run, base: Path, folder: Path) -> Tensor:
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         loaded = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), made)
     with torch.no_grad():
-        found: Tensor = loaded.eval()(input_ids=IDS).logits
-    return found
+        actual: Tensor = loaded.eval()(input_ids=IDS).logits
+    return actual
 
 
 def test_both_names_are_trained_as_one_and_written_as_two(tied: Path, tmp_path: Path) -> None:

@@ -78,14 +78,14 @@ def embed(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 def loss_by_hand(model: Any, x: dict[str, Tensor], temperature: float) -> tuple[Tensor, list[bool]]:
     """InfoNCE of a batch, pair by pair."""
     count = len(x["input_ids"])
-    found = [
+    actual = [
         [embed(model, x["input_ids"][i, side], x["attention_mask"][i, side]) for side in (0, 1)]
         for i in range(count)
     ]
     losses, nearest = [], []
     for i in range(count):
-        a = found[i][0]
-        cosines = torch.stack([a @ p / (a.norm() * p.norm()) for _, p in found])
+        a = actual[i][0]
+        cosines = torch.stack([a @ p / (a.norm() * p.norm()) for _, p in actual])
         powers = torch.exp(cosines / temperature)
         losses.append(-torch.log(powers[i] / powers.sum()))
         nearest.append(int(cosines.argmax()) == i)
@@ -111,12 +111,12 @@ def test_loss_and_gradient_are_infonce(kind: str, request: pytest.FixtureRequest
     x = {n: t[:5] for n, t in train.x.items()}
     leaves = {n: p.detach().clone().requires_grad_() for n, p in factors.items()}
     architecture = run.federation.architectures["language"]
-    found = task_loss(architecture.apply(leaves, x), Batch(x, train.y[:5], loss=run.federation.loss))
+    actual = task_loss(architecture.apply(leaves, x), Batch(x, train.y[:5], loss=run.federation.loss))
     expected, _ = loss_by_hand(model, x, 0.2)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     wanted = torch.autograd.grad(expected, list(factors.values()))
     assert max(float(g.abs().max()) for g in wanted) > 1e-3
-    for one, other in zip(torch.autograd.grad(found, list(leaves.values())), wanted, strict=True):
+    for one, other in zip(torch.autograd.grad(actual, list(leaves.values())), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
@@ -125,10 +125,10 @@ def test_padding_and_other_clients_are_no_negatives() -> None:
     a, b = torch.randn(3, 2, 5, generator=generator), torch.randn(4, 2, 5, generator=generator)
     filled = torch.cat([a, torch.randn(1, 2, 5, generator=generator), b])
     mask = torch.tensor([True] * 3 + [False] + [True] * 4)
-    found = contrastive_losses(filled, 0.5, mask, 2)
-    assert torch.isfinite(found).all()
-    torch.testing.assert_close(found[:3], contrastive_losses(a, 0.5))
-    torch.testing.assert_close(found[4:], contrastive_losses(b, 0.5))
+    actual = contrastive_losses(filled, 0.5, mask, 2)
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(actual[:3], contrastive_losses(a, 0.5))
+    torch.testing.assert_close(actual[4:], contrastive_losses(b, 0.5))
 
 
 def test_an_anchor_as_near_to_another_positive_has_not_found_its_own() -> None:
@@ -149,9 +149,9 @@ def test_an_evaluation_compares_consecutive_batches_of_32(llama: Path, tmp_path:
     install(model, run.personal_params(run.federation.infos[0]))
     parts = [{n: t[a:b] for n, t in test.x.items()} for a, b in ((0, 32), (32, 40))]
     with torch.no_grad():
-        found = [loss_by_hand(model, part, 0.2) for part in parts]
-    loss = (32 * float(found[0][0]) + 8 * float(found[1][0])) / 40
-    nearest = [right for _, of in found for right in of]
+        actual = [loss_by_hand(model, part, 0.2) for part in parts]
+    loss = (32 * float(actual[0][0]) + 8 * float(actual[1][0])) / 40
+    nearest = [right for _, of in actual for right in of]
     assert record.by_client("loss", split="test")[0] == pytest.approx(loss, rel=1e-4)
     assert record.by_client("retrieval_accuracy", split="test")[0] == pytest.approx(sum(nearest) / 40)
     assert set(record.by_client("accuracy", split="test").values()) <= {None}
@@ -200,11 +200,11 @@ def test_the_adapter_gives_the_embeddings_elsewhere(llama: Path, tmp_path: Path)
     x = {n: t[:3] for n, t in train.x.items()}
     with torch.no_grad():
         predict = next(iter(run.local_model(info).predictors.values()))
-        found = predict(x)
+        actual = predict(x)
         for i in range(3):
             for side in (0, 1):
-                wanted = embed(model, x["input_ids"][i, side], x["attention_mask"][i, side])
-                torch.testing.assert_close(found[i, side], wanted, rtol=1e-4, atol=1e-5)
+                expected = embed(model, x["input_ids"][i, side], x["attention_mask"][i, side])
+                torch.testing.assert_close(actual[i, side], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_data_command_and_a_report_name_both_texts(

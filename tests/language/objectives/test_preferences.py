@@ -123,10 +123,10 @@ def test_loss_and_gradient_are_those_of_the_papers(
     architecture = run.federation.architectures["language"]
     leaves = {n: p.detach().clone().requires_grad_() for n, p in factors.items()}
     y = train.y[:5]
-    found = task_loss(architecture.apply(leaves, x), Batch(x, y, loss=run.federation.loss))
+    actual = task_loss(architecture.apply(leaves, x), Batch(x, y, loss=run.federation.loss))
     expected = torch.stack([loss_by_hand(model, x, i, loss) for i in range(5)]).mean()
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
-    grads = torch.autograd.grad(found, list(leaves.values()))
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-6)
+    grads = torch.autograd.grad(actual, list(leaves.values()))
     wanted = torch.autograd.grad(expected, list(factors.values()))
     assert max(float(g.abs().max()) for g in wanted) > 1e-3
     for one, other in zip(grads, wanted, strict=True):
@@ -174,10 +174,10 @@ def test_scores_of_a_gpu_are_those_of_a_cpu(
         architecture, x = run.federation.architectures["language"], run.federation.clients[0].train.x
         start = run.personal_params(run.federation.infos[0])
         with torch.no_grad():
-            found = architecture.apply(start, x)
+            actual = architecture.apply(start, x)
             with monkeypatch.context() as patch:
                 patch.setattr(preference_pairs, "finds_tokens", lambda _: False)
-                torch.testing.assert_close(architecture.apply(start, x), found, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(architecture.apply(start, x), actual, rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_before_training_is_log_2_and_no_pair_is_in_order(llama: Path, tmp_path: Path) -> None:
@@ -206,11 +206,11 @@ def test_a_round_of_fedit_is_training_with_peft(llama: Path, tmp_path: Path, los
         sizes.append(len(data.train))
     run.step()
     mean = {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ends[0]}
-    found = run.personal_params(run.federation.infos[0])
-    assert found.keys() == mean.keys()
+    actual = run.personal_params(run.federation.infos[0])
+    assert actual.keys() == mean.keys()
     assert any((mean[n] - start[n]).abs().max() > 1e-4 for n in mean)
     for name, value in mean.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", [DPO, ORPO])
@@ -267,8 +267,8 @@ def test_a_mixture_mixes_probabilities() -> None:
     scores, shares = torch.randn(5, 3, 2, generator=generator), torch.tensor([0.2, 0.3, 0.5])
     mixed = mix_preferences(scores, shares.log(), 0.7)
     # P(0 is preferred) by Bradley and Terry
-    wanted = (torch.sigmoid(0.7 * (scores[:, :, 0] - scores[:, :, 1])) * shares).sum(1)
-    torch.testing.assert_close(torch.sigmoid(0.7 * (mixed[:, 0] - mixed[:, 1])), wanted)
+    expected = (torch.sigmoid(0.7 * (scores[:, :, 0] - scores[:, :, 1])) * shares).sum(1)
+    torch.testing.assert_close(torch.sigmoid(0.7 * (mixed[:, 0] - mixed[:, 1])), expected)
     means = mix_preferences(-scores.abs(), shares.log(), None)
     torch.testing.assert_close(means.exp(), ((-scores.abs()).exp() * shares[:, None]).sum(1))
 
@@ -288,16 +288,16 @@ def test_fedem_scores_by_the_mixture_of_its_components(
     shares = model.routes
     assert shares is not None
     with torch.no_grad():
-        found = next(iter(model.predictors.values()))(x)
+        actual = next(iter(model.predictors.values()))(x)
         components = [{n: t[c] for n, t in run.state.server.items()} for c in range(len(shares))]
         each = [run.federation.architectures["language"].apply(one, x) for one in components]
     if loss["kind"] == "dpo":
-        found = torch.sigmoid(loss["beta"] * (found[:, 0] - found[:, 1]))
+        actual = torch.sigmoid(loss["beta"] * (actual[:, 0] - actual[:, 1]))
         each = [torch.sigmoid(loss["beta"] * (scores[:, 0] - scores[:, 1])) for scores in each]
     else:
-        found, each = found.exp(), [scores.exp() for scores in each]
+        actual, each = actual.exp(), [scores.exp() for scores in each]
     torch.testing.assert_close(
-        found, sum(p * e for p, e in zip(shares, each, strict=True)), rtol=1e-4, atol=1e-6
+        actual, sum(p * e for p, e in zip(shares, each, strict=True)), rtol=1e-4, atol=1e-6
     )
 
 
@@ -368,19 +368,19 @@ def test_sums_in_secret_and_compressed_updates_are_those_of_plain_training(
     info = plain.federation.infos[0]
     start = plain.personal_params(info)
     plain.step()
-    wanted = plain.personal_params(info)
+    expected = plain.personal_params(info)
     secure = run_of(
         make_preference_tables(llama, tmp_path, DPO, run={"secure": {"on": True}})
     ).personal_params(info)
     compressed = run_of(
         make_preference_tables(llama, tmp_path, DPO, run={"compression": {"uplink": "int8"}})
     ).personal_params(info)
-    for name, value in wanted.items():
+    for name, value in expected.items():
         moved = float((value - start[name]).abs().max())
         torch.testing.assert_close(secure[name], value, rtol=0, atol=16 / 2**22 + 1e-6)
         torch.testing.assert_close(compressed[name], value, rtol=0, atol=4 * moved / 127 + 1e-7)
     # B begins at 0, so that all of it is what training changed
-    assert max(float(value.abs().max()) for value in wanted.values()) > 100 / 2**22
+    assert max(float(value.abs().max()) for value in expected.values()) > 100 / 2**22
 
 
 @pytest.mark.parametrize("kind", ["central", "local"])

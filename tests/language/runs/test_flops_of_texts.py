@@ -97,8 +97,8 @@ def test_costs_are_those_of_the_steps_and_counting_changes_no_step(
 ) -> None:
     tables = make_causal_tables(llama, tmp_path)
     tables["language"]["gradient_checkpointing"] = checkpointing
-    found = run_rounds(tables)
-    learnt = [found.step().flops, found.step().flops]
+    actual = run_rounds(tables)
+    learnt = [actual.step().flops, actual.step().flops]
     with monkeypatch.context() as patch:
         # every step is counted as it is taken
         patch.setattr(FlopLedger, "fit", lambda *_: False)
@@ -111,7 +111,7 @@ def test_costs_are_those_of_the_steps_and_counting_changes_no_step(
         bare = run_rounds(tables)
         bare.step()
         bare.step()
-    assert tree.equal(found.state.server, bare.state.server)
+    assert tree.equal(actual.state.server, bare.state.server)
 
 
 def test_the_loss_of_tokens_is_the_mean_over_those_that_count() -> None:
@@ -119,12 +119,12 @@ def test_the_loss_of_tokens_is_the_mean_over_those_that_count() -> None:
     scores = torch.randn(3, 7, 11, generator=generator, dtype=torch.float64, requires_grad=True)
     y = torch.randint(11, (3, 7), generator=generator)
     y[0, :4], y[1], y[2, 5:] = -100, -100, -100
-    found = AUTO.each(scores, y)
+    actual = AUTO.each(scores, y)
     logs = scores.log_softmax(-1)
     means = []
     for k in range(3):
         own = [-logs[k, t - 1, y[k, t]] for t in range(1, 7) if y[k, t] != -100]
         means.append(torch.stack(own).mean() if own else scores[k].sum() * 0)
-    torch.testing.assert_close(found, torch.stack(means), rtol=1e-12, atol=0)
-    grads = [torch.autograd.grad(v.sum(), scores, retain_graph=True)[0] for v in (found, torch.stack(means))]
+    torch.testing.assert_close(actual, torch.stack(means), rtol=1e-12, atol=0)
+    grads = [torch.autograd.grad(v.sum(), scores, retain_graph=True)[0] for v in (actual, torch.stack(means))]
     torch.testing.assert_close(*grads, rtol=1e-12, atol=0)

@@ -45,8 +45,8 @@ SETTINGS = LanguageSettings("there", dtype="bfloat16", quantize="4bit", revision
 
 def test_what_is_set_replaces_the_fields_of_the_experiment_and_nothing_else() -> None:
     local = LocalSettings("here", "float32", "none", "eager", True, "bfloat16", True)
-    found = local.adapt_language(SETTINGS)
-    assert found == LanguageSettings(
+    actual = local.adapt_language(SETTINGS)
+    assert actual == LanguageSettings(
         "here", dtype="float32", attention="eager", gradient_checkpointing=True, offline=True,
         context=9, autocast="bfloat16",
     )  # fmt: skip
@@ -56,7 +56,7 @@ def test_what_is_set_replaces_the_fields_of_the_experiment_and_nothing_else() ->
     assert LocalSettings(micro_batch=1).adapt_run(run) == RunSettings(rounds=3, micro_batch=1)
     assert LocalSettings().adapt_run(run) == run
     assert describe_precision(SETTINGS, run) == "base in bfloat16, 4bit, on cpu"
-    assert describe_precision(found, run) == "base in float32, autocast bfloat16, on cpu"
+    assert describe_precision(actual, run) == "base in float32, autocast bfloat16, on cpu"
 
 
 def test_wrong_settings_are_refused_by_name(llama: Path, tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def run_file(tables: dict[str, Any], folder: Path, out: str, *overrides: str) ->
     """What ``run.json`` of a run from the command line holds."""
     file = write_toml(tables, folder / "e.toml")
     assert main(["run", str(file), "-o", str(folder / out), *overrides]) == 0
-    found: dict[str, Any] = json.loads((folder / out / CONFIG).read_text())
-    return found
+    actual: dict[str, Any] = json.loads((folder / out / CONFIG).read_text())
+    return actual
 
 
 @pytest.mark.full
@@ -146,9 +146,9 @@ def test_a_model_in_bfloat16_has_a_head_and_factors_in_float32(bert: Path) -> No
     assert {t for n, t in types.items() if n.startswith(half.head)} == {torch.float32}
     assert {t for n, t in types.items() if not n.startswith(half.head)} == {torch.bfloat16}
     tokens = torch.randint(5, 40, (3, 11), generator=key.generator())
-    found = half.model(tokens).logits
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), exact.model(tokens).logits, atol=0.02, rtol=0.05)
+    actual = half.model(tokens).logits
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), exact.model(tokens).logits, atol=0.02, rtol=0.05)
 
 
 @pytest.mark.full

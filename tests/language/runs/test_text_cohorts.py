@@ -109,10 +109,10 @@ def test_a_missing_text_is_another_one_and_not_an_empty_one() -> None:
         x = {n: torch.arange(1, 1 + texts * 3).reshape(texts, 3) for n in ("input_ids", "attention_mask")}
         return Batch(x, x["input_ids"])
 
-    found = join_batches([batch(3), batch(1)])
-    assert found.mask is not None
-    assert found.mask.tolist() == [[True] * 3, [True, False, False]]
-    for t in found.x.values():
+    actual = join_batches([batch(3), batch(1)])
+    assert actual.mask is not None
+    assert actual.mask.tolist() == [[True] * 3, [True, False, False]]
+    for t in actual.x.values():
         # without a token to attend to, the softmax of its scores may be NaN, and NaN times a weight of 0 as well
         assert t[1].tolist() == [[1, 2, 3]] * 3
 

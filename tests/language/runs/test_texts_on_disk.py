@@ -147,8 +147,8 @@ def test_line_rows_name_the_line(tmp_path: Path) -> None:
     file.write_bytes(b'{"a": 1}\n\n  \n{"a": 2}\n\xff\xfe\n')
 
     def parse(line: str, where: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(line)
-        return found
+        actual: dict[str, Any] = json.loads(line)
+        return actual
 
     rows = LineRows(file, parse)
     assert [rows[0], rows[1]] == [{"a": 1}, {"a": 2}]

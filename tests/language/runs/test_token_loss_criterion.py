@@ -18,7 +18,7 @@ def test_a_record_has_a_loss_and_the_share_of_tokens_but_no_accuracy(llama: Path
     record = run.step()
     info = run.federation.infos[0]
     test = run.federation.clients[0].test
-    found = record.by_client("token_accuracy", split="test")[0]
+    actual = record.by_client("token_accuracy", split="test")[0]
     assert set(record.by_client("accuracy", split="test").values()) <= {None}
     made = run.local_model(info)
     predict = next(iter(made.predictors.values()))
@@ -27,7 +27,7 @@ def test_a_record_has_a_loss_and_the_share_of_tokens_but_no_accuracy(llama: Path
     targets = test.y[:, 1:]
     counted = targets >= 0
     right = (scores.argmax(-1) == targets)[counted].float().mean()
-    assert found == pytest.approx(float(right))
+    assert actual == pytest.approx(float(right))
     loss = functional.cross_entropy(scores[counted], targets[counted])
     assert record.by_client("loss", split="test")[0] == pytest.approx(float(loss), rel=1e-4)
 

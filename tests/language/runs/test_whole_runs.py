@@ -197,13 +197,13 @@ def test_autocast_multiplies_in_half_precision_and_learns_alike(llama: Path, tmp
 def test_scores_are_of_the_model_that_is_named(llama: Path, tmp_path: Path) -> None:
     run = run_rounds(make_causal_tables(llama, tmp_path, run={"rounds": 3}))
     task = PerplexityTask(str(tmp_path / "train.jsonl"), text="response", instruction="prompt", end=True)
-    found = scores(run, task, ["base", "server", "0"])
-    assert found["server"].value < found["base"].value
+    actual = scores(run, task, ["base", "server", "0"])
+    assert actual["server"].value < actual["base"].value
     # the base again: nothing of the adapters stays in the model
-    assert scores(run, task, ["base"])["base"].value == found["base"].value
+    assert scores(run, task, ["base"])["base"].value == actual["base"].value
     # mean loss of a token over the same texts, from the federation's own evaluation
     examples = [c.train for c in run.federation.clients]
-    assert sum(int((e.y[:, 1:] >= 0).sum()) for e in examples) <= found["base"].count
+    assert sum(int((e.y[:, 1:] >= 0).sum()) for e in examples) <= actual["base"].count
 
 
 @pytest.mark.full

@@ -249,8 +249,8 @@ def test_special_tokens_of_the_tokenizer_are_added_or_not_and_a_closing_one_is_n
     for special, ids in ((True, [begin, *bare]), (False, bare)):
         new = greedy(model, ids, 9)
         assert end not in new
-        found = complete_prompts(model, tokenizer, ["the"], Decoding(9, special_tokens=special))
-        assert found == [tokenizer.decode(new, skip_special_tokens=True)]
+        actual = complete_prompts(model, tokenizer, ["the"], Decoding(9, special_tokens=special))
+        assert actual == [tokenizer.decode(new, skip_special_tokens=True)]
 
 
 def test_settings_that_cannot_be_are_refused():

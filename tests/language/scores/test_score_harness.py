@@ -211,9 +211,9 @@ def test_settings_of_generation_that_are_not_followed_are_refused(tmp_path, lm_e
 def test_sampling_is_repeatable(tmp_path, lm_eval, tokenizer):
     rest = GENERATION.replace("do_sample: false", "do_sample: true\n  temperature: 0.8\n  top_p: 0.9")
     name = write_task(tmp_path, [{"question": "a", "answer": "b"}], rest=rest)
-    found = [HarnessTask(name).score(llama(len(tokenizer)), tokenizer, asked) for _ in range(2)]
-    assert found[0] == found[1]
-    assert found[0].decoding.startswith("sampled at temperature 0.8, top-p 0.9, key 0,")
+    actual = [HarnessTask(name).score(llama(len(tokenizer)), tokenizer, asked) for _ in range(2)]
+    assert actual[0] == actual[1]
+    assert actual[0].decoding.startswith("sampled at temperature 0.8, top-p 0.9, key 0,")
 
 
 def test_tasks_that_cannot_be_loaded_are_named(tmp_path, lm_eval, tokenizer):

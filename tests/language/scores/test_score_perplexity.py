@@ -42,10 +42,10 @@ row = st.tuples(st.lists(st.integers(0, 200), max_size=9), st.integers(0, 9))
 )
 def test_it_is_the_mean_of_each_token_alone_whatever_the_batch(rows, make, batch_size):
     nll, tokens = by_hand(MODELS[make], rows)
-    found = measure_likelihood(MODELS[make], [TokenRow(*one) for one in rows], batch_size)
-    assert found.tokens == tokens
-    assert found.nll == pytest.approx(nll, rel=1e-4)
-    assert found.perplexity == pytest.approx(math.exp(nll), rel=1e-3)
+    actual = measure_likelihood(MODELS[make], [TokenRow(*one) for one in rows], batch_size)
+    assert actual.tokens == tokens
+    assert actual.nll == pytest.approx(nll, rel=1e-4)
+    assert actual.perplexity == pytest.approx(math.exp(nll), rel=1e-3)
 
 
 def test_prompt_and_text_are_tokenized_apart_and_cut_on_the_right():
@@ -78,17 +78,17 @@ def test_dropout_is_off_and_the_mode_is_as_before():
     model = llama(len(TOKENIZER), attention_dropout=0.5)
     model.train()
     tokens = TOKENIZER("the quick brown fox")["input_ids"]
-    found = measure_likelihood(model, [TokenRow(tokens, 0)])
+    actual = measure_likelihood(model, [TokenRow(tokens, 0)])
     assert model.training
-    assert found.nll == pytest.approx(by_hand(model, [(tokens, 0)])[0], rel=1e-5)
+    assert actual.nll == pytest.approx(by_hand(model, [(tokens, 0)])[0], rel=1e-5)
 
 
 def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary():
     model = llama(len(TOKENIZER))
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    found = measure_likelihood(model, tokenize_texts(TOKENIZER, ["", "a"], ["the quick brown fox", "b"]))
-    assert found.perplexity == pytest.approx(len(TOKENIZER), rel=1e-6)
+    actual = measure_likelihood(model, tokenize_texts(TOKENIZER, ["", "a"], ["the quick brown fox", "b"]))
+    assert actual.perplexity == pytest.approx(len(TOKENIZER), rel=1e-6)
     assert Likelihood(1e4, 3).perplexity == math.inf
 
 

@@ -56,14 +56,14 @@ def run_in(base: Path, folder: Path, form: str) -> tuple[Run, Language, list[int
 @contextlib.contextmanager
 def first_inputs(model: Any) -> Iterator[list[list[int]]]:
     """Tokens of each first row that a model reads, without padding on the left."""
-    found: list[list[int]] = []
+    actual: list[list[int]] = []
 
     def record(_: Any, args: Any, given: dict[str, Any]) -> None:
         ids, mask = given["input_ids"][0], given.get("attention_mask")
-        found.append((ids if mask is None else ids[mask[0].bool()]).tolist())
+        actual.append((ids if mask is None else ids[mask[0].bool()]).tolist())
 
     handle = model.get_base_model().register_forward_pre_hook(record, with_kwargs=True)
-    yield found
+    yield actual
     handle.remove()
 
 

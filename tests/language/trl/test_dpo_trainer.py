@@ -63,7 +63,7 @@ def test_two_rounds_of_one_step_are_sgd_on_the_loss_of_the_paper(llama: Path, tm
     by_hand = copy.deepcopy(architecture.module)
     run.step()
     run.step()
-    for info, found in zip(run.federation.infos, factors_of(run), strict=True):
+    for info, actual in zip(run.federation.infos, factors_of(run), strict=True):
         model: Any = copy.deepcopy(by_hand)
         trained = {n: p for n, p in model.named_parameters() if "lora_" in n}
         first = {n: p.detach().clone() for n, p in trained.items()}
@@ -77,9 +77,9 @@ def test_two_rounds_of_one_step_are_sgd_on_the_loss_of_the_paper(llama: Path, tm
                     p -= lr * g
         moved = max(float((p - first[n]).detach().abs().max()) for n, p in trained.items())
         assert moved > 1e-2
-        assert found.keys() == trained.keys()
+        assert actual.keys() == trained.keys()
         for name, p in trained.items():
-            torch.testing.assert_close(found[name], p.detach(), rtol=1e-3, atol=2e-5)
+            torch.testing.assert_close(actual[name], p.detach(), rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,13 @@ def test_rows_are_those_of_trl(llama: Path, tmp_path: Path) -> None:
     for i in range(half):
         for side, k in ((0, int(y[i])), (1, 1 - int(y[i]))):
             real = x["attention_mask"][i, k].bool()
-            found = batch["attention_mask"][side * half + i].bool()
+            actual = batch["attention_mask"][side * half + i].bool()
             assert torch.equal(
-                batch["input_ids"][side * half + i][found].long(), x["input_ids"][i, k][real].long()
+                batch["input_ids"][side * half + i][actual].long(), x["input_ids"][i, k][real].long()
             )
             assert torch.equal(
-                batch["completion_mask"][side * half + i][found].long(), x["response_mask"][i, k][real].long()
+                batch["completion_mask"][side * half + i][actual].long(),
+                x["response_mask"][i, k][real].long(),
             )
             name = ("ref_chosen_logps", "ref_rejected_logps")[side]
             assert float(batch[name][i]) == float(x["reference"][i, k])

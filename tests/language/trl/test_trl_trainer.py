@@ -34,11 +34,11 @@ def scores(tables: dict[str, Any], trainer: str, **language: Any) -> tuple[list[
     (model,) = run.federation.architectures.values()
     data = run.federation.clients
     with torch.no_grad():
-        found = [
+        actual = [
             model.apply(run.personal_params(info), {n: t[:4] for n, t in data[info.id].train.x.items()})
             for info in run.federation.infos
         ]
-    return found, [record.steps, record.training_losses, record.flops]
+    return actual, [record.steps, record.training_losses, record.flops]
 
 
 def assert_equal_runs(tables: dict[str, Any], **language: Any) -> None:
@@ -269,9 +269,9 @@ def test_one_machine_may_have_another_trainer(llama: Path, tmp_path: Path) -> No
         ({"trainer": "own"}, "own", {}),
         ({"trainer_args": {"optim": "adamw_torch"}}, "trl", {"optim": "adamw_torch"}),
     ):
-        found = ExperimentConfig.parse({**tables, "local": local}).language_here
-        assert found is not None
-        assert (found.trainer, dict(found.trainer_args)) == (trainer, arguments)
+        actual = ExperimentConfig.parse({**tables, "local": local}).language_here
+        assert actual is not None
+        assert (actual.trainer, dict(actual.trainer_args)) == (trainer, arguments)
 
 
 @pytest.mark.parametrize("section", ["language", "local"])

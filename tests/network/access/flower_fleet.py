@@ -179,9 +179,9 @@ class Fleet:
     def ask(self, limits: dict[int, int] | None = None, close: tuple[str, ...] = ()) -> dict[str, Any]:
         """Limit replies, or close instructions, as the server's half does."""
         body = json.dumps({"limits": {str(n): m for n, m in (limits or {}).items()}, "close": close}).encode()
-        status, found = call(self.app, guard.REPLIES_PATH, body, {guard.TOKEN_HEADER: TOKEN})
+        status, actual = call(self.app, guard.REPLIES_PATH, body, {guard.TOKEN_HEADER: TOKEN})
         assert status == 200
-        return dict(json.loads(found))
+        return dict(json.loads(actual))
 
     def instruct(
         self,
@@ -201,7 +201,7 @@ class Fleet:
         if between is not None:
             between(message)
         for name in pushed.objects_to_push:
-            found = self.server(
+            actual = self.server(
                 "push-object",
                 PushObjectRequest(
                     node=Node(node_id=SERVER), run_id=self.run, object_id=name, object_content=objects[name],
@@ -209,7 +209,7 @@ class Fleet:
                 ),
                 PushObjectResponse,
             )  # fmt: skip
-            self.failed += not found.stored
+            self.failed += not actual.stored
         return message
 
     def message(
@@ -246,20 +246,20 @@ class Fleet:
 
     def pull(self, client: int) -> list[Any]:
         """The instructions that wait for a client."""
-        _, found = self.client(
+        _, actual = self.client(
             client,
             "pull-messages",
             PullMessagesRequest(node=Node(node_id=self.nodes[client])),
             PullMessagesResponse,
         )
-        return list(found.messages_list)  # type: ignore[union-attr]
+        return list(actual.messages_list)  # type: ignore[union-attr]
 
     def replies(self, *asked: str) -> list[str]:
         """Orders to which the server's half finds a reply."""
-        found = self.server(
+        actual = self.server(
             "pull-messages", PullAppMessagesRequest(message_ids=asked), PullAppMessagesResponse
         )
-        return [message.metadata.reply_to_message_id for message in found.messages_list]
+        return [message.metadata.reply_to_message_id for message in actual.messages_list]
 
     def stored(self) -> int:
         """Bytes of the objects that Flower stores."""

@@ -32,23 +32,23 @@ from tests.support.local_network import until
 @pytest.fixture
 def made() -> Iterator[list[socket.socket]]:
     """Connections that the test opens; closed at its end."""
-    found: list[socket.socket] = []
-    yield found
-    for one in found:
+    actual: list[socket.socket] = []
+    yield actual
+    for one in actual:
         one.close()
 
 
 def opened(all_: Connections, address: str, count: int, port: int = 1) -> list[bool]:
     """Open connections of an address as far as they are admitted."""
-    found = []
+    actual = []
     for i in range(count):
-        found.append(all_.admits(address))
-        if found[-1]:
+        actual.append(all_.admits(address))
+        if actual[-1]:
             connection = CountedConnection()
             connection.network = find_network(address)
             all_.add(connection, (address, port + i))
             connection.detach()
-    return found
+    return actual
 
 
 def test_strangers_are_limited_in_all_and_by_address() -> None:
@@ -99,12 +99,12 @@ def test_a_connection_that_proves_nothing_ends_and_a_proven_one_stays(
                 await asyncio.sleep(0.02)
             assert all_.prove(made[0].getsockname(), b"key")
             await asyncio.sleep(0.4)
-            found = [received(one) for one in made]
+            actual = [received(one) for one in made]
             for one in made:
                 one.close()
             await asyncio.sleep(0.05)
             server.close()
-            return found
+            return actual
 
     assert asyncio.run(run()) == ["open", "reset", "reset", "reset"]
     assert all_.admits("127.0.0.1")

@@ -38,11 +38,14 @@ def reply_of(fleet: Fleet, client: int, order: Any, header: str = "{}", payload:
 
 def send(fleet: Fleet, client: int, reply: Any) -> list[int]:
     """Announce a reply and send its objects; the statuses."""
-    status, found = fleet.announce(client, reply)
+    status, actual = fleet.announce(client, reply)
     if status != 200:
         return [status]
     objects = packed(reply)[2]
-    return [status, *(fleet.push(client, n, objects[n], found.session_id)[0] for n in found.objects_to_push)]
+    return [
+        status,
+        *(fleet.push(client, n, objects[n], actual.session_id)[0] for n in actual.objects_to_push),
+    ]
 
 
 @pytest.mark.parametrize("guarded", [False, True])
@@ -50,9 +53,9 @@ def test_a_client_gives_no_orders_to_another(tmp_path: Path, guarded: bool) -> N
     fleet = Fleet(tmp_path, guarded)
     forged = fleet.message(SERVER, fleet.nodes[1])
     status, _ = fleet.announce(0, forged)
-    found = [m.metadata.message_id for m in fleet.pull(1)]
+    actual = [m.metadata.message_id for m in fleet.pull(1)]
     if guarded:
-        assert (status, found) == (403, [])
+        assert (status, actual) == (403, [])
         (line,) = fleet.denied()
         assert (line["client"], line["call"], line["why"]) == (
             0,
@@ -61,7 +64,7 @@ def test_a_client_gives_no_orders_to_another(tmp_path: Path, guarded: bool) -> N
         )
         assert str(fleet.nodes[0]) not in tmp_path.joinpath("audit.jsonl").read_text()
     else:
-        assert (status, found) == (200, [forged.metadata.message_id])
+        assert (status, actual) == (200, [forged.metadata.message_id])
 
 
 @pytest.mark.parametrize("guarded", [False, True])
@@ -113,8 +116,8 @@ def test_a_client_neither_reads_nor_deletes_what_was_sent_to_another(tmp_path: P
 
     def read(client: int) -> Any:
         request = PullObjectRequest(node=Node(node_id=fleet.nodes[client]), run_id=run, object_id=name)
-        status, found = fleet.client(client, "pull-object", request, PullObjectResponse)
-        return (status, found.object_found) if status == 200 else status  # type: ignore[union-attr]
+        status, actual = fleet.client(client, "pull-object", request, PullObjectResponse)
+        return (status, actual.object_found) if status == 200 else status  # type: ignore[union-attr]
 
     def delete(client: int) -> int:
         request = ConfirmMessageReceivedRequest(
@@ -303,17 +306,17 @@ def test_a_reply_is_handed_out_when_it_is_whole(tmp_path: Path) -> None:
     order, asked = (made := fleet.instruct(0)), made.metadata.message_id
     reply = reply_of(fleet, 0, order)
     objects = packed(reply)[2]
-    _, found = fleet.announce(0, reply)
-    *first, last = found.objects_to_push
+    _, actual = fleet.announce(0, reply)
+    *first, last = actual.objects_to_push
     for name in first:
-        assert fleet.push(0, name, objects[name], found.session_id)[0] == 200
+        assert fleet.push(0, name, objects[name], actual.session_id)[0] == 200
         assert fleet.replies(asked) == []
     # an object of nobody's reply, and one outside a session
-    strange = fleet.push(0, "0" * 64, b"x", found.session_id)
+    strange = fleet.push(0, "0" * 64, b"x", actual.session_id)
     assert strange == (403, b"it sent an object that belongs to none of its replies")
     assert fleet.push(0, last, objects[last], "")[0] == 403
-    assert fleet.push(1, last, objects[last], found.session_id)[0] == 403
-    assert fleet.push(0, last, objects[last], found.session_id)[0] == 200
+    assert fleet.push(1, last, objects[last], actual.session_id)[0] == 403
+    assert fleet.push(0, last, objects[last], actual.session_id)[0] == 200
     assert fleet.replies(asked) == [asked]
 
 
@@ -323,10 +326,10 @@ def test_what_the_server_waits_for_no_more_is_not_stored(tmp_path: Path) -> None
     names = tuple(order.metadata.message_id for order in orders)
     begun_reply, late = reply_of(fleet, 0, orders[0]), reply_of(fleet, 1, orders[1])
     objects = packed(begun_reply)[2]
-    _, found = fleet.announce(0, begun_reply)
+    _, actual = fleet.announce(0, begun_reply)
     assert fleet.ask(close=names[:2])["dropped"] == [begun_reply.metadata.message_id]
-    one = found.objects_to_push[0]
-    assert fleet.push(0, one, objects[one], found.session_id) == (403, b"its reply comes too late")
+    one = actual.objects_to_push[0]
+    assert fleet.push(0, one, objects[one], actual.session_id) == (403, b"its reply comes too late")
     assert fleet.announce(1, late) == (403, b"its reply comes too late")
     assert set(send(fleet, 2, reply_of(fleet, 2, orders[2]))) == {200}
 
@@ -343,7 +346,7 @@ def test_a_client_does_not_delete_what_is_on_its_way(tmp_path: Path, guarded: bo
         )
         return fleet.client(0, "confirm-message-received", request)[0]
 
-    found: list[int] = []
-    order = fleet.instruct(0, between=lambda order: found.append(delete(order)))
-    assert (found[0], fleet.failed > 0) == ((403, False) if guarded else (200, True))
+    actual: list[int] = []
+    order = fleet.instruct(0, between=lambda order: actual.append(delete(order)))
+    assert (actual[0], fleet.failed > 0) == ((403, False) if guarded else (200, True))
     assert delete(order) == 200

@@ -30,8 +30,8 @@ class OneMessageServer:
         self.over = False
 
     def receive(self) -> Any:
-        found, self.message = self.message, None
-        return None if found is None else (found, self.tree)
+        actual, self.message = self.message, None
+        return None if actual is None else (actual, self.tree)
 
     def send(self, message: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
         assert seconds >= 0

@@ -18,7 +18,7 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.client import ClientRuntime
 from fedlowrank.storage.lock import exclusive
 from tests.network.deployments import write_tables
-from tests.support.local_network import local, ran, small, tables
+from tests.support.local_network import local, run_whole, small, tables
 
 
 def seen_by_others(folder: Path) -> list[Path]:
@@ -92,7 +92,7 @@ def test_a_folder_of_before_is_refused_until_it_is_private(
 
 def test_a_run_leaves_client_folders_that_only_their_owner_can_enter(tmp_path: Path) -> None:
     """Also where no command of this package started the process, as in a Flower app."""
-    carrier, _ = ran(small("fedavg", rounds=1), tmp_path)
+    carrier, _ = run_whole(small("fedavg", rounds=1), tmp_path)
     for folder in carrier.folders.values():
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -101,7 +101,7 @@ def test_a_client_forgets_its_data_states_and_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    carrier, _ = ran(small("fedavg", rounds=2), tmp_path)
+    carrier, _ = run_whole(small("fedavg", rounds=2), tmp_path)
     folder, file = carrier.folders[101], str(write_tables(tmp_path / "t.toml", tables("fedavg")))
     (folder / "privacy.jsonl").write_text("")
     (folder / "thesis.tex").write_text("years of work")

@@ -85,8 +85,8 @@ def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: st
     # evaluation rode on the orders: no round lacks it
     measured = run.evaluate()
     assert measured is not None
-    found = [c for c in records[-1].measured.columns if c.name == "loss"]
-    assert found == [c for c in measured.columns if c.name == "loss" and c.series != "server"]
+    actual = [c for c in records[-1].measured.columns if c.name == "loss"]
+    assert actual == [c for c in measured.columns if c.name == "loss" and c.series != "server"]
 
 
 @pytest.mark.full
@@ -150,11 +150,11 @@ def test_in_flowers_simulation_no_update_is_shortened_unless_the_file_says_so() 
 
     plain = make_deployment_tables("fedavg")
     del plain["network"]
-    found = _remove_default_bounds(ExperimentConfig.parse(plain)).network
-    assert (found.limits.update_ratio, found.limits.refuse_ratio, found.max_fall) == (0, 30, 0)
+    actual = _remove_default_bounds(ExperimentConfig.parse(plain)).network
+    assert (actual.limits.update_ratio, actual.limits.refuse_ratio, actual.max_fall) == (0, 30, 0)
     chosen = {**plain, "network": {"max_fall": 0.1, "limits": {"update_ratio": 2.0}}}
-    found = _remove_default_bounds(ExperimentConfig.parse(chosen)).network
-    assert (found.limits.update_ratio, found.max_fall) == (2, 0.1)
+    actual = _remove_default_bounds(ExperimentConfig.parse(chosen)).network
+    assert (actual.limits.update_ratio, actual.max_fall) == (2, 0.1)
 
 
 def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
@@ -164,10 +164,10 @@ def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
 
     planned = make_deployment_tables("fedavg")
     app(write_tables(tmp_path / "t.toml", planned), [], None, tmp_path / "app")
-    found = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    made = ExperimentConfig.parse(json.loads(found["config"]["experiment"]))
+    actual = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    made = ExperimentConfig.parse(json.loads(actual["config"]["experiment"]))
     assert made == ExperimentConfig.parse(planned)
-    assert found["components"] == {
+    assert actual["components"] == {
         "serverapp": "fedlowrank.network.flower:server",
         "clientapp": "fedlowrank.network.flower:client",
     }

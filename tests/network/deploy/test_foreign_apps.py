@@ -170,9 +170,9 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
         assert link.register(keys.clients[1]) == number
         # a server in the hands of another, who can submit what he likes
         link.submit(foreign())
-        found = json.loads(until(lambda: _text(tmp_path / "modules" / "app.json")))
-        assert (found["home"], found["mine"]) == (str(tmp_path / "link"), "the server's")
-        ((code, reason),) = found["replies"]
+        actual = json.loads(until(lambda: _text(tmp_path / "modules" / "app.json")))
+        assert (actual["home"], actual["mine"]) == (str(tmp_path / "link"), "the server's")
+        ((code, reason),) = actual["replies"]
         assert code == 7
         assert "fedlowrank/trial" in reason
         assert (

@@ -114,9 +114,9 @@ def test_certificates_begin_before_clocks_may_differ_and_end_as_asked(tmp_path: 
     now = datetime.datetime.now(datetime.UTC)
 
     def life(folder: str, name: str) -> tuple[float, float]:
-        found = x509.load_pem_x509_certificate((tmp_path / folder / "server" / name).read_bytes())
+        actual = x509.load_pem_x509_certificate((tmp_path / folder / "server" / name).read_bytes())
         day = datetime.timedelta(days=1)
-        return (found.not_valid_before_utc - now) / day, (found.not_valid_after_utc - now) / day
+        return (actual.not_valid_before_utc - now) / day, (actual.not_valid_after_utc - now) / day
 
     assert life("short", "server.pem") == pytest.approx((-1, 7), abs=0.01)
     assert life("short", "ca.crt") == pytest.approx((-1, AUTHORITY_DAYS), abs=0.01)
@@ -199,8 +199,8 @@ def test_an_authority_vouches_for_nothing_beyond_its_end(folder: Path, tmp_path:
         patch.setattr(keys, "_now", lambda: now - datetime.timedelta(days=AUTHORITY_DAYS + 1))
         make_keys(tmp_path / "ended", 1, [])
     renew_server(tmp_path / "old", [], days=365)
-    found = x509.load_pem_x509_certificate((tmp_path / "old" / "server" / "server.pem").read_bytes())
-    assert (found.not_valid_after_utc - now).days in (9, 10)
+    actual = x509.load_pem_x509_certificate((tmp_path / "old" / "server" / "server.pem").read_bytes())
+    assert (actual.not_valid_after_utc - now).days in (9, 10)
     with pytest.raises(ConfigError, match="ended on"):
         renew_server(tmp_path / "ended", [])
     (folder / "ca.key").write_bytes((tmp_path / "old" / "ca.key").read_bytes())

@@ -114,8 +114,8 @@ def test_the_pinned_app_holds_no_module() -> None:
 
     from fedlowrank.network.deploy.flower_app import as_toml
 
-    found = PinnedApp.installed()
-    assert found.name == "fedlowrank/fedlowrank"
+    actual = PinnedApp.installed()
+    assert actual.name == "fedlowrank/fedlowrank"
     # written out by hand: whoever changes a byte of the app locks clients of other releases out, and should
     # know it
     components = {
@@ -128,7 +128,7 @@ def test_the_pinned_app_holds_no_module() -> None:
         f"{as_toml(components)}\n[tool.flwr.app.config]\n"
     )
     packed, _ = build_fab_from_files({"pyproject.toml": text.encode()})
-    assert hashlib.sha256(packed).hexdigest() == found.digest
+    assert hashlib.sha256(packed).hexdigest() == actual.digest
     with zipfile.ZipFile(io.BytesIO(packed)) as file:
         assert not [n for n in file.namelist() if n.endswith(".py")]
 

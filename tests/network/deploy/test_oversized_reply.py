@@ -108,16 +108,16 @@ def test_four_hundred_megabytes_do_not_stay_on_the_disk(
                     reply.metadata.__dict__["_message_id"] = reply.object_id
                     objects = {name: one.deflate() for name, one in get_all_nested_objects(reply).items()}
                     try:
-                        wanted, session = send(reply, get_object_tree(reply), 1.0)
-                        for name in wanted:
+                        expected, session = send(reply, get_object_tree(reply), 1.0)
+                        for name in expected:
                             push(order.metadata.run_id, session, name, objects[name])
                     except httpx.HTTPStatusError as error:
                         refusals.append((error.response.status_code, error.response.text))
-            found = json.loads(until(lambda: out.exists() and out.read_text(), 240))
+            actual = json.loads(until(lambda: out.exists() and out.read_text(), 240))
         time.sleep(1)
-        print(f"largest {max(sizes) >> 20} MiB, at the end {sizes[-1] >> 20} MiB, {found}")
+        print(f"largest {max(sizes) >> 20} MiB, at the end {sizes[-1] >> 20} MiB, {actual}")
         ((status, told),) = refusals
-        (_, why, _), (header, *rest) = found
+        (_, why, _), (header, *rest) = actual
         assert "too many: 1114112 bytes are taken" in why
         assert (status, told) == (413, why)
         assert (header, rest) == ("large", ["", ""])

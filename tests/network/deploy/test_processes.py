@@ -56,9 +56,9 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 )
 @example({"a": "\x7f\x00\t\u2028\U0001f600'", "b": 1e22})
 def test_settings_come_back_as_they_were(values: dict[str, str | int | float | bool]) -> None:
-    found = tomllib.loads(as_toml(values))
-    assert found == values
-    assert {key: type(value) for key, value in found.items()} == {
+    actual = tomllib.loads(as_toml(values))
+    assert actual == values
+    assert {key: type(value) for key, value in actual.items()} == {
         key: type(value) for key, value in values.items()
     }
 
@@ -85,19 +85,19 @@ def test_the_environment_is_private_and_keeps_what_was_set(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLWR_HOME", "/elsewhere")
     monkeypatch.chdir(tmp_path)
-    found = make_environment(Path("home"))
-    assert found["FLWR_HOME"] == str(tmp_path / "home")
-    assert [found[f"FLWR_{name}"] for name in ("TELEMETRY_ENABLED", "DISABLE_UPDATE_CHECK")] == ["0", "1"]
-    assert found["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
-    assert found["RAY_USAGE_STATS_ENABLED"] == "0"
-    assert found["OMP_NUM_THREADS"] == "1"
-    assert found["no_proxy"] == found["NO_PROXY"] == "localhost,127.0.0.1,::1"
+    actual = make_environment(Path("home"))
+    assert actual["FLWR_HOME"] == str(tmp_path / "home")
+    assert [actual[f"FLWR_{name}"] for name in ("TELEMETRY_ENABLED", "DISABLE_UPDATE_CHECK")] == ["0", "1"]
+    assert actual["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+    assert actual["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert actual["OMP_NUM_THREADS"] == "1"
+    assert actual["no_proxy"] == actual["NO_PROXY"] == "localhost,127.0.0.1,::1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("NO_PROXY", "fl.example.org")
-    found = make_environment(Path("home"))
-    assert found["OMP_NUM_THREADS"] == "7"
+    actual = make_environment(Path("home"))
+    assert actual["OMP_NUM_THREADS"] == "7"
     # the small spelling hides the great one from those who read both
-    assert found["no_proxy"] == "fl.example.org,localhost,127.0.0.1,::1"
+    assert actual["no_proxy"] == "fl.example.org,localhost,127.0.0.1,::1"
 
 
 # processes
@@ -147,13 +147,13 @@ def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
         lambda: {p.command for p in process_tree.find_descendants(pid).values()} >= {"sleep 80", "sleep 82"},
         10,
     )
-    found = process_tree.find_descendants(pid)
+    actual = process_tree.find_descendants(pid)
     # the shell that asked for a session of its own leads a group of its own
-    assert len({p.group for p in found.values()} | {pid}) == 2
+    assert len({p.group for p in actual.values()} | {pid}) == 2
     began = time.monotonic()
     script.close(0.5)
     assert time.monotonic() - began < 8
-    assert not (set(found) | {pid}) & set(process_tree.list_living_processes())
+    assert not (set(actual) | {pid}) & set(process_tree.list_living_processes())
     script.close()
 
 

@@ -26,7 +26,15 @@ from fedlowrank.storage.digest import write_sealed
 from fedlowrank.storage.run_files import RECORDS_FILE
 from fedlowrank.storage.run_folder import RunFolder
 from tests.network.deployments import make_deployment_tables, write_tables
-from tests.support.local_network import LocalTransport, changed, in_round, intact, local, served, small
+from tests.support.local_network import (
+    LocalTransport,
+    fault_in_round,
+    intact,
+    local,
+    replace_fields,
+    serve_run,
+    small,
+)
 
 
 class ReachedError(Exception):
@@ -148,10 +156,10 @@ def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason:
 
     carrier = GridTransport(Grid())  # type: ignore[arg-type]
     carrier._open, carrier._unsent = {"m": NodeMessage(1, "registration", "{}")}, []
-    (found,) = carrier.receive()
-    assert found.disconnected
-    assert found.problem.startswith("its node is not connected any more (Flower's error 5")
-    assert not found.problem.endswith(": )")
+    (actual,) = carrier.receive()
+    assert actual.disconnected
+    assert actual.problem.startswith("its node is not connected any more (Flower's error 5")
+    assert not actual.problem.endswith(": )")
 
 
 def test_either_of_two_requests_can_be_answered_and_the_other_is_not_asked_for_any_more(
@@ -181,12 +189,12 @@ def test_either_of_two_requests_can_be_answered_and_the_other_is_not_asked_for_a
 
     carrier = GridTransport(Grid())  # type: ignore[arg-type]
     requests = [NodeMessage(n, "registration", "{}") for n in (1, 2)]
-    found = []
+    actual = []
     for _ in range(3):
         carrier.send(requests if len(asked) == 0 else requests[:1], "registration", 60.0)
-        found.append([r.node for r in carrier.receive()])
+        actual.append([r.node for r in carrier.receive()])
         requests = requests[:1]
-    assert found == [[], [1], []]
+    assert actual == [[], [1], []]
     assert asked == [["m0-0", "m0-1"], ["m0-0", "m0-1", "m1-0"], ["m0-1", "m2-0"]]
 
 
@@ -200,11 +208,11 @@ def test_the_nodes_are_asked_for_at_most_once_a_second(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("fedlowrank.network.flower.time.monotonic", lambda: now[0])
     carrier = GridTransport(Grid())  # type: ignore[arg-type]
-    found = []
+    actual = []
     for now[0] in (100.0, 100.5, 101.0, 101.5, 102.0, 103.0):
-        found.append(carrier.nodes())
+        actual.append(carrier.nodes())
     assert calls == [100.0, 101.5, 103.0]
-    assert found == [{1}, {1}, {1}, {2}, {2}, {3}]
+    assert actual == [{1}, {1}, {1}, {2}, {2}, {3}]
 
 
 def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_path: Path) -> None:
@@ -212,24 +220,24 @@ def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_pat
     sent: dict[tuple[int, int], bytes] = {}
 
     def spoil(carrier: LocalTransport, message: NodeMessage) -> Any:
-        found: Response = carrier.answered(message)
-        return [changed(found, payload=b"nonsense")]
+        actual: Response = carrier.answered(message)
+        return [replace_fields(actual, payload=b"nonsense")]
 
-    fault = in_round(2, 1, spoil)
+    fault = fault_in_round(2, 1, spoil)
 
     def watched(carrier: LocalTransport, message: NodeMessage) -> Any:
-        found = fault(carrier, message)
+        actual = fault(carrier, message)
         if message.kind == "order":
             sent[json.loads(message.header)["round"] + 1, {999: 0}.get(message.node, message.node - 100)] = (
-                found[0].payload
+                actual[0].payload
             )
-        return found
+        return actual
 
     carrier = local(made, tmp_path, watched)
     unregistered = tmp_path / "unregistered"
     shutil.copytree(carrier.folders[100], unregistered)
     carrier.folders[999] = unregistered
-    served(carrier, made, tmp_path / "run", audit=log)
+    serve_run(carrier, made, tmp_path / "run", audit=log)
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(e["client"] for e in events if e["event"] == "registered") == [0, 1, 2]
     assert any(e["event"] == "rejected" and "is connected already" in e["why"] for e in events)
@@ -242,14 +250,14 @@ def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_pat
     assert replies[2, 1]["why"]
     before = log.read_bytes()
     more = small("fedavg", rounds=2)
-    served(local(more, tmp_path / "more", intact), more, tmp_path / "second", audit=log)
+    serve_run(local(more, tmp_path / "more", intact), more, tmp_path / "second", audit=log)
     assert log.read_bytes().startswith(before)
     assert len(log.read_bytes()) > len(before)
 
 
 def test_status_tells_how_runs_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = small("fedavg", rounds=2)
-    served(local(made, tmp_path), made, tmp_path / "runs" / "one")
+    serve_run(local(made, tmp_path), made, tmp_path / "runs" / "one")
     shutil.copytree(tmp_path / "runs" / "one", tmp_path / "runs" / "two")
     write_sealed(tmp_path / "runs" / "two" / "status.json", {"state": "running", "rounds": 1, "message": ""})
     assert main(["status", str(tmp_path / "runs")]) == 0
@@ -278,7 +286,7 @@ def test_nesting_without_end_is_an_error_and_no_traceback(
         arguments = ["data", str(file), *([f"data.path={deep}"] if place == "override" else [])]
     else:
         made = small("fedavg", rounds=1)
-        served(local(made, tmp_path), made, out := tmp_path / "run")
+        serve_run(local(made, tmp_path), made, out := tmp_path / "run")
         # a checkpoint ends with the size of its table of contents
         size = len(deep).to_bytes(8, "big") if place.endswith(".checkpoint") else b""
         content = deep.encode() + size
@@ -295,7 +303,7 @@ def test_the_examples_of_a_deployment_are_commands_that_exist() -> None:
     yaml = pytest.importorskip("yaml")
     folder = Path(__file__).parents[3] / "examples" / "deploy"
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
-    found = [
+    actual = [
         services["server"]["entrypoint"][2].replace("$$", "$"),
         "fedlowrank " + services["client"]["command"],
     ]
@@ -303,9 +311,9 @@ def test_the_examples_of_a_deployment_are_commands_that_exist() -> None:
         parsed = configparser.RawConfigParser(strict=False)
         parsed.optionxform = str  # type: ignore[assignment, method-assign]
         parsed.read(unit)
-        found.append(parsed["Service"]["ExecStart"].replace("%i", "0"))
-    assert len(found) == 4
-    for line in found:
+        actual.append(parsed["Service"]["ExecStart"].replace("%i", "0"))
+    assert len(actual) == 4
+    for line in actual:
         header = shlex.split(
             line.partition("exec ")[2].partition(' "')[0] or re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", line)
         )

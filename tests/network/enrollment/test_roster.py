@@ -42,8 +42,8 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(commands.OUT, "_width", 200)
 
     def printed() -> str:
-        found = capsys.readouterr()
-        return " ".join((found.out + found.err).split())
+        actual = capsys.readouterr()
+        return " ".join((actual.out + actual.err).split())
 
     return printed
 
@@ -161,7 +161,7 @@ def test_a_roster_that_was_changed_is_refused(changed: str, operator: Path, tmp_
 
 def test_two_numbers_differ_where_one_key_differs(operator: Path, tmp_path: Path) -> None:
     """The number that sites compare shows an operator who gives them different rosters."""
-    found = []
+    actual = []
     for name in ("one", "two"):
         shutil.copytree(operator, tmp_path / name)
         for client in (0, 1):
@@ -170,9 +170,9 @@ def test_two_numbers_differ_where_one_key_differs(operator: Path, tmp_path: Path
                 request_key(site, client)
             assert main(["keys", str(tmp_path / name), "--accept", str(site / "request.json")]) == 0
         here = tmp_path / name / "client-0"
-        found.append(KeyRoster.read(here / "roster.json", here / "ca.crt"))
-    assert found[0].clients[0].key == found[1].clients[0].key
-    assert found[0].number != found[1].number
+        actual.append(KeyRoster.read(here / "roster.json", here / "ca.crt"))
+    assert actual[0].clients[0].key == actual[1].clients[0].key
+    assert actual[0].number != actual[1].number
 
 
 @pytest.mark.parametrize("spoiled", ["client", "key", "signature", "nothing", "other curve"])

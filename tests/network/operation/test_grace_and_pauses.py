@@ -31,7 +31,16 @@ from fedlowrank.results.records import RoundRecord
 from fedlowrank.storage import checkpoint
 from tests.network.lying_clients import LIAR, average_honest_accuracy, make_liar
 from tests.support.client_tables import make_client_table
-from tests.support.local_network import LocalTransport, intact, local, lost, on_orders, ran, served, small
+from tests.support.local_network import (
+    LocalTransport,
+    fault_on_orders,
+    intact,
+    local,
+    lost,
+    run_whole,
+    serve_run,
+    small,
+)
 
 # -- grace
 
@@ -43,7 +52,7 @@ def test_a_slow_client_costs_some_medians_and_not_the_deadline(tmp_path: Path) -
         # usual replies take 50 s; client 1 takes half an hour from the second round on
         return [(1800.0 if client == 1 and t in (2, 3) else 50.0, carrier.answered(message))]
 
-    carrier, result = ran(made, tmp_path, on_orders(act))
+    carrier, result = run_whole(made, tmp_path, fault_on_orders(act))
     assert lost(result) == [set(), {1}, {1}]
     # without it: 50 + 2 * 1800 + 50 s
     assert carrier.clock.now == pytest.approx(50 + 2 * 4 * 50 + 50, abs=12)
@@ -67,7 +76,7 @@ def test_grace_begins_once_there_are_enough_replies(
     def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         return [(1000.0 if client == 1 and t == 2 else 50.0, carrier.answered(message))]
 
-    carrier, result = ran(made, tmp_path, on_orders(act))
+    carrier, result = run_whole(made, tmp_path, fault_on_orders(act))
     assert carrier.clock.now == pytest.approx(seconds, abs=20)
     assert lost(result) == [set(), {1} if seconds < 1000 else set()]
 
@@ -89,7 +98,7 @@ def test_the_times_of_replies_are_known_after_a_restart_and_the_last_round_waits
         # the client writes its model when it is told that the run is over
         return [(900.0 if client == 1 and t == 2 else 40.0, carrier.answered(message))]
 
-    carrier, _ = ran(made, tmp_path, on_orders(act))
+    carrier, _ = run_whole(made, tmp_path, fault_on_orders(act))
     assert carrier.clock.now == pytest.approx(40 + 900, abs=20)
     assert Account.read(tmp_path / "run").seconds == pytest.approx([40.0] * 3, abs=3)
 
@@ -120,13 +129,13 @@ def test_cosines_are_those_with_the_mean_of_the_others_at_unit_length() -> None:
         x = torch.from_numpy(flat[client])
         return {("/a", (2, 3)): x[:6], ("/b", (6,)): x[6:]}
 
-    found = compute_cosines(update, [*flat])
+    actual = compute_cosines(update, [*flat])
     unit = {i: x / np.linalg.norm(x) for i, x in flat.items() if i != 4}
     for i, x in unit.items():
         mean = sum(other for j, other in unit.items() if j != i)
-        assert found[i] == pytest.approx(float(x @ mean / np.linalg.norm(mean)))
-    assert found[4] is None
-    assert [i for i in found if (found[i] or 0) < 0] == [3]
+        assert actual[i] == pytest.approx(float(x @ mean / np.linalg.norm(mean)))
+    assert actual[4] is None
+    assert [i for i in actual if (actual[i] or 0) < 0] == [3]
 
 
 def test_tensors_of_other_shapes_are_compared_with_those_that_others_have() -> None:
@@ -135,10 +144,10 @@ def test_tensors_of_other_shapes_are_compared_with_those_that_others_have() -> N
         1: {("/a", (2,)): torch.tensor([2.0, 1.0])},
         2: {("/b", (1,)): torch.tensor([1.0])},
     }
-    found = compute_cosines(lambda i: {k: t.double() for k, t in parts[i].items()}, [0, 1, 2])
-    assert found[0] == pytest.approx(4 / (14**0.5 * 5**0.5))
-    assert found[1] == pytest.approx(4 / (5**0.5 * 5**0.5))
-    assert found[2] is None
+    actual = compute_cosines(lambda i: {k: t.double() for k, t in parts[i].items()}, [0, 1, 2])
+    assert actual[0] == pytest.approx(4 / (14**0.5 * 5**0.5))
+    assert actual[1] == pytest.approx(4 / (5**0.5 * 5**0.5))
+    assert actual[2] is None
 
 
 # -- a fall of validation
@@ -156,9 +165,9 @@ def test_when_validation_has_fallen() -> None:
     up = [record(0, 0.1, 0.1, 0.2), record(1, 0.5, 0.6, 0.7), RoundRecord(round=2)]
     assert find_fall(up, 0, 0.2) is None
     fallen = [*up, record(3, 0.2, 0.3, 0.7)]
-    found = find_fall(fallen, 0, 0.2)
-    assert found is not None
-    assert (found.round, found.best, found.amount) == (3, 1, pytest.approx(0.3))
+    actual = find_fall(fallen, 0, 0.2)
+    assert actual is not None
+    assert (actual.round, actual.best, actual.amount) == (3, 1, pytest.approx(0.3))
     assert find_fall(fallen, 0, 0.0) is None
     assert find_fall(fallen, 0, 0.31) is None
     # accepted by a person, and compared from then on
@@ -219,7 +228,7 @@ def test_a_run_pauses_names_the_liar_and_goes_on_without_it(
     config = {**made.describe("fedavg"), "vary": {}}
     carrier = local(made, tmp_path, make_liar(-9.0, first=4))
     with pytest.raises(PausedError) as caught:
-        served(carrier, made, out, audit=log, config=config)
+        serve_run(carrier, made, out, audit=log, config=config)
     said = str(caught.value)
     assert f"Updates that stand out: client {LIAR}: " in said
     assert "cosine -0." in said
@@ -231,7 +240,7 @@ def test_a_run_pauses_names_the_liar_and_goes_on_without_it(
     assert f"is paused: {said.removeprefix('paused: ')}" in capsys.readouterr().out
     assert checkpoint.rounds_kept(out / "checkpoint")[-1] == 5
     assert main(["resume", str(out), "--round", "3", "--without", str(LIAR)]) == 0
-    result = served(carrier, made, out, resume=True, config=config)
+    result = serve_run(carrier, made, out, resume=True, config=config)
     assert lost(result) == [set()] * 3 + [{LIAR}] * 3
     assert average_honest_accuracy(result) > 0.8
     assert Account.read(out).paused == ""
@@ -243,12 +252,12 @@ def test_a_fall_can_be_accepted_or_not_looked_for(tmp_path: Path) -> None:
     made = small("fedavg", 5, 5, defaults={"optimizer": {"lr": 0.2}}, network=network)
     carrier = local(made, tmp_path, make_liar(-9.0, first=3))
     with pytest.raises(PausedError):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     done = served_to_the_end(carrier, made, tmp_path / "run")
     assert done.rounds[-1].round == 5
     off = small("fedavg", 5, 5, defaults={"optimizer": {"lr": 0.2}}, network={**network, "max_fall": 0.0})
     assert (
-        lost(served(local(off, tmp_path / "off", make_liar(-9.0, first=3)), off, tmp_path / "off" / "run"))
+        lost(serve_run(local(off, tmp_path / "off", make_liar(-9.0, first=3)), off, tmp_path / "off" / "run"))
         == [set()] * 5
     )
     private = small(
@@ -256,7 +265,7 @@ def test_a_fall_can_be_accepted_or_not_looked_for(tmp_path: Path) -> None:
         run={"privacy": {"kind": "central", "noise": 9.0, "delta": 1e-3}, "clipping": {"norm": 1.0}},
     )  # fmt: skip
     # clients send no evaluations, so no fall is seen
-    carrier, result = ran(private, tmp_path / "private", intact)
+    carrier, result = run_whole(private, tmp_path / "private", intact)
     assert len(result.rounds) == 6
 
 
@@ -264,7 +273,7 @@ def served_to_the_end(carrier: LocalTransport, made: Any, out: Path) -> Any:
     """Accept every fall."""
     for _ in range(5):
         try:
-            return served(carrier, made, out, resume=True)
+            return serve_run(carrier, made, out, resume=True)
         except PausedError:
             continue
     raise AssertionError("it paused again and again")

@@ -29,7 +29,15 @@ from fedlowrank.network.client import ClientRuntime
 from fedlowrank.network.operation.policy import Policy, list_upload_paths
 from fedlowrank.storage.lock import exclusive
 from tests.network.deployments import make_deployment_tables, write_tables
-from tests.support.local_network import LocalTransport, changed, local, on_orders, served, small, until
+from tests.support.local_network import (
+    LocalTransport,
+    fault_on_orders,
+    local,
+    replace_fields,
+    serve_run,
+    small,
+    until,
+)
 
 # -- a site's policy
 
@@ -72,8 +80,8 @@ DP = {"clipping": {"norm": 1.0}}
     ],
 )
 def test_what_a_policy_does_not_allow(fields: dict[str, Any], why: str) -> None:
-    (found,) = violated(**fields)
-    assert found.startswith(why)
+    (actual,) = violated(**fields)
+    assert actual.startswith(why)
 
 
 def test_what_a_policy_allows() -> None:
@@ -91,12 +99,12 @@ def test_a_policy_names_the_tensors_that_leave(tmp_path: Path) -> None:
     sent: list[Any] = []
 
     def act(there: LocalTransport, message: Any, t: int, client: int) -> Any:
-        found = there.answered(message)
-        sent.extend([tree.decode(found.payload)] if found.payload else [])
-        return [found]
+        actual = there.answered(message)
+        sent.extend([tree.decode(actual.payload)] if actual.payload else [])
+        return [actual]
 
-    carrier.fault = on_orders(act)
-    served(carrier, made, tmp_path / "run")
+    carrier.fault = fault_on_orders(act)
+    serve_run(carrier, made, tmp_path / "run")
     assert sorted(list_upload_paths(carrier.folders[100])) == sorted(
         p.lstrip("/") for p, _ in tree.leaves(sent[0])
     )
@@ -236,15 +244,15 @@ def test_status_shows_the_last_reply_of_each_client(
     def act(carrier: LocalTransport, message: Any, t: int, client: int) -> Any:
         if client == 1 and t >= 2:
             return []
-        found = carrier.answered(message)
+        actual = carrier.answered(message)
         if client == 2 and t == 2:
-            found = changed(found, payload=b"lies")
+            actual = replace_fields(actual, payload=b"lies")
         # the last replies of all only answer that the run is over
         if t <= 3:
-            sizes[client] = len(found.header) + len(found.payload)
-        return [(4.5 if client == 3 else 0.0, found)]
+            sizes[client] = len(actual.header) + len(actual.payload)
+        return [(4.5 if client == 3 else 0.0, actual)]
 
-    served(local(made, tmp_path, on_orders(act)), made, tmp_path / "run")
+    serve_run(local(made, tmp_path, fault_on_orders(act)), made, tmp_path / "run")
     table = clients_table(tmp_path / "run")
     assert table is not None
     rows = [*zip(*(column.cells for column in table.columns), strict=True)]

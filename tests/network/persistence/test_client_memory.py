@@ -235,5 +235,5 @@ def test_deaths_full_disks_and_lost_replies_in_any_order(plan: list[Any]) -> Non
                 if replies and not lost:
                     stamp, n = t, 31 * n + t
                     break
-        found = ClientMemory(folder).read_state(stamp)
-        assert (0 if found is None else found["n"]) == n
+        actual = ClientMemory(folder).read_state(stamp)
+        assert (0 if actual is None else actual["n"]) == n

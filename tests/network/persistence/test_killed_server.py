@@ -25,14 +25,14 @@ from tests.support.local_network import (
     Hazard,
     Killed,
     LocalTransport,
-    agrees,
+    assert_equals_sequential_run,
+    fault_on_orders,
+    find_missed_rounds,
     local,
     lost,
     lost_reply,
-    missed,
     no_space,
-    on_orders,
-    served,
+    serve_run,
     small,
 )
 
@@ -44,12 +44,12 @@ def watched(out: Path, lose: set[tuple[int, int]], double: set[tuple[int, int]])
         order, state = Order.from_json(message.header), checkpoint.load(out / "checkpoint")
         assert state.round == order.round
         assert state.clients.get(client, {"stamp": 0}) == {"stamp": order.stamp}
-        found = carrier.answered(message)
+        actual = carrier.answered(message)
         if (t, client) in lose and order.train:
             return [lost_reply(message)]
-        return [found] * (2 if (t, client) in double else 1)
+        return [actual] * (2 if (t, client) in double else 1)
 
-    return on_orders(act)
+    return fault_on_orders(act)
 
 
 def not_ahead(carrier: LocalTransport, out: Path) -> None:
@@ -67,7 +67,7 @@ def seen_through(carrier: LocalTransport, made: ExperimentConfig, out: Path, dea
     for at in [*deaths, None]:
         carrier.hazards[0] = Hazard(set() if at is None else {at})
         try:
-            return served(carrier, made, out, resume=(out / "run.json").exists())
+            return serve_run(carrier, made, out, resume=(out / "run.json").exists())
         except Killed:
             not_ahead(carrier, out)
         if out.exists() and not checkpoint.exists(out / "checkpoint"):
@@ -87,7 +87,7 @@ def test_a_server_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     made = small("scaffold", 2, 2)
     carrier = local(made, tmp_path / "whole")
     carrier.hazards[0] = whole = Hazard()
-    served(carrier, made, tmp_path / "whole" / "run")
+    serve_run(carrier, made, tmp_path / "whole" / "run")
     second = second_round(whole.points)
     # once of every kind in the second round, and all of what comes after
     names = {f"{name} {whole.points[:i].count(name) - whole.points[:second].count(name)}": i
@@ -98,7 +98,7 @@ def test_a_server_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
         base = tmp_path / str(place)
         carrier = local(made, base, watched(base / "run", set(), set()))
         result = seen_through(carrier, made, base / "run", [place])
-        assert agrees(result, carrier, made) == set()
+        assert assert_equals_sequential_run(result, carrier, made) == set()
         assert lost(result) == [set(), set()]
 
 
@@ -132,7 +132,7 @@ def test_deaths_losses_and_doubles_in_any_order(
         carrier = local(made, Path(folder), watched(out, lose, double))
         result = seen_through(carrier, made, out, deaths)
         not_ahead(carrier, out)
-        assert agrees(result, carrier, made) == missed(result)
+        assert assert_equals_sequential_run(result, carrier, made) == find_missed_rounds(result)
         assert {(t, c) for t, clients in enumerate(lost(result), 1) for c in clients} == lose
 
 
@@ -155,7 +155,9 @@ def test_deaths_and_full_disks_on_both_sides(
         result = seen_through(carrier, made, out, deaths)
         not_ahead(carrier, out)
         # besides what a lost reply took along, the last round trip's may be missing
-        assert agrees(result, carrier, made) <= missed(result) | {(3, node - 100) for node in clients}
+        assert assert_equals_sequential_run(result, carrier, made) <= find_missed_rounds(result) | {
+            (3, node - 100) for node in clients
+        }
 
 
 @pytest.mark.full
@@ -174,9 +176,9 @@ def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "append", torn)
         with pytest.raises(Killed):
-            served(carrier, made, tmp_path / "run")
-    result = served(carrier, made, tmp_path / "run", resume=True)
-    assert agrees(result, carrier, made) == set()
+            serve_run(carrier, made, tmp_path / "run")
+    result = serve_run(carrier, made, tmp_path / "run", resume=True)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
 
 
 @pytest.mark.full
@@ -194,13 +196,13 @@ def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, 
 
     carrier.hazards[0] = Stopping()
     with pytest.raises(KeyboardInterrupt):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["message"]) == ("stopped", "interrupted")
     not_ahead(carrier, tmp_path / "run")
     del carrier.hazards[0]
-    result = served(carrier, made, tmp_path / "run", resume=True)
-    assert agrees(result, carrier, made) == set()
+    result = serve_run(carrier, made, tmp_path / "run", resume=True)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
 
 
@@ -209,14 +211,14 @@ def test_a_full_disk_at_the_server_stops_the_run_which_then_goes_on(tmp_path: Pa
     made = small("scaffold", 2, 2)
     carrier = local(made, tmp_path / "whole", watched(tmp_path / "whole" / "run", set(), set()))
     carrier.hazards[0] = whole = Hazard(error=no_space)
-    served(carrier, made, tmp_path / "whole" / "run")
+    serve_run(carrier, made, tmp_path / "whole" / "run")
     for place in range(whole.points.index("000001.checkpoint renamed"), len(whole.points) - 4, 5):
         base = tmp_path / str(place)
         carrier = local(made, base, watched(base / "run", set(), set()))
         carrier.hazards[0] = Hazard(set(range(place, 999)), no_space)
         with pytest.raises(CheckpointError, match="No space left"):
-            served(carrier, made, base / "run")
+            serve_run(carrier, made, base / "run")
         not_ahead(carrier, base / "run")
         del carrier.hazards[0]
-        result = served(carrier, made, base / "run", resume=True)
-        assert agrees(result, carrier, made) == set()
+        result = serve_run(carrier, made, base / "run", resume=True)
+        assert assert_equals_sequential_run(result, carrier, made) == set()

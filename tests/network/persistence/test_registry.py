@@ -56,56 +56,56 @@ def asked(found: ClientRegistry, present: set[int]) -> list[int]:
 
 
 def test_nodes_are_asked_until_they_say_who_they_are() -> None:
-    found = registry()
-    assert asked(found, ALL) == [100, 101, 102]
-    assert found.register(from_(101, registration(1)), ALL) == 1
+    actual = registry()
+    assert asked(actual, ALL) == [100, 101, 102]
+    assert actual.register(from_(101, registration(1)), ALL) == 1
     # one that says nothing is asked again, one that answered is not
-    assert asked(found, ALL) == [100, 102]
+    assert asked(actual, ALL) == [100, 102]
     with pytest.raises(UnregisteredNodeError, match="did not register: error 8"):
-        found.register(Response(100, "registration", problem="error 8"), ALL)
-    assert asked(found, ALL) == [100, 102]
-    assert found.register(from_(100, registration(2)), ALL) == 2
-    assert found.sizes == (0, 41, 42)
-    assert found.find_reachable(ALL) == {1, 2}
-    assert found.find_reachable({100}) == {2}
-    assert found.count_examples() == {
+        actual.register(Response(100, "registration", problem="error 8"), ALL)
+    assert asked(actual, ALL) == [100, 102]
+    assert actual.register(from_(100, registration(2)), ALL) == 2
+    assert actual.sizes == (0, 41, 42)
+    assert actual.find_reachable(ALL) == {1, 2}
+    assert actual.find_reachable({100}) == {2}
+    assert actual.count_examples() == {
         1: {"train": 41, "val": 5, "test": 6},
         2: {"train": 42, "val": 5, "test": 7},
     }
-    assert found.rejections == {}
+    assert actual.rejections == {}
 
 
 def test_a_client_whose_node_is_gone_is_known_and_comes_back_elsewhere() -> None:
-    found = registry()
-    found.register(from_(100, registration(0)), ALL)
-    found.registered[0].node = None
-    assert found.sizes == (40, 0, 0)
-    assert found.find_reachable(ALL) == set()
+    actual = registry()
+    actual.register(from_(100, registration(0)), ALL)
+    actual.registered[0].node = None
+    assert actual.sizes == (40, 0, 0)
+    assert actual.find_reachable(ALL) == set()
     # at the same node, if it is there after all, or at another
-    assert asked(found, {100}) == [100]
-    found.register(from_(102, registration(0, examples=50)), {100, 102})
-    assert found.sizes == (50, 0, 0)
-    assert found.find_reachable({102}) == {0}
+    assert asked(actual, {100}) == [100]
+    actual.register(from_(102, registration(0, examples=50)), {100, 102})
+    assert actual.sizes == (50, 0, 0)
+    assert actual.find_reachable({102}) == {0}
 
 
 def test_a_client_that_is_here_twice_is_refused_until_the_first_is_gone() -> None:
-    found = registry()
-    found.register(from_(100, registration(0)), {100, 101})
+    actual = registry()
+    actual.register(from_(100, registration(0)), {100, 101})
     with pytest.raises(
         UnregisteredNodeError, match="client 0 is connected already; stop the other one"
     ) as error:
-        found.register(from_(101, registration(0, examples=7)), {100, 101})
+        actual.register(from_(101, registration(0, examples=7)), {100, 101})
     assert isinstance(error.value.__cause__, DuplicateClientError)
-    assert found.sizes == (40, 0, 0)
-    assert found.find_reachable({100, 101}) == {0}
+    assert actual.sizes == (40, 0, 0)
+    assert actual.find_reachable({100, 101}) == {0}
     # it is asked again, for the first may have gone
-    assert asked(found, {100, 101}) == [101]
-    assert found.register(from_(101, registration(0, examples=7)), {101}) == 0
-    assert found.sizes == (7, 0, 0)
-    assert found.rejections == {}
+    assert asked(actual, {100, 101}) == [101]
+    assert actual.register(from_(101, registration(0, examples=7)), {101}) == 0
+    assert actual.sizes == (7, 0, 0)
+    assert actual.rejections == {}
     # and a node that registers twice is the same client
-    assert found.register(from_(101, registration(0, examples=8)), {101}) == 0
-    assert found.sizes == (8, 0, 0)
+    assert actual.register(from_(101, registration(0, examples=8)), {101}) == 0
+    assert actual.sizes == (8, 0, 0)
 
 
 other = digest_sections({**MADE.to_dict(), "run": {**MADE.to_dict()["run"], "seed": 9}})
@@ -153,24 +153,24 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
 @pytest.mark.parametrize("why", REJECTIONS)
 def test_an_unregistered_node_is_rejected_with_the_reason_and_not_asked_again(why: str) -> None:
     header, payload, text = REJECTIONS[why]
-    found = registry()
-    found.register(from_(100, registration(0)), ALL)
-    found.fix_form(ALL)
+    actual = registry()
+    actual.register(from_(100, registration(0)), ALL)
+    actual.fix_form(ALL)
     with pytest.raises(UnregisteredNodeError, match=text) as error:
-        found.register(from_(101, header, payload), ALL)
+        actual.register(from_(101, header, payload), ALL)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 1100
-    assert found.registered.keys() == {0}
-    assert found.rejections == {101: str(error.value).removeprefix("a node was rejected: ")}
-    assert asked(found, ALL) == [102]
+    assert actual.registered.keys() == {0}
+    assert actual.rejections == {101: str(error.value).removeprefix("a node was rejected: ")}
+    assert asked(actual, ALL) == [102]
     # unless it went away and came back
-    assert asked(found, {100}) == []
-    assert asked(found, ALL) == [101, 102]
-    assert found.rejections == {}
+    assert asked(actual, {100}) == []
+    assert asked(actual, ALL) == [101, 102]
+    assert actual.rejections == {}
 
 
 def test_a_key_is_the_proof_of_who_one_is() -> None:
-    found = registry(keys={100: 0, 101: 1})
+    actual = registry(keys={100: 0, 101: 1})
     for node, client, whose in (
         (100, 1, "that of client 0"),
         (102, 2, "not registered"),
@@ -179,55 +179,55 @@ def test_a_key_is_the_proof_of_who_one_is() -> None:
         with pytest.raises(
             UnregisteredNodeError, match=f"it says it is client {client}, but its key is {whose}"
         ):
-            found.register(from_(node, registration(client)), ALL)
-    assert found.register(from_(101, registration(1)), ALL) == 1
-    assert found.registered.keys() == {1}
+            actual.register(from_(node, registration(client)), ALL)
+    assert actual.register(from_(101, registration(1)), ALL) == 1
+    assert actual.registered.keys() == {1}
 
 
 def test_examples_are_limited() -> None:
-    found = registry(max_examples=41)
-    found.register(from_(101, registration(1)), ALL)
+    actual = registry(max_examples=41)
+    actual.register(from_(101, registration(1)), ALL)
     with pytest.raises(
         UnregisteredNodeError, match=r"says it has 42 examples, above limits\.max_examples = 41"
     ):
-        found.register(from_(102, registration(2)), ALL)
+        actual.register(from_(102, registration(2)), ALL)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_most_say_what_examples_look_like_whoever_came_first(odd: int) -> None:
     for strange in ((registration(odd), form(5)), (registration(odd, base={"config.json": "abc"}), form())):
-        found = registry()
-        found.register(from_(100 + odd, *strange), ALL)
+        actual = registry()
+        actual.register(from_(100 + odd, *strange), ALL)
         for i in {0, 1, 2} - {odd}:
-            found.register(from_(100 + i, registration(i)), ALL)
-        assert found.find_majority(ALL) == sorted({0, 1, 2} - {odd})
-        found.fix_form(ALL)
-        assert found.registered.keys() == {0, 1, 2} - {odd}
-        assert f"client {odd} has " in found.rejections[100 + odd]
-        assert asked(found, ALL) == []
+            actual.register(from_(100 + i, registration(i)), ALL)
+        assert actual.find_majority(ALL) == sorted({0, 1, 2} - {odd})
+        actual.fix_form(ALL)
+        assert actual.registered.keys() == {0, 1, 2} - {odd}
+        assert f"client {odd} has " in actual.rejections[100 + odd]
+        assert asked(actual, ALL) == []
         with pytest.raises(UnregisteredNodeError, match=r"has examples of another form|has another base"):
-            found.register(from_(100 + odd, *strange), ALL)
-        assert found.register(from_(100 + odd, registration(odd)), ALL) == odd
+            actual.register(from_(100 + odd, *strange), ALL)
+        assert actual.register(from_(100 + odd, registration(odd)), ALL) == odd
 
 
 def test_a_client_that_left_before_the_form_was_fixed_is_rejected_too() -> None:
-    found = registry()
-    found.register(from_(100, registration(0), form(5)), {100})
-    found.register(from_(101, registration(1)), {101})
-    assert found.find_majority({101}) == [1]
-    found.fix_form({101})
-    assert found.registered.keys() == {1}
+    actual = registry()
+    actual.register(from_(100, registration(0), form(5)), {100})
+    actual.register(from_(101, registration(1)), {101})
+    assert actual.find_majority({101}) == [1]
+    actual.fix_form({101})
+    assert actual.registered.keys() == {1}
     assert registry().find_majority(ALL) == []
     registry().fix_form(ALL)
 
 
 def test_what_was_known_before_a_restart() -> None:
-    found, again = registry(), registry()
+    actual, again = registry(), registry()
     for i in (0, 2):
-        found.register(from_(100 + i, registration(i)), ALL)
-    again.restore(found.count_examples())
-    assert again.count_examples() == found.count_examples()
-    assert again.sizes == found.sizes == (40, 0, 42)
+        actual.register(from_(100 + i, registration(i)), ALL)
+    again.restore(actual.count_examples())
+    assert again.count_examples() == actual.count_examples()
+    assert again.sizes == actual.sizes == (40, 0, 42)
     assert again.find_reachable(ALL) == set()
     assert again.find_majority(ALL) == []
     assert asked(again, ALL) == [100, 101, 102]
@@ -237,20 +237,20 @@ def test_what_was_known_before_a_restart() -> None:
 
 
 def test_the_federation_is_that_of_the_data_but_for_the_data() -> None:
-    found, whole = registry(), MADE.federation()
+    actual, whole = registry(), MADE.federation()
     for info in whole.infos:
         data = whole.clients[info.id]
         header = registration(info.id, examples=info.example_count, sizes=(len(data.val), len(data.test)))
-        found.register(from_(100 + info.id, header), ALL)
-    found.fix_form(ALL)
-    made = found.build_federation()
+        actual.register(from_(100 + info.id, header), ALL)
+    actual.fix_form(ALL)
+    made = actual.build_federation()
     assert list(made.infos) == list(whole.infos)
     assert made.classes == whole.classes
     assert tree.equal(made.architectures["mlp"].initial, whole.architectures["mlp"].initial)
     assert {len(d.train) + len(d.val) + len(d.test) for d in made.clients} == {0}
-    assert found.update_federation(made) is made
-    found.register(from_(101, registration(1, examples=7)), ALL)
-    later = found.update_federation(made)
+    assert actual.update_federation(made) is made
+    actual.register(from_(101, registration(1, examples=7)), ALL)
+    later = actual.update_federation(made)
     assert [i.example_count for i in later.infos] == [
         whole.infos[0].example_count,
         7,
@@ -268,13 +268,13 @@ def test_the_servers_own_base_must_be_the_clients(monkeypatch: pytest.MonkeyPatc
     files = {"config.json": "a", "model.safetensors": "here"}
     language = SimpleNamespace(files=files)
     monkeypatch.setattr(ExperimentConfig, "load_language", lambda self, classes: language)
-    found = registry()
-    found.register(from_(100, registration(0, base={"config.json": "a", "model.safetensors": "there"})), ALL)
-    found.fix_form(ALL)
+    actual = registry()
+    actual.register(from_(100, registration(0, base={"config.json": "a", "model.safetensors": "there"})), ALL)
+    actual.fix_form(ALL)
     with pytest.raises(
         UnregisteredNodeError, match=r"another base model than the clients: model\.safetensors differs\. Copy"
     ):
-        found.build_federation()
+        actual.build_federation()
 
 
 # -- anything at all
@@ -304,10 +304,10 @@ def tried(found: ClientRegistry, response: Response) -> None:
 
 
 def settled() -> ClientRegistry:
-    found = registry()
-    found.register(from_(100, registration(0)), ALL)
-    found.fix_form(ALL)
-    return found
+    actual = registry()
+    actual.register(from_(100, registration(0)), ALL)
+    actual.fix_form(ALL)
+    return actual
 
 
 @pytest.mark.full
@@ -326,8 +326,8 @@ def test_any_header_and_payload(node: int, header: str, payload: bytes) -> None:
     st.sampled_from([f.name for f in dataclasses.fields(Registration)]), PLAIN | st.lists(PLAIN, max_size=3)
 )
 def test_any_value_in_a_field_is_registered_or_refused(name: str, value: Any) -> None:
-    for found in (settled(), registry()):
-        tried(found, from_(101, json.dumps({**dataclasses.asdict(registration(1)), name: value})))
+    for actual in (settled(), registry()):
+        tried(actual, from_(101, json.dumps({**dataclasses.asdict(registration(1)), name: value})))
 
 
 @pytest.mark.full
@@ -337,44 +337,44 @@ def test_any_form_is_registered_or_refused(name: str, value: Any) -> None:
     payload = form(**{name: value}) if name else tree.encode(value)
     tried(settled(), from_(101, registration(1), payload))
     # nobody else is there to compare with: it may be believed, and then be no use, but breaks nothing
-    found = registry()
-    tried(found, from_(101, registration(1), payload))
-    found.fix_form(ALL)
-    assert len(found.find_majority(ALL)) == len(found.registered)
+    actual = registry()
+    tried(actual, from_(101, registration(1), payload))
+    actual.fix_form(ALL)
+    assert len(actual.find_majority(ALL)) == len(actual.registered)
 
 
 def test_tables_with_other_columns_are_rejected_with_the_names_and_told_without_those_of_others() -> None:
-    found = registry()
+    actual = registry()
     same = form(columns=["age", "bmi", "ward=a", "ward=b"])
     for node in (100, 101):
-        found.register(from_(node, registration(node - 100), same), ALL)
-    found.register(from_(102, registration(2), form(columns=["bmi", "age", "ward=a", "ward=\nc"])), ALL)
-    (client, why), *_ = found.fix_form(ALL).items()
+        actual.register(from_(node, registration(node - 100), same), ALL)
+    actual.register(from_(102, registration(2), form(columns=["bmi", "age", "ward=a", "ward=\nc"])), ALL)
+    (client, why), *_ = actual.fix_form(ALL).items()
     assert client == 2
     assert 'input 1 is "bmi" and theirs "age", input 2 is "age" and theirs "bmi"' in why
     assert 'input 4 is "ward=\\nc" and theirs "ward=b"' in why
     assert "data.features" in why
     assert "encode such a column as numbers beforehand" in why
-    (notice,) = found.take_notices(ALL)
+    (notice,) = actual.take_notices(ALL)
     told = RegistrationRequest.from_json(notice.header).rejection
     assert notice.node == 102
     assert 'input 1 is "bmi", input 2 is "age", input 4 is "ward=\\nc"' in told
     assert "ward=b" not in told
     # each is told once, and a table without names is another form, too
-    assert found.take_notices(ALL) == []
+    assert actual.take_notices(ALL) == []
     with pytest.raises(UnregisteredNodeError, match="has other columns than the other clients"):
-        found.register(from_(102, registration(2), form(columns=["age", "bmi", "ward=a"])), ALL)
+        actual.register(from_(102, registration(2), form(columns=["age", "bmi", "ward=a"])), ALL)
     with pytest.raises(UnregisteredNodeError, match="has other columns than the other clients"):
-        found.register(from_(102, registration(2), form()), ALL)
-    assert found.register(from_(102, registration(2), same), ALL) == 2
+        actual.register(from_(102, registration(2), form()), ALL)
+    assert actual.register(from_(102, registration(2), same), ALL) == 2
 
 
 def test_a_digest_of_columns_is_compared_as_the_names_are() -> None:
-    found = registry()
+    actual = registry()
     for node in (100, 101):
-        found.register(from_(node, registration(node - 100), form(columns=[digest_columns("ab")])), ALL)
-    found.fix_form(ALL)
+        actual.register(from_(node, registration(node - 100), form(columns=[digest_columns("ab")])), ALL)
+    actual.fix_form(ALL)
     with pytest.raises(UnregisteredNodeError, match=r"the same in another order\. List the columns"):
-        found.register(from_(102, registration(2), form(columns=[digest_columns("ba")])), ALL)
+        actual.register(from_(102, registration(2), form(columns=[digest_columns("ba")])), ALL)
     assert shorten_columns(["x" * MAX_CHARACTERS, "y"]) == [digest_columns(["x" * MAX_CHARACTERS, "y"])]
     assert shorten_columns(["x", "y"]) == ["x", "y"]

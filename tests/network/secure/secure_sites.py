@@ -27,7 +27,7 @@ from tests.support.local_network import (
     LocalTransport,
     intact,
     local,
-    served,
+    serve_run,
     small,
 )
 
@@ -79,7 +79,7 @@ def make_secure_sites(made: Any, base: Path, fault: Fault = intact) -> tuple[Sec
 
 def run_secure(made: Any, base: Path, fault: Fault = intact, **more: Any) -> tuple[SecureSites, Result]:
     carrier, keys = make_secure_sites(made, base, fault)
-    return carrier, served(carrier, made, base / "run", member_keys=keys, **more)
+    return carrier, serve_run(carrier, made, base / "run", member_keys=keys, **more)
 
 
 def run_in_clear(made: Any, losses: list[dict[str, str]]) -> Run:

@@ -43,7 +43,7 @@ def test_a_crafted_model_does_not_tell_whether_a_site_has_an_example(kind: str, 
     """By weights of 3e38 for one input, training fails where a single example has it."""
     made = small("fedavg", run=settings(kind))
     shares = made.shares()
-    found = []
+    actual = []
     for has in (False, True):
         x = shares.data[1].train.inputs.clone()
         x[:, 0] = 0
@@ -64,9 +64,9 @@ def test_a_crafted_model_does_not_tell_whether_a_site_has_an_example(kind: str, 
         with log_lines() as lines:
             reply, upload = answer(tmp_path / str(has), download_of(tmp_path / str(has), craft))
         assert any("NonFiniteError" in line for line in lines) is has
-        found.append((reply.problem, reply.kind, tree.form(tree.decode(upload))))
-    assert found[0][:2] == ("", "")
-    assert found[0] == found[1]
+        actual.append((reply.problem, reply.kind, tree.form(tree.decode(upload))))
+    assert actual[0][:2] == ("", "")
+    assert actual[0] == actual[1]
 
 
 @pytest.mark.parametrize("kind", ["local", "central"])

@@ -45,7 +45,7 @@ from tests.network.secure.secure_sites import (
     run_in_clear,
     run_secure,
 )
-from tests.support.local_network import on_orders, served
+from tests.support.local_network import fault_on_orders, serve_run
 
 RUN, GRID = "a" * 16, SecureSums(on=True, bits=30, bound=8.0)
 STEPS = ("announce", "share", "mask", "agree", "reveal")
@@ -100,7 +100,7 @@ class Server:
         leader = SumLeader(self.n, Session(of.run, of.branch, of.round), ROSTER)
         for c in clients:
             leader.announce(c, unpack_announcement(self.ask(c, "announce", **where)[c]))
-        keys = {c: bytes_to_text(found) for c, found in leader.announced.items()}
+        keys = {c: bytes_to_text(actual) for c, actual in leader.announced.items()}
         for c in clients:
             boxes = self.ask(c, "share", keys, **where)
             leader.share(c, {to: text_to_bytes(box)[0] for to, box in boxes.items()})
@@ -184,7 +184,7 @@ class TestDifferences:
     def test_a_client_that_forgets_a_run_masks_none_of_its_rounds_again(self, tmp_path: Path) -> None:
         made = make_secure_experiment("fedavg", clients=4, rounds=1)
         carrier, keys = make_secure_sites(made, tmp_path)
-        assert not served(carrier, made, tmp_path / "run", member_keys=keys).rounds[1].lost
+        assert not serve_run(carrier, made, tmp_path / "run", member_keys=keys).rounds[1].lost
         folder = carrier.folders[100]
         forget(folder, 0)
         assert not list(folder.glob("*/*.tree"))
@@ -278,12 +278,12 @@ def test_no_order_brings_an_evaluation_or_a_loss(tmp_path: Path) -> None:
     """Also where a server asks for evaluations at every step, and says that the run is over."""
 
     def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
-        found = Order.from_json(message.header)
-        asked = dataclasses.replace(found, evaluate=True, last=found.step == "mask")
+        actual = Order.from_json(message.header)
+        asked = dataclasses.replace(actual, evaluate=True, last=actual.step == "mask")
         return [carrier.answered(dataclasses.replace(message, header=asked.to_json()))]
 
     made = make_secure_experiment("scaffold", rounds=1)
-    carrier, result = run_secure(made, tmp_path, on_orders(act))
+    carrier, result = run_secure(made, tmp_path, fault_on_orders(act))
     assert not result.rounds[1].lost
     answers = [
         Answer.from_json(text) for folder in carrier.folders.values() for text in read_sent_orders(folder)
@@ -302,7 +302,7 @@ def test_a_server_that_sends_models_of_its_own_gets_no_total(tmp_path: Path) -> 
         zeros = tree.encode(tree.zeros_like(tree.decode(message.payload)))
         return [carrier.answered(dataclasses.replace(message, payload=zeros))]
 
-    _, result = run_secure(made, tmp_path, on_orders(act))
+    _, result = run_secure(made, tmp_path, fault_on_orders(act))
     assert set(result.rounds[1].lost) == set("0123")
     assert "was sent another model than the others" in result.rounds[1].lost["0"]
 
@@ -318,7 +318,7 @@ def test_a_method_that_sends_each_client_another_model_is_refused(tmp_path: Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(method, "download", download)
         with pytest.raises(ConfigError, match="sends client 1 another model than client 0"):
-            served(carrier, made, tmp_path / "run", member_keys=keys)
+            serve_run(carrier, made, tmp_path / "run", member_keys=keys)
 
 
 TEXTS = ["", "zz", "00", "00" * 20, "00.00.00.00", ".".join(["00" * 32] * 4), "é", "0" * 20000]
@@ -342,9 +342,9 @@ class TestMalformed:
                 if step == "reveal":
                     server.ask(0, "agree", dict.fromkeys(vectors, ""), **where)
             else:
-                found = {c: server.ask(c, "announce", **where)[c] for c in range(4)}
+                actual = {c: server.ask(c, "announce", **where)[c] for c in range(4)}
                 if step == "mask":
-                    server.ask(0, "share", found, **where)
+                    server.ask(0, "share", actual, **where)
             asked = dataclasses.replace(order(step, **where), parcel=parcel)
             with pytest.raises(RefusedOrderError):
                 server.send(0, asked)
@@ -358,13 +358,13 @@ class TestMalformed:
     ) -> None:
         """Client 3 is the server's, and signs a key with which the shared secret is known to all."""
         server = Server(tmp_path)
-        found = {c: server.ask(c, "announce")[c] for c in range(4)}
-        content = text_to_bytes(found[3])[:3]
+        actual = {c: server.ask(c, "announce")[c] for c in range(4)}
+        content = text_to_bytes(actual[3])[:3]
         content[place] = key
         signature = MemberSigner(KEYS[3]).sign(Session(RUN, 0, 1).message("keys", 3, *content))
-        found[3] = bytes_to_text((*content, signature))
+        actual[3] = bytes_to_text((*content, signature))
         with pytest.raises(RefusedOrderError, match="the keys of client 3"):
-            server.ask(0, "share", found)
+            server.ask(0, "share", actual)
 
     @pytest.mark.parametrize("content", [b"", b"\xff", bytes(39), bytes(300)], ids=len)
     def test_shares_of_another_size_name_their_client(self, content: bytes, tmp_path: Path) -> None:
@@ -373,9 +373,9 @@ class TestMalformed:
         announced = {c: m.announce() for c, m in member.items()}
         boxes = {c: m.share(announced) for c, m in member.items()}
         box = member[3]._make_cipher(3, 0).encrypt(bytes(12), content, member[3]._associated_data(3, 0))
-        found = {1: boxes[1][0], 2: boxes[2][0], 3: box}
+        actual = {1: boxes[1][0], 2: boxes[2][0], 3: box}
         with pytest.raises(SecureSumError, match="client 3 encrypted something else"):
-            member[0].mask(np.zeros(3, np.uint64), found)
+            member[0].mask(np.zeros(3, np.uint64), actual)
 
     @pytest.mark.parametrize("step", ["announce", "share", "agree", "reveal"])
     def test_of_a_client(self, step: str, tmp_path: Path) -> None:
@@ -394,13 +394,13 @@ class TestMalformed:
         def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
             if Order.from_json(message.header).step != step or client != 3:
                 return None
-            found = carrier.answered(message)
-            answer = Answer.from_json(found.header)
+            actual = carrier.answered(message)
+            answer = Answer.from_json(actual.header)
             changed = dataclasses.replace(answer, parcel=forms[t - 1](answer.parcel))
-            return [dataclasses.replace(found, header=changed.to_json())]
+            return [dataclasses.replace(actual, header=changed.to_json())]
 
         made = make_secure_experiment("fedavg", clients=4, rounds=len(forms))
-        _, result = run_secure(made, tmp_path, on_orders(act))
+        _, result = run_secure(made, tmp_path, fault_on_orders(act))
         masked = step in ("agree", "reveal")
         lost = [{} if masked else {"3": "gone"} for _ in forms]
         # a client that lies about a share, in the right form, is not noticed: the shares of three are enough
@@ -415,9 +415,9 @@ def test_some_of_twenty_lie_about_all_their_shares(liars: list[int]) -> None:
     seeds = {owner: bytes([owner]) * 15 for owner in range(20)}
     shares = {o: MaskingClient(o, seed, seed, least).share(20, least) for o, seed in seeds.items()}
     for holder in range(20):
-        found = {owner: shares[owner][holder][0] for owner in seeds}
-        lies = {owner: share[:4] + bytes(16) for owner, share in found.items()}
-        leader._shares[holder] = lies if holder in liars else found
+        actual = {owner: shares[owner][holder][0] for owner in seeds}
+        lies = {owner: share[:4] + bytes(16) for owner, share in actual.items()}
+        leader._shares[holder] = lies if holder in liars else actual
 
     def is_right(client: int, seed: bytes) -> bool:
         tried.append(client)
@@ -437,12 +437,12 @@ def test_a_weight_that_cannot_be_costs_the_round_and_not_the_run(change: int, tm
     def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
         if (t, client) != (1, 3) or Order.from_json(message.header).step != "mask":
             return None
-        found = carrier.answered(message)
-        vector = vector_from_bytes(found.payload).copy()
+        actual = carrier.answered(message)
+        vector = vector_from_bytes(actual.payload).copy()
         vector[:1] += np.uint64(change % 2**64)
-        return [dataclasses.replace(found, payload=vector.astype("<u8").tobytes())]
+        return [dataclasses.replace(actual, payload=vector.astype("<u8").tobytes())]
 
-    _, result = run_secure(made, tmp_path, on_orders(act))
+    _, result = run_secure(made, tmp_path, fault_on_orders(act))
     assert [set(r.lost) for r in result.rounds[1:]] == [set("0123"), set()]
     assert "a client sent what it may not" in result.rounds[1].lost["0"]
     everyone = dict.fromkeys("0123", "gone")

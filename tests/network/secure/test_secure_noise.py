@@ -28,7 +28,7 @@ from tests.network.secure.secure_sites import (
     make_private_experiment,
     run_secure,
 )
-from tests.support.local_network import on_orders
+from tests.support.local_network import fault_on_orders
 
 
 @pytest.mark.few(2)
@@ -56,7 +56,7 @@ def test_the_noise_of_a_total_has_a_part_of_each_that_replied(lost: int, tmp_pat
 
     larger = {"defaults": {"optimizer": {"lr": 1e-12}}, "model": {"names": ["mlp"], "hidden": [400]}}
     made = make_private_experiment("fedavg", 3.0, rounds=1).overlay(larger)
-    _, result = run_secure(made, tmp_path, on_orders(act))
+    _, result = run_secure(made, tmp_path, fault_on_orders(act))
     assert len(result.rounds[1].lost) == lost
     run = Run(made.build_method("fedavg"), made.federation(), made.run, Sequential())
     noise = flatten_values(result.run.state.server) - flatten_values(run.state.server)
@@ -71,7 +71,7 @@ def test_a_lost_round_releases_nothing(tmp_path: Path) -> None:
         return [] if client < 2 and Order.from_json(message.header).step == "reveal" else None
 
     made = make_private_experiment("fedadam", 3.0, rounds=1)
-    _, result = run_secure(made, tmp_path, on_orders(act))
+    _, result = run_secure(made, tmp_path, fault_on_orders(act))
     assert len(result.rounds[1].lost) == 4
     run = Run(made.build_method("fedadam"), made.federation(), made.run, Sequential())
     assert tree.equal(result.run.state.server, run.state.server)
@@ -86,12 +86,12 @@ def test_a_change_keeps_its_norm_on_the_grid(factor: float, monkeypatch: pytest.
     # a change of the norm C whose numbers are all rounded up
     size = int((norm / (50.6 * grid.sum_step)) ** 2)
     v = torch.full((size,), norm / math.sqrt(size), dtype=torch.float64) * factor
-    found = DistributedNoise(norm, 1.0, 5, grid).vector({"w": v}).view(np.int64) * grid.sum_step
-    assert np.linalg.norm(found) <= norm
+    actual = DistributedNoise(norm, 1.0, 5, grid).vector({"w": v}).view(np.int64) * grid.sum_step
+    assert np.linalg.norm(actual) <= norm
     if factor < 1:
-        assert np.abs(found - v.numpy()).max() <= grid.sum_step / 2 * (1 + 1e-9)
+        assert np.abs(actual - v.numpy()).max() <= grid.sum_step / 2 * (1 + 1e-9)
     else:
-        assert np.linalg.norm(found) > 0.95 * norm
+        assert np.linalg.norm(actual) > 0.95 * norm
 
 
 def test_sites_that_tell_their_noise_lower_the_privacy_of_the_others() -> None:

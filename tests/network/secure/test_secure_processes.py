@@ -136,9 +136,9 @@ class Deployment:
             contribute = run.contribute
 
             def watched(info: Any, upload: Any) -> Any:
-                found = contribute(info, upload)
-                watch(info.id, found, run.round)
-                return found
+                actual = contribute(info, upload)
+                watch(info.id, actual, run.round)
+                return actual
 
             run.contribute = watched  # type: ignore[method-assign]
         for names in lost:
@@ -156,14 +156,14 @@ class Deployment:
 
     def vectors(self, lost: list[set[str]], last: int = 1) -> list[bytes]:
         """The vectors that are added up in the last rounds of a plain run."""
-        grid, found = make_grid(self.made.run.secure, len(self.sites)), list[bytes]()
+        grid, actual = make_grid(self.made.run.secure, len(self.sites)), list[bytes]()
 
         def watch(client: int, contribution: Any, t: int) -> None:
             if t >= len(lost) - last:
-                found.append(vector_to_bytes(encode_contribution(contribution, grid, None)))
+                actual.append(vector_to_bytes(encode_contribution(contribution, grid, None)))
 
         self.plain(lost, watch)
-        return found
+        return actual
 
 
 def found_in(folder: Path, vectors: list[bytes]) -> list[Path]:

@@ -28,9 +28,9 @@ from tests.network.secure.secure_sites import (
     run_secure,
 )
 from tests.support.local_network import (
+    fault_on_orders,
     log_lines,
-    on_orders,
-    served,
+    serve_run,
 )
 
 
@@ -75,7 +75,7 @@ def test_a_client_that_dies_at_a_step_costs_its_own_part_at_most(
         return [reply] if reply else []
 
     made = make_secure_experiment("scaffold", clients=4)
-    carrier, result = run_secure(made, tmp_path, on_orders(act))
+    carrier, result = run_secure(made, tmp_path, fault_on_orders(act))
     place = STEPS.index(step) + after
     # whose vector arrived is in the sum, whatever became of it then
     gone = {} if place >= 3 else {"2": "gone"}
@@ -90,7 +90,7 @@ def test_below_the_threshold_a_round_gives_nothing_and_the_run_goes_on(tmp_path:
         return [] if t == 2 and client > 1 and Order.from_json(message.header).step == "agree" else None
 
     made = make_secure_experiment("fedavg", clients=4, rounds=3)
-    _, result = run_secure(made, tmp_path, on_orders(act))
+    _, result = run_secure(made, tmp_path, fault_on_orders(act))
     assert [set(r.lost) for r in result.rounds[1:]] == [set(), {"0", "1", "2", "3"}, set()]
     assert "2 clients signed who had replied, and 3 must" in result.rounds[2].lost["0"]
     everyone = dict.fromkeys("0123", "gone")
@@ -115,8 +115,8 @@ def test_a_client_that_came_back_is_registered_again_before_a_round(tmp_path: Pa
 
     made = make_secure_experiment("fedavg", rounds=4)
     carrier, keys = make_secure_sites(made, tmp_path)
-    carrier = Returning(carrier.folders, on_orders(act), keys=carrier.keys)
-    result = served(carrier, made, tmp_path / "run", member_keys=keys)
+    carrier = Returning(carrier.folders, fault_on_orders(act), keys=carrier.keys)
+    result = serve_run(carrier, made, tmp_path / "run", member_keys=keys)
     assert [set(r.lost) for r in result.rounds[1:]] == [set(), {"0", "1", "2"}, set(), set()]
 
 
@@ -124,10 +124,10 @@ def test_no_round_is_summed_twice(tmp_path: Path) -> None:
     """Two totals of one round, the second without client 1, would differ by what client 1 sent."""
     made = make_secure_experiment("fedavg", clients=4, rounds=3)
     carrier, keys = make_secure_sites(made, tmp_path)
-    first = served(carrier, made, tmp_path / "run", member_keys=keys)
+    first = serve_run(carrier, made, tmp_path / "run", member_keys=keys)
     assert not first.rounds[2].lost
     prepare_resume(tmp_path / "run", 1, [1])
-    again = served(carrier, made, tmp_path / "run", member_keys=keys, resume=True)
+    again = serve_run(carrier, made, tmp_path / "run", member_keys=keys, resume=True)
     for record in again.rounds[2:]:
         assert set(record.lost) == {"0", "1", "2", "3"}
         assert "masks none of that round or an earlier one again" in record.lost["0"] + record.lost["2"]
@@ -141,7 +141,7 @@ def test_a_site_that_begins_anew_masks_no_round_again(kept: bool, tmp_path: Path
     """In another folder of the site, or after `join --forget`, the server repeats the first round without client 3."""
     made = make_secure_experiment("fedavg", clients=4)
     carrier, keys = make_secure_sites(made, tmp_path)
-    first = served(carrier, made, tmp_path / "run", member_keys=keys)
+    first = serve_run(carrier, made, tmp_path / "run", member_keys=keys)
     assert not first.rounds[1].lost
     run = first.run.engine.account.run  # type: ignore[attr-defined]
     if not kept:
@@ -167,8 +167,8 @@ def test_a_server_cannot_ask_for_an_update_without_a_mask(tmp_path: Path) -> Non
         bare = dataclasses.replace(message, header=dataclasses.replace(order, step="", parcel={}).to_json())
         return [carrier.answered(bare)]
 
-    carrier.fault = on_orders(act)
-    result = served(carrier, made, tmp_path / "run", member_keys=keys)
+    carrier.fault = fault_on_orders(act)
+    result = serve_run(carrier, made, tmp_path / "run", member_keys=keys)
     assert "an order to train without masking came" in result.rounds[1].lost["0"]
     assert not any(client == 0 for client, _ in carrier.trained)
 
@@ -177,11 +177,11 @@ def test_a_vector_of_another_length_is_refused(tmp_path: Path) -> None:
     def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
         if Order.from_json(message.header).step != "mask" or client != 3:
             return None
-        found = carrier.answered(message)
-        return [dataclasses.replace(found, payload=found.payload[:-8])]
+        actual = carrier.answered(message)
+        return [dataclasses.replace(actual, payload=actual.payload[:-8])]
 
     made = make_secure_experiment("fedavg", clients=4, rounds=1)
-    _, result = run_secure(made, tmp_path, on_orders(act))
+    _, result = run_secure(made, tmp_path, fault_on_orders(act))
     assert "numbers, and" in result.rounds[1].lost["3"]
     assert is_close(result.run.state.server, run_in_clear(made, [{"3": "gone"}]).state.server, 1e-4)
 
@@ -207,7 +207,7 @@ def test_without_a_roster_it_is_refused(tmp_path: Path) -> None:
     made = make_secure_experiment("fedavg")
     carrier, _ = make_secure_sites(made, tmp_path)
     with pytest.raises(ConfigError, match=r"whose folder has roster\.json"):
-        served(carrier, made, tmp_path / "run")
+        serve_run(carrier, made, tmp_path / "run")
 
 
 def test_a_client_says_that_its_numbers_were_clipped(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.rounds.run import Run
 from tests.network.deploy.node_server import PINNED_APP, OneMessageServer, make_flower_run
 from tests.network.orders_by_hand import RUN_NAME, encode_download, make_order
-from tests.support.local_network import agrees, local, served, small
+from tests.support.local_network import assert_equals_sequential_run, local, serve_run, small
 
 SIGNER = OrderSigner(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 SITE = SiteSettings(order_key=SIGNER.key.public_key().public_bytes_raw().hex())
@@ -92,12 +92,12 @@ def test_a_forged_order_is_refused_and_the_servers_is_answered(
         changed.get("kind", "order"), other, down, changed.get("client", 1), changed.get("signer", SIGNER)
     )
     signature = changed.get("signature", signature)
-    header, found = asked(folder, "order", text, sent, signature)
-    assert (header, why in found) == ("", True), found
+    header, actual = asked(folder, "order", text, sent, signature)
+    assert (header, why in actual) == ("", True), actual
     # nothing of a run was made
     assert {p.name for p in folder.iterdir()} == {"client.json", "data.tree", "audit.jsonl"}
-    header, found = asked(folder, "order", text, down, signed("order", text, down))
-    assert (found, Answer.from_json(header).steps) == ("", 3)
+    header, actual = asked(folder, "order", text, down, signed("order", text, down))
+    assert (actual, Answer.from_json(header).steps) == ("", 3)
 
 
 def test_a_forged_request_to_register_gets_nothing(folder: Path) -> None:
@@ -128,8 +128,8 @@ def test_a_whole_run_is_signed(tmp_path: Path) -> None:
     made = small("scaffold", 2, 2)
     site = dataclasses.replace(SiteSettings.simulated(), order_key=SITE.order_key)
     carrier = local(made, tmp_path, site=site)
-    result = served(carrier, made, tmp_path / "run", keys={100: 0, 101: 1}, signer=SIGNER)
-    assert agrees(result, carrier, made) == set()
+    result = serve_run(carrier, made, tmp_path / "run", keys={100: 0, 101: 1}, signer=SIGNER)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert {m.kind for m in carrier.log} == {"registration", "order"}
 
 

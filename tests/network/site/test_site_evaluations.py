@@ -23,7 +23,15 @@ from fedlowrank.network.persistence.account import prepare_resume
 from fedlowrank.network.site.allowance import max_trainings
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.storage.digest import read_sealed, write_sealed
-from tests.support.local_network import agrees, headline, local, same_states, served, small, truth
+from tests.support.local_network import (
+    assert_equals_sequential_run,
+    assert_same_states,
+    headline,
+    local,
+    run_sequentially,
+    serve_run,
+    small,
+)
 
 ROUNDS = 4
 SITES = SiteSettings(evaluation="exact")
@@ -82,7 +90,7 @@ def read_features(ask: Callable[[Any], float | None], examples: int, first: int)
     Returns:
         Values by feature, and the number of models.
     """
-    orders, found = 0, []
+    orders, actual = 0, []
 
     def loss(feature: int, at: float) -> float | None:
         nonlocal orders
@@ -99,13 +107,13 @@ def read_features(ask: Callable[[Any], float | None], examples: int, first: int)
                 middle = (low + high) / 2
                 seen = loss(feature, middle)
                 if value is None or seen is None:
-                    return found, orders
+                    return actual, orders
                 bends = seen - (value + slope * (middle - here)) > 1e-3
                 low, high = (low, middle) if bends else (middle, high)
             value, here, slope = (value or 0.0) + slope * (high - here), high, slope + 1
             values.append(high)
-        found.append(values)
-    return found, orders
+        actual.append(values)
+    return actual, orders
 
 
 def test_losses_without_limit_tell_every_feature(made: ExperimentConfig) -> None:
@@ -118,8 +126,8 @@ def test_losses_without_limit_tell_every_feature(made: ExperimentConfig) -> None
         scores = functional.linear(x, model["linear.weight"], model["linear.bias"])
         return float(functional.cross_entropy(scores, y))
 
-    found, orders = read_features(ask, 5, int((y == 0).sum()))
-    assert torch.allclose(torch.tensor(found).T, x.sort(dim=0).values, atol=0.01)
+    actual, orders = read_features(ask, 5, int((y == 0).sum()))
+    assert torch.allclose(torch.tensor(actual).T, x.sort(dim=0).values, atol=0.01)
     assert orders == 324
 
 
@@ -139,8 +147,8 @@ def test_a_client_is_no_oracle(
         seen.extend([] if found is None else [found])
         return found
 
-    found, _ = read_features(ask, test, int((data.y == 0).sum()))
-    assert (found, len(seen)) == ([], answers)
+    actual, _ = read_features(ask, test, int((data.y == 0).sum()))
+    assert (actual, len(seen)) == ([], answers)
 
 
 def test_one_evaluation_a_round_and_none_of_an_older_one(made: ExperimentConfig, tmp_path: Path) -> None:
@@ -153,8 +161,8 @@ def test_one_evaluation_a_round_and_none_of_an_older_one(made: ExperimentConfig,
             for _ in range(2):
                 asked += 1
                 down = plain(asked)
-                found = answered(folder, down, round=t, branch=branch, last=t == ROUNDS)
-                got += [(branch, t)] * (found.evaluation is not None)
+                actual = answered(folder, down, round=t, branch=branch, last=t == ROUNDS)
+                got += [(branch, t)] * (actual.evaluation is not None)
     assert got == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4)]
     assert len(got) == ROUNDS + 1
     refused = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
@@ -197,15 +205,15 @@ def test_trainings_are_counted_too(made: ExperimentConfig, tmp_path: Path) -> No
 def test_numbers_are_rounded(made: ExperimentConfig, tmp_path: Path) -> None:
     folder = folder_of(made, tmp_path, 40)
     answer = answered(folder, model := plain(), train=True)
-    data, found = shares_of(made, 40).data[1], answer.evaluation
-    assert found is not None
+    data, actual = shares_of(made, 40).data[1], answer.evaluation
+    assert actual is not None
     for split in ("val", "test"):
         part = getattr(data, split)
         scores = functional.linear(part.x, model["linear.weight"], model["linear.bias"])
-        assert found.values("accuracy", series="personal", split=split) == [
+        assert actual.values("accuracy", series="personal", split=split) == [
             int((scores.argmax(1) == part.y).sum()) / len(part)
         ]
-        assert found.values("loss", series="personal", split=split) == [
+        assert actual.values("loss", series="personal", split=split) == [
             float(f"{functional.cross_entropy(scores, part.y):.3g}")
         ]
     exact = answered(folder_of(made, tmp_path / "exact", 40, evaluation="exact"), model, train=True)
@@ -241,9 +249,9 @@ def test_a_run_without_numbers_goes_to_its_end(
     """The server, early stopping, the status and the report take None."""
     made = small("scaffold", run={"metrics": ["macro_f1"], "patience": 1})
     carrier = local(made, tmp_path, site=SiteSettings(evaluation=evaluation))
-    result = served(carrier, made, tmp_path / "run")
+    result = serve_run(carrier, made, tmp_path / "run")
     # the models are those of a run that evaluates
-    same_states(result, carrier, truth(made, result.rounds)[0])
+    assert_same_states(result, carrier, run_sequentially(made, result.rounds)[0])
     assert [r.lost for r in result.rounds] == [{}] * 4
     assert all(not r.is_evaluated or headline(r) == [None] * 3 for r in result.rounds)
     assert ("early stopping does not count it" in caplog.text) == (evaluation == "rounded")
@@ -255,18 +263,20 @@ def test_a_run_without_numbers_goes_to_its_end(
 def test_a_run_of_sites_with_defaults_is_the_sequential_run_in_rounded_numbers(tmp_path: Path) -> None:
     made = small("scaffold", 2, split={"train": 0.5, "test": 0.4, "val": 0.1})
     carrier = local(made, tmp_path, site=SiteSettings())
-    result = served(carrier, made, tmp_path / "run")
-    run, records = truth(made, result.rounds)
-    same_states(result, carrier, run)
-    for found, wanted in zip(result.rounds, records, strict=True):
-        assert found.is_evaluated
-        assert wanted.is_evaluated
-        assert found.values("accuracy", split="val") == found.values("loss", split="val") == [None] * 2
-        assert found.values("accuracy") == wanted.values("accuracy")
+    result = serve_run(carrier, made, tmp_path / "run")
+    run, records = run_sequentially(made, result.rounds)
+    assert_same_states(result, carrier, run)
+    for actual, expected in zip(result.rounds, records, strict=True):
+        assert actual.is_evaluated
+        assert expected.is_evaluated
+        assert actual.values("accuracy", split="val") == actual.values("loss", split="val") == [None] * 2
+        assert actual.values("accuracy") == expected.values("accuracy")
         losses = [
-            float(f"{v:.3g}") for v in wanted.values("loss", series="personal", split="test") if v is not None
+            float(f"{v:.3g}")
+            for v in expected.values("loss", series="personal", split="test")
+            if v is not None
         ]
-        assert found.values("loss") == losses
+        assert actual.values("loss") == losses
 
 
 @pytest.mark.few(1)
@@ -277,10 +287,10 @@ def test_a_server_that_goes_back_repeats_trainings_and_no_evaluations(
     """A simulated client has no bounds."""
     made = small("scaffold", rounds=4)
     carrier = local(made, tmp_path, site=site)
-    served(carrier, made, tmp_path / "run")
+    serve_run(carrier, made, tmp_path / "run")
     prepare_resume(tmp_path / "run", 2, [])
-    result = served(carrier, made, tmp_path / "run", resume=True)
-    assert agrees(result, carrier, made) == {(t, i) for t in absent for i in range(3)}
+    result = serve_run(carrier, made, tmp_path / "run", resume=True)
+    assert assert_equals_sequential_run(result, carrier, made) == {(t, i) for t in absent for i in range(3)}
 
 
 def test_a_damaged_count_is_named(made: ExperimentConfig, tmp_path: Path) -> None:
@@ -305,7 +315,7 @@ def test_a_client_without_shares_of_clusters_is_evaluated_as_the_others(tmp_path
     shares = shares_of(made, 20)
     few = dataclasses.replace(shares.data[1], train=shares.data[1].train.take(torch.arange(19)))
     prepare(carrier.folders[101], made, 1, dataclasses.replace(shares, data=(few, few, few)), SiteSettings())
-    result = served(carrier, made, tmp_path / "run")
+    result = serve_run(carrier, made, tmp_path / "run")
     assert all(None not in headline(record) for record in result.rounds)
     assert [record.values("route", series="0", split="")[1] for record in result.rounds] == [None, None]
     assert all(None not in record.values("route", series="0", split="")[::2] for record in result.rounds)

@@ -42,7 +42,7 @@ from fedlowrank.rounds.run import Run
 from tests.network.deploy.node_server import PINNED_APP, OneMessageServer, make_flower_run
 from tests.network.deployments import make_deployment_tables, write_tables
 from tests.network.orders_by_hand import RUN_NAME, encode_download, make_order
-from tests.support.local_network import local, served, small
+from tests.support.local_network import local, serve_run, small
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def sent(folder: Path, records: RecordDict, kind: str = "train.order") -> OneMes
 
 def test_all_that_leaves_is_in_the_log_of_the_site_as_in_the_servers(tmp_path: Path) -> None:
     carrier = local(small("scaffold", 2, 2), tmp_path)
-    served(carrier, small("scaffold", 2, 2), tmp_path / "run", audit=tmp_path / "audit.jsonl")
+    serve_run(carrier, small("scaffold", 2, 2), tmp_path / "run", audit=tmp_path / "audit.jsonl")
     theirs = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     for node, folder in carrier.folders.items():
         mine = events(folder)
@@ -165,15 +165,15 @@ def test_an_answer_with_a_problem_holds_no_text_either(
 ) -> None:
     masked = r"{}: {}, incident [0-9a-f]{{8}} in the site's audit log"
     runtime = ClientRuntime(folder)
-    found, _ = runtime.answer(make_order(sequential_run), encode_download(sequential_run, float("nan")))
-    assert re.fullmatch(masked.format("its training failed", r"\w+"), found.problem), found.problem
-    found, _ = runtime.answer(make_order(sequential_run, round=2, stamp=2), encode_download(sequential_run))
+    actual, _ = runtime.answer(make_order(sequential_run), encode_download(sequential_run, float("nan")))
+    assert re.fullmatch(masked.format("its training failed", r"\w+"), actual.problem), actual.problem
+    actual, _ = runtime.answer(make_order(sequential_run, round=2, stamp=2), encode_download(sequential_run))
     state = "the server expects the state after round 2, which this client does not have"
-    assert re.fullmatch(masked.format(state, "ForgottenError"), found.problem), found.problem
+    assert re.fullmatch(masked.format(state, "ForgottenError"), actual.problem), actual.problem
     (folder / "site.json").write_text("{}")
-    found, _ = runtime.answer(make_order(sequential_run), encode_download(sequential_run))
+    actual, _ = runtime.answer(make_order(sequential_run), encode_download(sequential_run))
     disk = "its folder cannot be read or written"
-    assert re.fullmatch(masked.format(disk, "CheckpointError"), found.problem), found.problem
+    assert re.fullmatch(masked.format(disk, "CheckpointError"), actual.problem), actual.problem
     texts = [e["text"] for e in events(folder)]
     assert len(texts) == 3
     assert str(folder) in texts[1]
@@ -348,14 +348,14 @@ def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: Path, *argument
 def test_a_site_types_what_it_allows(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert typed(monkeypatch, tmp_path, file, "--insecure") == SiteSettings()
     more = ("--no-evaluation", "--send-errors", "--runs", "2", "--max-download", "7")
-    found = typed(monkeypatch, tmp_path, file, "--insecure", *more)
-    assert found == SiteSettings("", "none", send_errors=True, runs=2, max_download=7 << 20)
+    actual = typed(monkeypatch, tmp_path, file, "--insecure", *more)
+    assert actual == SiteSettings("", "none", send_errors=True, runs=2, max_download=7 << 20)
     make_keys(tmp_path / "keys", 2, [])
-    found = typed(
+    actual = typed(
         monkeypatch, tmp_path, file, "--keys", str(tmp_path / "keys" / "client-1"), "--exact-evaluation"
     )
     public = read_public_key(tmp_path / "keys" / "server" / "orders.pub")
-    assert found == SiteSettings(public, "exact")
+    assert actual == SiteSettings(public, "exact")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fedlowrank.network import client as runtime
 from fedlowrank.network.client import prepare
 from fedlowrank.network.drive import drive
 from fedlowrank.network.messages import Order
-from tests.support.local_network import LocalTransport, local, logged, ran, served, small
+from tests.support.local_network import LocalTransport, count_logged, local, run_whole, serve_run, small
 
 DELTA = 1e-3
 
@@ -46,7 +46,7 @@ def test_a_client_spends_one_budget_whatever_its_folder(
 ) -> None:
     """A budget of five updates, and two runs of three rounds each."""
     made = private("local", 8.0, composed(4.0, 5) + 1e-6)
-    carrier, _ = ran(made, tmp_path / "one")
+    carrier, _ = run_whole(made, tmp_path / "one")
     assert {releases(folder) for folder in carrier.folders.values()} == {3}
     base = tmp_path / ("two" if lost == "another folder" else "one")
     for folder in carrier.folders.values():
@@ -55,7 +55,7 @@ def test_a_client_spends_one_budget_whatever_its_folder(
         elif lost == "removed ledger":
             (folder / "privacy.jsonl").unlink()
     again = local(made, base)
-    result = served(again, made, tmp_path / "second")
+    result = serve_run(again, made, tmp_path / "second")
     # three, and then two
     assert {releases(folder) for folder in again.folders.values()} == {2}
     assert [len(record.lost) for record in result.rounds[1:]] == [0, 0, 3]
@@ -73,12 +73,12 @@ def test_a_server_spends_one_budget_whatever_its_run_folder(
     assert main(["privacy"]) == 0
     assert "no run of this site has spent privacy" in capsys.readouterr().out
     made = private("central", 4.0, composed(4.0, 5) + 1e-6)
-    _, first = ran(made, tmp_path / "one")
+    _, first = run_whole(made, tmp_path / "one")
     shutil.rmtree(tmp_path / "one" / "run")
-    _, second = ran(made, tmp_path / "two")
+    _, second = run_whole(made, tmp_path / "two")
     assert (first.run.round, second.run.round) == (3, 2)
     assert "earlier runs of this site" in second.run.stopped
-    assert logged(caplog, "earlier runs of this site on the same data have spent") == 1
+    assert count_logged(caplog, "earlier runs of this site on the same data have spent") == 1
     capsys.readouterr()
     assert main(["privacy"]) == 0
     shown = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_clients_of_several_servers_spend_one_budget(tmp_path: Path) -> None:
     results = []
     for name in ("hospitals", "banks"):
         carrier = local(made, tmp_path / name)
-        results.append(served(carrier, made, tmp_path / name / "run", federation=name))
+        results.append(serve_run(carrier, made, tmp_path / name / "run", federation=name))
     assert [result.run.round for result in results] == [3, 3]
     lost = [[len(record.lost) for record in result.rounds[1:]] for result in results]
     assert lost == [[0, 0, 0], [0, 0, 3]]
@@ -110,7 +110,7 @@ def test_another_federation_has_a_budget_of_its_own(tmp_path: Path) -> None:
         carrier = LocalTransport({100 + i: tmp_path / name / str(i) for i in range(3)})
         for i in range(3):
             prepare(carrier.folders[100 + i], made, i, shares, sketch=())
-        rounds.append(served(carrier, made, tmp_path / name / "run", federation=federation).run.round)
+        rounds.append(serve_run(carrier, made, tmp_path / name / "run", federation=federation).run.round)
     assert rounds == [3, 3, 0]
 
 

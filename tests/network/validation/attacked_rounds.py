@@ -60,18 +60,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 def aggregate(method: Any, server: Any, replies: list[Reply], view: Any) -> tuple[Any, dict[int, str]]:
     """The server's next state and the refused replies, as :class:`NetworkRun` goes about it."""
-    found, refused, known = Aggregator([r.client.id for r in replies]), {}, {r.client.id: r for r in replies}
+    actual, refused, known = Aggregator([r.client.id for r in replies]), {}, {r.client.id: r for r in replies}
     for client, upload in replies:
         try:
-            found.add(client.id, make_contribution(method, server, upload, client))
+            actual.add(client.id, make_contribution(method, server, upload, client))
         except RefusedReplyError as error:
             refused[client.id] = str(error)
-            found.skip(client.id)
-    if not found.contributed:
+            actual.skip(client.id)
+    if not actual.contributed:
         return server, refused
-    view = dataclasses.replace(view, replied=[known[i].client for i in found.contributed])
+    view = dataclasses.replace(view, replied=[known[i].client for i in actual.contributed])
     try:
-        return update_server(method, server, found.finish(), view), refused
+        return update_server(method, server, actual.finish(), view), refused
     except FAULT_TYPES:
 
         def contribution(client: ClientInfo) -> Any:
@@ -162,25 +162,25 @@ def judged(name: str, data: bytes) -> Any:
     s = situation(name)
     refused = []
     try:
-        found = inspect_upload(data, s.template, s.me, LIMITS)
+        actual = inspect_upload(data, s.template, s.me, LIMITS)
     except RefusedReplyError as error:
         refused.append(error)
     if refused:
         assert refused[0].client == s.me.id
         assert len(str(refused[0])) < 2000
         return None
-    assert finite(found)
+    assert finite(actual)
     if name not in ("fedkd", "hetlora"):
-        assert outline(found, name not in ("fd", "fedproto")) == outline(
+        assert outline(actual, name not in ("fd", "fedproto")) == outline(
             s.upload, name not in ("fd", "fedproto")
         )
     try:
-        server, dropped = s.sent(found)
+        server, dropped = s.sent(actual)
     except FAULT_TYPES:
-        return found
+        return actual
     assert finite(server)
     assert set(dropped) <= {s.me.id}
-    return found
+    return actual
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

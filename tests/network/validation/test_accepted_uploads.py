@@ -88,8 +88,8 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
         before, start = run.state.server, len(guarded.uploads)
         infos = run.participants(t)
         run.step()
-        found = zip(infos, guarded.uploads[start:], strict=True)
-        replies = [Reply(i, u) for i, u in found if u is not None]
+        actual = zip(infos, guarded.uploads[start:], strict=True)
+        replies = [Reply(i, u) for i, u in actual if u is not None]
         if replies:
             view = ServerView(run.task, t, federation.key / "server" / t)
             server, dropped = aggregate(method, before, replies, view)
@@ -105,8 +105,8 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_with_its_default_settings(name: str) -> None:
     method = made(name)
-    found = go(method, small(method.heterogeneous))
-    assert len(found.uploads) == 12
+    actual = go(method, small(method.heterogeneous))
+    assert len(actual.uploads) == 12
 
 
 @pytest.mark.full
@@ -146,8 +146,8 @@ def test_lora_on_every_wire_and_with_every_head(name: str, head: Any, wire: Any)
         make_arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks
     )
     method = made(name, **FAST, training=LoRATraining(rank=2, scaling="alpha", head=head, wire=wire))
-    found = go(method, federation)
-    seen = {next(iter(u.factors.values())).b.shape[1] for u in found.uploads}
+    actual = go(method, federation)
+    seen = {next(iter(u.factors.values())).b.shape[1] for u in actual.uploads}
     assert seen == ({0} if name == "fedsa_lora" else set(ranks))
 
 
@@ -156,8 +156,8 @@ def test_a_client_may_prune_its_rank_and_only_as_declared() -> None:
     federation = Federation.from_arrays(make_arrays(), lambda: Net(9, 10), classes=4, rank=(2, 5, 7, 9))
     for wire in WIRES:
         method = made("hetlora", **FAST, prune=0.6, penalty=3.0, training=LoRATraining(wire=wire))
-        found = go(method, federation, rounds=5)
-        pairs = list(zip(found.downs, found.uploads, strict=True))
+        actual = go(method, federation, rounds=5)
+        pairs = list(zip(actual.downs, actual.uploads, strict=True))
         ranks = [[next(iter(m.factors.values())).b.shape[1] for m in pair] for pair in pairs]
         assert {up < down for down, up in ranks} == {True, False}
         assert all(up in (down, max(1, int(0.6 * down))) for down, up in ranks)
@@ -206,14 +206,14 @@ def test_settings_that_change_what_is_sent(case: str) -> None:
     federation = Federation.from_arrays(
         make_arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, **rest
     )
-    found = go(made(name, **{**FAST, **settings}), federation, rounds=4)
-    assert len(found.uploads) == 12
+    actual = go(made(name, **{**FAST, **settings}), federation, rounds=4)
+    assert len(actual.uploads) == 12
     if case == "fedslr of low rank":
         # the download changes its form, the upload does not
-        forms = {type(w) for down in found.downs for w in down.values()}
+        forms = {type(w) for down in actual.downs for w in down.values()}
         assert LowRank in forms
     if case.startswith("fedslr sparse"):
-        assert any(isinstance(w, Sparse) for down in found.downs for w in down.values())
+        assert any(isinstance(w, Sparse) for down in actual.downs for w in down.values())
 
 
 @pytest.mark.full
@@ -221,21 +221,21 @@ def test_settings_that_change_what_is_sent(case: str) -> None:
 def test_weights_travel_whole_or_as_factors_of_any_rank(energy: float) -> None:
     method = made("fedkd", **FAST, energy_start=energy, energy_end=max(0.99, energy))
     federation = Federation.from_arrays(make_arrays(), lambda: Net(30, 20, dtype=torch.float32), classes=4)
-    found = go(method, federation, rounds=6, participation=0.5)
-    forms = {type(w) for upload in found.uploads for w in upload.values()}
+    actual = go(method, federation, rounds=6, participation=0.5)
+    forms = {type(w) for upload in actual.uploads for w in upload.values()}
     assert forms == ({Tensor} if energy == 1 else {Tensor, Factored})
     if energy < 1:
         # a client that missed rounds is sent several updates
-        assert max(len(down.updates) for down in found.downs) > 1
-        ranks = {w.rank for u in found.uploads for w in u.values() if isinstance(w, Factored)}
+        assert max(len(down.updates) for down in actual.downs) > 1
+        ranks = {w.rank for u in actual.uploads for w in u.values() if isinstance(w, Factored)}
         assert len(ranks) > 2
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["fd", "fedproto"])
 def test_clients_send_rows_for_the_classes_they_own(name: str) -> None:
-    found = go(made(name, **FAST), federate_two_models())
-    assert {len(u.labels) for u in found.uploads} == {2, 3}
+    actual = go(made(name, **FAST), federate_two_models())
+    assert {len(u.labels) for u in actual.uploads} == {2, 3}
 
 
 # -- other data
@@ -341,18 +341,18 @@ def test_a_template_is_that_of_a_form_and_not_of_values() -> None:
     federation = Federation.from_arrays(make_arrays(), lambda: Net(9, 10), classes=4, rank=(4,) * 4)
     method, task, info = made("hetlora", prune=0.5), federation.task(3), federation.infos[0]
     down = method.download(method.server_init(task), info)
-    wanted = trace_template(method, task, info, down)
+    expected = trace_template(method, task, info, down)
     # factors of -1 would seem to shrink in the dry run, as if they were to be pruned; a client may be sent
     # anything
     for value in (-1.0, float("nan"), 1e300):
-        found = trace_template(
+        actual = trace_template(
             method, task, info, tree.map_leaves(lambda t, v=value: torch.full_like(t, v), down)
         )
         assert all(
             tree.signature(a) == tree.signature(b)
-            for a, b in zip(found.form.forms, wanted.form.forms, strict=True)
+            for a, b in zip(actual.form.forms, expected.form.forms, strict=True)
         )
-    assert [next(iter(f.factors.values())).rank for f in wanted.form.forms] == [4, 2]
+    assert [next(iter(f.factors.values())).rank for f in expected.form.forms] == [4, 2]
 
 
 @pytest.mark.parametrize(

@@ -36,21 +36,21 @@ from tests.methods.setting import KINDS, Net
 from tests.support.local_network import (
     Killed,
     LocalTransport,
-    agrees,
-    changed,
-    in_round,
+    assert_equals_sequential_run,
+    assert_same_record,
+    assert_same_states,
+    count_logged,
+    fault_in_round,
+    fault_on_orders,
     intact,
     local,
-    logged,
     lost,
-    on_orders,
-    ran,
-    remembered,
-    same_record,
-    same_states,
-    served,
+    open_client_memory,
+    replace_fields,
+    run_sequentially,
+    run_whole,
+    serve_run,
     small,
-    truth,
 )
 
 # -- norms
@@ -64,12 +64,12 @@ def test_the_update_is_measured_against_the_part_of_the_download_that_has_its_fo
     def flat(params: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([t.reshape(-1).double() for t in params.values()])
 
-    found = measure_norms(ControlledModel(y, d), ControlledModel(x, c))
-    assert found.keys() == {"/model", "/control"}
+    actual = measure_norms(ControlledModel(y, d), ControlledModel(x, c))
+    assert actual.keys() == {"/model", "/control"}
     for part, up, down in (("/model", y, x), ("/control", d, c)):
-        assert found[part].norm == pytest.approx(float(flat(up).norm()))
-        assert found[part].change == pytest.approx(float((flat(up) - flat(down)).norm()))
-        assert found[part].download == pytest.approx(float(flat(down).norm()))
+        assert actual[part].norm == pytest.approx(float(flat(up).norm()))
+        assert actual[part].change == pytest.approx(float((flat(up) - flat(down)).norm()))
+        assert actual[part].download == pytest.approx(float(flat(down).norm()))
     # an upload that is a field of the download
     assert measure_norms(y, ControlledModel(x, c))[""].change == pytest.approx(
         float((flat(y) - flat(x)).norm())
@@ -199,14 +199,14 @@ def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
     """All numbers of that client's uploads in these rounds, counted from 1, have that value."""
 
     def act(carrier: LocalTransport, message: NodeMessage, t: int, who: int) -> Any:
-        found = carrier.answered(message)
-        if who != client or t not in rounds or not found.payload:
-            return [found]
-        upload = tree.decode(found.payload)
+        actual = carrier.answered(message)
+        if who != client or t not in rounds or not actual.payload:
+            return [actual]
+        upload = tree.decode(actual.payload)
         odd = tree.map_leaves(lambda t: torch.full_like(t, value) if t.is_floating_point() else t, upload)
-        return [changed(found, payload=tree.encode(odd))]
+        return [replace_fields(actual, payload=tree.encode(odd))]
 
-    return on_orders(act)
+    return fault_on_orders(act)
 
 
 @pytest.mark.full
@@ -216,10 +216,10 @@ def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(
     method: str, t: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, 4, rounds=4, network={"limits": {"ban_after": 1}})
-    carrier, result = ran(made, tmp_path, poisoned(1e30, {t}))
+    carrier, result = run_whole(made, tmp_path, poisoned(1e30, {t}))
     assert lost(result) == [{1} if r == t else set() for r in range(1, 5)]
     # as if that reply had been lost, and nothing that came with it is kept
-    assert agrees(result, carrier, made) == {(t - 1, 1)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(t - 1, 1)}
     why = result.rounds[t].lost["1"]
     assert "the reply of client 1 was refused: its update has the norm" in why
     assert "is usual (network.limits.refuse_ratio = 30)" in why
@@ -232,7 +232,7 @@ def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(
 @pytest.mark.full
 def test_the_bound_can_be_switched_off(tmp_path: Path) -> None:
     made = small("fedavg", 4, rounds=2, network={"limits": {"refuse_ratio": 0}})
-    result = served(local(made, tmp_path, poisoned(1e4, {1})), made, tmp_path / "run")
+    result = serve_run(local(made, tmp_path, poisoned(1e4, {1})), made, tmp_path / "run")
     assert lost(result) == [set(), set()]
     assert max(float(t.abs().max()) for _, t in tree.leaves(result.run.state.server)) > 100
 
@@ -245,20 +245,20 @@ def test_past_norms_are_known_after_a_restart(tmp_path: Path) -> None:
     def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         if t == 3 and not lie:
             raise Killed
-        found = carrier.answered(message)
-        if not found.payload or not lie:
-            return [found]
+        actual = carrier.answered(message)
+        if not actual.payload or not lie:
+            return [actual]
         return [
-            changed(
-                found, payload=tree.encode(tree.map_leaves(lambda t: t * 6.0, tree.decode(found.payload)))
+            replace_fields(
+                actual, payload=tree.encode(tree.map_leaves(lambda t: t * 6.0, tree.decode(actual.payload)))
             )
         ]
 
-    honest.fault = on_orders(act)
+    honest.fault = fault_on_orders(act)
     with pytest.raises(Killed):
-        served(honest, made, tmp_path / "run")
+        serve_run(honest, made, tmp_path / "run")
     lie = 1
-    result = served(honest, made, tmp_path / "run", resume=True)
+    result = serve_run(honest, made, tmp_path / "run", resume=True)
     # in a first round, such an update would pass: it is shorter than thirty times the download
     assert [len(r.lost) for r in result.rounds[1:]] == [0, 0, 1, 1]
 
@@ -267,14 +267,14 @@ def test_past_norms_are_known_after_a_restart(tmp_path: Path) -> None:
 
 
 def boasting(carrier: LocalTransport, message: NodeMessage, examples: int = 2**40) -> Any:
-    found = carrier.answered(message)
+    actual = carrier.answered(message)
     # it confirms a notice of its rejection as it is
-    if message.kind == "order" or message.node != 101 or not found.header:
-        return [found]
+    if message.kind == "order" or message.node != 101 or not actual.header:
+        return [actual]
     return [
-        changed(
-            found,
-            header=dataclasses.replace(Registration.from_json(found.header), examples=examples).to_json(),
+        replace_fields(
+            actual,
+            header=dataclasses.replace(Registration.from_json(actual.header), examples=examples).to_json(),
         )
     ]
 
@@ -283,19 +283,19 @@ def test_a_client_that_claims_2_to_the_40_examples_weighs_three_times_the_median
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small("fedavg", rounds=1)
-    carrier, result = ran(made, tmp_path, boasting)
+    carrier, result = run_whole(made, tmp_path, boasting)
     assert Limits().examples_ratio == 3
     sizes = [len(d.train) for d in made.shares().data]
     weights = torch.tensor([float(sizes[0]), 3.0 * min(sizes), float(sizes[2])])
-    run, _ = truth(made, result.rounds)
-    replies = [tree.decode(remembered(result, carrier, i).find_answer(digest_of_last(result, carrier, i))[1])  # type: ignore[index]
+    run, _ = run_sequentially(made, result.rounds)
+    replies = [tree.decode(open_client_memory(result, carrier, i).find_answer(digest_of_last(result, carrier, i))[1])  # type: ignore[index]
                for i in range(3)]  # fmt: skip
-    for name, found in result.run.state.server.items():
+    for name, actual in result.run.state.server.items():
         stacked = torch.stack([r[name].double() for r in replies])
-        wanted = (weights.double() / weights.sum()).reshape(-1, *[1] * found.ndim) * stacked
-        assert torch.allclose(found.double(), wanted.sum(0), atol=1e-6)
-        assert run.state.server[name].shape == found.shape
-    assert logged(caplog, "client 1 registered 1099511627776 examples and is weighted by") == 1
+        expected = (weights.double() / weights.sum()).reshape(-1, *[1] * actual.ndim) * stacked
+        assert torch.allclose(actual.double(), expected.sum(0), atol=1e-6)
+        assert run.state.server[name].shape == actual.shape
+    assert count_logged(caplog, "client 1 registered 1099511627776 examples and is weighted by") == 1
 
 
 def digest_of_last(result: Any, carrier: LocalTransport, client: int) -> str:
@@ -309,21 +309,21 @@ def test_more_examples_than_promised_are_turned_away(
 ) -> None:
     sizes = [len(d.train) for d in small("fedavg").shares().data]
     made = small("fedavg", rounds=1, network={"examples": sizes, "min_clients": 2, "wait": 5.0})
-    _, result = ran(made, tmp_path, lambda there, message: boasting(there, message, sizes[1] + 1))
+    _, result = run_whole(made, tmp_path, lambda there, message: boasting(there, message, sizes[1] + 1))
     assert lost(result) == [{1}]
-    assert logged(caplog, f"says it has {sizes[1] + 1} examples, but it promised {sizes[1]}") == 1
+    assert count_logged(caplog, f"says it has {sizes[1] + 1} examples, but it promised {sizes[1]}") == 1
     wrong = small("fedavg", network={"examples": [3, 4]})
     with pytest.raises(
         ConfigError, match=r"network\.examples promises the examples of 2 clients, but there are 3"
     ):
-        served(local(wrong, tmp_path / "wrong"), wrong, tmp_path / "wrong" / "run")
+        serve_run(local(wrong, tmp_path / "wrong"), wrong, tmp_path / "wrong" / "run")
 
 
 @pytest.mark.full
 def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
     made = small("scaffold", partition={"kind": "dirichlet", "alpha": 0.5, "clients": 3})
-    carrier, result = ran(made, tmp_path)
-    assert agrees(result, carrier, made) == set()
+    carrier, result = run_whole(made, tmp_path)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     sizes = [len(d.train) for d in made.shares().data]
     assert len(set(sizes)) == 3
     for message in carrier.log:
@@ -344,7 +344,9 @@ def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
 def test_a_client_that_never_replies_costs_few_deadlines(tmp_path: Path) -> None:
     made = small("scaffold", rounds=12, network={"deadline": 100.0, "grace": 0.0})
 
-    carrier, result = ran(made, tmp_path, on_orders(lambda _, m, t, client: [] if client == 1 else None))
+    carrier, result = run_whole(
+        made, tmp_path, fault_on_orders(lambda _, m, t, client: [] if client == 1 else None)
+    )
     assert lost(result) == [{1}] * 12
     # asked in rounds 1 and 2, after a pause of one round in 4, of two in 7, of four in 12; and when the run
     # was over
@@ -364,9 +366,11 @@ def test_a_client_that_was_silent_takes_part_again_and_starts_from_zero(tmp_path
     made = small("scaffold", rounds=6, network={"deadline": 100.0})
 
     silent = [(1, 1), (2, 1), (5, 1)]
-    carrier, result = ran(made, tmp_path, on_orders(lambda _, m, *at: [] if at in silent else None))
+    carrier, result = run_whole(
+        made, tmp_path, fault_on_orders(lambda _, m, *at: [] if at in silent else None)
+    )
     assert lost(result) == [{1}, {1}, {1}, set(), {1}, set()]
-    assert agrees(result, carrier, made) == {(0, 1), (1, 1), (2, 1), (4, 1)}
+    assert assert_equals_sequential_run(result, carrier, made) == {(0, 1), (1, 1), (2, 1), (4, 1)}
 
 
 def test_no_client_is_paused_if_the_round_needs_it(tmp_path: Path) -> None:
@@ -377,9 +381,9 @@ def test_no_client_is_paused_if_the_round_needs_it(tmp_path: Path) -> None:
         tries.append(message)
         return intact(carrier, message) if len(tries) >= 4 else []
 
-    carrier, result = ran(made, tmp_path, in_round(1, 1, act))
+    carrier, result = run_whole(made, tmp_path, fault_in_round(1, 1, act))
     assert lost(result) == [set()]
-    assert agrees(result, carrier, made) == set()
+    assert assert_equals_sequential_run(result, carrier, made) == set()
 
 
 def test_a_client_that_times_out_pauses_for_doubling_numbers_of_rounds() -> None:
@@ -403,7 +407,7 @@ def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_th
     # a file that the command can load; the server and its clients live in this test
     made, out = small("scaffold", 3, rounds=6), tmp_path / "run"
     config = {**made.describe("scaffold"), "vary": {}}
-    carrier, first = ran(made, tmp_path, config=config)
+    carrier, first = run_whole(made, tmp_path, config=config)
     assert checkpoint.rounds_kept(out / "checkpoint") == [4, 5, 6]
     main(["resume", str(out), "--round", "2", "--without", "1"])
     assert "keeps the checkpoints after rounds 4, 5, 6, and none after round 2" in capsys.readouterr().err
@@ -416,19 +420,21 @@ def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_th
     assert "client 1 is excluded from now on" in told
     assert "fedlowrank serve FILE.toml --resume" in told.replace("\n", " ")
     before = len(carrier.log)
-    result = served(carrier, made, out, resume=True, config=config)
+    result = serve_run(carrier, made, out, resume=True, config=config)
     assert lost(result) == [set()] * 4 + [{1}] * 2
     assert "client 1 is excluded: the run went on without it after round 4" in result.rounds[5].lost["1"]
     assert [r.untimed() for r in result.rounds[:4]] == [r.untimed() for r in first.rounds[:4]]
     # it is the in-process run in which that client's replies were lost from round 5 on
-    run, records = truth(made, result.rounds)
-    same_states(result, carrier, run)
-    assert [same_record(a, b) for a, b in zip(result.rounds, records, strict=True)] == [set()] * 4 + [{1}] * 3
+    run, records = run_sequentially(made, result.rounds)
+    assert_same_states(result, carrier, run)
+    assert [assert_same_record(a, b) for a, b in zip(result.rounds, records, strict=True)] == [set()] * 4 + [
+        {1}
+    ] * 3
     assert not any(p.node == 101 for p in carrier.log[before:] if p.kind == "order")
     # what an operator reads afterwards
     account = Account.read(out)
     assert (account.branch, account.excluded) == (1, {1: 4})
-    assert served(carrier, made, out, resume=True, config=config).rounds == result.rounds
+    assert serve_run(carrier, made, out, resume=True, config=config).rounds == result.rounds
 
 
 def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:
@@ -438,14 +444,14 @@ def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:
     def stop(there: LocalTransport, message: NodeMessage) -> Any:
         raise Killed
 
-    carrier = local(made, tmp_path, in_round(3, 0, stop))
+    carrier = local(made, tmp_path, fault_in_round(3, 0, stop))
     with pytest.raises(Killed):
-        served(carrier, made, out, config=config)
+        serve_run(carrier, made, out, config=config)
     carrier.fault = intact
     # this process has not the clients' states
     assert main(["resume", str(out)]) == 1
     assert main(["resume", str(out), "--without", "2"]) == 0
-    result = served(carrier, made, out, resume=True, config=config)
+    result = serve_run(carrier, made, out, resume=True, config=config)
     assert lost(result) == [set(), set(), {2}]
     assert Account.read(out).branch == 0
 
@@ -453,7 +459,7 @@ def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_damaged_account_is_noticed(tmp_path: Path) -> None:
     made = small("scaffold", rounds=1)
-    ran(made, tmp_path)
+    run_whole(made, tmp_path)
     path = tmp_path / "run" / "network.json"
     whole = path.read_bytes()
     for place in range(0, len(whole), 5):

@@ -50,8 +50,8 @@ def test_lies_of_the_right_form_never_make_a_state_that_is_not_finite(name: str)
         if dropped:
             # as if that client had not replied
             rest = [r for r in s.replies if r.client != s.me]
-            wanted = server_update(s.run.method, s.run.state.server, rest, s.view)
-            assert tree.equal(server, wanted)
+            expected = server_update(s.run.method, s.run.state.server, rest, s.view)
+            assert tree.equal(server, expected)
 
 
 @pytest.mark.parametrize(("name", "field"), [("fd", "labels"), ("fedproto", "labels")])
@@ -137,11 +137,11 @@ def test_several_faulty_replies_are_found_and_the_rest_is_used() -> None:
 
     server, dropped = aggregate(Stub(update), 1.0, replies_of(1, 0, 2, "x", None, 4, "refused at once"), VIEW)
     assert server == 1 + 1 + 0.5 + 0.25
-    found = {
+    actual = {
         i: d.split(": ")[1].replace("Stub cannot use the reply of client 6", "ValueError")
         for i, d in dropped.items()
     }
-    assert found == {1: "ZeroDivisionError", 3: "TypeError", 4: "TypeError", 6: "ValueError"}
+    assert actual == {1: "ZeroDivisionError", 3: "TypeError", 4: "TypeError", 6: "ValueError"}
 
 
 def test_a_fault_of_the_method_is_raised_and_not_blamed_on_a_client() -> None:

@@ -24,15 +24,15 @@ from tests.network.lying_clients import LIAR, average_honest_accuracy, make_liar
 from tests.support.local_network import (
     Fault,
     LocalTransport,
-    agrees,
-    changed,
-    in_round,
+    assert_equals_sequential_run,
+    count_logged,
+    fault_in_round,
     intact,
     local,
-    logged,
     lost,
-    ran,
-    served,
+    replace_fields,
+    run_whole,
+    serve_run,
     small,
 )
 
@@ -44,7 +44,7 @@ def five(tmp_path: Path, fault: Fault = intact, rounds: int = 10, **network: Any
         data={"source": "digits", "normalize": "none"}, model={"hidden": [32]},
         defaults={"epochs": 2, "batch_size": 32, "optimizer": {"lr": 0.2}}, network={"limits": {"update_ratio": 3.0}, **network},
     )  # fmt: skip
-    return served(local(made, tmp_path, fault), made, tmp_path / "run")
+    return serve_run(local(made, tmp_path, fault), made, tmp_path / "run")
 
 
 @functools.cache
@@ -77,13 +77,13 @@ def test_a_long_update_is_shortened_and_a_persistent_one_is_held_to_the_median(
     lie = make_liar(-20.0)
 
     def watched(carrier: LocalTransport, message: NodeMessage) -> Any:
-        found = lie(carrier, message)
-        if isinstance(found[0], Response) and found[0].payload and message.kind == "order":
+        actual = lie(carrier, message)
+        if isinstance(actual[0], Response) and actual[0].payload and message.kind == "order":
             t = json.loads(message.header)["round"]
-            uploads.setdefault(t, []).append((message.node, flat(message.payload), flat(found[0].payload)))
-        return found
+            uploads.setdefault(t, []).append((message.node, flat(message.payload), flat(actual[0].payload)))
+        return actual
 
-    result = served(local(made, tmp_path, watched), made, tmp_path / "run", audit=log)
+    result = serve_run(local(made, tmp_path, watched), made, tmp_path / "run", audit=log)
     sizes = {100 + i: len(d.train) for i, d in enumerate(made.shares().data)}
     total, middle, medians = sum(sizes.values()), sorted(sizes.values())[2], list[float]()
     for t, replies in sorted(uploads.items()):
@@ -95,11 +95,13 @@ def test_a_long_update_is_shortened_and_a_persistent_one_is_held_to_the_median(
         factors = {n: min(1.0, bound[n] * min(1.0, middle / sizes[n]) / size) for n, size in norms.items()}
         kept = result.rounds[t + 1].server_metrics["shortened"]
         assert kept[str(LIAR)] == pytest.approx(factors[100 + LIAR], rel=1e-3)
-        wanted = sum(sizes[node] * (down + factors[node] * (up - down)) for node, down, up in replies) / total
+        expected = (
+            sum(sizes[node] * (down + factors[node] * (up - down)) for node, down, up in replies) / total
+        )
         if t + 1 in uploads:
-            np.testing.assert_allclose(uploads[t + 1][0][1], wanted, atol=1e-6)
-    assert logged(caplog, f"round 1: the update of client {LIAR} is") == 1
-    assert logged(caplog, f"client {LIAR} is held to the usual norm: 3 of its last updates") == 1
+            np.testing.assert_allclose(uploads[t + 1][0][1], expected, atol=1e-6)
+    assert count_logged(caplog, f"round 1: the update of client {LIAR} is") == 1
+    assert count_logged(caplog, f"client {LIAR} is held to the usual norm: 3 of its last updates") == 1
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert [e["round"] for e in events if e["event"] == "shortened" and e["client"] == LIAR] == [
         1,
@@ -118,8 +120,8 @@ def flat(payload: bytes) -> Any:
 
 def test_honest_updates_are_used_as_they_are(tmp_path: Path) -> None:
     made = small("fedavg", 5, 3, network={"limits": {"update_ratio": 3.0}})
-    carrier, result = ran(made, tmp_path)
-    assert agrees(result, carrier, made) == set()
+    carrier, result = run_whole(made, tmp_path)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
     assert all("shortened" not in r.server_metrics for r in result.rounds)
 
 
@@ -145,9 +147,9 @@ def test_products_of_factors_are_measured_and_shortened() -> None:
     # A is as usual and B is short, so that most numbers of an update five times as long are usual
     up = {n: Pair(p.b + 0.01 * q.b, p.a) for (n, p), q in zip(down.items(), pairs(1).values(), strict=True)}
     fresh = pairs(2, 0.01)
-    found, alone = measure_norms(up, down), measure_norms(fresh, None)
-    assert found[PRODUCTS_SUFFIX].change == pytest.approx(np.linalg.norm(dense(up) - dense(down)), rel=1e-6)
-    assert found[PRODUCTS_SUFFIX].norm == pytest.approx(np.linalg.norm(dense(up)), rel=1e-6)
+    actual, alone = measure_norms(up, down), measure_norms(fresh, None)
+    assert actual[PRODUCTS_SUFFIX].change == pytest.approx(np.linalg.norm(dense(up) - dense(down)), rel=1e-6)
+    assert actual[PRODUCTS_SUFFIX].norm == pytest.approx(np.linalg.norm(dense(up)), rel=1e-6)
     assert alone[PRODUCTS_SUFFIX].norm == pytest.approx(np.linalg.norm(dense(fresh)), rel=1e-6)
     lie = {n: Pair(-5 * p.b, p.a) for n, p in fresh.items()}
     assert measure_norms(lie, None)[""].norm < 1.1 * alone[""].norm
@@ -191,14 +193,14 @@ def test_a_compressed_update_is_shortened_too(tmp_path: Path) -> None:
     )
 
     def fault(carrier: LocalTransport, message: NodeMessage) -> Any:
-        found = carrier.answered(message)
-        if message.node != 100 + LIAR or not found.payload or message.kind != "order":
-            return [found]
+        actual = carrier.answered(message)
+        if message.node != 100 + LIAR or not actual.payload or message.kind != "order":
+            return [actual]
         # the scales of the rows are its only floating-point numbers
-        up = tree.map_leaves(lambda t: -20 * t if t.is_floating_point() else t, tree.decode(found.payload))
-        return [changed(found, payload=tree.encode(up))]
+        up = tree.map_leaves(lambda t: -20 * t if t.is_floating_point() else t, tree.decode(actual.payload))
+        return [replace_fields(actual, payload=tree.encode(up))]
 
-    result = served(local(made, tmp_path, fault), made, tmp_path / "run")
+    result = serve_run(local(made, tmp_path, fault), made, tmp_path / "run")
     assert 0.05 < result.rounds[1].server_metrics["shortened"][str(LIAR)] < 0.5
 
 
@@ -213,11 +215,11 @@ def test_a_refused_reply_counts_as_one_of_the_hostile_ones(rule: str, tmp_path: 
     made = small("fedavg", 5, 4, run={"robust": {"rule": rule}}, network={"limits": {"ban_after": 2}})
 
     def fault(carrier: LocalTransport, message: NodeMessage) -> Any:
-        found = carrier.answered(message)
-        bad = message.kind == "order" and message.node == 100 + LIAR and found.payload
-        return [changed(found, payload=b"lies") if bad else found]
+        actual = carrier.answered(message)
+        bad = message.kind == "order" and message.node == 100 + LIAR and actual.payload
+        return [replace_fields(actual, payload=b"lies") if bad else actual]
 
-    result = served(local(made, tmp_path, fault), made, tmp_path / "run")
+    result = serve_run(local(made, tmp_path, fault), made, tmp_path / "run")
     # refused in rounds 1 and 2, and on the blocklist from then on
     assert lost(result) == [{LIAR}] * 4
     weights = [r.server_metrics["weight"] for r in result.rounds[1:]]
@@ -231,6 +233,6 @@ def test_a_client_that_is_only_silent_does_not_count_as_hostile(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small("fedavg", 5, 1, run={"robust": {"rule": "krum"}})
-    _, result = ran(made, tmp_path, in_round(1, LIAR, lambda there, message: []))
+    _, result = run_whole(made, tmp_path, fault_in_round(1, LIAR, lambda there, message: []))
     assert lost(result) == [{0, 1, 2, 3, 4}]
-    assert logged(caplog, "krum needs at least 5 replies, and there were 4") >= 1
+    assert count_logged(caplog, "krum needs at least 5 replies, and there were 4") >= 1

@@ -173,6 +173,6 @@ def test_keys_that_are_missing_or_too_many_or_in_another_order(name: str, data: 
         is None
     )
     order = data.draw(st.permutations(list(held)))
-    found = judged(name, tree.encode(put(upload, path, {k: held[k] for k in order})))
+    actual = judged(name, tree.encode(put(upload, path, {k: held[k] for k in order})))
     # the order is the template's again
-    assert tree.equal(found, upload)
+    assert tree.equal(actual, upload)

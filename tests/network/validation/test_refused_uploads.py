@@ -52,9 +52,9 @@ def test_plain_values_are_of_the_expected_kind() -> None:
         "p": [{"b": one, "a": one}, Pair(one, torch.ones(2))],
     }
     for name, value in ((name, value) for name, values in wrong.items() for value in values):
-        found = refusal({**form, name: value}, template)
-        assert found is not None, (name, value)
-        assert found.path.split("/")[1] == name
+        actual = refusal({**form, name: value}, template)
+        assert actual is not None, (name, value)
+        assert actual.path.split("/")[1] == name
 
 
 def test_the_message_names_client_path_and_what_was_expected() -> None:
@@ -64,8 +64,8 @@ def test_the_message_names_client_path_and_what_was_expected() -> None:
     def reason(layer: Any = None, u: Any = None) -> str:
         second = {"a/b": torch.ones(4)} if layer is None else layer
         factor = torch.ones(3, 5) if u is None else u
-        found = refusal({"layers": [{"a/b": torch.ones(2, 3)}, second], "m": {"u": factor}}, template)
-        return "" if found is None else str(found).removeprefix("the reply of client 7 was refused at ")
+        actual = refusal({"layers": [{"a/b": torch.ones(2, 3)}, second], "m": {"u": factor}}, template)
+        return "" if actual is None else str(actual).removeprefix("the reply of client 7 was refused at ")
 
     assert reason() == ""
     half = {"a/b": torch.ones(4).bfloat16()}
@@ -81,12 +81,12 @@ def test_the_message_names_client_path_and_what_was_expected() -> None:
 
 
 def test_a_message_has_one_line_whatever_a_client_calls_itself() -> None:
-    with pytest.raises(RefusedReplyError) as found:
+    with pytest.raises(RefusedReplyError) as actual:
         inspect_upload(message({"c": "a\nERROR\x1b[31m: forged", "d": {}}), Template.of(None), CLIENT, LIMITS)
-    assert "holds a a?ERROR?[31m: forged, which" in str(found.value)
-    with pytest.raises(RefusedReplyError) as found:
+    assert "holds a a?ERROR?[31m: forged, which" in str(actual.value)
+    with pytest.raises(RefusedReplyError) as actual:
         inspect_upload(tree.encode({"a\nb": 1}), Template.of({"x": 1}), CLIENT, LIMITS)
-    assert str(found.value).isprintable()
+    assert str(actual.value).isprintable()
 
 
 def test_booleans_are_counted_before_they_are_unpacked() -> None:
@@ -94,8 +94,8 @@ def test_booleans_are_counted_before_they_are_unpacked() -> None:
     template = Template.of({"m": mask, "n": [mask, OneOf(torch.zeros(50), mask)]})
     assert template.bools == 300
     assert refusal({"m": mask, "n": [mask, mask]}, template) is None
-    found = refusal({"m": mask, "n": [mask, torch.zeros(101, dtype=torch.bool)]}, template)
-    assert "more booleans than it may; the last are the 101 at /n/1" in str(found)
+    actual = refusal({"m": mask, "n": [mask, torch.zeros(101, dtype=torch.bool)]}, template)
+    assert "more booleans than it may; the last are the 101 at /n/1" in str(actual)
 
 
 def test_a_common_length_is_common_and_within_its_bounds() -> None:
@@ -134,8 +134,8 @@ def test_every_kind_of_number_is_looked_at(name: str) -> None:
         for bad in (math.nan,) if name == "float8_e4m3fn" else (math.nan, math.inf):
             wide = torch.ones(size, dtype=torch.float32)
             wide[where] = bad
-            found = str(refusal({"x": wide.to(dtype)}, template))
-            assert found.endswith("at /x: it holds a NaN or an infinity")
+            actual = str(refusal({"x": wide.to(dtype)}, template))
+            assert actual.endswith("at /x: it holds a NaN or an infinity")
 
 
 # -- limits and bans
@@ -168,9 +168,9 @@ INTEGER = "input should be a valid integer"
     ],
 )
 def test_limits_that_make_no_sense_are_refused(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         Limits(**wrong)
-    assert str(found.value) == says
+    assert str(actual.value) == says
 
 
 VALUE = {
@@ -338,7 +338,7 @@ def test_a_large_upload_is_held_once_and_bombs_take_neither_memory_nor_time() ->
     assert first["held"] == 1
     assert first["more"] < 1.2
     assert len(bombs) == 7
-    for found in bombs:
-        assert "passed" not in found, found
-        assert found["more"] < 30, found
-        assert found["seconds"] < 3, found
+    for actual in bombs:
+        assert "passed" not in actual, actual
+        assert actual["more"] < 30, actual
+        assert actual["seconds"] < 3, actual

@@ -320,6 +320,6 @@ def test_values_show_where_their_points_are_drawn(make_run):
     points = [
         [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)] for path in paths
     ]
-    (line,) = [found for found in points if len(found) == 3 and found[2][0] - found[0][0] > 100]
+    (line,) = [actual for actual in points if len(actual) == 3 and actual[2][0] - actual[0][0] > 100]
     drawn = [(float(circle.attrib["cx"]), float(circle.attrib["cy"])) for circle in circles]
     np.testing.assert_allclose(drawn, line, atol=0.6)

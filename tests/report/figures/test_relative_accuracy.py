@@ -29,13 +29,13 @@ def with_gkr(rows, value):
 
 def medians(picture):
     """Where the thick lines are, by row."""
-    found = {}
+    actual = {}
     for one in picture.figure.axes[0].collections:
         widths = one.get_linewidth()
         if len(one.get_paths()) == 1 and float(np.atleast_1d(widths)[0]) > 2:
             (x, y), (_, z) = one.get_paths()[0].vertices
-            found[round((y + z) / 2)] = float(x)
-    return found
+            actual[round((y + z) / 2)] = float(x)
+    return actual
 
 
 class TestRelative:

@@ -193,16 +193,16 @@ class TestOverRounds:
 
 def shades(axes):
     """Shades of the cells of a heat map by (row, column), of 16."""
-    found = {}
+    actual = {}
     for patch in axes.patches:
         shade = int(patch.get_gid())
         corners = patch.get_path().vertices.reshape(-1, 5, 2)
         for box in corners:
             (left, top), (_, bottom) = box[0], box[2]
             for row in range(round(top + 0.5), round(bottom + 0.5)):
-                assert (row, round(left + 0.5)) not in found
-                found[row, round(left + 0.5)] = shade
-    return found
+                assert (row, round(left + 0.5)) not in actual
+                actual[row, round(left + 0.5)] = shade
+    return actual
 
 
 class TestHeatMap:

@@ -57,9 +57,9 @@ def run_in_page(page: Path, script: str, *, dark: bool = False, width: int = 128
     size = ["--window-size=1400,1000", "--virtual-time-budget=60000", "--dump-dom"]
     command = [BROWSER, *OPTIONS, scheme, profile, *size, outer.as_uri()]
     shown = subprocess.run(command, check=True, capture_output=True, timeout=120, text=True).stdout
-    (found,) = re.findall(r"(?s)<pre>(.*)</pre>", shown)
-    assert found, "the script has not ended"
-    value = json.loads(html.unescape(found))
+    (actual,) = re.findall(r"(?s)<pre>(.*)</pre>", shown)
+    assert actual, "the script has not ended"
+    value = json.loads(html.unescape(actual))
     assert not (isinstance(value, str) and "Error" in value), value
     return value
 
@@ -84,7 +84,7 @@ def page(make_run, tmp_path):
 
 def test_a_click_on_a_heading_sorts_the_table(page):
     """From the largest down, then up; numbers by their size with prefix, success rates by their result; – last."""
-    found = run_in_page(
+    actual = run_in_page(
         page,
         """
         const seen = {before: rows()};
@@ -99,7 +99,7 @@ def test_a_click_on_a_heading_sorts_the_table(page):
         return seen;
         """,
     )
-    assert found == {
+    assert actual == {
         "before": "abcd",
         "sent": "cbad",
         "sentSort": "descending",
@@ -117,7 +117,7 @@ def test_a_click_on_a_heading_sorts_the_table(page):
 
 
 def test_folded_parts_open_by_a_click_a_link_and_the_printer(page):
-    found = run_in_page(
+    actual = run_in_page(
         page,
         """
         const isOpen = (id) => document.getElementById(id).open, seen = {};
@@ -138,8 +138,8 @@ def test_folded_parts_open_by_a_click_a_link_and_the_printer(page):
         return seen;
         """,
     )
-    place = found.pop("place")
-    assert found == {
+    place = actual.pop("place")
+    assert actual == {
         "start": 0, "click": True, "again": False, "link": True, "warnings": True, "closedInPrint": 0,
         "afterPrint": [True, False, False],
     }  # fmt: skip
@@ -148,7 +148,7 @@ def test_folded_parts_open_by_a_click_a_link_and_the_printer(page):
 
 def test_the_pointer_shows_values(page):
     """Where a marker is, the topmost element under the pointer carries the value as its title."""
-    found = run_in_page(
+    actual = run_in_page(
         page,
         """
         const figure = document.querySelector(".card figure"), seen = [];
@@ -161,13 +161,13 @@ def test_the_pointer_shows_values(page):
         return seen;
         """,
     )
-    assert {text for text, *_ in found} == {"a: 4 of 5 ≥ 93.00", "b: 60.00 ± 0.00", "c: 91.00 ± 0.00"}
-    assert all(is_on_top and width > 4 for _, is_on_top, width in found)
+    assert {text for text, *_ in actual} == {"a: 4 of 5 ≥ 93.00", "b: 60.00 ± 0.00", "c: 91.00 ± 0.00"}
+    assert all(is_on_top and width > 4 for _, is_on_top, width in actual)
 
 
 def test_figures_and_tables_are_downloaded(page):
     """A figure as SVG without references to the page and as PNG with 300 dots an inch; tables as they were written."""
-    found = run_in_page(
+    actual = run_in_page(
         page,
         """
         // Reading of blobs and toBlob take real time, for which the virtual time of this page does not wait.
@@ -192,16 +192,16 @@ def test_figures_and_tables_are_downloaded(page):
         return seen;
         """,
     )
-    assert found["buttons"] == ["SVG", "PNG"]
-    assert found["names"] == ["accuracy-over-rounds.svg", "accuracy-over-rounds.png"]
-    assert bytes(found["png"][1:4]) == b"PNG"
-    assert int.from_bytes(found["png"][16:20], "big") == round(5.3 * 300)
-    svg = found["svg"]
+    assert actual["buttons"] == ["SVG", "PNG"]
+    assert actual["names"] == ["accuracy-over-rounds.svg", "accuracy-over-rounds.png"]
+    assert bytes(actual["png"][1:4]) == b"PNG"
+    assert int.from_bytes(actual["png"][16:20], "big") == round(5.3 * 300)
+    svg = actual["svg"]
     assert svg.startswith("<svg ")
     assert float(re.findall(r' width="([0-9.]+)pt"', svg)[0]) == pytest.approx(72 * 5.3)
     assert not re.search(r"var\(|currentColor|pointer-events", svg)
     assert "#1b1f24" in svg
-    tables = {name: unquote(text) for name, text in found["tables"]}
+    tables = {name: unquote(text) for name, text in actual["tables"]}
     for kind in ("csv", "md"):
         assert tables[f"report.{kind}"] == page.with_suffix(f".{kind}").read_text()
 
@@ -229,10 +229,10 @@ return seen;
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_and_figures_are_legible_in_both_modes(page, dark):
     """Contrasts that the Web Content Accessibility Guidelines ask for: 4.5 of text, 3 of marks in figures."""
-    found = run_in_page(page, LOOK, dark=dark)
-    assert (found["paper"] < 0.05) is dark
-    assert min(found["least"], found["note"], found["label"]) >= 4.5
-    assert found["marks"] >= 3
+    actual = run_in_page(page, LOOK, dark=dark)
+    assert (actual["paper"] < 0.05) is dark
+    assert min(actual["least"], actual["note"], actual["label"]) >= 4.5
+    assert actual["marks"] >= 3
 
 
 def test_cards_are_an_even_grid_and_nothing_is_cut(make_run, tmp_path):
@@ -248,18 +248,18 @@ def test_cards_are_an_even_grid_and_nothing_is_cut(make_run, tmp_path):
         )
     page_of(runs, tmp_path)
     for width, expected in ((1280, [3, 2]), (800, [2, 2, 1]), (390, [1] * 5)):
-        found = run_in_page(tmp_path / "r.html", BOXES, width=width)
-        assert found["seen"] == width
-        assert found["wide"] <= width
-        assert found["inside"]
+        actual = run_in_page(tmp_path / "r.html", BOXES, width=width)
+        assert actual["seen"] == width
+        assert actual["wide"] <= width
+        assert actual["inside"]
         rows: dict[float, list[tuple[float, float]]] = {}
-        for left, top, right, _ in found["cards"]:
+        for left, top, right, _ in actual["cards"]:
             rows.setdefault(top, []).append((left, right))
         assert [len(row) for row in rows.values()] == expected
         for row in rows.values():
-            assert abs(row[0][0] - found["grid"][0]) < 1
-            assert abs(row[-1][1] - found["grid"][2]) < 1
-        heights = [height for *_, height in found["cards"]]
+            assert abs(row[0][0] - actual["grid"][0]) < 1
+            assert abs(row[-1][1] - actual["grid"][2]) < 1
+        heights = [height for *_, height in actual["cards"]]
         assert width == 390 or max(heights) - min(heights) < 1
 
 

@@ -22,13 +22,13 @@ PRINTED = {
 
 def printed(text):
     """What LaTeX prints for a text; fails at a command or active character that is none of the above."""
-    found, rest = "", text
+    actual, rest = "", text
     while rest:
         known = next((k for k in sorted(PRINTED, key=len, reverse=True) if rest.startswith(k)), None)
         assert known or rest[0] not in "\\&%$#_{}~^", rest
-        found += PRINTED[known] if known else rest[0]
+        actual += PRINTED[known] if known else rest[0]
         rest = rest[len(known or rest[0]) :]
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_every_value(make_run, tmp_path):
     runs = [make_run("a", seed, rounds=rows) for seed in (0, 1)]
     write_values(runs, tmp_path / "new" / "values.csv")
     with (tmp_path / "new" / "values.csv").open() as file:
-        found = list(csv.DictReader(file))
-    assert list(found[0]) == [
+        actual = list(csv.DictReader(file))
+    assert list(actual[0]) == [
         "run",
         "method",
         "seed",
@@ -86,7 +86,7 @@ def test_every_value(make_run, tmp_path):
         "metric",
         "value",
     ]
-    wanted = set()
+    expected = set()
     for run in (RunRecord.load(run.folder) for run in runs):
         for record in run.rounds:
             for metric, values in read_tables(record.measured).items():
@@ -96,7 +96,7 @@ def test_every_value(make_run, tmp_path):
                             if v is not None:
                                 seed = str(run.config["run"]["seed"])
                                 value = v if math.isfinite(v) else math.inf
-                                wanted.add(
+                                expected.add(
                                     (
                                         str(run.folder),
                                         "a",
@@ -110,5 +110,5 @@ def test_every_value(make_run, tmp_path):
                                         value,
                                     )
                                 )
-    assert {(*list(row.values())[:-1], float(row["value"])) for row in found} == wanted
-    assert len(found) == len(wanted)
+    assert {(*list(row.values())[:-1], float(row["value"])) for row in actual} == expected
+    assert len(actual) == len(expected)

@@ -28,23 +28,23 @@ def scalars(run, folder):
 def test_event_file_reads_back(make_run, tmp_path):
     rows = rounds_of([[0.25, 0.75], [0.5, None], [1.0, 0.5]])
     rows[1]["loss"]["bad"] = float("nan")
-    found = scalars(make_run("a", rounds=rows), tmp_path)
-    assert {"accuracy/personal/val", "bytes/up", "bytes/down"} <= found.keys()
-    assert {"training_loss/local", "seconds/train", "seconds/server", "seconds/evaluate"} <= found.keys()
-    assert "loss/bad" not in found
-    assert found["accuracy/personal/test"] == [(0, 0.5), (1, 0.5), (2, 0.75)]
-    assert found["bytes/total"] == [(0, 0), (1, 1500), (2, 3000)]
+    actual = scalars(make_run("a", rounds=rows), tmp_path)
+    assert {"accuracy/personal/val", "bytes/up", "bytes/down"} <= actual.keys()
+    assert {"training_loss/local", "seconds/train", "seconds/server", "seconds/evaluate"} <= actual.keys()
+    assert "loss/bad" not in actual
+    assert actual["accuracy/personal/test"] == [(0, 0.5), (1, 0.5), (2, 0.75)]
+    assert actual["bytes/total"] == [(0, 0), (1, 1500), (2, 3000)]
 
 
 def test_losses_routes_and_unseen_clients(make_run, tmp_path):
     rows = regression_of([[4, 4, 4, 8], [1, 2, 3, 9]])
     rows[1]["routes"] = [[1, 0], [0, 1], [1, 0], [1, 0]]
-    found = scalars(make_run("a", rounds=rows, clients=in_clusters([0, 1, 0, 1], unseen=[3])), tmp_path)
-    assert not [tag for tag in found if tag.startswith("accuracy")]
-    assert found["loss/personal/test"] == [(0, 4.0), (1, 2.0)]
-    assert found["loss/personal/test/unseen"] == [(0, 8.0), (1, 9.0)]
-    assert found["routes/recovery"] == [(1, 1.0)]
-    assert found["training_loss/local"] == [(1, 0.5)]
+    actual = scalars(make_run("a", rounds=rows, clients=in_clusters([0, 1, 0, 1], unseen=[3])), tmp_path)
+    assert not [tag for tag in actual if tag.startswith("accuracy")]
+    assert actual["loss/personal/test"] == [(0, 4.0), (1, 2.0)]
+    assert actual["loss/personal/test/unseen"] == [(0, 8.0), (1, 9.0)]
+    assert actual["routes/recovery"] == [(1, 1.0)]
+    assert actual["training_loss/local"] == [(1, 0.5)]
 
 
 def test_missing_tensorboard_names_the_extra(make_run, tmp_path, monkeypatch):

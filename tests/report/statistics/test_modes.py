@@ -72,8 +72,8 @@ def test_normal_results_are_rarely_called_bimodal():
     """The rate that the docs name: fewer than 2 % of samples of five, whatever their spread."""
     random = np.random.default_rng(0)
     for spread in (0.05, 0.2):
-        found = [find_modes(random.normal(0.5, spread, 5).tolist()) is not None for _ in range(2000)]
-        assert np.mean(found) < 0.025
+        actual = [find_modes(random.normal(0.5, spread, 5).tolist()) is not None for _ in range(2000)]
+        assert np.mean(actual) < 0.025
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_further_measures_of_bimodal_results_have_no_band(make_run):
 
 def test_seeds_that_find_all_groups_are_counted(make_run):
     """Three seeds are enough where the groups that are found say the same."""
-    finals, found = [0.95, 0.67, 0.94], [True, False, True]
-    runs = of_seeds(make_run, "ifca", finals, found) + of_seeds(make_run, "b", [0.5, 0.52, 0.48])
+    finals, actual = [0.95, 0.67, 0.94], [True, False, True]
+    runs = of_seeds(make_run, "ifca", finals, actual) + of_seeds(make_run, "b", [0.5, 0.52, 0.48])
     table = compare_runs(runs)
     assert table.summary.rows[0][1] == "2 of 3 ≥ 94.00"
     assert cells(table, "accuracy", "all groups found") == ["2 of 3 seeds", "–"]

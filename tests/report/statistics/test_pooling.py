@@ -220,14 +220,14 @@ class TestPairs:
 
     def test_the_best_of_equal_methods_is_better_than_another_in_one_of_twenty_cases_at_most(self):
         """Of ten methods without any difference, corrected for the nine comparisons alone it were every eighth."""
-        random, found, trials, methods = np.random.default_rng(1), 0, 600, 10
+        random, actual, trials, methods = np.random.default_rng(1), 0, 600, 10
         for _ in range(trials):
             x = random.normal(size=(methods, 5))
             best = x[x.mean(axis=1).argmax()]
             p = [stats.ttest_1samp(one - best, 0).pvalue for one in x if one is not best]
             corrected = correct_holm(p, methods * (methods - 1) // 2)
-            found += min(corrected) < 0.05
-        assert found / trials < 0.07
+            actual += min(corrected) < 0.05
+        assert actual / trials < 0.07
 
     def test_holm_for_all_pairs_by_hand(self, make_run):
         tops = {"a": (0.9, 0.92, 0.91), "b": (0.8, 0.83, 0.81), "c": (0.7, 0.71, 0.75)}

@@ -113,10 +113,10 @@ def test_simulated_seconds_to_target_by_hand(make_run):
         row["simulated_seconds"] = 10.0**i
     one, other = make_run("a", rounds=rounds), make_run("b", rounds=simple([[0.1], [0.9]]))
     table = compare_runs([one, other], 0.9)
-    found = {row["method"]: row["target_simulated_seconds"] for row in rows_of(table)}
-    assert found["a"] == 1110.0
+    actual = {row["method"]: row["target_simulated_seconds"] for row in rows_of(table)}
+    assert actual["a"] == 1110.0
     assert {row["method"]: row["simulated_seconds"] for row in rows_of(table)}["a"] == 11110.0
-    assert found["b"] is None or math.isnan(found["b"])
+    assert actual["b"] is None or math.isnan(actual["b"])
     # of the whole run, and until the target
     assert titles_of(table).count("simulated time") == 2
     assert "simulated time" not in titles_of(compare_runs([other], 0.9))

@@ -14,8 +14,8 @@ from tests.report.report_runs import cells, in_clusters, rounds_of, rows_of, tit
 def with_metrics(values, series="personal"):
     """Two rounds of which the last has a metric of three clients, the third of which never trains."""
     rows = rounds_of([[0.1] * 3, [0.5] * 3])
-    for row, found in zip(rows, ([0.0, 0.0, 0.0], values), strict=True):
-        table = {name: {"val": [9.0] * 3, "test": found} for name in ("personal", series)}
+    for row, actual in zip(rows, ([0.0, 0.0, 0.0], values), strict=True):
+        table = {name: {"val": [9.0] * 3, "test": actual} for name in ("personal", series)}
         row["accuracy"] = dict.fromkeys(table, row["accuracy"]["personal"])
         row["metrics"] = {"macro_f1": table, "my.own:deep_share": table}
     return rows

@@ -88,7 +88,7 @@ def assert_measures(
 ) -> None:
     assert record.is_evaluated
     for name, wanted in zip(("accuracy", "loss"), expected, strict=True):
-        found = record.values(name, series=series, split=split)
-        assert [v is None for v in found] == [v is None for v in wanted]
-        for value, right in zip(found, wanted, strict=True):
+        actual = record.values(name, series=series, split=split)
+        assert [v is None for v in actual] == [v is None for v in wanted]
+        for value, right in zip(actual, wanted, strict=True):
             assert value == (None if right is None else pytest.approx(right, rel=1e-5))

@@ -63,13 +63,13 @@ def images() -> Result:
 
 def pooled(result: Result, ignored: int) -> tuple[float, float]:
     """Accuracy and loss on the labels of all clients together, by PyTorch."""
-    found = []
+    actual = []
     for i, client in enumerate(result.run.federation.clients):
         scores, y = result.predict(i), client.test.y
         counts = y != ignored
         losses = functional.cross_entropy(scores, y, ignore_index=ignored, reduction="none")
-        found.append(torch.stack([(scores.argmax(1) == y)[counts].float(), losses[counts]]))
-    accuracy, loss = torch.cat(found, 1).mean(1).tolist()
+        actual.append(torch.stack([(scores.argmax(1) == y)[counts].float(), losses[counts]]))
+    accuracy, loss = torch.cat(actual, 1).mean(1).tolist()
     return accuracy, loss
 
 
@@ -91,13 +91,13 @@ def test_the_weighted_mean_is_that_of_all_labels_together(make: Any, ignored: in
 
 def test_predictions_and_confusion_leave_them_out() -> None:
     result = vectors()
-    found = result.predictions()
+    actual = result.predictions()
     truth: list[Tensor] = []
     chosen: list[Tensor] = []
     for i, client in enumerate(result.run.federation.clients):
         y, own = client.test.y, result.predict(i).argmax(1)
         counts = y != 9
-        rows = found[found["client"] == i]
+        rows = actual[actual["client"] == i]
         assert rows["example"].tolist() == counts.nonzero().flatten().tolist()
         assert rows["correct"].mean() == result.accuracy()[i]
         truth, chosen = [*truth, y[counts]], [*chosen, own[counts]]
@@ -111,9 +111,9 @@ def test_labels_of_minus_100_are_left_out_where_classes_have_names() -> None:
     federation = Federation.from_arrays(
         data, lambda: nn.Linear(3, 3), classes=["ant", "bee", "cat"], loss="cross_entropy", test=0.5
     )
-    found = simulate("fedavg", federation, rounds=1).predictions()
-    assert len(found) == sum(int((c.test.y >= 0).sum()) for c in federation.clients)
-    assert set(found["label_name"]) == {"ant", "bee", "cat"}
+    actual = simulate("fedavg", federation, rounds=1).predictions()
+    assert len(actual) == sum(int((c.test.y >= 0).sum()) for c in federation.clients)
+    assert set(actual["label_name"]) == {"ant", "bee", "cat"}
 
 
 def test_without_any_label_left_out_nothing_is_added() -> None:
@@ -179,8 +179,10 @@ def test_texts_are_weighted_by_their_tokens() -> None:
     losses = []
     for i, client in enumerate(federation.clients):
         module.load_state_dict(result.personal(i))
-        scores, wanted = module(client.test.x["input_ids"])[:, :-1], client.test.y[:, 1:]  # type: ignore[index]
-        losses.append(functional.cross_entropy(scores[wanted >= 0], wanted[wanted >= 0], reduction="none"))
+        scores, expected = module(client.test.x["input_ids"])[:, :-1], client.test.y[:, 1:]  # type: ignore[index]
+        losses.append(
+            functional.cross_entropy(scores[expected >= 0], expected[expected >= 0], reduction="none")
+        )
     last = result.measurements.over_clients("loss", "personal").iloc[-1]
     assert last["weighted"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
     frame = result.to_frame(last=True).query("split == 'test'")

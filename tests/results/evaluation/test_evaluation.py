@@ -40,8 +40,8 @@ def test_numbers_of_every_client_by_a_plain_loop(method: str, engine: Any) -> No
     model = made.architectures["model"].module
 
     def scores(info: Any, x: Tensor) -> Tensor:
-        found: Tensor = torch.func.functional_call(model, result.run.personal_params(info), (x,))
-        return found
+        actual: Tensor = torch.func.functional_call(model, result.run.personal_params(info), (x,))
+        return actual
 
     for split in ("val", "test"):
         assert_measures(result.rounds[-1], "personal", split, compute_measures(result.run, split, scores))
@@ -64,8 +64,8 @@ def evaluated_batches(made: Any, method: str = "fedavg") -> list[int]:
     module = run.federation.architectures["model"].module
     module.batches.clear()
     run.evaluate()
-    found: list[int] = list(module.batches)
-    return found
+    actual: list[int] = list(module.batches)
+    return actual
 
 
 @pytest.mark.full
@@ -135,12 +135,12 @@ def test_a_subset_of_clients_is_the_same_in_every_round_and_said_in_the_record(t
     assert result.rounds[0].measured is not None
     chosen = result.rounds[0].measured.client_ids
     assert len(set(chosen)) == 6
-    for found, whole in zip(result.rounds, everyone, strict=True):
-        assert found.measured is not None
-        assert found.measured.client_ids == chosen
+    for actual, whole in zip(result.rounds, everyone, strict=True):
+        assert actual.measured is not None
+        assert actual.measured.client_ids == chosen
         for kind in ("accuracy", "loss"):
             everybody = whole.values(kind)
-            assert found.values(kind) == pytest.approx([everybody[i] for i in chosen], rel=1e-5)
+            assert actual.values(kind) == pytest.approx([everybody[i] for i in chosen], rel=1e-5)
     assert [i for i, v in enumerate(result.accuracy()) if v is not None] == chosen
     # on the disk a record holds the numbers of those clients alone, and is read back whole
     assert RunRecord.load(tmp_path / "run").rounds == result.rounds
@@ -254,9 +254,9 @@ def test_a_method_of_one_model_makes_it_once_for_all_clients(states_one_model: b
             return ClientModel(down)
 
     run = Run(Counted(), make_federation(build_linear), RunSettings(rounds=1), Sequential())
-    found = run.evaluate()
+    actual = run.evaluate()
     assert len(calls) == made
-    assert found is not None
+    assert actual is not None
     plain = Run(FedAvg(), make_federation(build_linear), RunSettings(rounds=1), Sequential()).evaluate()
     assert plain is not None
-    assert found == plain
+    assert actual == plain

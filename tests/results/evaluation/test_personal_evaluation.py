@@ -59,8 +59,8 @@ def by_own_module(run: Run, split: str) -> tuple[list[Any], list[Any]]:
         missing, unknown = module.load_state_dict(run.personal_params(info), strict=False)
         assert all("num_batches_tracked" in name for name in missing)
         assert not unknown
-        found: Tensor = module(x)
-        return found
+        actual: Tensor = module(x)
+        return actual
 
     return compute_measures(run, split, scores)
 
@@ -92,13 +92,13 @@ def test_every_series_is_that_of_a_client_alone(method: str, engine: Any) -> Non
         alone = evaluate_client(result.run.local_model(info), info, data)
         assert alone.series("loss") == record.series("loss")
         for column in alone.columns:
-            found, (value,) = (
+            actual, (value,) = (
                 record.values(column.name, series=column.series, split=column.split)[info.id],
                 column.values,
             )
             if column.name == "loss" and value is not None:
                 value = pytest.approx(value, rel=1e-5)
-            assert found == value
+            assert actual == value
 
 
 def linear_head() -> nn.Module:
@@ -156,10 +156,10 @@ def test_the_loss_of_few_and_of_many_examples_and_classes(count: int, classes: i
     x, y = torch.randn(count, classes, generator=g), torch.randint(classes, (count,), generator=g)
     pool = concatenate_sets([Examples(x[:5], y[:5]), Examples(x[5:], y[5:])])
     assert pool is not None
-    found = scoring.measure_predictors([(lambda rows: rows, 1), (lambda rows: 2 * rows, 1)], pool)
+    actual = scoring.measure_predictors([(lambda rows: rows, 1), (lambda rows: 2 * rows, 1)], pool)
     for k, own, labels in ((0, x[:5], y[:5]), (1, 2 * x[5:], y[5:])):
-        assert found.loss[k] == pytest.approx(float(functional.cross_entropy(own, labels)), rel=1e-5)
-        assert found.accuracy[k] == float((own.argmax(1) == labels).double().mean())
+        assert actual.loss[k] == pytest.approx(float(functional.cross_entropy(own, labels)), rel=1e-5)
+        assert actual.accuracy[k] == float((own.argmax(1) == labels).double().mean())
 
 
 @pytest.mark.full

@@ -23,6 +23,14 @@ _ADVICE = {
 """What to write instead, by the words of the dataclass module's own errors."""
 
 
+_PACKAGE = __name__.partition(".")[0]
+
+
+def is_of_package(code: Any) -> bool:
+    """Whether a class or function is defined in this package and not by a user."""
+    return (getattr(code, "__module__", None) or "").partition(".")[0] == _PACKAGE
+
+
 def import_named(name: str, origin: str) -> Any:
     """Import an attribute of a module, which is looked for in the working folder first.
 

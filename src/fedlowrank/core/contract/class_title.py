@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_PACKAGE = __name__.partition(".")[0]
+from ..arguments.user_code import is_of_package
 
 
 class InheritedTitle:
@@ -21,11 +21,6 @@ class InheritedTitle:
 
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> str:
         return self._text
-
-
-def is_of_package(cls: type[Any]) -> bool:
-    """Whether a class is defined in this package and not by a user."""
-    return cls.__module__.partition(".")[0] == _PACKAGE
 
 
 def inherit_title(cls: type[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .class_title import is_of_package
+from ..arguments.user_code import is_of_package
 from .method import AnyMethod, C, D, Method, S, U
 from .task import Pass, Task
 

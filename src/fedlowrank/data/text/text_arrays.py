@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...core.errors import DataError
 from ..arrays import encode_labels
-from .text_records import Labeled, Record, TokenLabeled
+from .on_disk.lazy_records import LazyRecords, RecordFacts, list_facts
+from .text_records import Record
 
 T = TypeVar("T")
 
@@ -39,10 +40,7 @@ def number_strata(
     name: str, parts: Sequence[Sequence[Record]]
 ) -> tuple[Sequence[Tensor | None], tuple[str, ...]]:
     """Category number of each record in each part, int64 [n], and the names of the categories."""
-    categories = [
-        [None if isinstance(record, Labeled | TokenLabeled) else record.category for record in part]
-        for part in parts
-    ]
+    categories = [_find_facts(part).categories.tolist() for part in parts]
     missing_count = sum(value is None for part in categories for value in part)
     if missing_count == sum(map(len, categories)):
         return [None] * len(parts), ()
@@ -58,10 +56,15 @@ def number_clients(
 
     A part without clients has None for its numbers.
     """
-    names = tuple(sorted({record.client for part in parts for record in part if record.client is not None}))
+    clients = [_find_facts(part).clients.tolist() for part in parts]
+    names = tuple(sorted({client for part in clients for client in part if client is not None}))
     number_by_name: dict[str | None, int] = {name: i for i, name in enumerate(names)}
-    client_ids = [torch.tensor([number_by_name.get(record.client, -1) for record in part]) for part in parts]
+    client_ids = [torch.tensor([number_by_name.get(client, -1) for client in part]) for part in clients]
     return [part if bool((part >= 0).any()) else None for part in client_ids], names
+
+
+def _find_facts(records: Sequence[Record]) -> RecordFacts:
+    return records.facts if isinstance(records, LazyRecords) else list_facts(records)
 
 
 def split_parts(parts: Sequence[T]) -> tuple[T, T | None]:

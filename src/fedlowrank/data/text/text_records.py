@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core.errors import ConfigError, DataError
 from ...core.key import Key
-from .on_disk.lazy_records import LazyList
+from .on_disk.lazy_records import LazyRecords
 
 
 @dataclass(frozen=True)
@@ -205,13 +205,13 @@ def hold_out(records: Sequence[T], share: float, key: Key) -> tuple[list[T], lis
         DataError: if no record would be left to train on.
     """
     if share == 0:
-        all_records: Any = records if isinstance(records, LazyList) else list(records)
+        all_records: Any = records if isinstance(records, LazyRecords) else list(records)
         return all_records, None
     test_count = max(1, round(share * len(records)))
     if test_count >= len(records):
         raise DataError(f"{len(records)} records cannot spare {test_count} for the test. Lower test_share.")
     test_indices = (key / "test").numpy().permutation(len(records))[:test_count]
-    if isinstance(records, LazyList):
+    if isinstance(records, LazyRecords):
         is_test = np.zeros(len(records), dtype=bool)
         is_test[test_indices] = True
         lazy_parts: Any = records.select(np.flatnonzero(~is_test)), records.select(np.flatnonzero(is_test))

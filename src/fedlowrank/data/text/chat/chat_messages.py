@@ -158,6 +158,8 @@ def _read_content(content: object, location: str) -> str:
 
 
 def _remove_nulls(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
     if isinstance(value, Mapping):
         return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

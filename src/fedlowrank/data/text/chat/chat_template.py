@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 from jinja2 import TemplateError
 
 from ....core.errors import ConfigError, DataError
@@ -28,6 +30,9 @@ _WRITTEN_KEYS = ("role", "content", "tool_calls", "weight", "train")
 
 _MAX_TRIED_CONVERSATIONS = 20
 """At most so many conversations are written without a key, to find out whether the template reads it."""
+
+_CHUNK_CHARACTERS = 1 << 18
+"""Conversations of about so many characters are tokenized at once."""
 
 # What templates raise: their own errors, and those of Python's operations on values that they do not expect.
 _RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -80,25 +85,67 @@ class ChatTemplate:
         self._title = f"the chat template of {tokenizer.name_or_path or type(tokenizer).__name__!r}"
 
     def sample(self, conversation: Conversation, record: int = 0) -> Sample:
-        """Tokens and labels of a conversation of any length.
+        """Tokens and labels of a conversation of any length; see :meth:`samples`."""
+        ((_, sample),) = self.samples([conversation], record)
+        return sample
+
+    def samples(
+        self, conversations: Iterable[Conversation], first_record: int = 0
+    ) -> Iterator[tuple[Conversation, Sample]]:
+        """Each conversation with its tokens and labels, of any length. Many are tokenized at once.
 
         Args:
-            conversation: its turns.
-            record: its number, for the sample.
+            conversations: their turns, read once.
+            first_record: number of the first one, for the samples.
 
         Raises:
             DataError: if the template fails, leaves a turn out, or rewrites earlier turns when later ones
                 follow, so that it cannot be told which tokens the assistant writes.
         """
-        if self._system == "merge":
-            messages = merge_system(conversation.messages, conversation.location)
-            merged_count = len(conversation.messages) - len(messages)
-            start = max(0, conversation.learn_from - merged_count)
-            conversation = replace(conversation, messages=messages, learn_from=start)
-        text = self._render(conversation)
-        self._check_turns_are_written(conversation, text)
-        self._try_keys(conversation, text)
-        encoding = self._encode(text)
+        iterator = iter(conversations)
+        while True:
+            chunk, error = self._write_chunk(iterator)
+            encodings = self._encode([text for _, _, text in chunk]) if chunk else []
+            for (conversation, written, text), encoding in zip(chunk, encodings, strict=True):
+                yield conversation, self._label(written, text, encoding, first_record)
+                first_record += 1
+            # errors come in the order of the conversations
+            if error is not None:
+                raise error
+            if not chunk:
+                return
+
+    def _write_chunk(
+        self, conversations: Iterator[Conversation]
+    ) -> tuple[list[tuple[Conversation, Conversation, str]], DataError | None]:
+        """The next conversations, each as it is written and its text; and the error of the one after them."""
+        chunk: list[tuple[Conversation, Conversation, str]] = []
+        character_count = 0
+        try:
+            for conversation in conversations:
+                written = self._merge_system(conversation)
+                text = self._render(written)
+                self._check_turns_are_written(written, text)
+                has_new_keys = self._try_keys(written, text)
+                chunk.append((conversation, written, text))
+                character_count += len(text)
+                # what is tried next may depend on what the caller makes of this conversation
+                if has_new_keys or character_count >= _CHUNK_CHARACTERS:
+                    break
+        except DataError as error:
+            return chunk, error
+        return chunk, None
+
+    def _merge_system(self, conversation: Conversation) -> Conversation:
+        if self._system != "merge":
+            return conversation
+        messages = merge_system(conversation.messages, conversation.location)
+        merged_count = len(conversation.messages) - len(messages)
+        start = max(0, conversation.learn_from - merged_count)
+        return replace(conversation, messages=messages, learn_from=start)
+
+    def _label(self, conversation: Conversation, text: str, encoding: _Encoded, record: int) -> Sample:
+        """The tokens of a conversation with those labels that are learnt."""
         if self._loss_on == "all":
             if not all(map(is_learnt, conversation.messages)):
                 raise DataError(
@@ -109,11 +156,8 @@ class ChatTemplate:
         spans = self._find_marked_spans(conversation)
         if spans is None:
             spans = self._find_spans_after_prompts(conversation, text, encoding)
-        loss_mask = [any(_overlaps(token, span) for span in spans) for token in encoding.offsets]
-        labels = [
-            token if is_learnt_token else IGNORE_INDEX
-            for token, is_learnt_token in zip(encoding.ids, loss_mask, strict=True)
-        ]
+        loss_mask = _find_overlaps(encoding.offsets, spans)
+        labels = np.where(loss_mask, encoding.ids, IGNORE_INDEX).tolist()
         return Sample(encoding.ids, labels, record)
 
     @property
@@ -123,8 +167,8 @@ class ChatTemplate:
 
     def has_end(self, sample: Sample) -> bool:
         """Whether the last token to learn is a special one, by which a model learns to stop."""
-        target_ids = [label for label in sample.labels if label != IGNORE_INDEX]
-        return not target_ids or target_ids[-1] in self._special
+        last_target = next((label for label in reversed(sample.labels) if label != IGNORE_INDEX), None)
+        return last_target is None or last_target in self._special
 
     def fit_turns(self, conversation: Conversation, context: int, record: int = 0) -> Sample:
         """The sample without as many of the oldest exchanges as it takes to fit the context.
@@ -197,14 +241,19 @@ class ChatTemplate:
                 f"{prefix} the tools. Use a template that writes them, or leave the column 'tools' out."
             )
 
-    def _try_keys(self, conversation: Conversation, text: str) -> None:
-        """Find out which further keys of messages the template reads."""
+    def _try_keys(self, conversation: Conversation, text: str) -> bool:
+        """Find out which further keys of messages the template reads, and return whether there were any to try."""
         keys = {key for message in conversation.messages for key in message}
-        for key in keys - self._read_keys - set(_WRITTEN_KEYS):
-            if self._tried_keys[key] < _MAX_TRIED_CONVERSATIONS:
-                self._tried_keys[key] += 1
-                if not self._is_unread(conversation, text, key):
-                    self._read_keys.add(key)
+        new_keys = [
+            key
+            for key in keys - self._read_keys - set(_WRITTEN_KEYS)
+            if self._tried_keys[key] < _MAX_TRIED_CONVERSATIONS
+        ]
+        for key in new_keys:
+            self._tried_keys[key] += 1
+            if not self._is_unread(conversation, text, key):
+                self._read_keys.add(key)
+        return bool(new_keys)
 
     def _is_unread(self, conversation: Conversation, text: str, key: str, turn: int | None = None) -> bool:
         """Whether the text is the same without a key in one turn, or in all; of a content, with an empty one."""
@@ -225,16 +274,16 @@ class ChatTemplate:
             # it misses what was left out
             return False
 
-    def _encode(self, text: str) -> _Encoded:
+    def _encode(self, texts: list[str]) -> list[_Encoded]:
         # the template writes the special tokens itself
         encoding = self._tokenizer(
-            text,
+            texts,
             add_special_tokens=False,
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
         )
-        return _Encoded(list(encoding["input_ids"]), [(a, b) for a, b in encoding["offset_mapping"]])
+        return list(map(_Encoded, encoding["input_ids"], encoding["offset_mapping"]))
 
     def _find_marked_spans(self, conversation: Conversation) -> list[Span] | None:
         """Characters between the markers of the template; None without markers."""
@@ -309,7 +358,7 @@ class ChatTemplate:
         """
         if text.startswith(partial_text):
             return len(partial_text)
-        ids, offsets = self._encode(partial_text)
+        ((ids, offsets),) = self._encode([partial_text])
         common_length = 0
         while (
             common_length < min(len(ids), len(encoding.ids))
@@ -333,7 +382,11 @@ def _list_assistant_turns(messages: Sequence[ChatMessage]) -> list[int]:
     return [k for k, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _overlaps(token: Span, span: Span) -> bool:
-    """Whether a token holds characters of a span; a blank one, whose offsets are trimmed, by its end."""
-    (a, b), (start, end) = token, span
-    return start < b and (a < end or (a == b and b <= end))
+def _find_overlaps(offsets: list[Span], spans: list[Span]) -> np.ndarray:
+    """Which tokens hold characters of a span, bool [T]; a blank one, whose offsets are trimmed, by its end."""
+    limits = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets))
+    starts, ends = limits[::2], limits[1::2]
+    mask = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        mask |= (start < ends) & ((starts < end) | ((starts == ends) & (ends <= end)))
+    return mask

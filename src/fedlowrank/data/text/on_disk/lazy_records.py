@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
+import codecs
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar, overload
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -15,18 +15,43 @@ from ....core.errors import DataError
 
 T = TypeVar("T")
 
+_CHUNK_ROWS = 256
+"""Rows that are copied from a library's table at once."""
 
-class LazyList(Sequence[T], Generic[T]):
-    """A list of values that are made at every access.
 
-    Args:
-        read: makes the value of a number.
-        numbers: numbers of the values, int64 [n].
+class RecordFacts(NamedTuple):
+    """What is known of n records without reading them again. Memory: 24 bytes a record.
+
+    Attributes:
+        types: type of each record, object [n].
+        categories: category of each record or None, object [n].
+        clients: natural client of each record or None, object [n].
     """
 
-    def __init__(self, read: Callable[[int], T], numbers: np.ndarray) -> None:
+    types: np.ndarray
+    categories: np.ndarray
+    clients: np.ndarray
+
+    def select(self, indices: np.ndarray) -> RecordFacts:
+        """The facts of some records, in their order."""
+        return RecordFacts(*(values[indices] for values in self))
+
+
+class LazyRecords(Sequence[T], Generic[T]):
+    """A list of records that are made at every access. Reading them in order is fast, a single one is slow.
+
+    Args:
+        read: makes the records of some numbers, in their order.
+        numbers: numbers of the records, int64 [n].
+        facts: what is known of the records.
+    """
+
+    def __init__(
+        self, read: Callable[[np.ndarray], Iterator[T]], numbers: np.ndarray, facts: RecordFacts
+    ) -> None:
         self._read = read
         self._numbers = numbers
+        self.facts = facts
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -35,40 +60,60 @@ class LazyList(Sequence[T], Generic[T]):
     def __getitem__(self, index: int) -> T: ...
 
     @overload
-    def __getitem__(self, index: slice) -> LazyList[T]: ...
+    def __getitem__(self, index: slice) -> LazyRecords[T]: ...
 
-    def __getitem__(self, index: int | slice) -> T | LazyList[T]:
+    def __getitem__(self, index: int | slice) -> T | LazyRecords[T]:
         if isinstance(index, slice):
             return self.select(np.arange(len(self))[index])
-        return self._read(int(self._numbers[index]))
+        return next(self._read(self._numbers[[index]]))
 
     def __iter__(self) -> Iterator[T]:
-        return map(self._read, self._numbers.tolist())
+        return self._read(self._numbers)
 
-    def select(self, indices: np.ndarray) -> LazyList[T]:
-        """The values at some indices, in their order."""
-        return LazyList(self._read, self._numbers[indices])
+    def select(self, indices: np.ndarray) -> LazyRecords[T]:
+        """The records at some indices, in their order."""
+        return LazyRecords(self._read, self._numbers[indices], self.facts.select(indices))
 
 
-def join_lists(parts: Sequence[LazyList[T]]) -> LazyList[T]:
-    """Join lists, one after another."""
-    ends = list(itertools.accumulate(map(len, parts)))
+def join_records(parts: Sequence[LazyRecords[T]]) -> LazyRecords[T]:
+    """Join lists of at least one part, one after another."""
+    ends = np.cumsum([len(part) for part in parts])
 
-    def read(number: int) -> T:
-        part_index = bisect.bisect_right(ends, number)
-        return parts[part_index][number - (ends[part_index - 1] if part_index else 0)]
+    def read(numbers: np.ndarray) -> Iterator[T]:
+        if not len(numbers):
+            return
+        part_indices = np.searchsorted(ends, numbers, side="right")
+        boundaries = (np.flatnonzero(np.diff(part_indices)) + 1).tolist()
+        for start, stop in itertools.pairwise([0, *boundaries, len(numbers)]):
+            part_index = int(part_indices[start])
+            part = parts[part_index]
+            yield from part.select(numbers[start:stop] - (ends[part_index] - len(part)))
 
-    return LazyList(read, np.arange(ends[-1] if ends else 0))
+    facts = RecordFacts(*map(np.concatenate, zip(*(part.facts for part in parts), strict=True)))
+    return LazyRecords(read, np.arange(ends[-1]), facts)
+
+
+def list_facts(records: Iterable[Any]) -> RecordFacts:
+    """List what is known of records, which are read once."""
+    names: dict[str | None, str | None] = {}
+    types, categories, clients = [], [], []
+    for record in records:
+        category, client = getattr(record, "category", None), record.client
+        types.append(type(record))
+        # records of one client share its name in memory
+        categories.append(names.setdefault(category, category))
+        clients.append(names.setdefault(client, client))
+    return RecordFacts(*(np.array(values, dtype=object) for values in (types, categories, clients)))
 
 
 class RecentRows(Sequence[Mapping[str, Any]]):
     """Rows with the last one kept: a record reads several values of one row.
 
     Args:
-        rows: rows that are made at every access.
+        rows: rows that are made at every access: of a file, or of the library ``datasets``.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, rows: Any) -> None:
         self._rows = rows
         self._last: tuple[int, Mapping[str, Any]] | None = None
 
@@ -76,12 +121,27 @@ class RecentRows(Sequence[Mapping[str, Any]]):
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return iter(self._rows)
+        return self._read(np.arange(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
         if self._last is None or self._last[0] != index:
             self._last = index, self._rows[index]
         return self._last[1]
+
+    def visit(self, numbers: np.ndarray) -> Iterator[int]:
+        """Make the rows of some numbers the last one in turn, and give their numbers."""
+        for number, row in zip(numbers.tolist(), self._read(numbers), strict=True):
+            self._last = number, row
+            yield number
+
+    def _read(self, numbers: np.ndarray) -> Iterator[Mapping[str, Any]]:
+        if isinstance(self._rows, LineRows):
+            yield from self._rows.read(numbers)
+            return
+        for start in range(0, len(numbers), _CHUNK_ROWS):
+            columns = self._rows[numbers[start : start + _CHUNK_ROWS].tolist()]
+            for values in zip(*columns.values(), strict=True):
+                yield dict(zip(columns, values, strict=True))
 
 
 class LineRows(Sequence[Mapping[str, Any]]):
@@ -113,19 +173,24 @@ class LineRows(Sequence[Mapping[str, Any]]):
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        with self._file.open("rb") as stream:
-            return self._read(stream, index)
+        return next(self.read(np.array([index])))
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        with self._file.open("rb") as stream:
-            for index in range(len(self)):
-                yield self._read(stream, index)
+        return self.read(np.arange(len(self)))
 
-    def _read(self, stream: BinaryIO, index: int) -> Mapping[str, Any]:
-        stream.seek(int(self._starts[index]))
-        location = f"{str(self._file)!r}, line {int(self.lines[index])}"
+    def read(self, numbers: np.ndarray) -> Iterator[Mapping[str, Any]]:
+        """The rows of some numbers, in their order; the file is opened once."""
+        with self._file.open("rb") as stream:
+            for start, line_number in zip(
+                self._starts[numbers].tolist(), self.lines[numbers].tolist(), strict=True
+            ):
+                yield self._parse_line(stream, start, f"{str(self._file)!r}, line {line_number}")
+
+    def _parse_line(self, stream: BinaryIO, start: int, location: str) -> Mapping[str, Any]:
+        stream.seek(start)
         try:
-            # utf-8-sig skips the byte order mark that some editors write
-            return self._parse(stream.readline().decode("utf-8-sig"), location)
+            # some editors write a byte order mark
+            text = stream.readline().removeprefix(codecs.BOM_UTF8).decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{location} is not text in UTF-8: {error}.") from error
+        return self._parse(text, location)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from ....core.errors import DataError
 from ..chat.chat_messages import is_learnt, is_message_list, read_messages, read_tools
-from ..on_disk.lazy_records import LazyList
+from ..on_disk.lazy_records import LazyRecords, RecentRows, list_facts
 from ..table import Table
 from ..text_records import (
     ChatMessage,
@@ -121,11 +122,30 @@ def read_rows(
 
     count = len(table.rows)
     if on_disk:
-        has_text = np.fromiter((_has_text(read_row(i)) for i in range(count)), bool, count)
-        return LazyList(read_row, np.flatnonzero(has_text)), count - int(has_text.sum())
+        return _read_lazily(table, read_row)
     records = [read_row(i) for i in range(count)]
     learnable_records = [record for record in records if _has_text(record)]
     return learnable_records, len(records) - len(learnable_records)
+
+
+def _read_lazily(table: Table, read_row: Callable[[int], Record]) -> tuple[LazyRecords[Record], int]:
+    """The records of a table that are made at every access, and the number of those without a text to learn."""
+    rows, count = table.rows, len(table.rows)
+    assert isinstance(rows, RecentRows)
+
+    def read(numbers: np.ndarray) -> Iterator[Record]:
+        return map(read_row, rows.visit(numbers))
+
+    numbers = array("q")
+
+    def select_learnable() -> Iterator[Record]:
+        for i, record in enumerate(read(np.arange(count))):
+            if _has_text(record):
+                numbers.append(i)
+                yield record
+
+    facts = list_facts(select_learnable())
+    return LazyRecords(read, np.array(numbers, np.int64), facts), count - len(numbers)
 
 
 def list_unread_columns(table: Table, form: Form, *other_columns: str | None) -> list[str]:

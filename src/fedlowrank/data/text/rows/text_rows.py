@@ -7,7 +7,7 @@ import itertools
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from ....core.arguments.field_checks import CheckedFields
 from ....core.errors import ConfigError, DataError
 from ....core.key import Key
 from ...download.data_files import expand_path
-from ..on_disk.lazy_records import LazyList, join_lists
+from ..on_disk.lazy_records import LazyRecords, join_records
 from ..table import Table, read_data_file, read_split
 from ..text_records import KINDS, Record, Texts, check_share, hold_out
 from .row_forms import FORMS, Form, list_unread_columns, read_rows, recognize_form
@@ -112,7 +112,7 @@ class TextRows(CheckedFields):
             self._join([self._read(table, forms, notes) for table in tables])
             for tables in (train_tables, test_tables)
         )
-        self._check_one_type(itertools.chain(train, test))
+        self._check_one_type(train, test)
         self._check_one_order([*train_tables, *test_tables], forms)
         remaining_records, test_records = hold_out(train, self.test_share, Key(("text_rows", self.seed)))
         form = next(iter(forms.values()))
@@ -143,8 +143,9 @@ class TextRows(CheckedFields):
 
     def _join(self, parts: list[Sequence[Record]]) -> Sequence[Record]:
         """The records of several tables, in order."""
-        if self.on_disk:
-            return join_lists([part for part in parts if isinstance(part, LazyList)])
+        lazy_parts = [part for part in parts if isinstance(part, LazyRecords)]
+        if lazy_parts:
+            return join_records(lazy_parts)
         return list(itertools.chain.from_iterable(parts))
 
     def _choose_folder(self) -> Path:
@@ -165,9 +166,8 @@ class TextRows(CheckedFields):
             )
         if self.client_by_file:
             client = _remove_endings(table.source)
-            rows = records
-            if isinstance(rows, LazyList):
-                return LazyList(lambda i: _set_client(rows[i], client), np.arange(len(rows)))
+            if isinstance(records, LazyRecords):
+                return _set_client_of_all(records, client)
             records = [_set_client(record, client) for record in records]
         return records
 
@@ -181,8 +181,12 @@ class TextRows(CheckedFields):
                 f"the files have rows of different forms: {forms_text}. Convert them to one form."
             )
 
-    def _check_one_type(self, records: Iterable[Record]) -> None:
-        kinds = {KINDS[type(record)] for record in records}
+    def _check_one_type(self, *parts: Sequence[Record]) -> None:
+        kinds = {
+            KINDS[record_type]
+            for part in parts
+            for record_type in (part.facts.types if isinstance(part, LazyRecords) else map(type, part))
+        }
         if len(kinds) > 1:
             raise DataError(
                 f"{self._choose_title()!r}: prompts are text in some rows and lists of messages in others. Convert "
@@ -276,3 +280,11 @@ def _remove_endings(path: str) -> str:
 
 def _set_client(record: Record, client: str) -> Record:
     return replace(record, client=client)
+
+
+def _set_client_of_all(records: LazyRecords[Record], client: str) -> LazyRecords[Record]:
+    def read(indices: np.ndarray) -> Iterator[Record]:
+        return (_set_client(record, client) for record in records.select(indices))
+
+    clients = np.full(len(records), client, dtype=object)
+    return LazyRecords(read, np.arange(len(records)), records.facts._replace(clients=clients))
