@@ -332,9 +332,9 @@ def test_a_score_reads_every_override(capsys: Capsys) -> None:
     ],
 )  # fmt: skip
 def test_a_file_has_types_and_text_is_no_number(table: str, says: str) -> None:
-    with pytest.raises(ConfigError) as actual:
+    with pytest.raises(ConfigError) as error:
         ExperimentConfig.parse(tomllib.loads(f"method = 'fedavg'\n{table}"))
-    assert says in str(actual.value)
+    assert says in str(error.value)
 
 
 def test_a_command_line_is_text() -> None:

@@ -79,18 +79,18 @@ def test_a_folder_is_named_as_one(capsys: Capsys) -> None:
     ],
 )  # fmt: skip
 def test_the_first_error_is_reported_where_it_is(text: str, says: str) -> None:
-    with pytest.raises(ConfigError) as actual:
+    with pytest.raises(ConfigError) as error:
         ExperimentConfig.parse(tomllib.loads(text))
-    assert any(says in line for line in str(actual.value).splitlines()[:2])
-    assert "needs a section [language]" not in str(actual.value)
-    assert "gives no texts" not in str(actual.value)
+    assert any(says in line for line in str(error.value).splitlines()[:2])
+    assert "needs a section [language]" not in str(error.value)
+    assert "gives no texts" not in str(error.value)
 
 
 def test_errors_of_several_sections_are_reported_in_their_order() -> None:
     text = '[language]\npath = "x"\nmax_lenth = 4\n[data]\nsource = "digitz"\n[split]\nvall = 1\n[run]\nrounds = 0'
-    with pytest.raises(ConfigError) as actual:
+    with pytest.raises(ConfigError) as error:
         ExperimentConfig.parse(tomllib.loads(text))
-    assert [line.split()[0].split(".")[0] for line in str(actual.value).splitlines()] == [
+    assert [line.split()[0].split(".")[0] for line in str(error.value).splitlines()] == [
         "language",
         "split",
         "run",

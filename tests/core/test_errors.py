@@ -73,17 +73,17 @@ def test_an_error_has_advice_for_each_place() -> None:
 )
 def test_errors_name_arguments_of_simulate(settings: dict[str, object], python: str, command: str) -> None:
     federation = Federation.from_arrays(CLIENTS, nn.Linear(3, 2))
-    with pytest.raises(FedlowrankError) as actual:
+    with pytest.raises(FedlowrankError) as error:
         simulate("fedavg", federation, **settings)
-    assert str(actual.value).startswith(python)
-    assert "run." not in str(actual.value)
-    assert actual.value.for_command.startswith(command)
+    assert str(error.value).startswith(python)
+    assert "run." not in str(error.value)
+    assert error.value.for_command.startswith(command)
 
 
 def test_an_existing_folder_is_no_matter_of_options_in_python(tmp_path: Path) -> None:
     federation = Federation.from_arrays(CLIENTS, nn.Linear(3, 2))
-    with pytest.raises(FedlowrankError) as actual:
+    with pytest.raises(FedlowrankError) as error:
         simulate("fedavg", federation, rounds=1, folder=tmp_path)
-    assert "force=True" in str(actual.value)
-    assert "--" not in str(actual.value)
-    assert "--force" in actual.value.for_command
+    assert "force=True" in str(error.value)
+    assert "--" not in str(error.value)
+    assert "--force" in error.value.for_command

@@ -44,9 +44,9 @@ from fedlowrank.methods.fedhl import FedHL
 
 
 def refused(make: Callable[[], Any]) -> str:
-    with pytest.raises(ConfigError) as actual:
+    with pytest.raises(ConfigError) as error:
         make()
-    return str(actual.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,9 @@ def test_the_default_does_nothing_and_draws_nothing() -> None:
     ],
 )
 def test_settings_without_a_meaning_are_refused(name: str, value: Any, says: str) -> None:
-    with pytest.raises(ConfigError) as actual:
+    with pytest.raises(ConfigError) as error:
         Augment(**{name: value})
-    assert str(actual.value) == f"Augment.{name}{says}"
+    assert str(error.value) == f"Augment.{name}{says}"
 
 
 # A federation

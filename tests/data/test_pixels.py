@@ -215,7 +215,7 @@ def ends(result: Any) -> Any:
     """All that a run leaves behind but its times."""
     records = [{**dataclasses.asdict(r), "seconds": {}, "cpu_seconds": {}} for r in result.rounds]
     run = result.run
-    personal = [run.personal(i) for i in run.federation.infos]
+    personal = [run.personal_params(i) for i in run.federation.infos]
     return records, tree.encode(
         [run.state.server, {str(i): s for i, s in run.state.clients.items()}, personal]
     )

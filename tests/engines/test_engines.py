@@ -166,7 +166,7 @@ def flat(value: Any, path: str = "") -> dict[str, float]:
 def test_every_engine_keeps_the_same_accounts(name: str, engines: list[str]) -> None:
     method = METHODS[name]()
     # of numbers that clients at once round otherwise
-    rounded = ("loss", "measured", "server_metrics")
+    rounded = ("training_losses", "measured", "server_metrics")
     accounts, measured = [], []
     for engine in engines:
         run = Run(

@@ -329,9 +329,9 @@ BUDGET_PLACES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("place", RANK_PLACES)
 def test_what_is_no_rank_is_refused_alike_in_every_place(place: str) -> None:
     for bad, says in NO_RANKS:
-        with pytest.raises(ConfigError) as actual:
+        with pytest.raises(ConfigError) as error:
             RANK_PLACES[place](bad)
-        assert str(actual.value) == f"{place}{says}"
+        assert str(error.value) == f"{place}{says}"
     # as from a file
     RANK_PLACES[place](2.0)
 
@@ -339,12 +339,12 @@ def test_what_is_no_rank_is_refused_alike_in_every_place(place: str) -> None:
 @pytest.mark.parametrize("place", BUDGET_PLACES)
 def test_what_is_neither_rank_nor_budget_is_refused_alike(place: str) -> None:
     for bad, says in NO_BUDGETS:
-        with pytest.raises(ConfigError) as actual:
+        with pytest.raises(ConfigError) as error:
             BUDGET_PLACES[place](rank=bad)
-        assert str(actual.value) == f"{place}.rank{says}"
-    with pytest.raises(ConfigError) as actual:
+        assert str(error.value) == f"{place}.rank{says}"
+    with pytest.raises(ConfigError) as error:
         BUDGET_PLACES[place](rank_pattern={"weight": 1.5})
-    assert str(actual.value) == f"{place}.rank_pattern['weight']{EITHER}1.5"
+    assert str(error.value) == f"{place}.rank_pattern['weight']{EITHER}1.5"
 
 
 def test_whole_numbers_are_ranks() -> None:
@@ -365,9 +365,9 @@ def test_whole_numbers_are_ranks() -> None:
     assert build(LoRATraining, {"rank": 3.0}, "training") == LoRATraining(rank=3)
     for r in (0, 1.5, True):
         says = next(says for bad, says in NO_RANKS if bad is r or (r is not True and bad == r))
-        with pytest.raises(ConfigError) as actual:
+        with pytest.raises(ConfigError) as error:
             build(LoraSettings, {"r": r}, "lora")
-        assert str(actual.value) == f"lora.r{says}"
+        assert str(error.value) == f"lora.r{says}"
 
 
 @quiet

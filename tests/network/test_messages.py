@@ -65,18 +65,18 @@ def test_deep_and_long_texts_are_refused_and_harm_nothing() -> None:
     surrogate = json.dumps({**dataclasses.asdict(ANSWER), "run": "\ud800"})
     digits = json.dumps(dataclasses.asdict(ANSWER)).replace('"steps": 7', f'"steps": {"9" * 100_000}')
     for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, digits, surrogate):
-        with pytest.raises(MessageError) as actual:
+        with pytest.raises(MessageError) as error:
             Answer.from_json(text)
-        assert str(actual.value).isprintable()
-        assert len(str(actual.value)) <= 500
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) <= 500
 
 
 def test_no_text_of_a_client_makes_a_line_of_its_own() -> None:
-    with pytest.raises(MessageError) as actual:
+    with pytest.raises(MessageError) as error:
         Answer.from_json(
             json.dumps({**dataclasses.asdict(ANSWER), "losses": {"x\n12:00:00 finished\n": None}})
         )
-    assert "\n" not in str(actual.value)
+    assert "\n" not in str(error.value)
     for text in ("a\nb", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\x85b", "a\x00b"):
         assert to_one_line(text).isprintable()
         assert to_one_line(text).startswith("a ")

@@ -293,7 +293,7 @@ class TestServer:
         def rows(*each):
             made = rounds_of([[0.5] * 2] * (len(each) + 1))
             for row, loss in zip(made[1:], each, strict=True):
-                row["loss"] = loss
+                row["training_losses"] = loss
             return made
 
         seeds = [

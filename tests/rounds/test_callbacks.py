@@ -30,7 +30,7 @@ def by_curve(monkeypatch: pytest.MonkeyPatch) -> None:
         table = {"global": {"train": row, "val": row, "test": row}}
         return make_client_table({"accuracy": table, "loss": table})
 
-    monkeypatch.setattr(Run, "evaluation", evaluation)
+    monkeypatch.setattr(Run, "evaluate", evaluation)
 
 
 def federation(val: float = 0.25) -> Federation:

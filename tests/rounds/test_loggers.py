@@ -109,7 +109,7 @@ def expected(records: list[RoundRecord]) -> dict[tuple[str, int], float]:
         total += r.bytes_up + r.bytes_down
         actual["bytes/total", r.round] = total
         actual |= {(f"seconds/{kind}", r.round): value for kind, value in r.seconds.items()}
-        actual |= {(f"loss/{name}", r.round): value for name, value in r.training_losses.items()}
+        actual |= {(f"training_loss/{name}", r.round): value for name, value in r.training_losses.items()}
         for tag in ("accuracy", "loss"):
             for split in ("val", "test"):
                 known = [

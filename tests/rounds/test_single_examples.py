@@ -47,10 +47,10 @@ def test_a_last_batch_of_one_is_named_and_each_advice_helps() -> None:
     on = federation([12, 9, 17])
     with pytest.raises(
         TaskError, match=r"client 1 has 9 .*batches of 4 .*as at 1 other client: .*'1\.0'"
-    ) as actual:
+    ) as error:
         simulate(FedAvg(batch_size=4), on, rounds=1)
-    assert "drop_last = true" in str(actual.value)
-    size = re.search(r"batch_size = (\d+)", str(actual.value))
+    assert "drop_last = true" in str(error.value)
+    size = re.search(r"batch_size = (\d+)", str(error.value))
     assert size is not None
     # 3 leaves none: 12, 9 = 3 · 3, 17 = 5 · 3 + 2
     assert int(size[1]) in (3, 5)
@@ -64,9 +64,9 @@ def test_a_share_of_the_examples_may_be_one() -> None:
 
 
 def test_batches_of_one_have_another_advice_than_drop_last() -> None:
-    with pytest.raises(TaskError, match="batch_size = 2") as actual:
+    with pytest.raises(TaskError, match="batch_size = 2") as error:
         simulate(FedAvg(batch_size=1), federation([4, 6]), rounds=1)
-    assert "drop_last" not in str(actual.value)
+    assert "drop_last" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_a_client_elsewhere_is_named_where_it_trains(tracked: bool) -> None:
     job = ClientJob(None, method.server_init(task), info)
     with pytest.raises(
         SingleValueError, match=r"client 1 with 5 training examples: .*'1\.0'.*drop_last"
-    ) as actual:
+    ) as error:
         list(Sequential().run(method, on, task, 0, [job]))
     # a worker's error crosses to the main process
-    assert str(pickle.loads(pickle.dumps(actual.value))) == str(actual.value)  # noqa: S301
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # noqa: S301
 
 
 def test_a_test_set_of_one_names_the_client_where_a_batch_is_normalized_by_itself() -> None:

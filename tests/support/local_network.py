@@ -425,7 +425,7 @@ def open_client_memory(result: Result, carrier: LocalTransport, client: int) -> 
 def assert_same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:
     """Assert that all is the same but what was found of clients that were not heard; returns who was not evaluated."""
     a, b = found.untimed(), wanted.untimed()
-    unheard = {"bytes_up", "parameters_up", "steps", "flops", "loss"} if found.lost else set()
+    unheard = {"bytes_up", "parameters_up", "steps", "flops", "training_losses"} if found.lost else set()
     for name in a.keys() - unheard - {"measured"}:
         assert a[name] == b[name], (found.round, name)
     if found.measured is None or wanted.measured is None:

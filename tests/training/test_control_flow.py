@@ -59,9 +59,9 @@ def test_a_number_is_that_of_all_clients_or_they_differ(what: str) -> None:
     same, other = torch.ones(2, 3), torch.tensor([[-1.0, 0, 9], [5, 6, 7]])
     with without_rows():
         assert ask(to_client_tensor(torch.stack([same] * K))) == ask(same)
-        with pytest.raises(DifferingError) as actual:
+        with pytest.raises(DifferingError) as error:
             ask(to_client_tensor(torch.stack([same, other, same])))
-    assert actual.value.values[0] == actual.value.values[2] != actual.value.values[1]
+    assert error.value.values[0] == error.value.values[2] != error.value.values[1]
 
 
 def test_within_a_step_control_flow_is_refused() -> None:
@@ -162,10 +162,10 @@ def infos(*clusters: int) -> list[ClientInfo]:
 
 def test_an_attribute_of_the_info_is_what_all_agree_in() -> None:
     assert CohortInfo(infos(1, 1, 1)).cluster == 1  # type: ignore[comparison-overlap]
-    with pytest.raises(DifferingError) as actual:
+    with pytest.raises(DifferingError) as error:
         _ = CohortInfo(infos(1, 0, 1)).cluster
-    assert actual.value.values == [1, 0, 1]
-    assert unwrap_client_tensor(CohortInfo(infos(0, 0)).examples).tolist() == [10, 11]
+    assert error.value.values == [1, 0, 1]
+    assert unwrap_client_tensor(CohortInfo(infos(0, 0)).example_count).tolist() == [10, 11]
 
 
 def test_a_draw_is_what_each_client_draws_alone() -> None:

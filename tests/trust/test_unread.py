@@ -61,11 +61,11 @@ UNREAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str, str]] = {
 def test_a_setting_that_nothing_reads_is_named_with_what_to_type(case: str) -> None:
     make, run, named, cure = UNREAD[case]
     for refused in (make, lambda: ExperimentConfig.parse({"run": run})):
-        with pytest.raises(ConfigError) as actual:
+        with pytest.raises(ConfigError) as error:
             refused()
-        assert f"run.{named}" in str(actual.value)
-        assert cure in str(actual.value)
-        assert "leave run." in str(actual.value)
+        assert f"run.{named}" in str(error.value)
+        assert cure in str(error.value)
+        assert "leave run." in str(error.value)
 
 
 def test_the_settings_of_the_issue_never_run_unprotected() -> None:
@@ -105,9 +105,9 @@ def test_the_settings_of_the_issue_never_run_unprotected() -> None:
     ],
 )
 def test_other_sections_with_a_switch(make: Callable[[], Any], named: str) -> None:
-    with pytest.raises(ConfigError) as actual:
+    with pytest.raises(ConfigError) as error:
         make()
-    assert named in str(actual.value)
+    assert named in str(error.value)
 
 
 def test_settings_that_some_model_or_value_reads_are_accepted() -> None:

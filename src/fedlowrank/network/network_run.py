@@ -204,7 +204,7 @@ class NetworkRun(Run):
                 results.discard_reply(client_id, reason)
         return self.engine.boundary(server)
 
-    def evaluation(self) -> ClientTable | None:
+    def evaluate(self) -> ClientTable | None:
         """None: the evaluation arrives with the next round trip, see :meth:`take_late_evaluation`."""
         return None
 

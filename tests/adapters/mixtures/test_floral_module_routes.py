@@ -121,13 +121,13 @@ def test_a_whole_number_may_be_written_as_a_float() -> None:
     model = Floral(nn.Linear(4, 3), rank=1, num_clusters=2.0)  # type: ignore[arg-type]
     assert (model.clusters, type(model.clusters)) == (2, int)
     assert build(FederatedFloral, {"clusters": 2.0}, "methods.floral") == FederatedFloral(clusters=2)
-    with pytest.raises(ConfigError) as actual:
+    with pytest.raises(ConfigError) as error:
         build(FederatedFloral, {"clusters": 2.5}, "methods.floral")
     says = ".clusters: input should be a valid integer, got a number with a fractional part; it is 2.5"
-    assert str(actual.value) == f"methods.floral{says}"
-    with pytest.raises(ConfigError) as actual:
+    assert str(error.value) == f"methods.floral{says}"
+    with pytest.raises(ConfigError) as error:
         FederatedFloral(clusters=2.5)  # type: ignore[arg-type]
-    assert str(actual.value) == f"FederatedFloral{says}"
+    assert str(error.value) == f"FederatedFloral{says}"
 
 
 def test_modules_that_cannot_be_wrapped() -> None:

@@ -81,12 +81,12 @@ def test_the_message_names_client_path_and_what_was_expected() -> None:
 
 
 def test_a_message_has_one_line_whatever_a_client_calls_itself() -> None:
-    with pytest.raises(RefusedReplyError) as actual:
+    with pytest.raises(RefusedReplyError) as error:
         inspect_upload(message({"c": "a\nERROR\x1b[31m: forged", "d": {}}), Template.of(None), CLIENT, LIMITS)
-    assert "holds a a?ERROR?[31m: forged, which" in str(actual.value)
-    with pytest.raises(RefusedReplyError) as actual:
+    assert "holds a a?ERROR?[31m: forged, which" in str(error.value)
+    with pytest.raises(RefusedReplyError) as error:
         inspect_upload(tree.encode({"a\nb": 1}), Template.of({"x": 1}), CLIENT, LIMITS)
-    assert str(actual.value).isprintable()
+    assert str(error.value).isprintable()
 
 
 def test_booleans_are_counted_before_they_are_unpacked() -> None:
@@ -168,9 +168,9 @@ INTEGER = "input should be a valid integer"
     ],
 )
 def test_limits_that_make_no_sense_are_refused(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as actual:
+    with pytest.raises(ConfigError) as error:
         Limits(**wrong)
-    assert str(actual.value) == says
+    assert str(error.value) == says
 
 
 VALUE = {

@@ -112,7 +112,7 @@ def test_bands_of_other_figures_are_whole(make_run):
         one = rounds_of([[0.5] * 2, [0.6] * 2, [0.7] * 2])
         for at, row in enumerate(one):
             row["ranks"] = {"a.weight": 10 + 10 * at * s}
-            row["loss"] = {"local": 1 + s * at}
+            row["training_losses"] = {"local": 1 + s * at}
         rows.append(one)
     runs = [make_run("a", s, rounds=one) for s, one in enumerate(rows)]
     groups, looks = both(runs)

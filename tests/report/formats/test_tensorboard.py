@@ -27,11 +27,11 @@ def scalars(run, folder):
 @pytest.mark.full
 def test_event_file_reads_back(make_run, tmp_path):
     rows = rounds_of([[0.25, 0.75], [0.5, None], [1.0, 0.5]])
-    rows[1]["loss"]["bad"] = float("nan")
+    rows[1]["training_losses"]["bad"] = float("nan")
     actual = scalars(make_run("a", rounds=rows), tmp_path)
     assert {"accuracy/personal/val", "bytes/up", "bytes/down"} <= actual.keys()
     assert {"training_loss/local", "seconds/train", "seconds/server", "seconds/evaluate"} <= actual.keys()
-    assert "loss/bad" not in actual
+    assert "training_loss/bad" not in actual
     assert actual["accuracy/personal/test"] == [(0, 0.5), (1, 0.5), (2, 0.75)]
     assert actual["bytes/total"] == [(0, 0), (1, 1500), (2, 3000)]
 

@@ -112,13 +112,13 @@ class CohortTrainer:
 
     def __init__(
         self,
-        locals_: Sequence[LocalTrainer],
+        client_trainers: Sequence[LocalTrainer],
         memory: CohortMemory,
         answers: Sequence[TrainerAnswer] = (),
         errors: dict[int, tuple[int, NonFiniteError]] | None = None,
         joins: bool = False,
     ) -> None:
-        self.client_trainers, self._memory, self._joins = list(locals_), memory, joins
+        self.client_trainers, self._memory, self._joins = list(client_trainers), memory, joins
         self._earlier = list(answers)
         self.answers: list[TrainerAnswer] = []
         self.errors = {} if errors is None else errors

@@ -58,8 +58,8 @@ class CohortUploads:
         client_count: as above.
     """
 
-    def __init__(self, stacked: Any, clients: int, kind: Any, memory: CohortMemory) -> None:
-        self.stacked, self.client_count = stacked, clients
+    def __init__(self, stacked: Any, client_count: int, kind: Any, memory: CohortMemory) -> None:
+        self.stacked, self.client_count = stacked, client_count
         self._kind, self._memory = ("contribution", kind), memory
         self._rows: list[Any] | None = None
         self._finite: list[bool] | None = None
