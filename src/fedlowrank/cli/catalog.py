@@ -1,4 +1,4 @@
-"""What there is: the catalog, the fields of a method, and the command ``check`` of the contract."""
+"""The catalog of methods, models and data sources, the fields of a method, and the command ``check`` of the contract."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .terminal import OUT, strip_markup
 
 
 def build_catalog() -> list[dict[str, Any]]:
-    """The tables of ``fedlowrank list``: title, columns and rows of each, and whether ``--trust`` shows it."""
+    """Build the tables of ``fedlowrank list``: title, columns and rows of each, and whether ``--trust`` shows it."""
     methods = [
         [
             name,
@@ -59,7 +59,7 @@ def build_catalog() -> list[dict[str, Any]]:
 
 
 def build_trust_table() -> dict[str, Any]:
-    """The table of ``fedlowrank list --trust``: for each method and ability yes, or the reason why not."""
+    """Build the table of ``fedlowrank list --trust``: for each method and ability yes, or the reason why not."""
     rows = []
     for name, cls in METHODS.items():
         method_abilities = abilities(cls(), small_federation(cls.heterogeneous).task(1))
@@ -93,7 +93,7 @@ def _first_line(cls: object) -> str:
 
 
 def check(name: str) -> int:
-    """Test a method against the contract, and print what was found."""
+    """Test a method against the contract, and print the findings."""
     cls = method_class(name)
     no_default = dataclasses.MISSING
     for f in dataclasses.fields(cls):

@@ -1,4 +1,4 @@
-"""The commands that make runs, go on with them and show what came of them."""
+"""The commands that make runs, continue them and show their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from .read_runs import count_left_out, read_each, read_for_report
 from .terminal import INTERRUPT_HINTS, OUT
 
 MANY_CLIENTS, FEW_CLIENTS = 10, 4
-"""Of more clients than the first number, a command that runs methods shows the second."""
+"""Number of clients above which a command that runs methods shows only some, and how many it shows."""
 
 
 def run(
@@ -82,7 +82,7 @@ def run(
 
 
 def refuse_network_settings(experiment: ExperimentConfig, overrides: Sequence[str]) -> None:
-    """Refuse network settings that were typed for a run within this process; name those of its file.
+    """Refuse network settings that were typed for a run within this process; log those of its file.
 
     A file may be shared with the server and the clients of a network, and simulated first.
     """
@@ -116,7 +116,7 @@ def compare(
     log: Sequence[str] | None = None,
     tables: bool = False,
 ) -> int:
-    """Run every combination of method, seed and varied value; go on with what has begun."""
+    """Run every combination of method, seed and varied value; continue runs that have begun."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
     config_tables = LayeredTables.read(file, [*overrides, *_log_override(log)])
@@ -144,7 +144,7 @@ def compare(
 
 
 def show_failures(outcomes: Sequence[Outcome]) -> int:
-    """Print which runs did not finish, and why; the exit code is 1 if one of them failed."""
+    """Print the runs that did not finish, with the reason; the exit code is 1 if one of them failed."""
     for outcome in outcomes:
         if outcome.state != "finished":
             OUT.print(str(outcome), style="yellow")
@@ -152,15 +152,15 @@ def show_failures(outcomes: Sequence[Outcome]) -> int:
 
 
 def run_planned(planned_runs: Sequence[PlannedRun], jobs: int, force: bool) -> list[Outcome]:
-    """Run what is planned, or go on with it: one run after the other, or several at a time.
+    """Run planned runs or continue them, one after the other or several at a time.
 
     Args:
-        planned_runs: the runs; of those with one folder the first counts.
-        jobs: how many runs at a time, each in a process of its own; 1 runs all in this process.
-        force: move existing folders aside instead of going on with them.
+        planned_runs: planned runs; of several runs with one folder only the first is used.
+        jobs: number of runs at a time, each in a process of its own; 1 runs all in this process.
+        force: whether to move existing folders aside instead of continuing their runs.
 
     Returns:
-        How each run ended, in order.
+        The outcome of each run, in order.
     """
     if jobs < 1:
         raise ConfigError(f"--jobs is a number of runs at a time, at least 1; it is {jobs}")
@@ -203,10 +203,10 @@ def resume(
     without: Sequence[int],
     allow_code: bool,
 ) -> int:
-    """Go on with a run, maybe from an earlier checkpoint, without some clients, or for more rounds.
+    """Continue a run, optionally from an earlier checkpoint, without some clients, or for more rounds.
 
-    Relative paths and the user's own code are those of the folder in which the run began, from whichever folder the
-    command is typed; see :mod:`..config.working_folder`.
+    Relative paths and the user's own code are those of the folder in which the run began, wherever the command is
+    typed; see :mod:`..config.working_folder`.
     """
     stored_config = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     with enter_working_folder(folder, stored_config) as run_folder:
@@ -223,7 +223,7 @@ def _resume(
     excluded_ids: Sequence[int],
     allow_code: bool,
 ) -> bool:
-    """Go on with a run in its working folder; False if a server with remote clients must."""
+    """Continue a run in its working folder; return False if a server with remote clients must continue it."""
     config_tables, name = (
         LayeredTables(stored_config["experiment"], parse_overrides(overrides)),
         stored_config["method"]["name"],
@@ -232,7 +232,7 @@ def _resume(
     reasons = dict.fromkeys(("method", "compare"), f"the run is one of {name}.")
     refuse_unread_overrides(config_tables, {**SEVERAL_RUNS, **reasons})
     if changes := experiment.changes_from(stored_config, name, stored_config["vary"]):
-        # sooner than simulate refuses it, and in the words of the file
+        # simulate would refuse it later, and not with the field names of the file
         raise CheckpointError(
             f"{folder} cannot be resumed with another configuration: {'; '.join(changes)}. Set these back, "
             "or start a new run in another folder."
@@ -251,7 +251,7 @@ def _resume(
 
 
 def export(folder: Path, client: int, series: str | None, layout: Layout, out: Path, allow_code: bool) -> int:
-    """Write a client's model, and say what its thin layers gain."""
+    """Write a client's model, and print what its thin layers gain in size and speed."""
     python = "export by simulate(..., folder=..., resume=True).deploy(client)"
     run = open_run(folder, python, allow_code=allow_code)
     gain = write(run, client, series, layout, out)
@@ -285,7 +285,7 @@ def report(
     latex: Path | None = None,
     csv: Path | None = None,
 ) -> int:
-    """Write the report of run folders; ``figures`` is a folder, or True for one beside the page.
+    """Write the report of run folders; ``figures`` is a folder, or True for a folder beside the page.
 
     The exit code is 1 if a damaged run was left out.
     """
@@ -320,9 +320,9 @@ def write_comparison(
     records: Sequence[RunRecord], page: Path, target: float | None, tables: bool = False,
     figures: Path | None = None,
 ) -> Comparison:  # fmt: skip
-    """Write the report of runs and print its results; with ``tables`` all its tables.
+    """Write the report of runs and print its results; ``tables`` prints all its tables.
 
-    The page links to the contact sheet in the folder ``figures``, which is written by itself.
+    The page links to the contact sheet in the folder ``figures``, which other code writes.
     """
     command = shlex.join(["fedlowrank", *sys.argv[1:]])
     sheet = figures / SHEET if figures is not None else None
@@ -334,7 +334,7 @@ def write_comparison(
 
 
 def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
-    """Show how an experiment shares out its data; with ``get`` instead of a file, download a data set."""
+    """Show how an experiment divides its data among clients; with ``get`` instead of a file, download a data set."""
     if file == Path("get"):
         return get_data(overrides, out)
     federation = ExperimentConfig.read(file, overrides).federation()
@@ -352,7 +352,7 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
 
 
 def _show_data(federation: Federation, all_clients: bool = False) -> None:
-    # plain print: the table is laid out already, and wrapping would tear its lines
+    # plain print: the table has its final layout, and wrapping would break its lines
     notes = (*federation.notes, *(federation.remarks or ()))
     max_clients = FEW_CLIENTS if len(federation.clients) > MANY_CLIENTS and not all_clients else None
     table = format_class_counts(
@@ -375,18 +375,18 @@ def run_method(
     on_round: Callable[[RoundRecord], None] | None = None,
     printed_remarks: set[str] | None = None,
 ) -> None:
-    """Run a method of an experiment in a folder, or go on with it; what has not begun yet begins anew.
+    """Run a method of an experiment in a folder, or continue its run; a run that has not begun starts from scratch.
 
     Args:
-        experiment: whose method it is.
-        name: of the method or variant.
-        federation: of the experiment.
-        folder: of the run.
-        force: move an existing folder aside.
-        resume: go on with a run that has begun.
-        vary: the varied fields and their values.
-        on_round: called with every record; by default a progress bar shows them.
-        printed_remarks: remarks that have been printed; those of this run are added.
+        experiment: experiment that holds the method.
+        name: name of the method or variant.
+        federation: federation of the experiment.
+        folder: folder of the run.
+        force: whether to move an existing folder aside.
+        resume: whether to continue a run that has begun.
+        vary: varied fields and their values.
+        on_round: function called with every record; by default a progress bar shows the records.
+        printed_remarks: remarks that were printed before; those of this run are added.
     """
     method, title = experiment.build_method(name), experiment.method_title(name)
     printed_remarks = set() if printed_remarks is None else printed_remarks
@@ -414,13 +414,13 @@ def run_method(
         else:
             options |= vars(experiment.run_here)
             with warnings.catch_warnings():
-                # a remark has said it
+                # a remark has reported the lowered rank
                 warnings.simplefilter("ignore", LoweredRankWarning)
                 simulate(
                     method, federation, folder=folder, progress=on_round is None, on_round=on_round, **options
                 )
     except Exception:
-        # only an interrupt is to be followed by this hint
+        # the hint is printed only after an interrupt
         INTERRUPT_HINTS.pop()
         raise
     INTERRUPT_HINTS.pop()

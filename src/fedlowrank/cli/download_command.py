@@ -36,11 +36,11 @@ class _DownloadBars:
 
 
 def get_data(names: Sequence[str], folder: Path | None) -> int:
-    """Download a data set, or list all that can be downloaded.
+    """Download a data set, or list all data sets that can be downloaded.
 
     Args:
-        names: the name of a data set, or nothing for the list.
-        folder: where its files go; None for ``data/NAME``.
+        names: name of a data set, or empty for the list.
+        folder: folder for the files; None for ``data/NAME``.
     """
     if len(names) > 1:
         raise ConfigError(f"`fedlowrank data get` takes one name, not {' '.join(names)!r}")

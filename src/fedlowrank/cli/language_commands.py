@@ -1,4 +1,4 @@
-"""What the command ``score`` does, and what it shares with other commands of language models."""
+"""The command ``score``, and functions that it shares with other commands for language models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def score(
     best: bool,
     allow_code: bool,
 ) -> int:
-    """Score models of a run by what they write; see :func:`scores`."""
+    """Score models of a run by the texts that they write; see :func:`scores`."""
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
     scorer: ScoreTask = build(TASKS[task], parse_overrides(overrides), f"score {task}")
@@ -55,9 +55,10 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
     """Score models of a run.
 
     Args:
-        run: with language models.
-        task: what they write, and how it is judged.
-        models: ``server``, ``base`` or numbers of clients; by default the server's model, or else client 0.
+        run: run with language models.
+        task: task that the models answer, and the rule by which answers are scored.
+        models: names of models: ``server``, ``base`` or numbers of clients; by default the server's model, or else
+            client 0.
     """
     language = language_of_run(run)
     if language.settings.task != "causal":
@@ -70,11 +71,11 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
 
 
 def prompt_of(language: Language) -> PromptFormat:
-    """The format of training, for prompts."""
+    """Format of prompts in training."""
 
     def prompt(record: Mapping[str, str]) -> str:
         if language.settings.format == "none":
-            # a text that the model goes on with
+            # a text that the model continues
             return record["instruction"] + record["input"]
         instruction = Instruction(record["instruction"], "", record["input"])
         return render_instruction(instruction, language.settings.format, language.loaded.tokenizer)[0]
@@ -83,10 +84,10 @@ def prompt_of(language: Language) -> PromptFormat:
 
 
 def language_of_run(run: Run) -> Language:
-    """What belongs to the language models of a run.
+    """Return the companion object of a run's language models.
 
     Raises:
-        TaskError: if they are no language models.
+        TaskError: if the run's models are no language models.
     """
     companion = run.federation.companion
     if not isinstance(companion, Language):
@@ -95,22 +96,22 @@ def language_of_run(run: Run) -> Language:
 
 
 def open_language_run(folder: Path, best: bool, allow_code: bool) -> Run:
-    """Open a stored run as its last checkpoint has it, or that of its best round."""
+    """Open a stored run at its last checkpoint, or at that of its best round."""
     python = "use fedlowrank.cli.language_commands.scores, or federation.companion.write(run, folder)"
     return open_run(folder, python, best, allow_code)
 
 
 def default_model(run: Run) -> str:
-    """Which model of a run is meant where none is named: the server's, or else that of client 0."""
+    """Name of a run's default model: the server's, or else that of client 0."""
     return "server" if run.local_model(run.federation.infos[0]).server is not None else "0"
 
 
 def params_of(run: Run, name: str) -> Params:
-    """Parameters of a model of a run that are not the base's.
+    """Parameters of a run's model, without those of the base.
 
     Args:
-        run: with language models.
-        name: ``server``, ``base`` or the number of a client.
+        run: run with language models.
+        name: name of the model: ``server``, ``base`` or the number of a client.
 
     Raises:
         ConfigError: if there is no such model.

@@ -12,16 +12,16 @@ from ..core.errors import ConfigError, did_you_mean
 from .terminal import OUT, strip_markup
 
 CATALOG = Path(__file__).with_name("catalog.json")
-"""What :func:`fedlowrank.cli.catalog.build_catalog` finds; ``make catalog`` writes it, a test compares it."""
+"""Output of :func:`fedlowrank.cli.catalog.build_catalog`; ``make catalog`` writes the file, a test compares it."""
 
 
 def show_list(name: str | None, trust: bool) -> int:
     """Print every method, model and source of data, or those of one kind, or one of them.
 
     Args:
-        name: of a method, whose paper and fields are shown; of a table, such as ``models``; of an entry of
-            one; or None.
-        trust: print instead which methods go with secure sums, robust means, privacy and compression.
+        name: name of a method, whose paper and fields are shown; of a table, such as ``models``; of an entry in a
+            table; or None.
+        trust: whether to print instead which methods go with secure sums, robust means, privacy and compression.
 
     Raises:
         ConfigError: if there is no such name.
@@ -48,7 +48,7 @@ def show_list(name: str | None, trust: bool) -> int:
     sections_by_kind = {section["title"].split()[0].lower(): section for section in sections}
     valid_names = [*names, *sections_by_kind]
     if name not in valid_names:
-        # a list of all is a table of its own
+        # a list of all names would be a table of its own
         suggestion = did_you_mean(name, valid_names).partition("Known: ")[0] or "`fedlowrank list` shows all."
         raise ConfigError(f"there is no method, model or data source {name!r}. {suggestion}")
     selected_sections = (
@@ -62,13 +62,13 @@ def show_list(name: str | None, trust: bool) -> int:
 
 
 def show_fields(section: str | None) -> int:
-    """Print the fields of an experiment file, their defaults and what they mean.
+    """Print the fields of an experiment file, their defaults and their meanings.
 
     Args:
-        section: a section, table or field, such as ``run.privacy``; None for all.
+        section: name of a section, table or field, such as ``run.privacy``; None for all.
 
     Raises:
-        ConfigError: if there is none of this name.
+        ConfigError: if nothing has this name.
     """
     from ..config.reading.field_help import format_field_help
 

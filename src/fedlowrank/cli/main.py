@@ -30,10 +30,10 @@ LOG = "write the numbers of each round as it ends: tensorboard, wandb, mlflow, c
 
 
 class _Once(argparse.Action):
-    """Store an option's value; a second one would else replace the first without a word."""
+    """Stores an option's value; without it a repeated option would silently replace the first value."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        """Refuse an option that was given before."""
+        """Store the value, or refuse an option that was given before."""
         del parser, option
         option_names: frozenset[str] = getattr(namespace, "given_options", frozenset())
         if self.option_strings and self.dest in option_names:
@@ -43,7 +43,7 @@ class _Once(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses an option that is given twice, and names the word that was meant instead of an unknown one."""
+    """Refuses an option that is given twice, and suggests the nearest known word for an unknown one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
@@ -62,13 +62,13 @@ def _split(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of the commands. A command's options are the parameters of its function."""
+    """Make the parser of all commands. A command's options are the parameters of its function."""
     main_parser = _Parser(prog="fedlowrank", description="Federated learning with low-rank parts.")
     main_parser.add_argument("--version", action="version", version=f"fedlowrank {__version__}")
-    # a global option is accepted after the command too, where people type it
+    # a global option is also accepted after the command, where people type it
     common_parser = _Parser(add_help=False)
     common_parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    # of commands that open a run folder, which may be somebody else's
+    # for commands that open a run folder, which may be somebody else's
     run_parser = _Parser(add_help=False, parents=[common_parser])
     run_parser.add_argument("folder", type=Path, help="run folder")
     run_parser.add_argument("--allow-code", action="store_true", help="import the code that it names")
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     subparsers = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, function: str, parent: _Parser, help_text: str) -> Callable[..., argparse.Action]:
-        """Add a command; what is returned adds its options."""
+        """Add a command; returns the function that adds its options."""
         subparser = subparsers.add_parser(name, help=help_text, parents=[parent])
         subparser.set_defaults(function=function)
         if parent in (experiment_parser, network_parser):
@@ -375,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 if all went well, 1 after an error of the user's or where a damaged run was left out, 130 after Ctrl-C.
+        0 for success, 1 after a user error or if a damaged run was left out, 130 after Ctrl-C.
     """
     command_parser = parser()
     args, extra_args = command_parser.parse_known_args(argv)
@@ -401,10 +401,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
     if threading.current_thread() is threading.main_thread():
-        # a polite kill ends as Ctrl-C does: the last finished round is kept
+        # SIGTERM ends the command as Ctrl-C does: the last finished round is kept
         previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        # runs hold data of their clients, and what was learned from it
+        # runs hold their clients' data and models trained on them
         with private_umask():
             return _call(**vars(args))
     except FedlowrankError as error:
@@ -418,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted. {INTERRUPT_HINTS[-1]}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of the output has closed the pipe; the interpreter must not fail on flushing the rest
+        # the reader of the output has closed the pipe; flushing the rest must not raise an error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:

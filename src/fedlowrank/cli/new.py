@@ -1,4 +1,4 @@
-"""The command ``new``: a folder with an experiment, a model, data, a metric and a test, which runs at once."""
+"""The command ``new``: a folder with an experiment, a model, data, a metric and a test, ready to run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..core.io.atomic_files import as_checkpoint_error
 from .terminal import OUT
 
 ENDING = ".template"
-"""Ending of the files that a project is made from; ``NAME`` in their texts and names is that of the project."""
+"""Ending of the template files of a project; ``NAME`` in their texts and names is replaced by the project's name."""
 
 
 def new(path: Path) -> int:
     """Make a project.
 
     Args:
-        path: the folder to be made. Python imports its code by the folder's name, so characters that no name of a
-            package has become underscores.
+        path: path of the new folder. Python imports its code by the folder's name, so characters that a package name
+            cannot have become underscores.
 
     Raises:
-        ConfigError: if the name is none that Python could import, or that of another package.
+        ConfigError: if Python could not import the name, or another package has it.
         CheckpointError: if the folder exists or cannot be written.
     """
     name = choose_name(path.name)
@@ -51,7 +51,7 @@ def new(path: Path) -> int:
 
 
 def choose_name(text: str) -> str:
-    """The name of a project: the text with an underscore for what no name of a Python package has.
+    """Name of a project: the text with an underscore for characters that the name of a Python package cannot have.
 
     Raises:
         ConfigError: if nothing is left, or code of this name would hide another package.

@@ -1,4 +1,4 @@
-"""Commands that run one method: how they read the experiment, and what they print at the end."""
+"""Helpers for commands that run one method: they read the experiment, and print the results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .terminal import OUT
 
 
 def read_one(file: Path, overrides: Sequence[str], method: str | None) -> tuple[ExperimentConfig, str]:
-    """Read an experiment of which a command runs one method, and choose that; something reads each override.
+    """Read an experiment, choose the one method that a command runs, and check that something reads each override.
 
     Args:
-        file: of the experiment.
-        overrides: laid over it.
-        method: what the command line names, or None for what the file names.
+        file: path of the experiment file.
+        overrides: overrides of the file.
+        method: method that the command line names, or None for the one that the file names.
     """
     config_tables = LayeredTables.read(file, overrides)
     experiment = ExperimentConfig.parse_laid(config_tables, method)
@@ -36,7 +36,7 @@ def read_one(file: Path, overrides: Sequence[str], method: str | None) -> tuple[
 
 
 def show_run(folder: Path) -> int:
-    """Print what came of a run."""
+    """Print the results of a run."""
     record = RunRecord.load(folder)
     OUT.print(render_terminal(compare_runs([record]), all_tables=True))
     if record.status.get("state") == "finished" and (message := record.status.get("message")):

@@ -1,4 +1,4 @@
-"""What the command ``predict`` does."""
+"""The command ``predict``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..rounds.run import Run
 from .terminal import OUT
 
 MAX_NUMBERS = 30
-"""Classes up to which the cells of a confusion matrix show their numbers."""
+"""Largest number of classes for which the cells of a confusion matrix show their counts."""
 
 
 def predict(
@@ -35,7 +35,7 @@ def predict(
     allow_code: bool,
     rows: Path | None = None,
 ) -> int:
-    """Write what clients' models predict for their own examples, or for new rows; maybe draw the confusion matrix."""
+    """Write predictions of clients' models for their own examples or for new rows; optionally draw the confusion matrix."""
     python = "predict by simulate(..., folder=..., resume=True).predictions()"
     if rows is not None and (split or confusion_matrix):
         option = "--split" if split else "--confusion"
@@ -64,7 +64,7 @@ def predict(
 
 
 def _predict_rows(run: Run, rows: NewRows, client_id: int | None, series: str | None, out: Path) -> int:
-    """Write what models predict for new rows: that of each row's client, of the one that is named, or all of them."""
+    """Write predictions for new rows by the model of each row's client, of the named client, or of all clients."""
     federation = run.federation
     count, names = len(rows.inputs(0)), [info.name for info in federation.infos]
     rows_by_client: dict[int, Sequence[int]] = {}
@@ -107,12 +107,12 @@ def confusion_figure(counts: pd.DataFrame, title: str) -> Figure:
     """Draw a confusion matrix.
 
     Args:
-        counts: of :func:`fedlowrank.rounds.outcome.predictions.confusion`.
-        title: above the matrix.
+        counts: counts from :func:`fedlowrank.rounds.outcome.predictions.confusion`.
+        title: title above the matrix.
 
     Returns:
-        A figure with a color for the share of each label's examples and, of few classes, their number in each
-        cell.
+        A figure whose colors show the share of each label's examples; with few classes each cell also shows their
+        count.
     """
     values, names = counts.to_numpy(), [str(name) for name in counts.index]
     shares = values / np.maximum(values.sum(1, keepdims=True), 1)

@@ -1,4 +1,4 @@
-"""Reads the runs that a command names; a damaged one among others does not keep these from being read."""
+"""Reads the runs that a command names; a damaged run does not keep the others from being read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> tuple[list[T], int]:
-    """Read run folders among folders and directly below them; warn of damaged ones and leave them out.
+    """Read run folders among folders and directly below them; skip damaged ones with a warning.
 
     Args:
         folders: run folders, or parents of run folders.
-        read: reads one run folder; it raises CheckpointError if that is damaged.
+        read: function that reads one run folder and raises CheckpointError if it is damaged.
 
     Returns:
-        What was read of each run, and how many runs were left out.
+        The result of each read, and the number of runs that were skipped.
 
     Raises:
-        CheckpointError: if a folder that is named itself, and not by its parent, is damaged or holds no run; or if no
-            run can be read.
+        CheckpointError: if a folder that was given itself, and not found below a parent, is damaged or holds no run;
+            or if no run can be read.
     """
     results: list[T] = []
     problems: list[str] = []
@@ -46,16 +46,16 @@ def read_each(folders: Sequence[Path], read: Callable[[Path], T]) -> tuple[list[
 
 
 def read_for_report(folder: Path) -> RunRecord:
-    """Read a run with all of its files that a report shows."""
+    """Read a run with all files that a report shows."""
     record = RunRecord.load(folder)
-    # a report reads these late, where an error would stop it for all runs
+    # a report reads these files late, where an error would stop it for all runs
     read_representations(folder)
     _ = record.answers
     return record
 
 
 def count_left_out(count: int) -> int:
-    """Say how many runs were left out; the exit code of the command, 1 if there are any."""
+    """Print how many runs were left out; returns the exit code, 1 if there are any."""
     if count:
         OUT.print(f"{count} damaged run{'' if count == 1 else 's'} left out", style="yellow")
     return int(count > 0)

@@ -1,4 +1,4 @@
-"""What all commands share: the console, lines on the way, and what to type after an interrupt."""
+"""Parts that all commands share: the console, progress messages, and the advice after an interrupt."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..rounds.logs.console import console
 OUT = console()
 
 INTERRUPT_HINTS = ["Nothing is lost; start it again to go on."]
-"""What to do after an interrupt; the last one counts."""
+"""Advice after an interrupt; the last entry is printed."""
 
 
 def say(text: str) -> None:
-    """Print a line on the way."""
+    """Print a progress message."""
     OUT.print(text, style="dim", highlight=False)
 
 
 def strip_markup(text: str) -> str:
-    """Text of a docstring without reStructuredText's double backticks and roles."""
+    """Remove reStructuredText's double backticks and roles from the text of a docstring."""
     return re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "")

@@ -1,4 +1,4 @@
-"""``fedlowrank tune``: a grid search by validation for every method, then a comparison of the choices."""
+"""The command ``fedlowrank tune``: a grid search by validation for every method, then a comparison of the choices."""
 
 from __future__ import annotations
 
@@ -61,20 +61,19 @@ def tune(
 def tune_experiment(
     experiment: ExperimentConfig, out: Path, jobs: int = 1, force: bool = False
 ) -> ExperimentConfig | None:
-    """Run the grid search of an experiment, or go on with it, and write down what it chooses.
+    """Run or continue the grid search of an experiment, and write the settings that it chooses.
 
-    Writes ``tuning.csv``, ``tuning.md`` and ``tuned.toml`` into the folder, and the runs to ``tuning`` below
-    it.
+    Writes ``tuning.csv``, ``tuning.md`` and ``tuned.toml`` into the folder, and the runs to its subfolder ``tuning``.
 
     Args:
-        experiment: with a section ``[tune]``.
-        out: the folder.
-        jobs: runs at a time.
-        force: move existing run folders aside instead of going on with them.
+        experiment: experiment with a section ``[tune]``.
+        out: folder of the grid search.
+        jobs: number of runs at a time.
+        force: whether to move existing run folders aside instead of continuing their runs.
 
     Returns:
-        The experiment with the chosen settings and the test seeds; None if runs failed, so that nothing can
-        be chosen, or no method has a setting that does not diverge.
+        The experiment with the chosen settings and the test seeds; None if runs failed, so that nothing can be
+        chosen, or no method has a setting that does not diverge.
     """
     plan, tune = plan_tuning(experiment, out), tune_settings(experiment)
     runs = [run for setting in plan for run in setting.runs]
@@ -129,14 +128,14 @@ def tune_experiment(
 def compare_tuned(
     tuned_config: ExperimentConfig, out: Path, jobs: int, target: float | None = None, force: bool = False
 ) -> int:
-    """Compare methods with their chosen settings on the test seeds; runs of older choices are moved.
+    """Compare methods with their chosen settings on the test seeds; runs of older choices are moved aside.
 
     Args:
-        tuned_config: what :func:`tune_experiment` returned.
+        tuned_config: experiment that :func:`tune_experiment` returned.
         out: folder of the runs and of ``report.html``.
-        jobs: runs at a time.
-        target: accuracy whose cost is reported, in (0, 1].
-        force: move all existing run folders aside.
+        jobs: number of runs at a time.
+        target: accuracy for which the cost is reported, in (0, 1].
+        force: whether to move all existing run folders aside.
 
     Returns:
         The exit code.
@@ -165,7 +164,7 @@ def _require_validation(run: PlannedRun) -> None:
 
 
 def _require_series(outcomes: Sequence[Outcome], series: str | None) -> None:
-    """Refuse to judge by models that no method has, such as by a misspelled name."""
+    """Refuse a series of models that no method has, such as a misspelled name."""
     run_folders = [outcome.run.folder for outcome in outcomes if outcome.state == "finished"]
     if series is None or not run_folders:
         return
@@ -178,7 +177,7 @@ def _require_series(outcomes: Sequence[Outcome], series: str | None) -> None:
 
 
 def _unique_titles(experiment: ExperimentConfig) -> dict[str, str]:
-    """Titles of methods by name, with the name where two have the same."""
+    """Titles of methods by name; methods with equal titles get their name added."""
     titles = {name: experiment.method_title(name) for name in experiment.compared_methods}
     return {
         name: f"{title} ({name})" if list(titles.values()).count(title) > 1 else title
@@ -187,7 +186,7 @@ def _unique_titles(experiment: ExperimentConfig) -> dict[str, str]:
 
 
 def _with_scores(setting: Setting, outcomes: dict[Path, Outcome], tune: TuneSettings) -> Setting:
-    """A setting with the scores of its runs; a run that did not finish has none."""
+    """Add the scores of its runs to a setting; a run that did not finish has none."""
     scores, messages = [], []
     for run in setting.runs:
         outcome = outcomes[run.folder]

@@ -1,1 +1,1 @@
-"""The experiment file, and what is built from it."""
+"""The experiment file, and the objects that are built from it."""

@@ -1,4 +1,4 @@
-"""From an experiment to a federation: what each client holds, and its model."""
+"""Builds a federation from an experiment: the data of each client, and its model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .sections.lora_section import LoraSettings, PeftSettings, broadcast_ranks
 
 
 class FederationSettings(Protocol):
-    """The sections of an experiment that a federation is made from; see :class:`.experiment.ExperimentConfig`."""
+    """The sections of an experiment from which a federation is made; see :class:`.experiment.ExperimentConfig`."""
 
     name: str
     language: LanguageSettings | None
@@ -55,27 +55,27 @@ class FederationSettings(Protocol):
 
     @property
     def run_here(self) -> RunSettings:
-        """The protocol as it runs on this machine."""
+        """The settings of the run on this machine."""
 
     @property
     def language_here(self) -> LanguageSettings | None:
-        """The language model as it is on this machine."""
+        """The settings of the language model on this machine."""
 
     @property
     def start_here(self) -> str | None:
-        """The folder of the adapter to start from on this machine, or None."""
+        """Folder of the adapter to start from on this machine, or None."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What the clients of an experiment hold.
+    """The data of an experiment's clients.
 
     Attributes:
-        data: of each client.
-        classes: names of the classes; empty where there are none.
-        notes: on the data set.
-        language: the model that the texts were made into tokens for, or None.
-        columns: name of each input; empty where the inputs have no names.
+        data: data of each client.
+        classes: names of the classes; empty if there are none.
+        notes: notes on the data set.
+        language: language model for which the texts were tokenized, or None.
+        columns: name of each input; empty if the inputs have no names.
     """
 
     data: tuple[ClientData, ...]
@@ -86,17 +86,18 @@ class Shares:
 
 
 def share_data(experiment: FederationSettings, standardize: bool = True) -> Shares:
-    """Read the data and divide them among the clients, from the seed of the run.
+    """Read the data and divide them among the clients with the seed of the run.
 
     Args:
-        experiment: says what the data are.
-        standardize: False leaves out ``standard_per_client``, to see the values from which its statistics are.
+        experiment: experiment whose sections describe the data.
+        standardize: False leaves out ``standard_per_client``, to see the values from which its statistics are
+            computed.
 
     Raises:
-        DataError: if the data cannot be read or divided so.
+        DataError: if the data cannot be read or divided as asked.
     """
     key, preparation, language = Key((experiment.run.seed,)), experiment.data.preparation, None
-    # a name that cannot be imported is an error before data are read
+    # report a name that cannot be imported before data are read
     partition = experiment.partition
     partition = partition.with_function() if isinstance(partition, OwnPartition) else partition
     if experiment.language is None:
@@ -118,7 +119,7 @@ def share_data(experiment: FederationSettings, standardize: bool = True) -> Shar
     data = apply_concept(experiment.concept, data, len(dataset.classes))
     if experiment.loss.is_preference:
         data = _compare_responses(experiment, data, dataset.name, language)
-    # a loss that is set says what the targets mean
+    # a loss that is set determines the meaning of the targets
     is_open = experiment.loss.kind == "auto"
     notes = tuple(note for note in dataset.notes if is_open or note not in TARGET_WARNINGS)
     columns = dataset.columns if isinstance(dataset, TableDataset) else ()
@@ -126,7 +127,7 @@ def share_data(experiment: FederationSettings, standardize: bool = True) -> Shar
 
 
 def _note_unused_test(dataset: Dataset, split: Split) -> Dataset:
-    """The data set, with a note where the split leaves its test part unused."""
+    """Add a note to a data set whose test part the split leaves unused."""
     if dataset.test is None or split.official_test != "unused":
         return dataset
     alternative = "" if dataset.natural_test is None else "'own_test' (each client on its own) or "
@@ -140,7 +141,7 @@ def _note_unused_test(dataset: Dataset, split: Split) -> Dataset:
 def _compare_responses(
     experiment: FederationSettings, data: Sequence[ClientData], name: str, language: Language | None
 ) -> list[ClientData]:
-    """Pairs of responses as the loss of preferences needs them."""
+    """Prepare pairs of responses as a preference loss needs them."""
     pairs = make_pairs(data, experiment.loss, name)
     example = _example(pairs[0].train.inputs)
     if experiment.loss.kind != "dpo" or language is None or not isinstance(example, dict):
@@ -149,7 +150,7 @@ def _compare_responses(
 
 
 def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> Language | None:
-    """Load the language model for classes of those names; None where the experiment has none."""
+    """Load the language model for classes of those names; None if the experiment has none."""
     if experiment.language is None:
         return None
     language = language_models.load_language_model(*_language_settings(experiment), classes)
@@ -157,15 +158,15 @@ def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> L
 
 
 def _complete_language(experiment: FederationSettings, language: Language) -> Language:
-    """The model with the section ``[export]``; warns where this machine computes slowly in its dtype."""
-    # that of the weights, for auto leaves it to the files
+    """Add the section ``[export]`` to the model; warn if this machine computes slowly in its dtype."""
+    # the type of the weights, because ``auto`` leaves the choice to the files
     dtype = str(language.loaded.model.dtype).removeprefix("torch.")
     warn_slow_precision(dtype, language.settings.autocast, experiment.run_here.device)
     return dataclasses.replace(language, export=experiment.export)
 
 
 def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str, Any], Key]:
-    """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
+    """Settings of the base model, fields of ``peft.LoraConfig``, and key of new weights."""
     extra: dict[str, Any] = {}
     if isinstance(experiment.lora, PeftSettings):
         extra = {**(experiment.lora.model_extra or {}), "start": experiment.start_here}
@@ -182,17 +183,18 @@ def assemble(
     sizes: Sequence[int] | None = None,
     local_ids: frozenset[int] | None = None,
 ) -> Federation:
-    """The federation of an experiment.
+    """Build the federation of an experiment.
 
     Args:
-        experiment: says who the clients are and which models they have.
-        shares: what they hold.
-        sizes: training examples of each client, where the data of some lie elsewhere.
-        local_ids: whose data lie on this machine, or None for all; see :class:`Federation`.
+        experiment: experiment whose sections describe the clients and their models.
+        shares: data of the clients.
+        sizes: number of training examples of each client, for federations where some data are on other machines.
+        local_ids: identifiers of the clients whose data are on this machine, or None for all; see
+            :class:`Federation`.
 
     Raises:
-        DataError: if a client's data do not fit.
-        TaskError: if a model does not fit.
+        DataError: if a client's data do not fit the others.
+        TaskError: if a model does not fit the data.
     """
     data, key = shares.data, Key((experiment.run.seed,))
     models = _models(experiment, shares, key)
@@ -252,12 +254,12 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
 
 
 def _outputs(examples: Examples, classes: tuple[str, ...]) -> int:
-    """Width of a model's output: the number of classes or targets; 0 for labels of tokens."""
+    """Width of a model's output: the number of classes or targets; 0 for token labels."""
     return 0 if examples.has_token_labels else len(classes) or examples.y.shape[1]
 
 
 def _example(x: Stored) -> Inputs:
-    """One input; zeros where the data lie elsewhere, for then only the shape is known."""
+    """One input; zeros if the data are on another machine, where only the shape is known."""
     if isinstance(x, dict):
         return {n: t[:1] if len(t) else torch.zeros(1, *t.shape[1:], dtype=t.dtype) for n, t in x.items()}
     return x[:1] if len(x) else torch.zeros(1, *x.shape[1:], dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""What ``compare`` runs: every combination of method, seed and varied values."""
+"""The runs of ``compare``: every combination of method, seed and varied values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class PlannedRun:
     """One run of a comparison.
 
     Attributes:
-        experiment: with the seed and the varied values of this run.
-        name: of the method or variant.
-        vary: the varied fields and their values here; of lists and tables their text.
-        folder: of the run.
+        experiment: experiment with the seed and the varied values of this run.
+        name: name of the method or variant.
+        vary: varied fields and their values in this run; lists and tables as text.
+        folder: folder of the run.
     """
 
     experiment: ExperimentConfig
@@ -35,12 +35,12 @@ class PlannedRun:
 def read_varied(
     config_tables: LayeredTables, vary: Sequence[str], methods: Sequence[str]
 ) -> ExperimentConfig:
-    """Parse an experiment at the first of the values that are varied, for they may choose a kind.
+    """Parse an experiment with the first of its varied values, because they may choose a kind.
 
     Args:
         config_tables: tables of the experiment and overrides.
-        vary: what is varied; empty for what the experiment says.
-        methods: that will run; empty for those that the experiment compares.
+        vary: variations ``section.field=v1,v2,...``; empty for those of the experiment.
+        methods: names of the methods that will run; empty for those that the experiment compares.
 
     Raises:
         ConfigError: if something is wrong, or nothing reads an override.
@@ -65,16 +65,16 @@ def plan_runs(
     out: Path,
     config_tables: LayeredTables | None = None,
 ) -> list[PlannedRun]:
-    """List all runs of a comparison, every setting checked; those of one experiment follow each other.
+    """List all runs of a comparison with every setting checked; runs of one experiment follow each other.
 
     Args:
-        experiment: what the runs have in common.
+        experiment: experiment with the settings that the runs have in common.
         methods: names of methods or variants.
-        seeds: of the runs.
-        vary: each ``section.field=v1,v2,...``; of several, every combination is run.
-        out: folder of the run folders.
-        config_tables: tables and overrides that the experiment was read from, to which the values of each run are
-            added; by default the experiment as it prints itself.
+        seeds: seeds of the runs.
+        vary: variations ``section.field=v1,v2,...``; several variations run in every combination.
+        out: folder that holds the run folders.
+        config_tables: tables and overrides from which the experiment was read, to which the values of each run are
+            added; by default those of :meth:`.experiment.ExperimentConfig.to_dict`.
 
     Raises:
         ConfigError: if a value or a name is wrong.
@@ -93,13 +93,13 @@ def plan_runs(
 
 
 def _label_value(text: str) -> Any:
-    """A varied value as tables name it: a number, a truth value or text."""
+    """A varied value as tables show it: a number, a boolean or text."""
     value = parse_value(text)
     return text if isinstance(value, list | dict) else value
 
 
 def _join_varied(config_tables: LayeredTables, texts: Mapping[str, str]) -> LayeredTables:
-    """Add the values of one run; a ConfigError where an override sets one of the varied fields."""
+    """Add the values of one run to the overrides; raise ConfigError if an override sets a varied field."""
     for field in texts:
         if field == "run.seed":
             raise ConfigError(
@@ -117,7 +117,7 @@ def _join_varied(config_tables: LayeredTables, texts: Mapping[str, str]) -> Laye
 
 
 def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:
-    """List the grid over all varied fields: each combination is the texts of values by field.
+    """List the grid over all varied fields; each combination maps fields to the texts of their values.
 
     Raises:
         ConfigError: if a text has another form than ``section.field=v1,v2,...``, or two name the same field.
@@ -133,10 +133,10 @@ def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:
 
 
 def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
-    """Refuse to compare where a folder holds a run of another configuration, before anything is trained.
+    """Refuse to compare if a folder holds a run of another configuration, before anything is trained.
 
     Raises:
-        CheckpointError: naming the folder, what differs and the ways out.
+        CheckpointError: if there is such a folder; the message names it, what differs and the ways out.
     """
     for planned_run in runs:
         if changes := find_changes(planned_run):
@@ -149,7 +149,7 @@ def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
 
 
 def find_changes(planned_run: PlannedRun) -> list[str]:
-    """Compare a planned run with the one that its folder holds; empty if it can go on, or has not begun."""
+    """Compare a planned run with the one in its folder; empty if that run can continue or has not begun."""
     if not RunFolder.has_begun(planned_run.folder):
         return []
     return planned_run.experiment.changes_from(

@@ -1,4 +1,4 @@
-"""An experiment file, parsed once into the settings that its sections configure."""
+"""An experiment file, parsed into the settings of its sections."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ TAGGED: dict[str, tuple[dict[str, type[Any]], str]] = {
     "split": (SPLITS, SECTIONS["split"].default),
     "concept": (CONCEPTS, SECTIONS["concept"].default),
 }
-"""Sections whose entry ``kind`` chooses among several dataclasses: these, and the default."""
+"""Sections whose entry ``kind`` chooses among several dataclasses: these dataclasses, and the default."""
 
 _DESCRIBED = ("data", "partition", "split", "concept", "language", "lora")
-"""Sections that stand in ``run.json`` as they do in a file."""
+"""Sections that ``run.json`` holds in the form of the file."""
 
 DEFAULT_METHOD = "pfedlora"
-"""The method of an experiment that names none."""
+"""Method of an experiment that names none."""
 
 
 class MethodSettings(pydantic.BaseModel):
-    """A table ``[methods.NAME]``; further entries are fields of the method, laid over ``[defaults]``.
+    """A table ``[methods.NAME]``; further entries are fields of the method and override ``[defaults]``.
 
     Attributes:
-        method: of which NAME is a variant; by default NAME is the method.
-        title: of the variant, for reports.
+        method: method of which NAME is a variant; by default NAME is the method.
+        title: title of the variant in reports.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
@@ -82,29 +82,31 @@ class ExperimentConfig(pydantic.BaseModel):
     """A parsed and checked experiment.
 
     Attributes:
-        name: of the experiment, for folders and reports; by default the name of its file without ``.toml``.
-        title: for people; by default the name.
-        paper: which paper it reproduces.
-        method: that ``run`` runs: built in, a variant below, or ``module:Class`` of your own.
-        compare: methods that ``compare`` runs; by default the one above.
-        seeds: that ``compare`` runs; by default that of the run.
-        vary: what ``compare`` varies, each ``section.field=v1,v2,...``; of several, every combination.
+        name: name of the experiment, for folders and reports; by default the name of its file without ``.toml``.
+        title: title of the experiment for people; by default the name.
+        paper: the paper that the experiment reproduces.
+        method: method that ``run`` runs: a built-in method, a variant below, or your own ``module:Class``.
+        compare: methods that ``compare`` runs; by default ``method``.
+        seeds: seeds that ``compare`` runs; by default the seed of the run.
+        vary: fields that ``compare`` varies, each ``section.field=v1,v2,...``; several fields run in every
+            combination.
         language: the language model that is adapted, or None for models of other data.
         data: the source of the data.
-        partition: of the data set among clients; ``kind`` may be ``module:function`` of your own.
-        split: of each client's examples; of texts whose source names a test part by default ``whole_test``.
-        concept: what differs between groups of clients.
-        augment: how the images of training batches are changed at random.
+        partition: partition of the data set among clients; ``kind`` may be your own ``module:function``.
+        split: split of each client's examples; for texts whose source names a test part it is ``whole_test`` by
+            default.
+        concept: differences between the data of groups of clients.
+        augment: random changes of the images in training batches.
         model: the models of the clients.
         lora: ranks of the clients, and LoRA layers.
-        loss: what every method minimizes and every evaluation reports; a name stands for a table with that kind.
-        export: the form in which language models are written for other programs.
+        loss: loss that every method minimizes and every evaluation reports; a name stands for a table with that kind.
+        export: form in which language models are written for other programs.
         run: the protocol.
-        local: what holds on this machine alone, laid over ``language`` and ``run``; never compared nor sent.
-        network: how a server deals with clients that it reaches by messages.
+        local: settings of this machine, which override ``language`` and ``run``; they are never compared or sent.
+        network: settings of a server for clients that it reaches by messages.
         defaults: fields of every method.
-        methods: settings of single methods, and variants of them under names of their own.
-        reference: a paper's numbers.
+        methods: settings of single methods, and variants of methods under other names.
+        reference: numbers of a paper to show beside those of a run.
         tune: the grid search of ``fedlowrank tune``.
     """
 
@@ -142,19 +144,19 @@ class ExperimentConfig(pydantic.BaseModel):
     def parse(
         cls, tables: Mapping[str, Any], allow_code: bool = True, method: str | None = None
     ) -> ExperimentConfig:
-        """Parse nested tables. Everything is checked before data is read.
+        """Parse nested tables. Everything is checked before data are read.
 
         Args:
-            tables: of the experiment.
-            allow_code: accept names of Python code of the user's own. False for tables that come from a run
-                folder, which may be somebody else's.
-            method: that will run instead of the experiment's, and is checked first.
+            tables: tables of the experiment.
+            allow_code: whether to accept names of the user's own Python code. False for tables from a run folder,
+                which may be somebody else's.
+            method: method that will run instead of the experiment's, and is checked first.
 
         Raises:
             ConfigError: if a section, a name or a field is wrong.
         """
         if unknown := [name for name in tables if name not in cls.model_fields]:
-            # first, for a section may be missed elsewhere because its name is misspelled
+            # first, because a misspelled name can make other sections look incomplete
             lines = [
                 f"there is no section {n!r}. {did_you_mean(n, ['extends', *cls.model_fields])}"
                 for n in unknown
@@ -172,12 +174,12 @@ class ExperimentConfig(pydantic.BaseModel):
         """Read an experiment file.
 
         Args:
-            path: of a TOML file.
-            overrides: ``section.field=value``, laid over it.
-            method: that will run instead of the experiment's, and is checked first.
+            path: path of a TOML file.
+            overrides: overrides ``section.field=value`` of the file.
+            method: method that will run instead of the experiment's, and is checked first.
 
         Raises:
-            ConfigError: if it cannot be read, or something in it is wrong.
+            ConfigError: if the file cannot be read, or something in it is wrong.
         """
         return cls.parse_laid(LayeredTables.read(Path(path), overrides), method)
 
@@ -189,12 +191,12 @@ class ExperimentConfig(pydantic.BaseModel):
         methods: Sequence[str] = (),
         allow_code: bool = True,
     ) -> ExperimentConfig:
-        """Parse tables with overrides laid over them, of which something must read each.
+        """Parse tables with overrides, and check that something reads each override.
 
         Args:
-            config_tables: the tables and overrides.
+            config_tables: tables and overrides of the experiment.
             method: see :meth:`parse`.
-            methods: that will run; by default this method or those that the experiment names.
+            methods: names of the methods that will run; by default this method or those that the experiment names.
             allow_code: see :meth:`parse`.
 
         Raises:
@@ -212,22 +214,22 @@ class ExperimentConfig(pydantic.BaseModel):
         refuse_overrides_of_other_methods(config_tables.overrides, overrides, names)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
-        """Parse this experiment with nested tables laid over it.
+        """Parse this experiment again with nested tables that override it.
 
-        Where they choose the value of a switch, such as ``run.robust.rule``, what this experiment has beside it
-        and that value does not read is left out: a comparison may switch a section off.
+        If the tables choose the value of a switch, such as ``run.robust.rule``, fields of this experiment that this
+        value does not read are dropped: a comparison may switch a section off.
         """
         merged = self.to_dict()
         merge_tables(merged, tables)
         return self.parse(merged, self._allow_code)
 
     def to_dict(self) -> dict[str, Any]:
-        """Print the tables that :meth:`parse` reads, without what is as by default."""
+        """Return the tables that :meth:`parse` reads, without default values."""
         tables = self.model_dump(mode="json", exclude_defaults=True)
         return {section: value for section, value in tables.items() if value != {}}
 
     def to_toml(self) -> str:
-        """Print the experiment as the text of a file."""
+        """Return the experiment as the text of a file."""
         return format_toml(self.to_dict())
 
     @field_validator("vary", mode="before")
@@ -246,7 +248,7 @@ class ExperimentConfig(pydantic.BaseModel):
         """Choose the dataclass of a section by its tag, or by whether there is a language model."""
         section, language = str(info.field_name), info.data.get("language") is not None
         if dataclasses.is_dataclass(value) or (section in ("data", "lora") and "language" not in info.data):
-            # where [language] is wrong, that is said, and what depends on it cannot be judged
+            # if [language] is wrong, that error is reported, and sections that depend on it cannot be checked
             return value
         if section == "partition":
             value = as_partition(value)
@@ -270,7 +272,7 @@ class ExperimentConfig(pydantic.BaseModel):
     def _collect(
         cls, value: Any, check: pydantic.ValidatorFunctionWrapHandler, info: pydantic.ValidationInfo
     ) -> Any:
-        """Hand errors of a section to pydantic, which collects those of all sections in their order."""
+        """Pass errors of a section to pydantic, which collects those of all sections in their order."""
         name = str(info.field_name)
         try:
             if name not in (*TAGGED, "data", "lora"):
@@ -296,7 +298,7 @@ class ExperimentConfig(pydantic.BaseModel):
         self._allow_code = (info.context or {}).get("allow_code", True)
         requested_method = (info.context or {}).get("method")
         if not self._allow_code:
-            # that of the method that was asked for, too, so that one message names all
+            # the code of the requested method, too, so that one message names all code
             _refuse_code(
                 tuple(
                     dict.fromkeys(
@@ -325,7 +327,7 @@ class ExperimentConfig(pydantic.BaseModel):
             )
         if self.language is None and (fields := self.local.language_fields):
             raise ConfigError(f"local.{fields[0]}: this is of a language model; add [language] or remove it")
-        # refuses what this machine does not have
+        # raises an error for hardware and software that this machine lacks
         _ = self.run_here
         if isinstance(self.lora, PeftSettings):
             if self.local.start is not None and self.lora.start is None:
@@ -339,17 +341,17 @@ class ExperimentConfig(pydantic.BaseModel):
 
     @property
     def run_here(self) -> RunSettings:
-        """The protocol as it runs on this machine: ``[run]`` with the fields of ``[local]``."""
+        """The settings of the run on this machine: ``[run]`` with the fields of ``[local]``."""
         return self.local.adapt_run(self.run)
 
     @property
     def language_here(self) -> LanguageSettings | None:
-        """The language model as it is on this machine: ``[language]`` with the fields of ``[local]``."""
+        """The settings of the language model on this machine: ``[language]`` with the fields of ``[local]``."""
         return None if self.language is None else self.local.adapt_language(self.language)
 
     @property
     def start_here(self) -> str | None:
-        """The folder of the adapter to start from on this machine, or None."""
+        """Folder of the adapter to start from on this machine, or None."""
         start = self.lora.start if isinstance(self.lora, PeftSettings) else None
         return start if self.local.start is None else self.local.start
 
@@ -377,19 +379,19 @@ class ExperimentConfig(pydantic.BaseModel):
 
     @property
     def named_methods(self) -> list[str]:
-        """The methods that the experiment names to run or to compare."""
+        """Methods that the experiment names to run or to compare."""
         return list(dict.fromkeys([*([self.method] if self.method else []), *self.compared_methods]))
 
     @property
     def default_method(self) -> str:
-        """The method that runs unless another one is named."""
+        """Method that runs unless another one is named."""
         return self.method or self.compared_methods[0]
 
     def choose_method(self, name: str | None = None) -> str:
         """Choose the one method that a command such as ``run`` runs.
 
         Args:
-            name: what the command line names, or None for what the file names.
+            name: method that the command line names, or None for the one that the file names.
 
         Raises:
             ConfigError: if the file names no method, or only methods to compare.
@@ -409,10 +411,10 @@ class ExperimentConfig(pydantic.BaseModel):
         return name or self.default_method
 
     def build_method(self, name: str) -> AnyMethod:
-        """Build a method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
+        """Build a method with the settings of ``[methods.NAME]`` over those of ``[defaults]``.
 
         Args:
-            name: of a built-in method, of a variant, or ``module:Class`` of your own method.
+            name: name of a built-in method or a variant, or ``module:Class`` of your own method.
 
         Raises:
             ConfigError: if there is no such method or a setting is wrong.
@@ -429,12 +431,12 @@ class ExperimentConfig(pydantic.BaseModel):
         return method_class(method_name or name, self._allow_code)
 
     def method_title(self, name: str) -> str:
-        """How reports call a method or a variant."""
+        """Title of a method or a variant in reports."""
         settings = self.methods.get(name, MethodSettings())
         return settings.title or (name if settings.method else self._class_of(name).title)
 
     def shares(self) -> Shares:
-        """What each client holds, from the seed of the run; see :func:`.assembly.share_data`."""
+        """Data of each client, from the seed of the run; see :func:`.assembly.share_data`."""
         return share_data(self)
 
     def federation(self) -> Federation:
@@ -442,17 +444,17 @@ class ExperimentConfig(pydantic.BaseModel):
         return assemble(self, self.shares())
 
     def load_language(self, classes: tuple[str, ...]) -> Language | None:
-        """The language model for classes of those names, or None where the experiment has none."""
+        """Language model for classes of those names, or None if the experiment has none."""
         return load_language(self, classes)
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
-        """Entries of ``run.json`` besides what :func:`fedlowrank.rounds.simulate.describe_run` knows.
+        """Entries of ``run.json`` that the experiment adds to those of :func:`fedlowrank.rounds.simulate.describe_run`.
 
         Args:
-            name: of the method or variant that runs; by default the experiment's.
+            name: name of the method or variant that runs; by default the experiment's.
         """
         tables, name = self.to_dict(), name or self.default_method
-        # that of all machines, which a run that goes on elsewhere is compared with
+        # the settings for all machines, with which a run that continues elsewhere is compared
         run = {} if self.run_here == self.run else {"run": dataclasses.asdict(self.run)}
         return {
             **run,
@@ -466,9 +468,9 @@ class ExperimentConfig(pydantic.BaseModel):
         }
 
     def describe_run(self, name: str | None = None) -> dict[str, Any]:
-        """What :meth:`describe` says, with digests of the user's own code, which this imports.
+        """Return the entries of :meth:`describe` with digests of the user's own code, which is imported.
 
-        The code of callbacks is apart from the rest, for results do not depend on it; see
+        The code of callbacks is kept separately, because results do not depend on it; see
         :func:`..rounds.config_changes.find_changed_callbacks`.
         """
         code = {
@@ -491,17 +493,17 @@ class ExperimentConfig(pydantic.BaseModel):
         return {name: import_named(name, "code") for name in names}
 
     def changes_from(self, stored_config: Mapping[str, Any], name: str, vary: Mapping[str, Any]) -> list[str]:
-        """Compare a run of this experiment field by field with a stored one that it is to go on with.
+        """Compare a run of this experiment field by field with the stored run that it would continue.
 
-        What only data and models tell is compared later, when the run goes on.
+        Differences that only data and models show are found later, when the run continues.
 
         Args:
-            stored_config: ``run.json`` of the stored run.
-            name: of the method or variant.
-            vary: the varied fields and their values.
+            stored_config: content of ``run.json`` of the stored run.
+            name: name of the method or variant.
+            vary: varied fields and their values.
 
         Returns:
-            A line for each field that keeps the one from going on as the other; more rounds do not.
+            A line for each field that keeps the stored run from continuing as this one; more rounds do not.
         """
         method = self.build_method(name)
         fields = {"method": {"fields": dataclasses.asdict(method)}, "run": dataclasses.asdict(self.run)}
@@ -511,7 +513,7 @@ class ExperimentConfig(pydantic.BaseModel):
             section: stored_config[section] for section in new_sections if section in stored_config
         }
         stored_sections["method"] = {"fields": stored_config["method"].get("fields")}
-        # in full, so that a value is named also where it is the default; parsing imports no code of these sections
+        # with defaults, so that a default value is named, too; parsing imports no code of these sections
         stored_experiment = self.parse(
             {section: stored_config[section] for section in _DESCRIBED if section in stored_config}
         )
@@ -524,11 +526,11 @@ def method_class(name: str, allow_code: bool = True) -> type[AnyMethod]:
     """Find a method's class.
 
     Args:
-        name: of a built-in method, or ``module:Class`` of your own.
-        allow_code: import the latter.
+        name: name of a built-in method, or your own ``module:Class``.
+        allow_code: whether to import your own class.
 
     Raises:
-        ConfigError: if there is none; the message names the nearest.
+        ConfigError: if there is no such method; the message names the nearest.
     """
     if ":" not in name:
         if name not in METHODS:
@@ -544,12 +546,12 @@ def method_class(name: str, allow_code: bool = True) -> type[AnyMethod]:
 
 
 def _leaves_split_open(value: Any) -> bool:
-    """Whether a section ``[split]`` names no kind, nor a field of one kind alone."""
+    """Whether a section ``[split]`` names neither a kind nor a field that only one kind has."""
     return isinstance(value, Mapping) and set(value) <= {"val"}
 
 
 def _has_test_texts(sections: Mapping[str, Any]) -> bool:
-    """Whether the section ``[data]`` chooses a test part of texts, which the usual split would not use."""
+    """Whether the section ``[data]`` chooses a test part of texts, which the default split would not use."""
     data = sections.get("data")
     return sections.get("language") is not None and isinstance(data, DataSettings) and data.names_test
 

@@ -1,4 +1,4 @@
-"""New rows of a table, prepared for the models of a stored run as the rows that they were trained on."""
+"""New rows of a table, prepared for the models of a stored run in the same way as their training rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .working_folder import enter_working_folder
 
 @dataclass(frozen=True)
 class NewRows:
-    """The rows of a table.
+    """Rows of a table as inputs of models.
 
     Attributes:
-        inputs: float32 [n, features] as a client's model takes them, given the client's number.
-        clients: names of the rows' clients; None where the table has no such column.
+        inputs: function from a client's number to inputs float32 [n, features] for the client's model.
+        clients: name of each row's client; None if the table has no such column.
     """
 
     inputs: Callable[[int], Tensor]
@@ -33,13 +33,13 @@ class NewRows:
 
 
 def read_new_rows(folder: Path, rows: Path, allow_code: bool = False) -> NewRows:
-    """Read the rows of a table as inputs of the models of a run.
+    """Read the rows of a table as inputs for the models of a run.
 
     Categories, means of empty cells and normalization are those of the run's training part, which is read again.
 
     Args:
-        folder: of a run that an experiment file made, with the source ``csv``.
-        rows: the table, with the columns of the inputs.
+        folder: folder of a run that an experiment file made, with the source ``csv``.
+        rows: path of the table, which must have the columns of the inputs.
         allow_code: see :func:`.stored_run.open_run`.
 
     Raises:
@@ -76,7 +76,7 @@ def read_new_rows(folder: Path, rows: Path, allow_code: bool = False) -> NewRows
 
 
 def _standardize(client: ClientData, rows: Examples) -> Tensor:
-    """Rows under the statistics of a client's training examples."""
+    """Standardize rows with the statistics of a client's training examples."""
     inputs = standardize_client(dataclasses.replace(client, test=rows)).test.x
     assert isinstance(inputs, Tensor)
     return inputs

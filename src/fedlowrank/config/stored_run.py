@@ -1,4 +1,4 @@
-"""Runs that were stored, opened again to look at or to export from."""
+"""Opens stored runs to evaluate or export them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from .working_folder import enter_working_folder
 
 
 def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = False) -> Run:
-    """Open a run as a checkpoint of it has it; nothing is trained or written.
+    """Open a run at one of its checkpoints; nothing is trained or written.
 
-    Its data and code are those of the folder in which it began; see :mod:`.working_folder`.
+    Its data and code are read from the working folder in which the run began; see :mod:`.working_folder`.
 
     Args:
-        folder: of a run that an experiment file made.
-        python: what to do instead with a run that was made from Python, for the message.
-        best: the round with the best validation, of a run with ``run.keep_best``, and not the last.
-        allow_code: import the Python code that the stored configuration names; see
+        folder: folder of a run that an experiment file made.
+        python: advice for a run that was made from Python, for the message.
+        best: whether to open the round with the best validation, for a run with ``run.keep_best``, and not the last
+            round.
+        allow_code: whether to import the Python code that the stored configuration names; see
             :mod:`fedlowrank.core.arguments.user_code`.
 
     Raises:
         CheckpointError: if there is no such run, or data or configuration have changed; or if its clients were
-            reached over a network, and their examples are not here.
+            reached over a network, so that their examples are not on this machine.
         ConfigError: if the configuration names Python code and that is not allowed.
     """
     stored_config = read_run_config(folder, python)
@@ -46,7 +47,7 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
 
 
 def _explain_served(folder: Path, experiment: ExperimentConfig) -> str:
-    """Why a run over a network cannot be opened, and where its models are."""
+    """Explain why a run over a network cannot be opened, and where its models are."""
     if experiment.run.engine == "flower":
         location = f"{folder}.clients/CLIENT/RUN/model"
     else:
@@ -58,7 +59,7 @@ def _explain_served(folder: Path, experiment: ExperimentConfig) -> str:
 
 
 def read_run_config(folder: Path, python: str) -> dict[str, Any]:
-    """Read ``run.json`` of a run; ``python`` says what to do with one that was made from Python."""
+    """Read ``run.json`` of a run; ``python`` is the advice for a run that was made from Python."""
     stored_config = read_config(folder)
     if "method" not in stored_config:
         raise CheckpointError(f"{folder / CONFIG} is damaged: it is not the configuration of a run")

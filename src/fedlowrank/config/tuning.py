@@ -1,4 +1,4 @@
-"""A grid search: which runs it needs, which setting it chooses, and the experiment with what was chosen."""
+"""A grid search: the runs that it needs, the setting that it chooses, and the experiment with the chosen settings."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ValidationScore(NamedTuple):
     """The validation result of one run.
 
     Attributes:
-        value: mean over clients, an accuracy in [0, 1] or a loss.
-        round: of the evaluation.
-        is_loss: whether lower is better.
+        value: mean over clients of an accuracy in [0, 1] or of a loss.
+        round: index of the evaluated round.
+        is_loss: whether the value is a loss, so that lower is better.
     """
 
     value: float
@@ -46,11 +46,11 @@ class Setting:
     """One setting of a method that a grid search tries.
 
     Attributes:
-        method: its name in the experiment.
-        values: by field.
-        runs: one for each tuning seed.
-        scores: of these runs; None for one that diverged or was not run.
-        messages: why runs have no score.
+        method: name of the method in the experiment.
+        values: values of the setting by field.
+        runs: planned runs, one for each tuning seed.
+        scores: scores of these runs; None for a run that diverged or was not run.
+        messages: reasons why runs have no score.
     """
 
     method: str
@@ -61,19 +61,19 @@ class Setting:
 
     @property
     def mean(self) -> float | None:
-        """Mean score over the tuning seeds; None, the worst score, if a run has none."""
+        """Mean score over the tuning seeds; None, the worst score, if a run has no score."""
         values = [score.value for score in self.scores if score is not None]
         return math.fsum(values) / len(values) if values and len(values) == len(self.scores) else None
 
 
 def plan_tuning(experiment: ExperimentConfig, out: Path) -> list[Setting]:
-    """List the settings of all methods with their tuning runs, every setting checked.
+    """List the settings of all methods with their tuning runs, with every setting checked.
 
     A method whose grid has only one setting needs no tuning runs.
 
     Args:
-        experiment: with a section ``[tune]``.
-        out: folder of the tuning; its runs lie in ``tuning`` below it.
+        experiment: experiment with a section ``[tune]``.
+        out: folder of the tuning, whose subfolder ``tuning`` holds the runs.
 
     Raises:
         ConfigError: if there is no such section, or a field or value is wrong.
@@ -94,7 +94,7 @@ def plan_tuning(experiment: ExperimentConfig, out: Path) -> list[Setting]:
 
 
 def tune_settings(experiment: ExperimentConfig) -> TuneSettings:
-    """The section ``[tune]`` of an experiment; raises ConfigError if it has none."""
+    """Return the section ``[tune]`` of an experiment; raise ConfigError if it has none."""
     if experiment.tune is None:
         raise ConfigError(
             'the experiment has no section [tune]. Add one, such as [tune.grid] with "optimizer.lr" = [0.03, '
@@ -112,7 +112,7 @@ def _plan_run(
     experiment: ExperimentConfig, tune: TuneSettings, name: str, values: dict[str, Any], seed: int, out: Path
 ) -> PlannedRun:
     rounds = experiment.run.rounds if tune.rounds is None else tune.rounds
-    # what only the test needs is left out
+    # leave out everything that only the test needs
     run = {"seed": seed, "rounds": rounds, "representations": 0, "adapters": [], "keep_best": False}
     tables = {"compare": [name], "run": run, "methods": {name: nest_values(experiment, name, values)}}
     label = "".join(f"-{field.rpartition('.')[2]}={_text(value)}" for field, value in values.items())
@@ -120,12 +120,12 @@ def _plan_run(
 
 
 def _text(value: Any) -> str:
-    """A value as a part of a folder's name."""
+    """Format a value as a part of a folder's name."""
     return (value if isinstance(value, str) else json.dumps(value)).replace("/", "_")
 
 
 def _overlay(experiment: ExperimentConfig, tables: Mapping[str, Any]) -> ExperimentConfig:
-    """The experiment with tables laid over it and without its grid search."""
+    """Parse the experiment with tables that override it, without its grid search."""
     merged = experiment.to_dict()
     del merged["tune"]
     merge_tables(merged, tables)
@@ -133,20 +133,20 @@ def _overlay(experiment: ExperimentConfig, tables: Mapping[str, Any]) -> Experim
 
 
 def nest_values(experiment: ExperimentConfig, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``[methods.NAME]`` that give a method these values and leave the others as they are.
+    """Fields of ``[methods.NAME]`` that give a method these values and leave its other fields unchanged.
 
-    ``optimizer.lr`` changes the learning rate alone: weight decay and the rest stay as in ``[defaults]``,
+    ``optimizer.lr`` changes only the learning rate: weight decay and the rest stay as in ``[defaults]``,
     ``[methods.NAME]`` or the method's own default.
 
     Args:
-        experiment: whose method it is.
-        name: of the method or variant.
-        values: by dotted field of the method.
+        experiment: experiment that holds the method.
+        name: name of the method or variant.
+        values: values by dotted field of the method.
     """
     own_fields = experiment.methods.get(name, MethodSettings()).model_extra or {}
     defaults, method = {**experiment.defaults, **own_fields}, experiment.build_method(name)
     tables: dict[str, Any] = {}
-    # all values of a table at once, for a kind and the fields of that kind belong together
+    # all values of a table together, because a kind and the fields of that kind belong together
     for top, value in join_fields(values).items():
         merged_table = {top: copy.deepcopy(defaults.get(top, _default_table(getattr(method, top, None))))}
         merge_tables(merged_table, {top: value})
@@ -155,7 +155,7 @@ def nest_values(experiment: ExperimentConfig, name: str, values: Mapping[str, An
 
 
 def _default_table(value: Any) -> dict[str, Any]:
-    """The table of a method's default optimizer, router and so on."""
+    """Table of a method's default optimizer, router and so on."""
     if not dataclasses.is_dataclass(value):
         return {}
     kind = {"kind": value.kind} if hasattr(value, "kind") else {}
@@ -168,16 +168,17 @@ def score_run(run: RunRecord, round_choice: str, series: str | None = None) -> V
     Test results are not read.
 
     Args:
-        run: that has finished.
-        round_choice: ``last`` or ``best``, the evaluated round; the state before any training is no candidate for the best.
-        series: which models; see :class:`.sections.tune_section.TuneSettings`.
+        run: record of a finished run.
+        round_choice: evaluated round, ``last`` or ``best``; the state before any training is no candidate for the
+            best.
+        series: series of models to score; see :class:`.sections.tune_section.TuneSettings`.
 
     Returns:
         The score, or None if it is not finite or no reply was used.
 
     Raises:
         ConfigError: if no client has validation examples.
-        CheckpointError: if records of rounds are lost.
+        CheckpointError: if records of rounds are missing.
     """
     if run.missing:
         raise CheckpointError(
@@ -228,10 +229,10 @@ def _mean_cost(setting: Setting) -> float | None:
 
 
 def choose_setting(settings: Sequence[Setting]) -> Setting | None:
-    """Choose the setting of a method with the best mean score; of equal ones, up to rounding, the first in the grid.
+    """Choose the setting of a method with the best mean score; the first one in the grid if several are equal up to rounding.
 
     Args:
-        settings: of one method, with scores unless there is only one setting.
+        settings: settings of one method, with scores unless there is only one setting.
 
     Returns:
         The setting, or None if every setting has a run that diverged or was not run.
@@ -247,7 +248,7 @@ def find_edges(setting: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]
 
     Args:
         setting: the chosen setting of a method.
-        grid: of the method.
+        grid: grid of the method.
     """
     edges = []
     for field, values in grid.items():
@@ -265,10 +266,10 @@ def find_edges(setting: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]
 
 
 def tuned_experiment(experiment: ExperimentConfig, settings: Sequence[Setting]) -> ExperimentConfig:
-    """The experiment of the methods' chosen settings on the test seeds, which ``compare`` runs.
+    """Experiment with the methods' chosen settings on the test seeds, which ``compare`` runs.
 
     Args:
-        experiment: that was tuned.
+        experiment: experiment that was tuned.
         settings: one setting for each method to compare.
     """
     methods = {

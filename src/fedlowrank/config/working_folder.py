@@ -1,9 +1,9 @@
-"""The working folder of a run: where relative paths and the user's own code begin.
+"""The working folder of a run, to which relative paths and the user's own code refer.
 
-In an experiment file and on the command line all paths, and the modules of ``module:attribute``, begin at the folder
-in which the command is typed. The one exception is ``extends``, which names a file relative to the file that has it.
-``run.json`` has the working folder of a run that depends on it, so that a stored run finds the same files from any
-other folder. It is a path relative to the run folder, so that a project may be moved as a whole.
+In an experiment file and on the command line all paths, and the modules of ``module:attribute``, are relative to the
+folder in which the command is typed. The one exception is ``extends``, which names a file relative to the file that
+has it. ``run.json`` stores the working folder of a run that depends on it, so that a stored run finds the same files
+from any other folder. The stored path is relative to the run folder, so that a project may be moved as a whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 WORKING_FOLDER = "working_folder"
-"""Where ``run.json`` has the working folder of a run."""
+"""Key of the working folder in ``run.json``."""
 
 _PATHS = (
     ("data", "path"), ("data", "test"), ("language", "path"), ("lora", "start"), ("local", "path"), ("local", "start"),
@@ -25,15 +25,15 @@ _PATHS = (
 """Fields of an experiment that may be paths."""
 
 _CODE = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
-"""The name of code of the user's own."""
+"""Pattern for the name of the user's own code."""
 
 
 def describe_working_folder(folder: Path, tables: Mapping[str, Any], method: str) -> dict[str, str]:
-    """Entry of ``run.json`` for a run that begins here; empty if the experiment depends on no working folder.
+    """Entry of ``run.json`` for a run that begins in this folder; empty if the experiment depends on no working folder.
 
     Args:
-        folder: of the run.
-        tables: of the experiment.
+        folder: folder of the run.
+        tables: tables of the experiment.
         method: name of the method that runs.
     """
     if not _list_relative_names(tables, method):
@@ -41,23 +41,23 @@ def describe_working_folder(folder: Path, tables: Mapping[str, Any], method: str
     try:
         return {WORKING_FOLDER: Path(os.path.relpath(Path.cwd().resolve(), folder.resolve())).as_posix()}
     except ValueError:
-        # Windows knows no relative path to another drive
+        # Windows has no relative path to another drive
         return {WORKING_FOLDER: str(Path.cwd().resolve())}
 
 
 @contextlib.contextmanager
 def enter_working_folder(folder: Path, stored_config: Mapping[str, Any]) -> Iterator[Path]:
-    """Change to the working folder of a stored run, for the time in which its data and code are read.
+    """Change to the working folder of a stored run while its data and code are read.
 
-    The process stays where it is if that folder is not there, or if more of the run's files are found here, as after
-    the run was copied to another machine.
+    The process stays in its folder if the working folder does not exist, or if more of the run's files are found in
+    the present folder, for example after the run was copied to another machine.
 
     Args:
-        folder: of the run.
-        stored_config: its ``run.json``.
+        folder: folder of the run.
+        stored_config: content of its ``run.json``.
 
     Yields:
-        The run folder as a path from there.
+        The path of the run folder from the working folder.
     """
     working_folder = _find_working_folder(folder, stored_config)
     if working_folder is None:
@@ -69,7 +69,7 @@ def enter_working_folder(folder: Path, stored_config: Mapping[str, Any]) -> Iter
 
 
 def _find_working_folder(folder: Path, stored_config: Mapping[str, Any]) -> Path | None:
-    """The working folder of a stored run; None if that is the present one, or it does not have the run's files."""
+    """Find the working folder of a stored run; None if it is the present one, or does not have the run's files."""
     text, tables = stored_config.get(WORKING_FOLDER), stored_config.get("experiment")
     if not isinstance(text, str) or not isinstance(tables, Mapping):
         return None
@@ -88,7 +88,7 @@ def _exists(root: Path, name: str) -> bool:
 
 
 def _list_relative_names(tables: Mapping[str, Any], method: str) -> list[str]:
-    """Relative paths that an experiment may mean, names on the hub among them, and patterns of the modules of its code."""
+    """List relative paths that an experiment may mean, including names on the hub, and patterns for the modules of its code."""
     names: list[str] = []
     for path in _PATHS:
         value: Any = tables
@@ -102,7 +102,7 @@ def _list_relative_names(tables: Mapping[str, Any], method: str) -> list[str]:
 
 
 def _list_texts(value: Any) -> Iterator[str]:
-    """All keys and texts in nested tables and lists."""
+    """Yield all keys and texts in nested tables and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -14,14 +14,14 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class FedlowrankError(Exception):
-    """Any mistake that the caller can mend.
+    """Any mistake that the caller can correct.
 
-    Its text advises a caller in Python. The command line prints :attr:`for_command` instead, without a traceback.
+    The text advises a caller in Python. The command line prints :attr:`for_command` instead, without a traceback.
 
     Args:
-        message: what is wrong, where, and what to do wherever the caller is.
-        python: what to do in Python; follows the message.
-        command: what to type on the command line instead.
+        message: description of what is wrong, where, and what to do in Python and on the command line alike.
+        python: advice for a caller in Python, appended to the message.
+        command: advice for the command line, used instead.
     """
 
     def __init__(self, message: str = "", *, python: str = "", command: str = "") -> None:
@@ -29,7 +29,7 @@ class FedlowrankError(Exception):
         self.for_command = f"{message} {command or python}".strip()
 
     def drop_prefix(self, prefix: re.Pattern[str]) -> None:
-        """Leave out of the text for Python what a pattern finds, such as the table before a field's name."""
+        """Remove what a pattern matches from the text for Python, such as the table before a field's name."""
         self.args = (prefix.sub("", str(self)), *self.args[1:])
 
 
@@ -50,8 +50,8 @@ class SingleValueError(TaskError):
 
     Args:
         layer: dotted name of the normalization in its model.
-        owner: the client and its examples, or the model, where they are known.
-        advice: what to do instead.
+        owner: the client and its examples, or the model, if they are known.
+        advice: advice on what to do instead.
     """
 
     def __init__(self, layer: str, owner: str = "", advice: str = "") -> None:
@@ -68,12 +68,12 @@ class SingleValueError(TaskError):
 
 
 class LossError(TaskError):
-    """A loss by which nothing can be trained: no single number, or one that no trained parameter changes."""
+    """A loss that cannot be trained: it is no single number, or no trained parameter changes it."""
 
 
 @contextlib.contextmanager
 def naming(owner: str, advice: str = "") -> Iterator[None]:
-    """Within this block a :class:`SingleValueError` without a client is raised again with one, and with an advice."""
+    """Within this block, raise a :class:`SingleValueError` without a client again with the client and an advice."""
     try:
         yield
     except SingleValueError as error:
@@ -94,15 +94,15 @@ class NonFiniteError(FedlowrankError):
 
     Args:
         client_id: identifier of the client.
-        round: round of training, counted from 0.
+        round: index of the training round, from 0.
         name: name of the pass over the data.
-        step: first step whose loss is not finite, counted from 0, or None if only the parameters show it.
-        owner: the client in the message; by default by its number.
+        step: index of the first step whose loss is not finite, from 0, or None if only the parameters show it.
+        owner: name of the client in the message, by default its number.
 
     Attributes:
-        finding: what is not finite, with client, round and pass; rounds as in :class:`..results.records.RoundRecord`,
-            where 1 is the first round of training.
-        advice: what to do about it.
+        finding: description of what is not finite, with client, round and pass; rounds are numbered as in
+            :class:`..results.records.RoundRecord`, where 1 is the first round of training.
+        advice: advice on what to do about it.
     """
 
     def __init__(self, client_id: int, round: int, name: str, step: int | None, owner: str = "") -> None:
@@ -127,13 +127,13 @@ class NonFiniteError(FedlowrankError):
 
 
 class NonFiniteUploadError(NonFiniteError):
-    """The upload of a client holds a NaN or an infinity, although no training pass of it met one.
+    """The upload of a client holds a NaN or an infinity, although none of its training passes met one.
 
     Args:
         client_id: identifier of the client.
-        round: round of training, counted from 0.
-        path: of the first such number in the upload.
-        owner: the client in the message; by default by its number.
+        round: index of the training round, from 0.
+        path: path of the first such number in the upload.
+        owner: name of the client in the message, by default its number.
     """
 
     def __init__(self, client_id: int, round: int, path: str, owner: str = "") -> None:
@@ -151,15 +151,15 @@ class NonFiniteUploadError(NonFiniteError):
 
 
 class LoweredRankWarning(UserWarning):
-    """A rank is above what a layer can have, so that a lower one is used there."""
+    """A rank is larger than a layer allows, so that a lower one is used in this layer."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """End of a message about an unknown name: the nearest known one, or all of them.
 
     Args:
-        name: what was given.
-        choices: what would have been accepted.
+        name: the unknown name.
+        choices: names that would have been accepted.
 
     Returns:
         A sentence such as ``Did you mean 'fedavg'?`` or ``Known: 'fd', 'fedavg'.``
@@ -170,7 +170,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line that called this package: the first one outside of it on the stack."""
+    """Warn at the line that called this package: the first stack frame outside of it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, "<string>")):
         frame, level = frame.f_back, level + 1

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Key:
-    """Where randomness comes from: a name. Equal names give equal draws, in any engine and order.
+    """A name from which random numbers are derived. Equal names give equal draws, in any engine and order.
 
     Example:
         >>> root = Key((0,))
@@ -25,35 +25,35 @@ class Key:
         True
 
     Attributes:
-        path: names from the root on; the first is commonly the seed of the run.
+        path: names from the root on; the first one is usually the seed of the run.
     """
 
     path: tuple[str | int, ...]
 
     def __truediv__(self, name: str | int) -> Key:
-        """The key of that name below this one."""
+        """Key of that name below this one."""
         return Key((*self.path, name))
 
     def seed(self) -> int:
-        """A 63-bit number that depends on every name of the path and on its type (``1`` is not ``"1"``)."""
+        """Derive a 63-bit number from every name of the path and its type (``1`` is not ``"1"``)."""
         digest = hashlib.blake2b(json.dumps(self.path).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def generator(self) -> torch.Generator:
-        """A fresh CPU generator of torch; draw on the CPU and move, so all devices see the same numbers."""
+        """A new CPU generator of torch; draw on the CPU and move the result, so that all devices see the same numbers."""
         return torch.Generator().manual_seed(self.seed())
 
     def draw(self, f: Callable[[torch.Generator, int], Tensor], count: int) -> Tensor:
-        """``f(generator, count)`` of a fresh CPU generator: what an engine can draw for many clients at once.
+        """Return ``f(generator, count)`` with a new CPU generator; an engine can draw this for many clients at once.
 
         Args:
-            f: draws a tensor with ``count`` rows.
-            count: how many rows.
+            f: function that draws a tensor with ``count`` rows.
+            count: number of rows.
         """
         return f(self.generator(), count)
 
     def numpy(self) -> np.random.Generator:
-        """A fresh generator of numpy."""
+        """A new generator of numpy."""
         return np.random.default_rng(self.seed())
 
     @contextlib.contextmanager
@@ -61,11 +61,11 @@ class Key:
         """Seed the global generators of torch, numpy and Python for user code, and restore them after it.
 
         Modules draw from them: ``nn.Dropout`` and ``torch.randn`` from torch's, stochastic depth often from
-        ``random``, mixup from ``numpy.random``. The package itself draws from :meth:`generator` and
-        :meth:`numpy` alone.
+        ``random``, mixup from ``numpy.random``. The package itself draws only from :meth:`generator` and
+        :meth:`numpy`.
 
         Args:
-            device: an accelerator whose generator is seeded, too.
+            device: accelerator whose generator is seeded, too.
         """
         seed = self.seed()
         gpus = [device] if device is not None and device.type == "cuda" else []
@@ -85,6 +85,6 @@ class Key:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """States of the global generators of torch, Python and numpy, which user code may draw from."""
+    """States of the global generators of torch, Python and numpy, from which user code may draw."""
     _, keys, *counters = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *counters

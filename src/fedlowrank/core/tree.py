@@ -1,9 +1,9 @@
 """Trees of tensors: the one data type that is stored, sent and averaged.
 
-A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an
-instance of a class made by :func:`tree_dataclass`. Every tree encodes to bytes without pickle: the tensors as
-safetensors, all the rest as JSON in the safetensors header. Boolean tensors travel as bits, complex ones as
-their real and imaginary parts.
+A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an instance of
+a class made by :func:`tree_dataclass`. Every tree encodes to bytes without pickle: the tensors as safetensors,
+everything else as JSON in the safetensors header. Boolean tensors are encoded as bits, complex ones as their real and
+imaginary parts.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Params = dict[str, Tensor]
 
 _CLASSES: dict[str, type[Any]] = {}
 _FIELDS: dict[type[Any], tuple[str, ...]] = {}
-"""Names of the fields by class; ``dataclasses.fields`` at each node takes a tenth of a round of small models."""
+"""Names of the fields by class; calling ``dataclasses.fields`` at each node takes a tenth of a round of small models."""
 _DAMAGE = (
     ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ArithmeticError,
     AssertionError, safetensors.SafetensorError, FedlowrankError,
 )  # fmt: skip
-"""What damaged bytes make the parsers below raise, and the classes that are made of what they found."""
+"""Exceptions that damaged bytes raise in the parsers below and in the constructors of the decoded classes."""
 _PLAIN = (bool, int, float, str)
 _VALUE_BYTES = 256
-"""Memory of one value of the skeleton with its dictionary, or more."""
+"""Upper bound in bytes on the memory of one value of the skeleton with its dictionary."""
 _WIDE = {
     torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64,
     torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
 }  # fmt: skip
-"""Types of less than single precision, and those to compute in."""
+"""Types of less than single precision, and the types to compute them in."""
 
 
 class TreeError(FedlowrankError):
@@ -62,15 +62,15 @@ def tree_dataclass(cls: type[T]) -> type[T]:
 
 
 def register(cls: type[Any]) -> None:
-    """Decode and encode a class that :func:`tree_dataclass` made in another process."""
-    # a class of the same name that is defined again, in a notebook say, takes the place of the former one
+    """Register a class that :func:`tree_dataclass` made in another process for encoding and decoding."""
+    # a class that is defined again under the same name, for example in a notebook, replaces the former one
     _FIELDS.pop(_CLASSES.get(_name(cls), cls), None)
     _CLASSES[_name(cls)] = cls
     _FIELDS[cls] = tuple(f.name for f in dataclasses.fields(cls))
 
 
 def tree_classes(module: str) -> tuple[type[Any], ...]:
-    """The classes of trees of a module."""
+    """Tree classes that a module defines."""
     return tuple([c for c in _CLASSES.values() if c.__module__ == module])
 
 
@@ -82,8 +82,8 @@ def children(value: Any, path: str = "") -> list[tuple[str, Any]] | None:
     """The children of a node by name, or None if the value is a leaf (a tensor, a plain value or None).
 
     Args:
-        value: a tree.
-        path: where the value stands in a larger tree (JSON pointer); errors name it.
+        value: tree whose node is examined.
+        path: path of the value in a larger tree (JSON pointer), for error messages.
 
     Raises:
         TreeError: if the value cannot be part of a tree.
@@ -108,10 +108,10 @@ def children(value: Any, path: str = "") -> list[tuple[str, Any]] | None:
 
 
 def rebuild(node: Any, parts: list[tuple[str, Any]]) -> Any:
-    """A node of the kind of another one, with new children.
+    """Make a node of the kind of another node, with new children.
 
     Args:
-        node: a node, for which :func:`children` is not None.
+        node: node for which :func:`children` is not None.
         parts: names and children, in the order of :func:`children`.
     """
     if isinstance(node, dict):
@@ -122,7 +122,7 @@ def rebuild(node: Any, parts: list[tuple[str, Any]]) -> Any:
 
 
 def join_path(path: str, key: str) -> str:
-    """A JSON pointer (RFC 6901), so that any spelling of a key gives a path of its own."""
+    """Append a key to a JSON pointer (RFC 6901), so that different keys always give different paths."""
     return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
 
 
@@ -136,14 +136,14 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of a tree in the order of :func:`leaves`, several times faster."""
+    """The tensors of a tree in the order of :func:`leaves`; several times faster than that function."""
     found_tensors: list[Tensor] = []
     _each(value, found_tensors.append)
     return found_tensors
 
 
 def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
-    """The tree with f applied to every tensor; :func:`children` names what is no tree."""
+    """Apply f to every tensor of a tree; :func:`children` raises the error for a value that is no tree."""
     if isinstance(value, Tensor):
         return f(value)
     node_type = type(value)
@@ -159,9 +159,9 @@ def map_leaves(f: Callable[..., Any], first: T, *rest: Any) -> T:
     """Apply ``f`` to the tensors of trees of one structure.
 
     Args:
-        f: takes one tensor from each tree.
-        first: gives the structure and all that is not a tensor.
-        rest: further trees; what is not a tensor must equal that of ``first``.
+        f: function of one tensor from each tree.
+        first: tree that gives the structure and all values that are not tensors.
+        rest: further trees; their values that are not tensors must equal those of ``first``.
 
     Returns:
         A tree like ``first`` with the results of ``f``.
@@ -174,14 +174,14 @@ def map_leaves(f: Callable[..., Any], first: T, *rest: Any) -> T:
             quick: T = _each(first, f)
             return quick
         except TreeError:
-            # once more, to say where
+            # the slow path below names the place of the error
             pass
     out: T = _map(f, first, rest, "")
     return out
 
 
 def move(value: T, device: torch.device | str) -> T:
-    """The tree with every tensor on a device."""
+    """Move every tensor of a tree to a device."""
     return map_leaves(lambda t: t.to(device), value)
 
 
@@ -194,7 +194,7 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
     items = children(first, path)
     if items is None:
         for other in rest:
-            # repr tells 1 from True and takes NaN for equal to itself
+            # repr distinguishes 1 from True and treats NaN as equal to itself
             if repr(other) != repr(first):
                 raise TreeError(f"trees differ at {path or 'the top'}: {first!r} and {other!r}")
         return first
@@ -214,27 +214,27 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
 
 
 def canonical(value: T) -> T:
-    """The tree as a wire would give it: detached and contiguous. Strides change the bits of sums."""
+    """Detach a tree's tensors and make them contiguous, as decoding would. Strides change the bits of sums."""
     return map_leaves(lambda t: t.detach().contiguous(), value)
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which numbers of a type are added up: float32 for half precision, others as they are."""
+    """Type in which numbers of a type are summed: float32 for half precision, the type itself for others."""
     return _WIDE.get(dtype, dtype)
 
 
 def widen(value: T) -> T:
-    """The tree with tensors of half precision as float32, to compute with; all others are the same objects."""
+    """Convert half-precision tensors of a tree to float32 for computations; all others are the same objects."""
     return map_leaves(lambda t: t.to(_WIDE[t.dtype]) if t.dtype in _WIDE else t, value)
 
 
 def cast_like(value: T, template: Any) -> T:
-    """The tree with its tensors rounded to the types of those of another tree of its structure."""
+    """Round the tensors of a tree to the types of the tensors in another tree of its structure."""
     return map_leaves(lambda t, u: t.to(u.dtype), value, template)
 
 
 def zeros_like(value: T) -> T:
-    """The tree with every tensor replaced by zeros."""
+    """Replace every tensor of a tree by zeros."""
     return map_leaves(torch.zeros_like, value)
 
 
@@ -249,7 +249,7 @@ def sub(a: T, b: T) -> T:
 
 
 def dot(a: Any, b: Any) -> Tensor:
-    """Inner product of two trees of one structure, a scalar tensor through which gradients flow."""
+    """Inner product of two trees of one structure, a differentiable scalar tensor."""
     terms: list[Tensor] = []
     map_leaves(lambda x, y: terms.append((x * y).sum()), a, b)
     return torch.stack(terms).sum()
@@ -263,18 +263,18 @@ def square_distance(a: Any, b: Any) -> Tensor:
 
 
 def numel(value: Any) -> int:
-    """Parameters as papers count them: real numbers in a tree, int8 included, labels and masks not."""
+    """Count the parameters of a tree as papers do: real numbers including int8, without labels and masks."""
     real = [t for t in tensors(value) if t.is_floating_point() or t.is_complex() or t.dtype == torch.int8]
     return sum([(1 + t.is_complex()) * t.numel() for t in real])
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of tensor data in a tree, a boolean counted as one bit."""
+    """Number of bytes of tensor data in a tree; a boolean counts as one bit."""
     return sum([-(-t.numel() // 8) if t.dtype == torch.bool else t.nbytes for t in tensors(value)])
 
 
 def skeleton(value: Any, path: str = "") -> Any:
-    """All of a tree that is not tensor data, as JSON: structure, plain values, and for tensors ``"t"``, complex ones ``"z"``."""
+    """Everything in a tree but tensor data, as JSON: structure, plain values, ``"t"`` for a tensor, ``"z"`` for a complex one."""
     if isinstance(value, Tensor):
         if value.is_complex():
             return "z"
@@ -289,7 +289,7 @@ def skeleton(value: Any, path: str = "") -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """Bytes of a tree: a safetensors file whose metadata holds the skeleton as JSON.
+    """Encode a tree as a safetensors file whose metadata holds the skeleton as JSON.
 
     Raises:
         TreeError: if the value is not a tree.
@@ -309,19 +309,18 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, bools: int | None = None, memory: int | None = None) -> Any:
-    """Inverse of :func:`encode`.
+    """Decode the bytes of :func:`encode`.
 
     Args:
-        data: the bytes.
-        bools: how many booleans there may be, for each takes a byte in memory and only a bit in a message;
+        data: encoded tree.
+        bools: largest accepted number of booleans, each of which takes a byte in memory and only a bit in a message;
             None for any number.
-        memory: bytes that the tree may take in memory, where the bytes are somebody else's: a boolean takes
-            eight times its part of a message, and a small value of the header up to a hundred times; None for
-            any number.
+        memory: largest memory of the tree in bytes, for bytes from somebody else: a boolean takes eight times its
+            part of a message, and a small value of the header up to a hundred times; None for any size.
 
     Raises:
-        TreeError: if the bytes are cut short, are of another format, name a class that is not registered, or
-            stand for a larger tree.
+        TreeError: if the bytes are cut short, are of another format, name a class that is not registered, or encode a
+            larger tree than is allowed.
     """
     try:
         size = int.from_bytes(data[:8], "little")
@@ -330,7 +329,7 @@ def decode(data: bytes, bools: int | None = None, memory: int | None = None) -> 
                 f"these {len(data)} bytes are no encoded tree, for their header alone would take {size}"
             )
         if memory is not None:
-            # the booleans are counted as they come
+            # the booleans are counted as they are decoded
             free_bytes = (
                 memory
                 - len(data)
@@ -351,7 +350,7 @@ def decode(data: bytes, bools: int | None = None, memory: int | None = None) -> 
 
 def _decode(shape: Any, tensors: dict[str, Tensor], path: str, budget: list[float]) -> Any:
     if shape == "t":
-        # bytes other than 0 and 1 in a boolean tensor are undefined behavior; ours travel as bits
+        # bytes other than 0 and 1 in a boolean tensor are undefined behavior; encode writes booleans as bits
         if tensors[path].dtype == torch.bool:
             raise TreeError(f"the message holds booleans at {path} that are not packed as bits")
         return tensors[path]
@@ -371,7 +370,7 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, budget: list[floa
                 f"the message holds more booleans than it may; the last are the {count} at {path}"
             )
         bits = np.unpackbits(packed.numpy(), count=count)
-        # seen as booleans, for a copy would take as much once more
+        # a view as booleans, because a copy would take the same memory again
         return torch.from_numpy(bits.view(np.bool_)).reshape(shape["b"])
     for tag, sequence_type in (("l", list), ("u", tuple)):
         if tag in shape:
@@ -389,7 +388,7 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, budget: list[floa
 
 
 def signature(value: Any) -> str:
-    """Everything the encoded size depends on: skeleton, dtypes and shapes, but no tensor data."""
+    """Everything that the encoded size depends on: skeleton, dtypes and shapes, but no tensor data."""
     shapes = [(str(t.dtype), tuple(t.shape)) for _, t in leaves(value)]
     return json.dumps([skeleton(value), shapes])
 
@@ -398,11 +397,11 @@ _SIZES: dict[Any, int] = {}
 
 
 def form(value: Any, plain: bool = True) -> Any:
-    """What :func:`signature` says, as something to look up, many times faster.
+    """The content of :func:`signature` as a hashable key, computed many times faster.
 
     Args:
-        value: a tree.
-        plain: whether numbers and words in it count.
+        value: tree to describe.
+        plain: whether numbers and words in the tree are part of the key.
     """
     if isinstance(value, Tensor):
         return value.dtype, value.shape
@@ -413,7 +412,7 @@ def form(value: Any, plain: bool = True) -> Any:
         return kind, tuple([form(v, plain) for v in value])
     items = children(value)
     if items is None:
-        # repr tells 1 from True, and takes NaN for equal to itself
+        # repr distinguishes 1 from True and treats NaN as equal to itself
         return kind, repr(value) if plain else None
     return kind, tuple([form(v, plain) for _, v in items])
 
@@ -427,7 +426,7 @@ def encoded_size(value: Any) -> int:
 
 
 def not_finite(value: Any) -> str | None:
-    """The path of the first tensor that holds a NaN or an infinity, or None."""
+    """Path of the first tensor that holds a NaN or an infinity, or None."""
     numbers = [t for t in tensors(value) if (t.is_floating_point() or t.is_complex()) and t.numel()]
     if not numbers:
         return None

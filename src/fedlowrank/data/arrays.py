@@ -28,25 +28,24 @@ ImageLayout = Literal["as_is", "hw", "hwc"]
 class Arrays(CheckedFields):
     """An ``.npz`` file with ``x_train``, ``y_train``, optionally ``x_test``, ``y_test``; or ``x`` and ``y``.
 
-    Unsigned bytes as inputs are pixels and are divided by 255; other numbers stay unchanged (save ids of words
-    or characters as int64). Labels are whole numbers from 0 on, or text; labels [n, ...] of pixels or tokens are whole
-    numbers, negative where there is none. Floating-point targets ``y`` [n, d] or [n, ...] make a regression, or by
-    ``loss.kind = "bce"`` several labels. ``client_train`` and ``client_test`` (or ``client``, for the training part)
-    hold the natural client of each example: whole numbers, negative for none, or text. ``classes``, text, names the
-    classes. Arrays under unrelated names
-    are ignored. Pickled objects are rejected.
+    Unsigned bytes as inputs are pixels and are divided by 255; other numbers stay unchanged (save ids of words or
+    characters as int64). Labels are whole numbers from 0 on, or text; labels [n, ...] of pixels or tokens are whole
+    numbers, with a negative number where there is no label. Floating-point targets ``y`` [n, d] or [n, ...] make a
+    regression, or several labels with ``loss.kind = "bce"``. ``client_train`` and ``client_test`` (or ``client``, for
+    the training part) hold the natural client of each example: whole numbers, negative for none, or text. ``classes``
+    holds the names of the classes as text. Arrays under unrelated names are ignored. Pickled objects are rejected.
 
     Attributes:
-        path: the file.
-        layout: axes of the inputs: ``as_is`` for [n, features] and [n, channels, height, width]; ``hw`` for
-            gray images [n, height, width]; ``hwc`` for images with the channels last.
+        path: path of the file.
+        layout: axes of the inputs: ``as_is`` for [n, features] and [n, channels, height, width]; ``hw`` for gray
+            images [n, height, width]; ``hwc`` for images with the channels last.
     """
 
     path: str
     layout: ImageLayout = "as_is"
 
     def load(self) -> Dataset:
-        """The arrays, inputs as float32.
+        """Read the arrays, with inputs as float32.
 
         Raises:
             DataError: if the file is damaged, or an array is missing, unknown or of the wrong type.
@@ -129,11 +128,11 @@ def encode_labels(parts: list[np.ndarray], description: str) -> tuple[list[Tenso
     """Encode labels as numbers.
 
     Args:
-        parts: labels of each part: whole numbers from 0 on, truth values, or text.
-        description: what they are, for messages.
+        parts: labels of each part: whole numbers from 0 on, booleans, or text.
+        description: description of the labels, for messages.
 
     Returns:
-        int64 labels of each part; names of the classes: the sorted texts, or the numbers up to the largest.
+        int64 labels of each part, and the names of the classes: the sorted texts, or the numbers up to the largest.
     """
     if all(part.dtype.kind == "U" and part.ndim == 1 for part in parts):
         names = np.unique(np.concatenate(parts))
@@ -147,9 +146,9 @@ def encode_labels(parts: list[np.ndarray], description: str) -> tuple[list[Tenso
 
 
 def _encode_dense(parts: list[np.ndarray], description: str) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Labels [n, ...] of pixels or tokens, and the numbers of the classes as their names.
+    """Encode labels [n, ...] of pixels or tokens; the names of the classes are their numbers.
 
-    Negative ones mark pixels or tokens without a label, which the loss leaves out.
+    Negative labels mark pixels or tokens without a label, which the loss leaves out.
     """
     labels = [torch.from_numpy(part.astype(np.int64)) for part in parts]
     if not all(y.numel() for y in labels):
@@ -165,7 +164,7 @@ def encode_clients(
     """Encode client ids, whole numbers or text; the same text gets the same number in all parts.
 
     Returns:
-        The ids of each part; and the names of the clients if they are text.
+        The ids of each part, and the names of the clients if they are text.
     """
     texts = [part for part in parts if part is not None and part.dtype.kind == "U"]
     if not texts:
@@ -180,7 +179,7 @@ def encode_clients(
 def _convert_targets(
     parts: list[np.ndarray], arrays: Mapping[str, np.ndarray], source: str
 ) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Real targets without classes, or encoded labels with the names of the classes."""
+    """Convert real targets, which have no classes, or encode labels with the names of their classes."""
     if all(y.dtype.kind == "f" and y.ndim > 1 for y in parts):
         if "classes" in arrays:
             raise DataError(f"{source} names classes, but its targets are real numbers, a regression.")
@@ -213,7 +212,7 @@ def _to_int64(values: np.ndarray, description: str) -> Tensor:
 def _read(file: Path) -> dict[str, np.ndarray]:
     check_file(file)
     try:
-        # numpy does not close a file that it cannot read.
+        # numpy does not close a file that it cannot read
         with file.open("rb") as stream:
             content = np.load(stream, allow_pickle=False)
             if isinstance(content, np.ndarray):

@@ -18,18 +18,18 @@ from .dataset import Inputs, Stored
 
 @dataclass(frozen=True)
 class Augment(CheckedFields):
-    """How the images of training batches are augmented; by default not at all.
+    """Random changes of the images in training batches; by default none.
 
     Every image of every step gets its own draw, in each training pass (some methods also adapt before
     inference). Statistics over the training data, validation and test use the images unchanged.
 
     Attributes:
-        flip: mirror each image left to right with probability 1/2. Images rotated by quarter turns, as by
+        flip: whether to mirror each image left to right with probability 1/2. Images rotated by quarter turns, as by
             concept 'rotation', are mirrored along the axis that was left to right before the rotation.
-        crop: pixels of padding on each side before a random crop of the original size; 0 does not crop.
-        fill: value of the padding in the units of the inputs. With data.normalize = "scale", 0 is the darkest
-            value of the training part (black, if it has a black pixel), with "none" black and with "standard"
-            the mean of each channel.
+        crop: number of pixels of padding on each side before a random crop of the original size; 0 does not crop.
+        fill: value of the padding in the units of the inputs. With data.normalize = "scale", 0 is the darkest value
+            of the training part (black, if it has a black pixel), with "none" black and with "standard" the mean of
+            each channel.
     """
 
     flip: bool = False
@@ -50,7 +50,7 @@ class Augment(CheckedFields):
     def check(self, x: Stored) -> None:
         """Reject inputs that are not images [n, channels, height, width] larger than the padding.
 
-        Anything is accepted if nothing is to be changed.
+        Any input is accepted if no augmentation is active.
         """
         if not self.is_active:
             return
@@ -68,13 +68,13 @@ class Augment(CheckedFields):
 
         Args:
             x: images [b, channels, height, width] on any device; they stay unchanged.
-            generator: on the CPU, so that every device sees the same draws. One number is drawn per image, in
-                order: two batches draw like one that holds both.
-            quarter_turns: by which the images were rotated before; after an odd number of them they are
-                mirrored top to bottom, so that the rotated image is mirrored as the upright one would be.
+            generator: CPU generator, so that every device sees the same draws. One number is drawn per image, in
+                order, so two batches draw the same numbers as one batch that holds both.
+            quarter_turns: number of quarter turns by which the images were rotated before; after an odd number they
+                are mirrored top to bottom, so that the rotated image is mirrored as the upright one would be.
 
         Returns:
-            New images of the same shape in channels-last layout; ``x`` itself if nothing is to be changed.
+            New images of the same shape in channels-last layout, or ``x`` itself if no augmentation is active.
         """
         self.check(x)
         if isinstance(x, dict) or not self.is_active:
@@ -86,7 +86,7 @@ class Augment(CheckedFields):
         return torch.randint((1 + self.flip) * (2 * self.crop + 1) ** 2, (count, 1), generator=generator)
 
     def change(self, x: Tensor, draw: Tensor, quarter_turns: int = 0) -> Tensor:
-        """Augment images as :meth:`apply` does, by draws of :meth:`draw` on their device."""
+        """Augment images as :meth:`apply` does, with given draws of :meth:`draw` on their device."""
         b, channels, height, width = x.shape
         p, offset_count = self.crop, 2 * self.crop + 1
         is_mirrored, top_edge, left_edge = (
@@ -109,4 +109,4 @@ class Augment(CheckedFields):
 
 
 NO_AUGMENT = Augment()
-"""Images stay unchanged."""
+"""No augmentation: images stay unchanged."""

@@ -23,20 +23,20 @@ def make_clients(
     """Partition a data set among clients and split each client's examples into training, validation and test.
 
     Args:
-        dataset: whose examples are assigned.
-        partition: who gets which; or a function of your own, see :class:`.partitioning.own_partition.OwnPartition`.
-        split: of each client's examples.
-        key: randomness.
+        dataset: data set whose examples are assigned.
+        partition: rule that assigns examples to clients, or a function of your own; see
+            :class:`.partitioning.own_partition.OwnPartition`.
+        split: rule that splits each client's examples.
+        key: key of the randomness.
 
     Returns:
-        The data of each client in the order of the partition, in tensors of their own. Clients that are
-        tested on the whole test part share its tensors. ``notes`` carry warnings, e.g. of a single class; those of
-        the first client also say how many examples belong to no client. Clients that are the natural ones have
-        their names.
+        The data of each client in the order of the partition, in separate tensors. Clients that are tested on the
+        whole test part share its tensors. ``notes`` carry warnings, e.g. of a single class; those of the first client
+        also report how many examples belong to no client. Clients that equal natural clients have their names.
 
     Raises:
-        DataError: if the split needs a test part that the data set lacks, if the partition fails, or if a
-            client would have no training data; the message names the client.
+        DataError: if the split needs a test part that the data set lacks, if the partition fails, or if a client
+            would have no training data; the message names the client.
     """
     if split.official_test in ("shared", "whole") and dataset.test is None:
         raise DataError(
@@ -81,9 +81,9 @@ def make_clients(
 
 
 def subsample_training(clients: list[ClientData], share: float, minimum: int, key: Key) -> list[ClientData]:
-    """Keep a random share of each client's training examples; validation and test stay whole.
+    """Keep a random share of each client's training examples; validation and test parts stay complete.
 
-    Of n examples min(n, max(minimum, round(share·n))) are kept. Each client draws from a key of its own.
+    It keeps min(n, max(minimum, round(share·n))) of n examples. Each client draws with its own key.
     """
     subsampled_clients = []
     for client_id, data in enumerate(clients):
@@ -97,7 +97,7 @@ def subsample_training(clients: list[ClientData], share: float, minimum: int, ke
 
 
 def _assign(pool: Pool, partition: Partition, split: Split, key: Key) -> Parts:
-    """Sorted positions of each client; with test examples if the split assigns those to clients."""
+    """Sorted positions of each client, including test examples if the split assigns those to clients."""
     n, class_count = pool.train_size, len(pool.names)
     if split.official_test == "merged":
         return partition.assign(pool.labels, class_count, key, pool.natural)
@@ -121,7 +121,7 @@ def _assign(pool: Pool, partition: Partition, split: Split, key: Key) -> Parts:
 
 
 def _name_clients(pool: Pool, parts: Parts) -> list[str]:
-    """The name of each client if every one is a natural client of its own, else empty names."""
+    """Names of the clients if each is one natural client, else empty names."""
     natural_clients, names = pool.dataset.natural, pool.dataset.natural_names
     nameless = [""] * len(parts)
     if natural_clients is None or not names or names == tuple(map(str, range(len(names)))):
@@ -137,7 +137,7 @@ def _name_clients(pool: Pool, parts: Parts) -> list[str]:
 
 
 def _describe_unused(pool: Pool, parts: Parts, split: Split, test_mask: np.ndarray) -> list[str]:
-    """Notes on the examples that belong to no client; ``test_mask`` are the positions of all test parts."""
+    """Note the number of examples that belong to no client; ``test_mask`` marks the positions of all test parts."""
     n, is_assigned = pool.train_size, np.zeros(len(pool.labels), dtype=bool)
     for positions in parts:
         is_assigned[positions] = True
@@ -154,12 +154,12 @@ def _describe_unused(pool: Pool, parts: Parts, split: Split, test_mask: np.ndarr
 
 
 def _take_examples(pool: Pool, index: IntArray) -> Examples:
-    """The examples at sorted positions, without concatenating the official parts."""
+    """Take the examples at sorted positions, without concatenating the official parts."""
     train, test, n = pool.dataset.train, pool.dataset.test, pool.train_size
     if test is None or len(index) == 0 or index[-1] < n:
         return train.take(index)
     if index is pool.test:
-        # All clients share the test part: a copy per client would multiply its memory.
+        # all clients share the test part, because a copy per client would multiply its memory
         return test
     if index[0] >= n:
         return test.take(index - n)

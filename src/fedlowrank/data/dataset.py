@@ -17,17 +17,17 @@ from .partitioning.checks import check_finite_values, describe_array, split_rows
 from .pixels import Pixels
 
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
-"""Inputs of n examples: a float32 tensor [n, ...], or int64 where a model looks up whole numbers; or named
+"""Inputs of n examples: a float32 tensor [n, ...], or int64 if a model looks up whole numbers; or named
 tensors [n, ...] (token ids, masks, ...)."""
 
 Stored: TypeAlias = Inputs | Pixels
-"""Inputs as examples store them: images may be bytes."""
+"""Inputs as examples store them: images may be stored as bytes."""
 
 Normalization: TypeAlias = Literal["none", "scale", "standard", "standard_per_client"]
 
 _INPUT_TYPES = torch.float32, torch.int64
 _MIN_TARGET_DIMENSIONS = {torch.int64: 1, torch.float32: 2}
-"""Types of targets, and the dimensions that they have at least."""
+"""Types of targets, and their smallest number of dimensions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +35,15 @@ class Examples:
     """Inputs and targets of n examples (n may be 0: a client may have no validation data).
 
     Attributes:
-        x: inputs, float32 [n, ...], or int64 that a model looks up; or images as bytes; or, for text, named
+        x: inputs, float32 [n, ...], or int64 [n, ...] that a model looks up; or images as bytes; or, for text, named
             tensors [n, ...].
-        y: labels, int64 [n]; or real targets, float32 [n, d] of a regression or of several labels, [n, H, W]
-            of pixels; or a label of each pixel, int64 [n, H, W], or of each token [n, T]. Of language models it
-            is the token's own id where the loss counts, -100 elsewhere, beside inputs ``input_ids`` [n, T].
-            They are not shifted: position t holds the label of token t. Pairs of responses to one prompt are
-            [n, 2, T].
+        y: labels, int64 [n]; or real targets, float32 [n, d] of a regression or of several labels, [n, H, W] of
+            pixels; or a label of each pixel, int64 [n, H, W], or of each token [n, T]. For language models it is the
+            token's own id where the loss counts, -100 elsewhere, beside inputs ``input_ids`` [n, T]. These labels are
+            not shifted: position t holds the label of token t. Pairs of responses to one prompt are [n, 2, T].
 
     Raises:
-        DataError: on construction, if the types or the lengths are not as above.
+        DataError: on construction, if types or lengths are not as above.
     """
 
     x: Stored
@@ -69,7 +68,7 @@ class Examples:
                     f"{describe_array(self.x)}."
                 )
         for name, tensor in inputs.items():
-            # .shape, for len(tensor) runs Python code of torch
+            # .shape is used because len(tensor) runs Python code of torch
             count = tensor.shape[0] if tensor.ndim else 0
             if tensor.ndim == 0 or count != self.y.shape[0]:
                 raise DataError(f"there are {len(self.y)} labels, but the {name} holds {count} examples.")
@@ -79,7 +78,7 @@ class Examples:
 
     @property
     def inputs(self) -> Inputs:
-        """The inputs ``x``, with images stored as bytes converted to float32 [n, ...]."""
+        """Inputs ``x``; images stored as bytes are converted to float32 [n, ...]."""
         return self.x.images() if isinstance(self.x, Pixels) else self.x
 
     @property
@@ -112,13 +111,13 @@ class ClientData:
     """The examples of one client.
 
     Attributes:
-        train: examples to train on.
-        val: examples to choose settings and rounds by; may be empty.
-        test: examples to report on.
-        notes: warnings for the reader of results, e.g. that there is a single class.
-        quarter_turns: by how many counter-clockwise quarter turns the images of all three parts were rotated,
+        train: examples for training.
+        val: examples for choosing settings and rounds; may be empty.
+        test: examples for the reported results.
+        notes: warnings for the reader of results, e.g. that the client has a single class.
+        quarter_turns: number of counter-clockwise quarter turns by which the images of all three parts were rotated,
             for :meth:`fedlowrank.data.augment.Augment.apply`.
-        name: as the data name it, such as a hospital; empty where clients have only numbers.
+        name: name of the client in the data, such as a hospital; empty if clients have only numbers.
     """
 
     train: Examples
@@ -131,12 +130,12 @@ class ClientData:
 
 @dataclass(frozen=True, eq=False)
 class WideColumn:
-    """A column of a table whose values float32 cannot tell apart, such as seconds since 1970.
+    """A column of a table whose values are too close for float32 to distinguish, such as seconds since 1970.
 
     Attributes:
-        name: of the column.
-        index: of its input, counted from 0.
-        parts: its values, float64 [n], of the training part and of the test part, if there is one.
+        name: name of the column.
+        index: index of the column's input, from 0.
+        parts: values of the column, float64 [n], of the training part and of the test part, if there is one.
     """
 
     name: str
@@ -156,17 +155,17 @@ class Dataset:
         natural: natural client of each training example (a writer, a hospital, ...), int64 [n], or None. A
             negative number means no client.
         natural_test: the same for the test part, or None.
-        strata: what partitions use if examples have no class labels (e.g. a category of the text): the number
+        strata: groups that partitions use if examples have no class labels (e.g. a category of the text): the number
             of the stratum of each training example, int64 [n], or None.
         strata_test: the same for the test part, or None.
         strata_names: names of the strata; stratum k means ``strata_names[k]``.
         notes: warnings for the reader of results, e.g. how many texts were truncated.
-        natural_names: names of the natural clients; client k is ``natural_names[k]``. Empty where they have none.
+        natural_names: names of the natural clients; client k is ``natural_names[k]``. Empty if they have no names.
         wide_columns: columns of a table that :func:`normalize` maps in float64.
 
     Raises:
-        DataError: on construction: an empty part, labels out of range, inputs or targets that are not finite,
-            lengths or shapes that differ.
+        DataError: on construction, if a part is empty, labels are out of range, inputs or targets are not finite, or
+            lengths or shapes differ.
     """
 
     name: str
@@ -207,7 +206,7 @@ class Dataset:
         description, y = f"the {part} part of data set {self.name!r}", examples.y
         if len(examples) == 0:
             raise DataError(f"{description} is empty.")
-        # of pixels and tokens negative ones mark those without a label
+        # for pixels and tokens, negative labels mark those without a label
         is_invalid = (y >= len(self.classes)) | (y < 0 if y.ndim == 1 else False)
         if self.classes and len(invalid_index := is_invalid.nonzero()):
             first_row = int(invalid_index[0, 0])
@@ -228,7 +227,7 @@ class Dataset:
 
 
 def draw_subset(dataset: Dataset, example_count: int) -> Dataset:
-    """Keep a random subset of the training examples, the same in every run; the test part stays whole."""
+    """Keep a random subset of the training examples, the same in every run; the test part stays complete."""
     n = len(dataset.train)
     if not 0 < example_count <= n:
         raise ConfigError(f"data.examples: {dataset.name!r} has {n} training examples; it is {example_count}")
@@ -240,23 +239,23 @@ def draw_subset(dataset: Dataset, example_count: int) -> Dataset:
 def normalize(dataset: Dataset, mode: Normalization) -> Dataset:
     """Map the inputs to a common range by an affine map.
 
-    The map is fitted on the official training part alone and applied to both parts, so nothing of the
-    official test part leaks. It is fitted before clients divide the examples: every client sees a few
-    statistics of the others, and of those training examples that a split makes its validation or test
-    examples. :func:`standardize_client` has neither leak.
-    Axis 1 of the inputs holds the channels (of images [n, C, H, W]) or the features (of tables [n, d]).
-    Constant values become 0. Columns of a table whose values float32 cannot tell apart are first shifted in float64,
-    so that their smallest training value is 0; with ``none`` they get a warning.
+    The map is fitted only on the official training part and applied to both parts, so no information of the official
+    test part leaks. It is fitted before the examples are divided among clients, so every client sees a few statistics
+    of the others, and of those training examples that a split makes its validation or test examples.
+    :func:`standardize_client` has neither leak. Axis 1 of the inputs holds the channels (of images [n, C, H, W]) or
+    the features (of tables [n, d]). Constant values become 0. Columns of a table whose values float32 cannot
+    distinguish are first shifted in float64, so that their smallest training value is 0; with ``none`` they get a
+    warning.
 
     Args:
-        dataset: a data set with one input tensor.
-        mode: ``none`` changes nothing; ``scale`` maps the smallest training value to 0 and the
-            largest to 1 (one map for all channels of an image, which keeps its colors; one per feature of a
-            table); ``standard`` gives each channel or feature mean 0 and standard deviation 1;
-            ``standard_per_client`` leaves the rest to :func:`standardize_client`.
+        dataset: data set with one input tensor.
+        mode: ``none`` changes nothing; ``scale`` maps the smallest training value to 0 and the largest to 1 (one map
+            for all channels of an image, which keeps its colors; one per feature of a table); ``standard`` gives each
+            channel or feature mean 0 and standard deviation 1; ``standard_per_client`` leaves the normalization to
+            :func:`standardize_client`.
 
     Raises:
-        ConfigError: for another ``mode``, or if the inputs are a dictionary (token ids have no range).
+        ConfigError: if ``mode`` is unknown, or if the inputs are a dictionary (token ids have no range).
     """
     if mode not in get_args(Normalization):
         raise ConfigError(f"unknown normalization {mode!r}. " + did_you_mean(mode, get_args(Normalization)))
@@ -275,7 +274,7 @@ def normalize(dataset: Dataset, mode: Normalization) -> Dataset:
 
 
 def _warn_of_rounded_columns(dataset: Dataset) -> Dataset:
-    """The data set as it is, with a warning for each column that float32 rounds too much."""
+    """Return the data set unchanged, with a warning for each column that float32 rounds too much."""
     for column in dataset.wide_columns:
         warn_of_rounding(column.parts[0], f"the column {column.name!r} of {dataset.name!r}")
     return replace(dataset, wide_columns=())
@@ -300,7 +299,7 @@ def _shift_columns(dataset: Dataset) -> Dataset:
 def standardize_client(client: ClientData) -> ClientData:
     """Give each channel or feature mean 0 and standard deviation 1 over the client's own training examples.
 
-    Validation and test examples go through the same map. Nothing of other clients or of held-out examples
+    Validation and test examples go through the same map. No information of other clients or of held-out examples
     leaks.
 
     Raises:
@@ -319,7 +318,7 @@ def standardize_client(client: ClientData) -> ClientData:
 
 
 def _measure_range(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest value and width of the range, per feature of a table, or of images as a whole."""
+    """Smallest value and width of the range, per feature of a table, or over all channels of images."""
     low, high = _find_extremes(x)
     if x.ndim > 2:
         low, high = low.amin().expand_as(low), high.amax().expand_as(high)
@@ -331,13 +330,13 @@ def _measure_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation per channel or feature."""
     low, high = _find_extremes(x)
     count = x.numel() / len(low)
-    # Two passes in float64: the mean square minus the squared mean loses all digits if the mean is large.
+    # two passes in float64: the mean square minus the squared mean loses all digits if the mean is large
     mean, variance = torch.zeros_like(low, dtype=torch.float64), torch.zeros_like(low, dtype=torch.float64)
     for _, rows in split_rows(x):
         mean += _flatten_to_channels(rows.double()).sum(0) / count
     for _, rows in split_rows(x):
         variance += (_flatten_to_channels(rows.double()) - mean).square_().sum(0) / count
-    # The extremes of a constant channel are equal; its computed deviation may differ from 0 by rounding.
+    # the extremes of a constant channel are equal; its computed deviation may differ from 0 by rounding
     deviation = variance.sqrt().where(high > low, torch.ones_like(mean))
     mean = mean.where(high > low, low.double())
     return _broadcast_to_channels(mean.float(), x), _broadcast_to_channels(deviation.float(), x)
@@ -351,12 +350,12 @@ def _find_extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flatten_to_channels(x: Tensor) -> Tensor:
-    """[n, C, ...] as [values of a channel, C]; [n] as [n, 1]."""
+    """Reshape [n, C, ...] to [values of a channel, C], and [n] to [n, 1]."""
     return x.unsqueeze(1) if x.ndim == 1 else x.movedim(1, -1).reshape(-1, x.shape[1])
 
 
 def _broadcast_to_channels(values: Tensor, x: Tensor) -> Tensor:
-    """Values [C] in a shape that broadcasts against x [n, C, ...]."""
+    """Reshape values [C] so that they broadcast against x [n, C, ...]."""
     return values if x.ndim == 1 else values.reshape(1, -1, *[1] * (x.ndim - 2))
 
 

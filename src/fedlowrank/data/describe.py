@@ -1,4 +1,4 @@
-"""The data of the clients of a federation as counts, as a text table and as a figure."""
+"""The data of a federation's clients as counts, as a text table and as a figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..core.errors import DataError
 from .dataset import ClientData
 from .partitioning.apportion import IntArray
 
-# More columns do not fit a terminal, and more bubbles are too small to compare.
+# more columns do not fit a terminal, and more bubbles are too small to compare
 _MAX_COLUMNS = 12
 _MAX_BUBBLES = 30
 
@@ -22,7 +22,7 @@ _MAX_BUBBLES = 30
 def count_classes(clients: Sequence[ClientData], class_count: int) -> IntArray:
     """Number of training examples by client and class, [clients, classes]; a regression has 0 classes.
 
-    Of a label for each pixel or token, of these. Labels of no class, which a loss leaves out, are not in it.
+    For labels of pixels or tokens, the counts are of pixels or tokens. Labels that a loss leaves out are not counted.
     """
     if class_count == 0:
         return np.zeros((len(clients), 0), dtype=np.int64)
@@ -39,18 +39,18 @@ def format_class_counts(
     notes: Sequence[str] | None = None,
     max_clients: int | None = None,
 ) -> str:
-    """Sizes of the parts and training examples per class as aligned text, one line per client.
+    """Format sizes of the parts and training examples per class as aligned text, one line per client.
 
-    With many classes a line shows the number of classes and the largest of them. Below the table are the
-    classes that no client trains on, and the notes.
+    With many classes a line shows the number of classes and the largest of them. Below the table are the classes that
+    no client trains on, and the notes.
 
     Args:
         clients: data of the clients.
         names: names of the classes; empty for a regression, whose table shows only the sizes.
-        width: characters to which notes are wrapped, and up to which every class has a column.
+        width: number of characters to which notes are wrapped, and up to which every class has a column.
         top: number of classes to show per client if there are too many for columns.
-        notes: on the data; by default those of the clients.
-        max_clients: clients that get a line each; one more line counts the others. None for all.
+        notes: notes on the data; by default those of the clients.
+        max_clients: number of clients that get a line each; one more line counts the others. None for all.
     """
     counts = count_classes(clients, len(names))
     sizes = np.array([(len(client.train), len(client.val), len(client.test)) for client in clients])
@@ -94,7 +94,7 @@ def _format_range(sizes: np.ndarray) -> str:
 
 
 def draw_class_counts(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
-    """A figure of counts [clients, classes]: bubbles, or colors if there are many clients or classes.
+    """Draw counts [clients, classes] as bubbles, or as colors if there are many clients or classes.
 
     Raises:
         DataError: if there are no classes.
@@ -110,7 +110,7 @@ def draw_class_counts(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
     axes = figure.add_subplot()
     if has_bubbles:
         client_indices, label_indices = np.nonzero(counts)
-        # Diameters in points: the largest bubble just fills its cell.
+        # diameters in points: the largest bubble just fills its cell
         max_area = (pitch * 72 * 0.92) ** 2
         areas = counts[client_indices, label_indices] / max(int(counts.max()), 1) * max_area
         axes.scatter(client_indices, label_indices, s=areas, c="#3b6ea5", linewidths=0)
@@ -120,7 +120,7 @@ def draw_class_counts(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
         axes.set_axisbelow(True)
         axes.set_title(f"Training examples of each class; largest bubble: {int(counts.max())}", fontsize=10)
     else:
-        # A class that a client lacks is empty, not merely pale.
+        # a class that a client lacks is empty, not merely pale
         masked_counts = np.ma.masked_equal(counts.T, 0)
         image = axes.imshow(masked_counts, aspect="auto", interpolation="nearest", cmap="viridis_r", vmin=0)
         figure.colorbar(image, ax=axes, label="examples")
@@ -135,7 +135,7 @@ def draw_class_counts(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
 
 
 def _list_largest_classes(row: np.ndarray, names: Sequence[str], top: int, max_width: int) -> str:
-    """The largest classes: at most ``top``, and at least one of those that fit into ``max_width`` characters."""
+    """List the largest classes: at most ``top``, and as many as fit into ``max_width`` characters, but at least one."""
     order = np.argsort(-row, kind="stable")[:top]
     entries = [f"{names[c]} {row[c]}" for c in order if row[c]]
     while len(entries) > 1 and len(", ".join(entries)) > max_width:

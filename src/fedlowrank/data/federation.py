@@ -50,7 +50,7 @@ from .user_data.user_labels import number_labels, number_text_labels
 
 logger = logging.getLogger(__name__)
 
-# Examples that are hashed at a time: images stored as bytes become four times as large.
+# number of examples hashed at a time: images stored as bytes become four times as large
 _HASH_ROWS = 4096
 
 
@@ -58,7 +58,7 @@ class Companion(Protocol):
     """An object that belongs to the models besides their code, such as a tokenizer."""
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same when a run is resumed, as JSON."""
+        """Properties that must be the same when a run is resumed, as JSON."""
         ...
 
     def answer(self, run: Any) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ class Companion(Protocol):
         ...
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
-        """Export one model likewise: a client's, or the server's if ``client`` is None."""
+        """Export one model in the same way: a client's, or the server's if ``client`` is None."""
         ...
 
 
@@ -87,19 +87,19 @@ class Federation:
         infos: description of each client, in the same order; ``infos[i].id == i``.
         architectures: models by name.
         classes: names of the classes; empty for a regression.
-        seed: seed of a run on this federation: participants, order of examples, initial values.
-        name: for reports.
+        seed: seed of a run on this federation: it determines participants, order of examples and initial values.
+        name: name of the federation in reports.
         notes: warnings for the reader of the class counts.
         augment: augmentation of the training images.
-        by_length: for texts: whether training batches hold examples of similar length.
-        companion: what else belongs to the models, such as a tokenizer; exports them for other libraries.
+        by_length: whether training batches of texts hold examples of similar length.
+        companion: object that belongs to the models, such as a tokenizer; exports them for other libraries.
         local_ids: ids of the clients whose data are on this machine, or None for all; the others have no examples.
-        remarks: what a user should know of how the models fit the data; found if None.
-        choices: what :meth:`from_arrays` chose where the user did not: types of inputs, heads.
-        loss: what every method minimizes and every evaluation reports: a :class:`fedlowrank.Loss`, its name, or a
-            function ``loss(scores, targets)`` that gives one number for each example.
-        feature_names: names of the columns of inputs that were given as data frames, by the name of the input;
-            a single input has the empty name. Predictions match data frames by them.
+        remarks: advice to the user on how the models fit the data; computed if None.
+        choices: choices of :meth:`from_arrays` that the user left open: types of inputs, heads.
+        loss: loss that every method minimizes and every evaluation reports: a :class:`fedlowrank.Loss`, its name, or
+            a function ``loss(scores, targets)`` that gives one number for each example.
+        feature_names: names of the columns of inputs that were given as data frames, by the name of the input; a
+            single input has the empty name. Predictions match the columns of data frames by these names.
         byte_inputs: names of the inputs that were given as unsigned bytes, which are divided by 255.
     """
 
@@ -143,7 +143,7 @@ class Federation:
                     raise DataError(f"{info.title}: {error}") from error
         if self.clients[0].train.is_regression:
             self._check_target_widths()
-        # A companion makes the head for the number of classes itself.
+        # a companion makes the head for the number of classes itself
         if self.clients[0].train.is_regression or (self.classes and self.companion is None):
             remarks = tuple(self._check_outputs())
         else:
@@ -179,7 +179,7 @@ class Federation:
         """Reject models with too few scores, outputs that would broadcast, or scores without a gradient.
 
         Returns:
-            A remark for each model whose outputs suit another loss or other classes.
+            A remark for each model whose outputs fit another loss or other classes.
         """
         remarks: dict[str, str] = {}
         infos = [i for i in self.infos if len(self.clients[i.id].train)]
@@ -220,9 +220,9 @@ class Federation:
         return list(remarks.values())
 
     def _describe_scores(self, name: str, client_id: int, scores: Tensor) -> str:
-        """What a user should know of the scores [1, outputs] that a model makes of a client's example."""
+        """Describe what a user should know about the scores [1, outputs] of a model for a client's example."""
         are_probabilities = bool(((scores >= 0) & (scores <= 1)).all())
-        # a language model, whose vocabulary may be wider than the tokens that occur, does not come here
+        # not reached by language models, whose vocabulary may be wider than the tokens that occur
         is_binary = not self.classes
         outputs = scores.shape[class_axis(scores)]
         has_extra_scores = not is_binary and outputs > len(self.classes)
@@ -232,7 +232,7 @@ class Federation:
             _take_first_input(self.clients[client_id].train)
         )
         location = f" in its {layer}" if layer else ""
-        # a softmax over the batch makes ones of a single example; another forward may reshape what a softmax made
+        # a softmax over the batch maps a single example to ones; another forward may reshape the output of a softmax
         distance = abs(float(scores.sum()) - 1) if outputs > 1 and not is_binary else 1.0
         if operation == "softmax" and distance > 0.05:
             operation = ""
@@ -256,25 +256,25 @@ class Federation:
 
     @property
     def key(self) -> Key:
-        """Root of all randomness."""
+        """Root key of all randomness."""
         return Key((self.seed,))
 
     def task(self, rounds: int) -> Task:
-        """The learning task of a run of that many rounds."""
+        """Learning task of a run with that many rounds."""
         target = self.clients[0].train.y[:0]
         key = self.key / "init"
         return Task(self.architectures, self.infos, len(self.classes), rounds, key, self.loss, target)
 
     def with_loss(self, loss: Any) -> Federation:
-        """The same federation with another loss; see :attr:`loss`."""
+        """Return the same federation with another loss; see :attr:`loss`."""
         notes = tuple(note for note in self.notes if note not in TARGET_WARNINGS)
         return replace(self, loss=loss, notes=notes, remarks=None)
 
     def to(self, device: str) -> Federation:
-        """The same federation with data and initial parameters on a device.
+        """Return the same federation with data and initial parameters on a device.
 
-        Tensors of like rows become slices of one, so that a cohort's batch is one selection of rows there;
-        shared tensors are moved once.
+        Tensors with rows of one type and shape become slices of one tensor, so that a cohort's batch is one selection
+        of rows; shared tensors are moved once.
         """
         if device == "cpu":
             return self
@@ -301,7 +301,7 @@ class Federation:
         return isinstance(self.clients[0].train.x, Pixels)
 
     def pack_images(self) -> Federation:
-        """The same federation with images stored as bytes, without loss, in a quarter of the memory.
+        """Return the same federation with images stored as bytes, without loss, in a quarter of the memory.
 
         Raises:
             DataError: if the inputs are no images, or a channel has more than 256 values over all clients.
@@ -316,13 +316,13 @@ class Federation:
         return replace(self, clients=self._map_examples(lambda e: Examples(pixels[id(e.x)], e.y)))
 
     def unpack_images(self) -> Federation:
-        """The same federation with images as float32, the inverse of :meth:`pack_images`."""
+        """Return the same federation with images as float32, the inverse of :meth:`pack_images`."""
         if not self.is_packed:
             return self
         return replace(self, clients=self._map_examples(lambda e: Examples(e.inputs, e.y)))
 
     def _map_examples(self, change: Callable[[Examples], Examples]) -> list[ClientData]:
-        """The clients with changed examples; examples that several clients share are changed once."""
+        """Apply a function to the examples of all clients; examples that several clients share are changed once."""
         changed_examples = {id(e): change(e) for e in {id(e): e for e in self._all_examples()}.values()}
         return [
             replace(
@@ -339,7 +339,7 @@ class Federation:
             yield from (client.train, client.val, client.test)
 
     def fingerprint(self) -> list[str]:
-        """One hash per client of all its examples, so that a resumed run notices other data."""
+        """One hash of all examples for each client, so that a resumed run detects different data."""
         return [_hash_client(c) for c in self.clients]
 
     def describe(self) -> list[dict[str, Any]]:
@@ -358,10 +358,10 @@ class Federation:
         return rows
 
     def client(self, client: int | str) -> ClientInfo:
-        """The client with a number, or a name.
+        """Find the client with a number or a name.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if there is no such client.
         """
         if isinstance(client, str):
             names = {info.name: info for info in self.infos if info.name}
@@ -376,7 +376,7 @@ class Federation:
         return self.infos[client]
 
     def _count_classes(self, part: str) -> list[list[int]]:
-        """Examples of each class in a part of every client; empty lists where there are no class labels."""
+        """Count the examples of each class in a part of every client; empty lists without class labels."""
         labels = [getattr(client, part).y for client in self.clients]
         if not self.classes or self.clients[0].train.is_dense:
             return [[] for _ in labels]
@@ -419,52 +419,51 @@ class Federation:
 
         Args:
             clients: a list with the data of each client; a dict of them by the clients' names; or one
-                ``pandas.DataFrame`` with the rows of all clients, see ``client``. The data of a client are a
-                pair of inputs and labels ``(x [n, ...], y [n])``, a ``torch.utils.data.Dataset`` with a
-                length, a data frame with a column ``target``, or a dict of columns, and are divided at
-                random. Parts of your own are a dict of these under ``train`` and optionally ``val`` and
-                ``test``, or a tuple ``(train, test)`` or ``(train, val, test)``. Arrays are tensors, numpy
-                arrays, data frames or lists; x may be a dict of them, which the model gets as keyword
-                arguments. Data frames are matched by the names of their columns. Arrays of unsigned bytes
-                are pixels and are divided by 255; other inputs become float32 and keep their values. Whole
-                numbers stay whole, int64, where the model looks them up: it takes them, and has an
-                ``nn.Embedding`` or refuses float32. See :mod:`fedlowrank.data.input_types`. Labels are
-                whole numbers, truth values or text. Text is numbered in sorted order. Whole numbers stay if
-                each is an index of the model's scores; else they are numbered in sorted order, with a
-                warning. Real targets ``y [n, d]`` make a regression, with d = 1 for a single number.
-            model: a module (its parameters are the initial ones), a factory of modules (initialized from the
-                seed), or several of them by name. A module is used as it is, but its parameters, buffers,
-                attributes and modes are not changed here. It is called on single examples to find out what
-                it takes and returns; its hooks run then.
-            client: of one data frame: the column that names the client of each row.
-            target: of data frames: the column of the labels (text, truth values, whole numbers) or of the real
-                targets, or a list of columns of real targets. Of examples or clients that are dicts: the key;
-                by default ``label``, ``labels``, ``target``, ``targets`` or ``y``.
-            features: of data frames and dicts: the columns or keys of the inputs; by default all others.
-            split: of one data frame: the column that names the part of each row, ``train``, ``val`` or
-                ``test``.
+                ``pandas.DataFrame`` with the rows of all clients, see ``client``. The data of a client are a pair of
+                inputs and labels ``(x [n, ...], y [n])``, a ``torch.utils.data.Dataset`` with a length, a data frame
+                with a column ``target``, or a dict of columns, and are divided at random. To set the parts yourself,
+                give a dict of these under ``train`` and optionally ``val`` and ``test``, or a tuple ``(train, test)``
+                or ``(train, val, test)``. Arrays are tensors, numpy arrays, data frames or lists; x may be a dict of
+                them, which the model gets as keyword arguments. Data frames are matched by the names of their
+                columns. Arrays of unsigned bytes are pixels and are divided by 255; other inputs become float32 and
+                keep their values. Whole numbers stay int64 if the model looks them up: it accepts them, and has an
+                ``nn.Embedding`` or refuses float32. See :mod:`fedlowrank.data.input_types`. Labels are whole numbers,
+                booleans or text. Text is numbered in sorted order. Whole numbers stay unchanged if each is an index
+                of the model's scores; otherwise they are numbered in sorted order, with a warning. Real targets
+                ``y [n, d]`` make a regression, with d = 1 for a single number.
+            model: a module (its parameters are the initial ones), a factory of modules (initialized from the seed),
+                or several of them by name. A module is used directly, but its parameters, buffers, attributes and
+                modes are not changed here. It is called on single examples to find out what it accepts and returns;
+                its hooks run then.
+            client: column that names the client of each row, for one data frame.
+            target: column of the labels (text, booleans, whole numbers) or of the real targets of data frames, or a
+                list of columns of real targets. For examples or clients that are dicts it is the key; by default
+                ``label``, ``labels``, ``target``, ``targets`` or ``y``.
+            features: columns of data frames or keys of dicts that are the inputs; by default all others.
+            split: column that names the part of each row of one data frame: ``train``, ``val`` or ``test``.
             head: dotted name of the submodule that is the head; see :class:`Architecture`. By default the
-                ``nn.Linear`` that the forward ends in, if it makes one score for each class.
-            architecture: name of each client's model. By default client k has the (k mod number)-th.
-            rank: rank of each client's low-rank parts; lowered, with a warning, where it is above what a
-                layer can have.
-            cluster: ground-truth task of each client, counted from 0, for methods with optimal routing.
-            classes: names or number of the classes. By default the largest label plus one, or the sorted
-                labels if they are text.
-            val: share of the examples for validation, if the client has no split of its own.
-            test: share for testing, likewise.
+                ``nn.Linear`` that the forward ends in, if it has one score for each class.
+            architecture: name of each client's model. By default client k has model number k mod the number of
+                models.
+            rank: rank of each client's low-rank parts, lowered with a warning if it is larger than a layer allows.
+            cluster: index of each client's ground-truth task, from 0, for methods with optimal routing.
+            classes: names or number of the classes. By default the largest label plus one, or the sorted labels if
+                they are text.
+            val: share of the examples for validation, for clients without given parts.
+            test: share of the examples for testing, for clients without given parts.
             seed: seed of all randomness.
-            name: for reports.
+            name: name of the federation in reports.
             augment: augmentation of the training images.
-            loss: what every method minimizes and every evaluation reports: a name (``"cross_entropy"``, ``"bce"``,
-                ``"mse"``, ``"huber"``, ``"focal"``), a :class:`fedlowrank.Loss` with options, or a function
-                ``loss(scores, targets)`` that gives one number for each example. By default the cross-entropy of
-                labels, and half the squared error of real targets. For ``bce``, ``mse`` and ``huber`` numbers of
-                any type become real targets, ``[n]`` those of one output ``[n, 1]``.
+            loss: loss that every method minimizes and every evaluation reports: a name (``"cross_entropy"``,
+                ``"bce"``, ``"mse"``, ``"huber"``, ``"focal"``), a :class:`fedlowrank.Loss` with options, or a
+                function ``loss(scores, targets)`` that gives one number for each example. By default the
+                cross-entropy for labels, and half the squared error for real targets. For ``bce``, ``mse`` and
+                ``huber`` numbers of any type become real targets, and ``[n]`` becomes the targets ``[n, 1]`` of one
+                output.
 
         Raises:
-            DataError: if an array does not fit; the message names the client.
-            TaskError: if a model does not fit.
+            DataError: if an array does not fit the others; the message names the client.
+            TaskError: if a model does not fit the data.
         """
         key = Key((seed,))
         user_clients, feature_names = match_columns(
@@ -550,17 +549,17 @@ class Federation:
         model: nn.Module | Callable[[], nn.Module] | Mapping[str, nn.Module | Callable[[], nn.Module]],
         **options: Any,
     ) -> Federation:
-        """Make a federation of data sets of torch: another name of :meth:`from_arrays`, which takes them, too.
+        """Make a federation of torch data sets: another name of :meth:`from_arrays`, which accepts them, too.
 
         Args:
-            datasets: a list with a data set, or a tuple (train, test) of them, for each client; or a dict of
-                these by the clients' names. Each is read once into memory.
-            model: as for :meth:`from_arrays`.
-            **options: those of :meth:`from_arrays`.
+            datasets: a list with a data set, or a tuple (train, test) of data sets, for each client; or a dict of
+                these by the clients' names. Each data set is read once into memory.
+            model: model or models, as for :meth:`from_arrays`.
+            **options: further options of :meth:`from_arrays`.
 
         Raises:
-            DataError: if an example does not fit; the message names the client.
-            TaskError: if a model does not fit.
+            DataError: if an example does not fit the others; the message names the client.
+            TaskError: if a model does not fit the data.
         """
         return cls.from_arrays(datasets, model, **options)
 
@@ -577,24 +576,23 @@ class Federation:
         channels: int = 3,
         **options: Any,
     ) -> Federation:
-        """Make a federation of data sets of Hugging Face, one for each client.
+        """Make a federation of Hugging Face data sets, one for each client.
 
         Args:
-            partitions: a sequence of ``datasets.Dataset``, or of ``DatasetDict`` with the splits ``train``
-                and optionally ``val`` and ``test``; or a ``FederatedDataset`` of the library flwr-datasets,
-                whose partitions are all loaded.
-            model: as for :meth:`from_arrays`.
-            label: column of the labels: classes, whole numbers from 0 on, truth values, or text.
+            partitions: a sequence of ``datasets.Dataset``, or of ``DatasetDict`` with the splits ``train`` and
+                optionally ``val`` and ``test``; or a ``FederatedDataset`` of the library flwr-datasets, whose
+                partitions are all loaded.
+            model: model or models, as for :meth:`from_arrays`.
+            label: column of the labels: classes, whole numbers from 0 on, booleans, or text.
             features: columns of the inputs; by default the one image column, or else all numeric columns.
-            split: of a ``FederatedDataset``: the split that its partitioner divides.
-            size: for images: height and width to which every image is resized, or None to keep the common
-                size.
-            channels: for images: 3 for color, 1 for gray levels.
-            **options: ``val``, ``test``, ``seed``, ``head`` and the others of :meth:`from_arrays`.
+            split: name of the split that the partitioner of a ``FederatedDataset`` divides.
+            size: height and width to which every image is resized, or None to keep the common size.
+            channels: number of channels of images: 3 for color, 1 for gray levels.
+            **options: further options ``val``, ``test``, ``seed``, ``head`` and so on of :meth:`from_arrays`.
 
         Raises:
-            DataError: if ``datasets`` is missing or a partition does not fit.
-            TaskError: if a model does not fit.
+            DataError: if ``datasets`` is missing or a partition does not fit the others.
+            TaskError: if a model does not fit the data.
         """
         clients, classes = read_partitions(partitions, label, features, split, size, channels)
         return cls.from_arrays(clients, model, **{"classes": classes, **options})
@@ -605,7 +603,7 @@ def _choose_input_types(
     first_input: Tensor | dict[str, Tensor] | None,
     key: Key,
 ) -> InputTypes:
-    """The types in which the models get inputs, given one of them."""
+    """Choose the types in which the models get inputs, given one input."""
     if isinstance(first_input, dict):
         example = {
             n: t if is_integer(t) and not is_image(t) else convert_named_input(t)
@@ -620,12 +618,12 @@ def _choose_input_types(
 
 
 def _count_outputs(architectures: Mapping[str, Architecture]) -> int:
-    """The number of scores that all models make of an example."""
+    """Number of scores that all models have for an example."""
     return min(int(a.example_scores.shape[-1]) for a in architectures.values())
 
 
 def _take_first_input(examples: Examples) -> Tensor | dict[str, Tensor]:
-    """The inputs of the first example, a batch of 1."""
+    """Inputs of the first example, as a batch of 1."""
     x = examples.x
     return {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
 
@@ -660,7 +658,7 @@ def _list_tensors(examples: Examples) -> list[Tensor]:
 
 
 def _move_together(tensors: Sequence[Tensor], device: str) -> list[Tensor]:
-    """Copies on a device, those of like rows in one piece of memory."""
+    """Copy tensors to a device; those with rows of one type and shape share one piece of memory."""
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault((t.dtype, t.shape[1:]), []).append(i)

@@ -1,12 +1,12 @@
 """The type in which a model gets its inputs: one rule for all sources, for training and for prediction.
 
-An array of unsigned bytes holds pixels: it becomes float32 and is divided by 255. All other numbers become
-float32 with their values unchanged, also those of 16 bits, signed bytes and truth values. Three kinds of bytes
-are no pixels: columns of single numbers in a table or data frame; ids ``[n]`` or ``[n, T]`` that the model
-looks up, which stay whole; and named inputs with fewer than three axes, such as masks of tokens.
+An array of unsigned bytes holds pixels: it becomes float32 and is divided by 255. All other numbers become float32
+with their values unchanged, including 16-bit numbers, signed bytes and booleans. Three kinds of bytes are no pixels:
+columns of single numbers in a table or data frame; ids ``[n]`` or ``[n, T]`` that the model looks up, which stay
+whole numbers; and named inputs with fewer than three axes, such as masks of tokens.
 
-Named inputs (a dict) follow the same rule, each by itself. Their truth values and bytes with fewer than three
-axes stay as they are where the model takes them.
+Named inputs (a dict) follow the same rule, each separately. Booleans and bytes with fewer than three axes stay
+unchanged if the model accepts them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ..core.errors import DataError, warn_user
 from .partitioning.checks import split_rows
 
 _MIN_IMAGE_AXES = 3
-"""From [n, height, width] on, bytes are pixels even where a model looks up whole numbers."""
+"""Number of axes, as in [n, height, width], from which bytes are pixels even if a model looks up whole numbers."""
 
 
 def convert_inputs(x: Tensor, *, ids: bool = False) -> Tensor:
-    """Inputs ``[n, ...]`` in the type that a model gets.
+    """Convert inputs ``[n, ...]`` to the type that a model gets.
 
     Args:
-        x: numbers of any real type.
+        x: inputs of any real type.
         ids: whether the model looks up whole numbers.
 
     Returns:
-        float32, or with ``ids`` int64 where x holds whole numbers. The same tensor where nothing changes.
+        float32, or int64 if ``ids`` is set and x holds whole numbers. An unchanged input is the same tensor.
     """
     if x.dtype == torch.uint8 and not (ids and x.ndim < _MIN_IMAGE_AXES):
         return x.to(torch.float32).div_(255)
     dtype = torch.int64 if ids and is_integer(x) else torch.float32
-    # the call alone, which does nothing, takes longer than the question
+    # calling .to, even without effect, takes longer than the comparison
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -48,15 +48,15 @@ _WIDE_TYPES = (torch.float64, torch.int32, torch.int64)
 """Types with more digits than float32."""
 
 _MIN_DISTINCT_VALUES = 1000
-"""Values of float32 that the range of an input should span."""
+"""Number of float32 values that the range of an input should span."""
 
 
 def warn_of_rounding(x: NDArray[Any], title: str) -> None:
-    """Warn of an input whose values float32 cannot tell apart: seconds since 1970, or long identifiers.
+    """Warn of an input whose values float32 cannot distinguish: seconds since 1970, or long identifiers.
 
     Args:
         x: real numbers ``[n, ...]`` that become float32.
-        title: what they are.
+        title: description of the numbers.
     """
     if x.dtype.itemsize < 4 or x.dtype == np.float32 or not x.size:
         return
@@ -84,12 +84,12 @@ def are_rounded(columns: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def convert_named_input(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """One of several named inputs: real numbers and images of bytes as :func:`convert_inputs` makes them.
+    """Convert one of several named inputs: real numbers and images of bytes as :func:`convert_inputs` does.
 
     Args:
-        x: numbers of any real type.
-        dtype: the type of other bytes, whole numbers and truth values, if it holds their values; None leaves
-            them as they are.
+        x: input of any real type.
+        dtype: type for other bytes, whole numbers and booleans, if it can represent their values; None leaves them
+            unchanged.
     """
     if x.is_floating_point() or is_image(x):
         return convert_inputs(x)
@@ -98,12 +98,12 @@ def convert_named_input(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def is_image(x: Tensor) -> bool:
-    """Whether these are bytes ``[n, height, width]`` or more."""
+    """Whether a tensor holds image bytes ``[n, height, width]`` or with more axes."""
     return x.dtype == torch.uint8 and x.ndim >= _MIN_IMAGE_AXES
 
 
 def is_integer(x: Tensor) -> bool:
-    """Whether a tensor holds whole numbers by its type."""
+    """Whether the type of a tensor is an integer type."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
@@ -113,7 +113,7 @@ class InputTypes:
 
     Attributes:
         looks_up_ids: whether the model looks up whole numbers.
-        named_dtypes: types of those named inputs that are no real numbers.
+        named_dtypes: types of the named inputs that are no real numbers.
     """
 
     looks_up_ids: bool = False
@@ -127,12 +127,12 @@ class InputTypes:
         return frozenset(self._scaled)
 
     def convert(self, x: Tensor, description: str, name: str = "") -> Tensor:
-        """Inputs in the type that a model gets; see :func:`convert_inputs`.
+        """Convert inputs to the type that a model gets; see :func:`convert_inputs`.
 
         Args:
-            x: the inputs.
-            description: which part they are, for messages.
-            name: of the input, where there are several.
+            x: inputs to convert.
+            description: description of the part that the inputs belong to, for messages.
+            name: name of the input, if there are several.
         """
         inputs = (
             convert_named_input(x, self.named_dtypes.get(name))
@@ -149,7 +149,7 @@ class InputTypes:
         return inputs
 
     def choices(self, inputs: Tensor | Mapping[str, Tensor] | None) -> list[str]:
-        """Sentences on the inputs whose type was changed, and why.
+        """Describe in sentences which inputs were converted to another type, and why.
 
         Args:
             inputs: the first inputs as the user passed them, or a dict of them by name.
@@ -171,11 +171,11 @@ class InputTypes:
         return sentences
 
     def warning(self) -> str | None:
-        """What a user should know of the conversion, or None.
+        """Warn of a conversion that the user may not want; None without a warning.
 
         Raises:
-            DataError: if some parts are bytes, which were scaled, and others have another scale; or if only
-                some parts hold whole numbers that the model looks up.
+            DataError: if some parts are bytes, which were scaled, and others have another scale; or if only some
+                parts hold whole numbers that the model looks up.
         """
         for name, (scaled_description, _) in self._scaled.items():
             for description, x in self._unscaled.get(name, []):
@@ -212,9 +212,9 @@ class InputTypes:
 
 
 def scale_bytes(values: np.ndarray, out: Tensor | None = None) -> Tensor:
-    """Convert uint8 of any shape to float32 in [0, 1], written to ``out`` if that is given."""
+    """Convert uint8 of any shape to float32 in [0, 1], written to ``out`` if it is given."""
     if out is None:
         out = torch.empty(values.shape, dtype=torch.float32)
-    # numpy casts while it writes; torch would first need a writable copy.
+    # numpy converts while it writes; torch would first need a writable copy
     out.numpy()[...] = values
     return out.div_(255)

@@ -1,8 +1,8 @@
-"""Recognizes data seen before by digests of its parts, in any order and with additions.
+"""Recognizes data seen before by digests of their parts, in any order and with additions.
 
 A sketch holds the smallest digests of the distinct parts of a data set (a bottom-k sketch: Cohen & Kaplan 2007,
-"Summarizing data using bottom-k sketches"). Two sketches tell which share of the smaller data set is in the
-other one: exactly up to :data:`MAX_SKETCH_DIGESTS` parts, beyond that with a standard deviation of at most 0.016.
+"Summarizing data using bottom-k sketches"). Two sketches give the share of the smaller data set that is in the other
+one: exactly up to :data:`MAX_SKETCH_DIGESTS` parts, beyond that with a standard deviation of at most 0.016.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..core.io.atomic_files import as_checkpoint_error
 from .dataset import Examples
 
 MAX_SKETCH_DIGESTS = 1024
-"""Digests that a sketch holds at most."""
+"""Largest number of digests in a sketch."""
 
 
 def sketch_files(paths: Iterable[Path]) -> list[str]:
-    """Sketch the lines of files, and of all files in folders, so that no setting of the preparation matters.
+    """Sketch the lines of files, and of all files in folders, so that settings of the preparation do not matter.
 
-    A line is what lies between two line feeds, without white space around it; that also divides most files that
-    are not text. Files that are compressed as a whole are recognized only if they are equal.
+    A line is the text between two line feeds, without white space around it; this also divides most files that are
+    not text. Files that are compressed as a whole are recognized only if they are equal.
     """
     return _make_sketch(line.strip() for path in paths for line in _read_lines(path))
 
 
 def sketch_examples(examples: Examples) -> list[str]:
-    """Sketch the inputs of examples as they are prepared, without their targets."""
+    """Sketch the prepared inputs of examples, without their targets."""
     inputs = examples.inputs
     named_inputs = inputs if isinstance(inputs, dict) else {"": inputs}
     rows = [_iterate_rows(named_inputs[name]) for name in sorted(named_inputs)]
@@ -40,8 +40,8 @@ def sketch_examples(examples: Examples) -> list[str]:
 
 
 def measure_overlap(first: Sequence[str], second: Sequence[str]) -> float:
-    """Share of the smaller data set that is in the other one, by their sketches; 0 if either is empty."""
-    # below the bound, either sketch holds all digests of its data
+    """Share of the smaller data set that is in the other one, from their sketches; 0 if either is empty."""
+    # below the bound, each sketch holds all digests of its data
     bounds = [sketch[-1] for sketch in (first, second) if len(sketch) == MAX_SKETCH_DIGESTS]
     bound = min(bounds, default="g")
     first_digests, second_digests = (
@@ -64,7 +64,7 @@ def _iterate_rows(tensor: Tensor) -> Iterator[bytes]:
 
 
 def _make_sketch(parts: Iterable[bytes]) -> list[str]:
-    # the largest on top, as a negative number
+    # the largest digest is on top, as a negative number
     heap: list[int] = []
     numbers: set[int] = set()
     for part in parts:

@@ -13,9 +13,9 @@ from ..core.errors import DataError
 from .partitioning.checks import describe_array, split_rows
 
 LEVELS = 256
-"""Number of values that a byte can stand for."""
+"""Number of different values of a byte."""
 
-# Values that are encoded at a time, so that temporaries stay in the cache.
+# number of values encoded at a time, so that temporaries stay in the cache
 _CHUNK_VALUES = 2**17
 
 
@@ -23,14 +23,14 @@ _CHUNK_VALUES = 2**17
 class Pixels:
     """Images that are stored as bytes and read as float32: ``image = table[channel, code]``.
 
-    It has the interface of an image tensor as far as examples need it. Rows come out as new float32 tensors
-    on the device of the bytes, bit for bit as :func:`pack_images` received them. Reading takes a CPU core about
-    three times as long as copying float32 images: 2.4 to 3.4 ns per value instead of 0.7 to 1.2 ns, measured
-    on batches of 32 of 60,000 images of 784 values and of 50,000 of 3072.
+    It has the part of an image tensor's interface that examples need. Rows are read as new float32 tensors on the
+    device of the bytes, bit for bit as :func:`pack_images` received them. Reading takes a CPU core about three times
+    as long as copying float32 images: 2.4 to 3.4 ns per value instead of 0.7 to 1.2 ns, measured on batches of 32 of
+    60,000 images of 784 values and of 50,000 of 3072.
 
     Attributes:
-        codes: uint8 [n, channels, ...]: images [n, C, H, W], or flattened images [n, d] of d features.
-        table: float32 [channels, 256], or [1, 256] if all channels share one row; on the device of the codes.
+        codes: uint8 codes [n, channels, ...] of images [n, C, H, W], or of flattened images [n, d] with d features.
+        table: float32 table [channels, 256], or [1, 256] if all channels share one row; on the device of the codes.
     """
 
     codes: Tensor
@@ -59,12 +59,12 @@ class Pixels:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the images that are read."""
+        """Type of the images after reading."""
         return torch.float32
 
     @property
     def device(self) -> torch.device:
-        """Device of the codes and of the images that are read."""
+        """Device of the codes and of the images after reading."""
         return self.codes.device
 
     def images(self, codes: Tensor | None = None) -> Tensor:
@@ -90,13 +90,13 @@ def pack_images(parts: Sequence[Tensor]) -> list[Pixels]:
     Inputs with more values per channel are rejected after their first few images.
 
     Args:
-        parts: float32 [n, channels, ...] each, with the same number of channels. Some may be empty.
+        parts: float32 tensors [n, channels, ...] with the same number of channels. Some may be empty.
 
     Returns:
-        One result per part, on its device.
+        The encoded images of each part, on the part's device.
 
     Raises:
-        DataError: if a channel has more than 256 values, or these are no images.
+        DataError: if a channel has more than 256 values, or the parts hold no images.
     """
     if not any(t.numel() for t in parts):
         raise DataError("there are no images to store as bytes.")
@@ -120,11 +120,11 @@ def pack_images(parts: Sequence[Tensor]) -> list[Pixels]:
 
 
 def _encode_values(parts: Sequence[Tensor], codes: Sequence[Tensor]) -> np.ndarray | None:
-    """Write the code of each value; return the value of each code, float32 [256], or None if too many."""
-    # Imported here, because it takes half a second.
+    """Write the code of each value; return the value of each code, float32 [256], or None for too many values."""
+    # imported here, because it takes half a second
     import pandas
 
-    # The values so far as bit patterns: -0.0 differs from 0.0, and NaN equals itself.
+    # the values so far as bit patterns: -0.0 differs from 0.0, and NaN equals itself
     patterns = pandas.Index([], dtype=np.uint32)
     for x, out in zip(parts, codes, strict=True):
         for start, rows in split_rows(x, _CHUNK_VALUES) if x.numel() else ():

@@ -24,7 +24,7 @@ class Source(Protocol):
         """Read the data set into memory.
 
         Raises:
-            DataError: if it cannot be read; the message says what was expected and what was found.
+            DataError: if the data set cannot be read; the message says what was expected and what was found.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""How targets, the scores of models and the loss of a task fit together, with errors that say what to change."""
+"""Checks that targets, scores of models and the loss of a task fit together, with errors that say what to change."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .partitioning.checks import describe_array
 
 
 def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) -> Loss:
-    """Check that a loss fits the targets of a federation, and make ``auto`` exact where it has two meanings.
+    """Check that a loss fits the targets of a federation, and resolve ``auto`` where it has two meanings.
 
     Args:
-        loss: of the task; its function is imported.
-        clients: of the federation; all have targets of one kind.
+        loss: loss of the task, with its function imported.
+        clients: data of the federation's clients; all have targets of one kind.
         classes: names of the classes.
 
     Returns:
-        The loss; ``cross_entropy`` where it is ``auto`` and there are labels of pixels or other dense labels.
+        The loss; ``cross_entropy`` instead of ``auto`` for labels of pixels or other dense labels.
 
     Raises:
-        ConfigError: if an option does not fit.
+        ConfigError: if an option does not fit the targets.
         DataError: if the targets are of another kind than the loss needs.
     """
     examples, kind = clients[0].train, loss.kind
@@ -81,7 +81,7 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
 
 
 def _check_pairs(loss: Loss, examples: Examples) -> None:
-    """Raise DataError if examples are no pairs of responses as a loss of preferences needs them."""
+    """Raise DataError if examples are no pairs of responses as preference losses need them."""
     inputs = examples.x if isinstance(examples.x, dict) else {}
     if RESPONSE_MASK not in inputs:
         raise DataError(
@@ -97,7 +97,7 @@ def _check_pairs(loss: Loss, examples: Examples) -> None:
 
 
 def _are_input_ids(examples: Examples) -> bool:
-    """Whether all labels of tokens that count are the ids of these tokens."""
+    """Whether all token labels that count are the ids of these tokens."""
     if not isinstance(examples.x, dict) or not len(examples):
         return False
     counts = examples.y >= 0
@@ -105,7 +105,7 @@ def _are_input_ids(examples: Examples) -> bool:
 
 
 def _check_weights(loss: Loss, examples: Examples, classes: Sequence[str]) -> None:
-    """Refuse options that targets of this kind do not read, and weights of another number than classes."""
+    """Refuse options that targets of this kind do not use, and weights whose number differs from the classes'."""
     for name in ("class_weights", "ignore_index") if examples.is_regression else ("pos_weight",):
         if getattr(loss, name) != getattr(Loss(), name):
             option = "class_weights" if name == "pos_weight" else "pos_weight"
@@ -143,11 +143,11 @@ def check_scores(loss: Loss, scores: Tensor, examples: Examples, class_count: in
     """Raise TaskError if a model's scores of one example do not fit the targets.
 
     Args:
-        loss: of the task; a function of the user's own may take scores of any form.
-        scores: of one example, ``[1, ...]``.
-        examples: for the form of the targets.
+        loss: loss of the task; a function of the user may accept scores of any form.
+        scores: scores of one example, ``[1, ...]``.
+        examples: examples whose targets have the expected form.
         class_count: number of classes.
-        prefix: of the message; it says what the model makes.
+        prefix: beginning of the message, which says what the model returns.
     """
     shape, y = list(scores.shape), examples.y
     dims = list(y.shape[1:])

@@ -1,4 +1,4 @@
-"""Engines: ways to execute the clients of a round. A method knows of none of them."""
+"""Engines: ways to execute the clients of a round. Methods do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ ENGINES: dict[str, type[Engine]] = {
     "auto": Auto,
     "wire": Wire,
 }
-"""Every engine by name."""
+"""Engine classes by name."""
 
 __all__ = ["ENGINES", "Auto", "Engine", "Processes", "Ray", "Sequential", "Vectorized", "Wire"]

@@ -19,16 +19,16 @@ from .sequential import Sequential
 from .vectorized import Vectorized
 
 MAX_PARAMETERS_BESIDE_CORES = 150_000
-"""Trained parameters of the largest model for which batching clients gains more on a CPU than a second core does."""
+"""Maximum number of trained parameters for which batching clients gains more on a CPU than a second core does."""
 
 MAX_PARAMETERS_ON_ONE_CORE = 1_000_000
-"""Trained parameters of the largest model for which batching clients gains on one core; above, arithmetic dominates."""
+"""Maximum number of trained parameters for which batching clients gains on one core; above, arithmetic dominates."""
 
 MIN_PARALLEL_FLOPS = 2e9
-"""Floating-point operations of a round from which further processes are worth their start and messages."""
+"""Minimum number of floating-point operations of a round for which further processes are worth their start and messages."""
 
 MIN_CLIENTS_PER_MODEL = 4
-"""Clients of a round for each architecture, from which on batching clients is worth it."""
+"""Minimum number of clients of a round per architecture for which batching clients is worth it."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -40,20 +40,20 @@ def choose_engine(
     """Choose the engine for a federation.
 
     Args:
-        method: one of the user's own may hold code that cannot be batched.
-        federation: its models and its device decide.
-        client_count: that train in a round.
-        micro_batch: examples of which a gradient is taken at once, or None for whole batches.
+        method: method of the run; a method of the user's own may hold code that cannot be batched.
+        federation: federation whose models and device decide.
+        client_count: number of clients that train in a round.
+        micro_batch: number of examples whose gradient is computed at once, or None for whole batches.
 
     Returns:
-        The engine, and the reason for a log message.
+        The engine class, and the reason for a log message.
     """
     models = federation.architectures.values()
     device = federation.clients[0].train.y.device.type
     if not all(model.is_standard for model in models):
         return Sequential, "a model has layers of its own or hooks"
     is_package_code = not federation.loss.is_custom and is_of_package(type(method))
-    # clients are batched by architecture: with many architectures there are few clients in a batch
+    # clients are batched by architecture, so with many architectures a batch holds few clients
     has_many_clients = client_count >= MIN_CLIENTS_PER_MODEL * len(models)
     can_batch = is_package_code and has_many_clients and micro_batch is None
     if device != "cpu":
@@ -73,13 +73,13 @@ def choose_engine(
 
 
 def _count_flops(method: AnyMethod, federation: Federation, client_count: int) -> float:
-    """Estimate the floating-point operations of training in a round: three forward passes for each example."""
+    """Estimate the floating-point operations of training in a round, as three forward passes for each example."""
     models = federation.architectures
     flops_of = {name: forward_flops(model) for name, model in models.items()}
     passes = method.local_passes().values()
     total = 0.0
     for info in federation.infos:
-        # a step may take the remaining examples of an epoch, but no more than there are
+        # a step may take the rest of an epoch, but no more examples than there are
         example_count = sum(
             min(p.batch_size, info.example_count) * p.steps_over(info.example_count) for p in passes
         )
@@ -89,14 +89,14 @@ def _count_flops(method: AnyMethod, federation: Federation, client_count: int) -
 
 @dataclass
 class Auto(Engine):
-    """The engine that :func:`choose_engine` names when a run begins.
+    """Delegates to the engine that :func:`choose_engine` names when a run begins.
 
-    A resumed run computes the same bits on every machine. So it does not change between the vectorized engine and the others,
-    even if another engine would be chosen on the machine at hand.
+    A resumed run computes the same bits on every machine. Therefore it never changes between the vectorized engine
+    and the others, even if another engine would be chosen on the current machine.
 
     Attributes:
-        chosen_engine: the engine, once it is known.
-        reason: why it was chosen; empty once it has been logged.
+        chosen_engine: engine that was chosen; None before the choice.
+        reason: reason for the choice; empty once it has been logged.
     """
 
     name: ClassVar[str] = "auto"
@@ -129,7 +129,7 @@ class Auto(Engine):
             self.choose_for_run(method, federation, len(jobs), "")
         assert self.chosen_engine is not None
         if self.reason:
-            # only where clients train: a run may also be opened to be read
+            # logged only where clients train, because a run may also be opened for reading
             logger.info("engine auto: %s (%s)", self.chosen_engine.name, self.reason)
             self.reason = ""
         yield from self.chosen_engine.run(method, federation, task, round, jobs)

@@ -1,4 +1,4 @@
-"""What an engine is: a way to map a method's ``local_update`` over the clients of a round."""
+"""Base class of engines, which map a method's ``local_update`` over the clients of a round."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ClientJob:
-    """One client's work in a round: its state, what it received, and who it is."""
+    """One client's work in a round: its record, its state and its download."""
 
     state: Any
     down: Any
@@ -44,13 +44,13 @@ class ClientResult:
     Attributes:
         state: the client's next state, to be committed once the server acknowledges the reply.
         upload: the client's reply.
-        meter: what the work cost.
-        error: the error of training that met a NaN, so that there is no reply.
-        lost: another reason why there is no reply, such as that the client cannot be reached.
+        meter: measured cost of the work.
+        error: error of training that met a NaN, so that there is no reply.
+        lost: another reason for the missing reply, such as that the client cannot be reached.
         has_diverged: whether the reply is lost because the client, on another machine, found a number that is not finite.
         is_refused: whether the reply is lost because the server refused it, so that the client counts as hostile.
-        cohort: the uploads of all clients that were trained with this one; None if it was trained by itself.
-        position: of the client in the cohort.
+        cohort: uploads of all clients that were trained with this one; None if it was trained by itself.
+        position: position of the client in the cohort.
     """
 
     state: Any
@@ -70,8 +70,8 @@ class Engine(ABC):
 
     Attributes:
         ledger: floating-point operations of steps, counted once for all clients.
-        micro_batch: examples of which a gradient is taken at once, or None for all of a batch; a run sets it by
-            :meth:`with_micro_batch`.
+        micro_batch: number of examples whose gradient is computed at once, or None for whole batches; a run sets it
+            by :meth:`with_micro_batch`.
     """
 
     name: ClassVar[str]
@@ -79,9 +79,9 @@ class Engine(ABC):
     micro_batch: int | None = None
 
     def with_micro_batch(self, micro_batch: int | None) -> Self:
-        """This engine if it has that micro batch, else a copy with it.
+        """Return this engine if it has that micro batch, else a copy with it.
 
-        A copy shares the ledger. It has its own processes and buffers, and must be closed by itself.
+        A copy shares the ledger. It has its own processes and buffers, and must be closed separately.
         """
         if micro_batch == self.micro_batch:
             return self
@@ -99,7 +99,7 @@ class Engine(ABC):
         """Execute the jobs of one round."""
 
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
-        """Map a function over items; its results must be JSON values."""
+        """Map a function over items; the function's results must be JSON values."""
         return [work(item) for item in items]
 
     def map_clients(
@@ -114,15 +114,15 @@ class Engine(ABC):
         """Call a pure function for clients; an engine with cohorts calls it for many clients at once.
 
         Args:
-            method: whose passes trainers run.
-            federation: the clients' data.
-            round: counted from 0.
-            clients: info of each, and the trees of this client that are arguments of the function.
-            call_for_client: calls the function for the client at an index, with its trainer.
-            call_for_cohort: calls the function for all clients of a cohort at once.
+            method: method whose passes the trainers run.
+            federation: clients and their data.
+            round: index of the round, from 0.
+            clients: record of each client, with its trees that are arguments of the function.
+            call_for_client: function that calls the pure function for the client at an index, with its trainer.
+            call_for_cohort: function that calls the pure function for all clients of a cohort at once.
 
         Returns:
-            The results in any order.
+            The results, in any order.
         """
         del call_for_cohort
         infos = [info for info, _ in clients]
@@ -132,27 +132,27 @@ class Engine(ABC):
         ]
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
-        """Release processes and buffers; the engine can be used again."""
+        """Release processes and buffers; the engine can be used again afterwards."""
 
     def choose_for_run(
         self, method: AnyMethod, federation: Federation, client_count: int, stored_name: str
     ) -> str:
-        """Choose what decides the bits of a run, so that it ends with the same ones on another machine.
+        """Choose what determines the bits of a run, so that it computes the same ones when resumed on another machine.
 
         Args:
-            method: of the run.
-            federation: of the run.
-            client_count: expected in a round.
-            stored_name: what this returned when the run began; empty for a new run.
+            method: method of the run.
+            federation: federation of the run.
+            client_count: expected number of clients in a round.
+            stored_name: name that this method returned when the run began; empty for a new run.
 
         Returns:
-            The name of the engine that was chosen, which is stored with the run; empty if nothing was chosen.
+            The name of the chosen engine, which is stored with the run; empty if nothing was chosen.
         """
         del method, federation, client_count, stored_name
         return ""
 
     def training_examples(self, federation: Federation, client_id: int) -> Examples:
-        """The training examples of a client."""
+        """Get the training examples of a client."""
         return federation.clients[client_id].train
 
     def boundary(self, value: Any) -> Any:
@@ -168,14 +168,14 @@ class Engine(ABC):
         job: ClientJob,
         trainer: Trainer,
     ) -> tuple[Any, Any]:
-        """Train a client with its own buffers and optimizer states; returns its next state and its upload."""
+        """Train a client with its own buffers and optimizer states; return its next state and its upload."""
         stored_state, optimizers = split_optimizers(self.boundary(job.state))
         state, client_task = install_buffers(task, stored_state)
         keeping_trainer = KeepingTrainer(trainer, job.client, optimizers)
         view = client_view(federation, client_task, job.client, round, keeping_trainer)
         state, upload = check_pair(method, method.local_update(state, self.boundary(job.down), view))
         if keeping_trainer.has_failed:
-            # the buffers of before the pass, because those of a pass that failed may hold a NaN
+            # keeps the buffers from before the pass, because those of a failed pass may hold a NaN
             _, client_task = install_buffers(task, stored_state)
         return self.boundary(keeping_trainer.collect(collect_buffers(client_task, state))), self.boundary(
             upload
@@ -189,7 +189,7 @@ class Engine(ABC):
         client: ClientInfo,
         passes: Mapping[str, Pass] | None = None,
     ) -> LocalTrainer:
-        """Make the trainer of one client; ``passes`` are the method's, where the caller knows them."""
+        """Make the trainer of one client; ``passes`` are those of the method, if the caller knows them."""
         key = client_key(federation, client.id, round)
         client_data = federation.clients[client.id]
         augment, turns, loss = federation.augment, client_data.quarter_turns, federation.loss
@@ -209,19 +209,19 @@ class Engine(ABC):
 
 
 def finite_losses(meter: Meter) -> Meter:
-    """A meter without the losses of passes that met a NaN or an infinity."""
+    """Remove the losses of passes that met a NaN or an infinity from a meter."""
     losses = {name: loss for name, loss in meter.losses.items() if math.isfinite(loss)}
     return dataclasses.replace(meter, losses=losses)
 
 
 def client_key(federation: Federation, client_id: int, round: int) -> Key:
-    """The key from which a client draws all randomness of a round."""
+    """Derive the key from which a client draws all randomness of a round."""
     return federation.key / "client" / client_id / round
 
 
 def client_view(
     federation: Federation, task: Task, client: ClientInfo, round: int, trainer: Trainer
 ) -> ClientView:
-    """Make the view of a client: all that a method may use there."""
+    """Make the view of a client, with everything that a method may use at the client."""
     key = client_key(federation, client.id, round)
     return ClientView(client, task, task.model(client), round, key, trainer)

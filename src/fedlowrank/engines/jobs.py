@@ -10,21 +10,21 @@ from .engine import ClientJob
 
 
 class LazyJobs(Sequence[ClientJob]):
-    """The jobs of a round; each is made when an engine reads it.
+    """Lazy sequence of the jobs of a round; each job is made when an engine reads it.
 
     Args:
-        clients: who takes part.
-        make_job: gives a client's job.
+        clients: records of the participants.
+        make_job: function that maps a client to its job.
 
     Attributes:
-        clients: as above.
+        clients: records of the participants.
     """
 
     def __init__(self, clients: Sequence[ClientInfo], make_job: Callable[[ClientInfo], ClientJob]) -> None:
         self.clients, self._make = clients, make_job
 
     def __len__(self) -> int:
-        """Number of clients that take part."""
+        """Number of participants."""
         return len(self.clients)
 
     @overload
@@ -34,7 +34,7 @@ class LazyJobs(Sequence[ClientJob]):
     def __getitem__(self, index: slice) -> Sequence[ClientJob]: ...
 
     def __getitem__(self, index: int | slice) -> ClientJob | Sequence[ClientJob]:
-        """The job at an index, or those of a slice."""
+        """Make the job at an index, or the jobs of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._make(self.clients[index])

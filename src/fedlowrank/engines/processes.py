@@ -1,9 +1,9 @@
-"""Clients in forked worker processes with one thread each, as many as cores.
+"""Trains clients in forked worker processes with one thread each, one process per core.
 
-Workers are forked when the first round begins, so they share the method, its code and all data with their
-parent. A round sends each worker the states and downloads of its clients and receives their results, as bytes of
-trees, through shared memory. Jobs are sent longest first, by the cost of the client in its last round, each to
-the first free worker. Results are those of the sequential engine bit for bit, whichever worker trained a client.
+Workers are forked when the first round begins, so they share the method, its code and all data with their parent. In
+a round, each worker receives the states and downloads of its clients and returns their results, as encoded trees in
+shared memory. Jobs are sent longest first, by the cost of the client in its last round, each to the first free
+worker. Results are those of the sequential engine bit for bit, whichever worker trained a client.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .jobs import LazyJobs
 from .sequential import Sequential
 
 SHARED_BYTES = 1 << 28
-"""Bytes that two processes share, allocated as they are written; longer messages go through a pipe."""
+"""Bytes of memory that two processes share, allocated as it is written; longer messages go through a pipe."""
 
 PARENT_CHECK_SECONDS = 2.0
-"""Seconds between two checks of a worker that its parent still runs."""
+"""Seconds between two checks in a worker that its parent still runs."""
 
 T = TypeVar("T")
 WorkerHeader = dict[str, Any]
@@ -48,14 +48,14 @@ Serve = Callable[[WorkerHeader, list[bytes]], tuple[WorkerHeader, list[bytes]]]
 
 
 class WorkerError(FedlowrankError):
-    """A process that trains clients failed or died."""
+    """A worker process failed or died."""
 
 
 class DuplexPipe:
     """One end of a duplex pipe between two processes: headers through a pipe, payloads through shared memory.
 
     Args:
-        pipe: for the header.
+        pipe: pipe of the headers.
         send_buffer: shared memory of the payloads that are sent.
         receive_buffer: shared memory of the payloads that are received.
     """
@@ -64,7 +64,7 @@ class DuplexPipe:
         self.pipe, self._out, self._into = pipe, send_buffer, receive_buffer
 
     def send(self, header: WorkerHeader, payloads: Sequence[bytes]) -> None:
-        """Send; the other end reads before it sends anything."""
+        """Send a message; the other end reads it before it sends anything."""
         sizes = [len(b) for b in payloads]
         is_shared = sum(sizes) <= len(self._out)
         self._out.seek(0)
@@ -75,7 +75,7 @@ class DuplexPipe:
             self.pipe.send_bytes(payload)
 
     def receive(self) -> tuple[WorkerHeader, list[bytes]]:
-        """Wait for a message."""
+        """Wait for a message and return it."""
         header, sizes, is_shared = json.loads(self.pipe.recv_bytes())
         if not is_shared:
             return header, [self.pipe.recv_bytes() for _ in sizes]
@@ -87,7 +87,7 @@ class ForkedWorker:
     """A forked process that answers requests.
 
     Args:
-        serve: computes the answer of a request, in the process.
+        serve: function that computes the answer to a request, in the process.
     """
 
     def __init__(self, serve: Serve) -> None:
@@ -96,7 +96,8 @@ class ForkedWorker:
         parent_pid = os.getpid()
         self.line = DuplexPipe(parent_end, request_buffer, answer_buffer)
         with warnings.catch_warnings():
-            # about threads in the parent; none of them holds a lock that the child needs, which only computes
+            # a warning about threads in the parent; none of them holds a lock that the child needs, which only
+            # computes
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = multiprocessing.get_context("fork").Process(
                 target=_answer,
@@ -114,7 +115,7 @@ class ForkedWorker:
             raise self._died() from error
 
     def answer(self) -> tuple[WorkerHeader, list[bytes]]:
-        """Wait for the answer; raises WorkerError if there is none."""
+        """Wait for the answer; raise WorkerError if there is none."""
         try:
             header, payloads = self.line.receive()
         except (EOFError, OSError) as error:
@@ -144,14 +145,14 @@ class ForkedWorker:
 
 def _answer(duplex_pipe: DuplexPipe, serve: Serve, parent_pid: int) -> None:
     """Answer requests until the parent closes the pipe or dies."""
-    # this process must not collect the garbage of its parent, which may hold a lock of a thread that was not forked
+    # this process must not collect its parent's garbage, which may hold a lock of a thread that was not forked
     gc.freeze()
     torch.set_num_threads(1)
-    # the parent ends this process by SIGTERM, for which it may have a handler of its own; Ctrl-C is the parent's
+    # the parent, which may handle SIGTERM itself, ends this process by SIGTERM; only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        # other workers hold copies of the parent's end, so that its death does not close the pipe
+        # other workers hold copies of the parent's end, so its death does not close the pipe
         while not duplex_pipe.pipe.poll(PARENT_CHECK_SECONDS):
             if os.getppid() != parent_pid:
                 return
@@ -172,8 +173,8 @@ class Processes(Engine):
     """Trains clients in forked processes. Results are those of the sequential engine bit for bit.
 
     Attributes:
-        workers: number of processes; None for one for each core that this process may use.
-        costs: CPU seconds of each client in the last round in which it was trained.
+        workers: number of processes; None for one per core that this process may use.
+        costs: CPU seconds of each client in the last round in which it trained.
     """
 
     name: ClassVar[str] = "processes"
@@ -188,7 +189,7 @@ class Processes(Engine):
         """See the base class."""
         self._prepare(method, federation, task)
         results: dict[int, ClientResult] = {}
-        # the download that was sent last; the next client often gets the same one
+        # the last download that was sent, because the next client often gets the same one
         last_download: tuple[Any, bytes] = None, tree.encode(None)
         clients = jobs.clients if isinstance(jobs, LazyJobs) else [job.client for job in jobs]
         waiting_indices = sorted(range(len(jobs)), key=lambda i: self._expected(clients[i]))
@@ -215,12 +216,12 @@ class Processes(Engine):
                     results[index] = decode_result(header, payloads)
                     idle_workers.append(worker)
         except BaseException:
-            # the answer of a busy worker would be taken for that of the next request
+            # a busy worker's answer would be taken for the answer to the next request
             self.close()
             raise
 
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
-        """See the base class: in processes that are forked for it, which share all that ``work`` reads."""
+        """Map a function over items in processes that are forked for this call and share all data that ``work`` reads."""
         worker_count = min(self.workers or cores(), cores(), len(items))
         if worker_count < 2 or not can_fork():
             return super().each(work, items)
@@ -246,16 +247,17 @@ class Processes(Engine):
         self._pool, self._known = [], ()
 
     def _expected(self, client: ClientInfo) -> float:
-        """Expected CPU seconds of a client; infinite if unknown, so that the client starts early."""
+        """Estimate the CPU seconds of a client; infinite if unknown, so that the client starts early."""
         return self.costs.get(client.id, math.inf)
 
     def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> None:
         if not can_fork():
             raise ConfigError("run.engine 'processes' is for CPUs; on a GPU choose 'vectorized'")
-        # referenced, so that no other object has the same identity
+        # kept alive, so that no other object gets the same identity
         run_inputs = (method, federation, task)
         is_same = len(self._known) == 3 and all(a is b for a, b in zip(run_inputs, self._known, strict=True))
-        # workers are copies of this process: they do not see values that user code reads and that changed since
+        # workers are copies of this process: they do not see values that user code reads and that have changed
+        # since
         is_user_code = not is_of_package(type(method))
         if is_same and not is_user_code and all(a.is_standard for a in task.architectures.values()):
             return
@@ -281,15 +283,15 @@ def train_client(
     """Train one client in a worker.
 
     Args:
-        engine: trains it.
-        method: of the run.
-        federation: with the client's data.
-        task: of the run.
-        header: ``client`` and ``round``.
-        payloads: the encoded download and the encoded state of the client.
+        engine: engine that trains the client.
+        method: method of the run.
+        federation: federation with the client's data.
+        task: task of the run.
+        header: header with ``client`` and ``round``.
+        payloads: encoded download and encoded state of the client.
 
     Returns:
-        A header with the cost of the work and the error if it failed, and the encoded next state and upload.
+        A header with the cost of the work and the error of a failure, and the encoded next state and upload.
     """
     start = time.process_time()
     info = federation.infos[header["client"]]
@@ -316,10 +318,10 @@ def decode_result(header: WorkerHeader, payloads: list[bytes]) -> ClientResult:
 
 
 def can_fork() -> bool:
-    """Whether a fork of this process can compute, which it cannot if this process uses a GPU."""
+    """Whether a forked process can compute; it cannot if this process uses a GPU."""
     return not torch.cuda.is_initialized()
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,20 +1,20 @@
-"""Clients on the workers of a Ray cluster; the sequential engine's result bit for bit.
+"""Trains clients on the workers of a Ray cluster; results equal those of the sequential engine bit for bit.
 
-A worker is a Ray actor with one core and one thread, or with one GPU where the run is on GPUs. Client i
-belongs to partition i mod P of the data; P is the number of workers at the start. A worker gets its partition
-once, through Ray's object store, so data are not sent again. A block of clients of one partition is one task.
+A worker is a Ray actor with one core and one thread, or with one GPU if the run is on GPUs. Client i belongs to
+partition i mod P of the data; P is the number of workers at the start. A worker gets its partition once, through
+Ray's object store, so data are not sent again. A block of clients of one partition is one task.
 
-States, downloads, uploads and data travel as bytes of trees. Ray itself pickles (cloudpickle) the method, the
-models and the task, once a worker, and lists of such bytes and plain numbers. That is no trust boundary:
-anyone who can reach a Ray cluster can run any code on it, so a cluster is its user's own. Code of the user's
-own that lies in a module must be importable on every machine.
+States, downloads, uploads and data are sent as encoded trees. Ray itself pickles (cloudpickle) the method, the models
+and the task, once for each worker, and lists of such bytes and plain numbers. This is no trust boundary: anyone who
+can reach a Ray cluster can run any code on it, so a cluster must belong to its user. The user's own code in modules
+must be importable on every machine.
 
-A worker that dies costs time and no result. The driver keeps what a block needs until its results have come,
-and randomness depends on names alone, so the worker that gets the partition next makes the same bits.
+A worker that dies costs time but no result. The driver keeps what a block needs until its results have arrived, and
+randomness depends only on names, so the worker that gets the partition next computes the same bits.
 
-Contributions are not added on the workers before they travel. Floating-point addition is not associative, and
-the sums of a round are taken in the order of its clients: partial sums of workers would have other bits,
-which would change with the number of workers.
+Contributions are not added on the workers before they are sent. Floating-point addition is not associative, and the
+sums of a round are taken in the order of its clients: partial sums of workers would have other bits, which would
+change with the number of workers.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from .ray_pool import RayActor, RayPool, connect, import_ray
 from .ray_worker import encode_partition, share
 
 MEAN_CLIENTS_PER_TASK = 8
-"""Clients of a task, on average; a task is one message."""
+"""Average number of clients in a task; a task is one message."""
 
 MAX_WINDOWS = 3
-"""Windows that are in progress, so that no worker waits and the memory of the driver is bounded."""
+"""Maximum number of windows in progress, so that no worker waits and the memory of the driver is bounded."""
 
 MAX_ATTEMPTS = 4
-"""Times that a block is run whose workers die, before the run fails."""
+"""Maximum number of times that a block is run when workers die, before the run fails."""
 
 MAX_STORED_DOWNLOADS = 8
-"""Downloads that stay in the object store, for the next clients may get the same ones."""
+"""Maximum number of downloads that stay in the object store, because the next clients may get the same ones."""
 
 MAX_INLINE_BYTES = 1 << 15
-"""Bytes of the largest download that is sent with each block, because to store it would take longer."""
+"""Maximum bytes of a download that is sent with each block, because storing it would take longer."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _ClientBlock:
-    """Clients of one partition: one task.
+    """Clients of one partition, which one task trains.
 
     Attributes:
-        partition: of the data.
-        indices: of the clients in the window.
-        arguments: of :meth:`.ray_worker.RayWorker.train`.
-        worker: trains the clients.
-        task: references of the results.
-        attempts: times that the block was submitted.
+        partition: index of the partition of the data.
+        indices: indices of the clients in the window.
+        arguments: arguments of :meth:`.ray_worker.RayWorker.train`.
+        worker: actor that trains the clients.
+        task: references to the results.
+        attempts: number of times that the block was submitted.
     """
 
     partition: int
@@ -79,11 +79,11 @@ class _ClientBlock:
 class Ray(Engine):
     """Trains clients on the workers of a Ray cluster. Results are those of the sequential engine bit for bit.
 
-    The cluster is the one that the process is connected to, else that of ``RAY_ADDRESS``, else one that Ray
-    starts on this machine.
+    The engine uses the cluster that the process is connected to, else the cluster at ``RAY_ADDRESS``, else one that
+    Ray starts on this machine.
 
     Attributes:
-        workers: number of workers, at most one for each core or GPU; None for that many.
+        workers: number of workers, at most one per core or GPU; None for that many.
     """
 
     name: ClassVar[str] = "ray"
@@ -113,13 +113,13 @@ class Ray(Engine):
             while windows:
                 yield from _collect_results(pool, windows, device)
         except BaseException:
-            # nobody needs the results that workers still compute
+            # results that workers still compute are no longer needed
             self.close()
             raise
         self._downs = []
 
     def close(self) -> None:
-        """End the workers, and the connection if this engine made it."""
+        """Stop the workers, and close the connection if this engine opened it."""
         if self._pool is not None and import_ray().is_initialized():
             self._pool.close()
         if self._connected:
@@ -127,8 +127,8 @@ class Ray(Engine):
         self._pool, self._connected, self._known, self._downs = None, False, (), []
 
     def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> RayPool:
-        """The workers, started anew for another method, federation or task."""
-        # referenced, so that no other object has the same identity
+        """Get the workers; they are started anew for another method, federation or task."""
+        # kept alive, so that no other object gets the same identity
         run_inputs = (method, federation, task)
         is_same = len(self._known) == 3 and all(a is b for a, b in zip(run_inputs, self._known, strict=True))
         if self._pool is not None and is_same:
@@ -173,7 +173,7 @@ class Ray(Engine):
         return blocks
 
     def _reference(self, down: Any) -> Any:
-        """The argument of a task for a download: its bytes, or a reference to them in the object store."""
+        """Convert a download to the argument of a task: its bytes, or a reference to them in the object store."""
         for stored_download, _, reference in self._downs:
             if stored_download is down:
                 return reference
@@ -192,7 +192,8 @@ class Ray(Engine):
 
 def _submit(pool: RayPool, block: _ClientBlock) -> None:
     block.worker, block.attempts = pool.owners[block.partition], block.attempts + 1
-    # each argument and result by itself, so that small ones are sent with the call and not through object stores
+    # arguments and results are passed separately, so that small ones are sent with the call and not through
+    # object stores
     train = block.worker.actor.train.options(num_returns=1 + len(block.indices))
     block.task = train.remote(*block.arguments)
 
@@ -200,7 +201,7 @@ def _submit(pool: RayPool, block: _ClientBlock) -> None:
 def _collect_results(
     pool: RayPool, windows: deque[list[_ClientBlock]], device: Any
 ) -> Generator[ClientResult, None, None]:
-    """The results of the oldest window, in the order of its jobs."""
+    """Yield the results of the oldest window, in the order of its jobs."""
     results: dict[int, ClientResult] = {}
     for i, block in enumerate(windows[0]):
         in_progress = [*windows[0][i:], *(b for window in list(windows)[1:] for b in window)]
@@ -221,7 +222,7 @@ def _await_answers(pool: RayPool, block: _ClientBlock, in_progress: Sequence[_Cl
     """Wait for the answers of a block; blocks of a worker that died are run again.
 
     Raises:
-        WorkerError: if a client's training failed, or no worker is left to run it.
+        WorkerError: if a client's training failed, or if no worker is left to run it.
     """
     ray = import_ray()
     while True:

@@ -1,4 +1,4 @@
-"""The workers of a Ray cluster: their partitions of the data, and the replacement of workers that die."""
+"""Manages the workers of a Ray cluster: their partitions of the data, and the replacement of workers that die."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .processes import WorkerError
 from .ray_worker import RayWorker, WorkerSetup
 
 START_SECONDS = 120.0
-"""Seconds until at least one worker must have started."""
+"""Maximum seconds until at least one worker must have started."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def import_ray() -> Any:
     """Import the module ``ray``.
 
     Raises:
-        ConfigError: if it is not installed.
+        ConfigError: if ``ray`` is not installed.
     """
     try:
         return importlib.import_module("ray")
@@ -36,10 +36,10 @@ def connect() -> bool:
     """Connect to the cluster that Ray finds (``RAY_ADDRESS``), or start one on this machine.
 
     Returns:
-        Whether this call did it; False if the process was connected already.
+        Whether this call connected; False if the process was connected already.
 
     Raises:
-        ConfigError: if Ray is not installed, or there is no cluster at that address.
+        ConfigError: if Ray is not installed, or if there is no cluster at that address.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -48,7 +48,7 @@ def connect() -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         with warnings.catch_warnings():
-            # about defaults of Ray that will change
+            # warnings about defaults of Ray that will change
             warnings.simplefilter("ignore", FutureWarning)
             ray.init(include_dashboard=False, logging_level=logging.WARNING)
     except ConnectionError as error:
@@ -62,13 +62,13 @@ def connect() -> bool:
 
 @dataclass(eq=False)
 class RayActor:
-    """An actor of Ray.
+    """A Ray actor that trains clients.
 
     Attributes:
-        number: of its first partition.
-        actor: a handle of :class:`.ray_worker.RayWorker`.
-        started: reference of ``describe_location``, which is ready once the worker has its data.
-        location: process and machine; empty until the worker has started.
+        number: index of the actor's first partition.
+        actor: handle of a :class:`.ray_worker.RayWorker`.
+        started: reference to the result of ``describe_location``, which is ready once the worker has its data.
+        location: process and machine of the worker; empty until it has started.
     """
 
     number: int
@@ -78,19 +78,19 @@ class RayActor:
 
 
 class RayPool:
-    """The workers of a run, at its start one for each partition.
+    """The workers of a run, at the start one for each partition.
 
     Args:
-        ray: the module, connected.
-        worker_setup: code and models of all workers.
-        partitions: encoded data of each partition.
+        ray: imported module, connected to the cluster.
+        worker_setup: code and models for all workers.
+        partitions: encoded data of the partitions.
         has_gpus: whether each worker has a GPU.
 
     Attributes:
-        owners: the worker of each partition.
+        owners: workers of the partitions.
 
     Raises:
-        ConfigError: if code or models cannot be pickled.
+        ConfigError: if the code or the models cannot be pickled.
         WorkerError: if no worker starts.
     """
 
@@ -118,7 +118,7 @@ class RayPool:
         return RayActor(number, actor, actor.describe_location.remote())
 
     def _await_workers(self) -> None:
-        """Wait until there is a worker."""
+        """Wait until at least one worker has started."""
         failure = self.admit_started()
         while not self.owners:
             start_references = [w.started for w in self._starting]
@@ -138,10 +138,10 @@ class RayPool:
             failure = self.admit_started() or failure
 
     def admit_started(self) -> str:
-        """Give workers that have started since the last call their partitions.
+        """Give partitions to the workers that have started since the last call.
 
         Returns:
-            Why a worker could not start; empty if none failed.
+            The reason why a worker could not start; empty if none failed.
         """
         failure, new_workers = "", list[RayActor]()
         for worker in list(self._starting):
@@ -166,15 +166,15 @@ class RayPool:
         return failure
 
     def replace(self, dead_worker: RayActor) -> None:
-        """Give the partitions of a worker that died to others, and start another in its place.
+        """Give the partitions of a dead worker to other workers, and start another worker in its place.
 
         Raises:
-            WorkerError: if there is no other, and none starts.
+            WorkerError: if there is no other worker, and none starts.
         """
         if dead_worker not in self.owners:
             return
         self._ray.kill(dead_worker.actor)
-        # it works once there is room for it: the core of a process that died, or a machine that was added
+        # the new worker starts once there is room: the core of a process that died, or a machine that was added
         self._starting.append(self._start(dead_worker.number))
         live_workers = [w for w in dict.fromkeys(self.owners) if w is not dead_worker]
         if not live_workers:
@@ -187,7 +187,7 @@ class RayPool:
                 self.owners[k].actor.adopt.remote(self._partitions[k])
 
     def close(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         for worker in dict.fromkeys([*self.owners, *self._starting]):
             self._ray.kill(worker.actor)
         self.owners, self._starting = [], []

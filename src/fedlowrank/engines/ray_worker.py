@@ -1,4 +1,4 @@
-"""The worker of a Ray cluster, and what it gets once, at its start. Nothing here imports Ray."""
+"""The worker of a Ray cluster, and the setup that it gets once at its start. Nothing here imports Ray."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .sequential import Sequential
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """Code and models that all workers get, without examples.
+    """Code and models for all workers, without examples.
 
     Attributes:
-        method: of the run.
-        federation: its clients have no examples.
-        task: of the run.
-        micro_batch: of the engine.
-        device: ``cpu`` or ``cuda``.
-        trees: tree classes that a script or notebook defines, so that a worker cannot import them.
+        method: method of the run.
+        federation: federation whose clients have no examples.
+        task: task of the run.
+        micro_batch: micro batch of the engine.
+        device: device of the workers: ``cpu`` or ``cuda``.
+        trees: tree classes that a script or notebook defines, which a worker therefore cannot import.
     """
 
     method: AnyMethod
@@ -43,7 +43,7 @@ class WorkerSetup:
 
 
 def share(method: AnyMethod, federation: Federation, task: Task, micro_batch: int | None) -> WorkerSetup:
-    """Collect what all workers of a run get."""
+    """Collect the setup that all workers of a run get."""
     first_examples = federation.clients[0].train
     models = {}
     for name, model in federation.architectures.items():
@@ -82,7 +82,7 @@ def decode_partition(data: bytes) -> dict[int, tuple[Examples, int]]:
 
 
 def _to_tree(examples: Examples) -> Any:
-    """Examples as a tree, in which images that are stored as bytes are a tuple of codes and table."""
+    """Convert examples to a tree, in which images that are stored as bytes are a tuple of codes and table."""
     x = examples.x
     return {"x": (x.codes, x.table) if isinstance(x, Pixels) else x, "y": examples.y}
 
@@ -94,7 +94,7 @@ def _decode_examples(example_tree: Any) -> Examples:
 
 @dataclass
 class _IndexedEngine(Sequential):
-    """Sequential, with states and downloads on the worker's device."""
+    """Sequential engine with states and downloads on the worker's device."""
 
     device: str = "cpu"
 
@@ -104,11 +104,11 @@ class _IndexedEngine(Sequential):
 
 
 class RayWorker:
-    """An actor that trains the clients of its partitions, one after another on one thread or one GPU.
+    """Actor that trains the clients of its partitions, one after another on one thread or one GPU.
 
     Args:
-        worker_setup: code and models.
-        partition: of the first clients whose data it gets.
+        worker_setup: code and models of the run.
+        partition: encoded data of the actor's first clients.
     """
 
     def __init__(self, worker_setup: WorkerSetup, partition: bytes) -> None:
@@ -120,11 +120,11 @@ class RayWorker:
         self.adopt(partition)
 
     def describe_location(self) -> str:
-        """The process and machine of this worker. A call returns once the worker has its data."""
+        """Describe the process and machine of this worker. A call returns once the worker has its data."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def adopt(self, partition: bytes) -> None:
-        """Take the data of further clients."""
+        """Add the data of further clients."""
         clients = list(self._stored.clients)
         new_examples = decode_partition(partition)
         for client_id, (train, turns) in new_examples.items():
@@ -140,13 +140,13 @@ class RayWorker:
         """Train a block of clients.
 
         Args:
-            round: of the run.
-            client_ids: their identifiers.
-            download_indices: index of each client's download among the downloads.
-            payloads: the encoded state of each client, and then the encoded downloads.
+            round: index of the round, from 0.
+            client_ids: identifiers of the clients.
+            download_indices: index of each client's download among the encoded downloads.
+            payloads: encoded state of each client, followed by the encoded downloads.
 
         Returns:
-            The traceback of a failure or None, and the answer of :func:`.processes.train_client` for each client.
+            The traceback of a failure or None, followed by the answer of :func:`.processes.train_client` for each client.
         """
         states, downloads = payloads[: len(client_ids)], payloads[len(client_ids) :]
         try:

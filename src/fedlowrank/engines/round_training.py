@@ -1,4 +1,4 @@
-"""Local training in a round of the vectorized engine: one call of the method for a cohort, or for one client."""
+"""Local training in a round of the vectorized engine, by one call of the method for a cohort or for one client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..training.trainer import LocalTrainer, Meter
 from .engine import ClientJob, ClientResult, Engine, finite_losses
 
 PlacedResult = tuple[int, ClientResult]
-"""A client's result, after the index of the client among the jobs."""
+"""Index of a client among the jobs, with the client's result."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class CohortMember:
     """A client of a cohort.
 
     Attributes:
-        index: of the client among the jobs.
-        job: of the client.
-        local: trains this client by itself.
+        index: index of the client among the jobs.
+        job: job of the client.
+        local: trainer that trains this client by itself.
     """
 
     index: int
@@ -41,7 +41,7 @@ class CohortMember:
     local: LocalTrainer
 
     def restarted(self) -> CohortMember:
-        """The client before it was trained, with an empty meter."""
+        """Copy the client as it was before training, with an empty meter."""
         return CohortMember(self.index, self.job, self.local.fresh())
 
 
@@ -50,13 +50,13 @@ class RoundTraining:
     """Trains the clients of a round.
 
     Attributes:
-        engine: calls the method for a single client.
-        method: of the run.
-        federation: with the clients' data.
-        task: of the run.
-        round: counted from 0.
-        memory: of the engine.
-        log: logs a message once.
+        engine: engine that calls the method for a single client.
+        method: method of the run.
+        federation: federation with the clients' data.
+        task: task of the run.
+        round: index of the round, from 0.
+        memory: memory of the engine.
+        log: function that logs a message once.
     """
 
     engine: Engine
@@ -71,8 +71,8 @@ class RoundTraining:
         """Train all clients of a cohort by one call of the method.
 
         Args:
-            members: of the cohort.
-            trainer: of the cohort.
+            members: clients of the cohort.
+            trainer: trainer of the cohort.
         """
         method, jobs = self.method, [m.job for m in members]
         stacked_state, down = stack_clients([j.state for j in jobs]), stack_clients([j.down for j in jobs])
@@ -88,10 +88,10 @@ class RoundTraining:
         states = split_clients(state, len(members))
         kind = repr(method), infos[0].architecture, tree.form(upload)
         uploads = CohortUploads(upload, len(members), kind, self.memory)
-        # a member whose training met a NaN is called by itself, for a method may handle the error
+        # a member whose training met a NaN is called by itself, because a method may handle the error
         trainers = trainer.split_by_client() if trainer.errors else []
         retried_results = {k: self.train_one(members[k], trainers[k])[1] for k in sorted(trainer.errors)}
-        # a method that handled the error has an upload of another origin
+        # the upload of a method that handled the error was not computed by the cohort
         cohort = uploads if all(result.error is not None for result in retried_results.values()) else None
         results = [
             (m.index, ClientResult(states[k], uploads.row(k), m.local.meter, cohort=cohort, position=k))
@@ -105,8 +105,8 @@ class RoundTraining:
         """Train one client with plain tensors, as the sequential engine does.
 
         Args:
-            member: the client.
-            trainer: of the client; None for its own, which has computed nothing yet.
+            member: client to train.
+            trainer: trainer of the client; None for its own trainer, which has computed nothing yet.
         """
         try:
             state, upload = self.engine.local_update(
@@ -121,15 +121,15 @@ class RoundTraining:
         return [self.train_one(member) for member in members]
 
     def retrain_each(self, members: Sequence[CohortMember]) -> list[PlacedResult]:
-        """Train clients once more, one after another, as if nothing had been trained."""
+        """Train clients again from the start, one after another."""
         return [self.train_one(member.restarted()) for member in members]
 
     def has_equal_result(self, member: CohortMember, result: ClientResult) -> bool:
-        """Whether a client that is trained by itself has the state and the upload of its cohort, up to rounding.
+        """Whether a client that is trained by itself gets the state and the upload of its cohort, up to rounding.
 
         Args:
-            member: the client, which is trained once more.
-            result: of the client in its cohort.
+            member: client, which is trained again.
+            result: result of the client in its cohort.
         """
         _, expected = self.train_one(member.restarted())
         if expected.error is not None or result.error is not None:

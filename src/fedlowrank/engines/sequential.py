@@ -1,4 +1,4 @@
-"""One client after another in this process."""
+"""Trains one client after another in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .engine import ClientJob, ClientResult, Engine, finite_losses
 
 @dataclass
 class Sequential(Engine):
-    """Trains one client after another. A pass updates its own copies in place; no argument of a function is changed."""
+    """Trains one client after another. A pass updates its own copies in place and never changes a function's argument."""
 
     name: ClassVar[str] = "sequential"
 
@@ -36,10 +36,10 @@ class Sequential(Engine):
 
 @dataclass
 class Wire(Sequential):
-    """Sequential, with every value that crosses a boundary turned into bytes and back."""
+    """Sequential engine that encodes every value that crosses a boundary as bytes and decodes it."""
 
     name: ClassVar[str] = "wire"
 
     def boundary(self, value: Any) -> Any:
-        """The value decoded from its bytes, on its device."""
+        """Encode a value as bytes and decode it on its device."""
         return tree.map_leaves(lambda t, before: t.to(before.device), tree.decode(tree.encode(value)), value)

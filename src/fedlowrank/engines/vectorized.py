@@ -1,21 +1,21 @@
 """The vectorized engine: clients whose models have one form are trained as one client, a cohort.
 
-The functions of a method are pure functions of trees of tensors. The engine calls ``local_update`` once for a cohort of K
-clients. A tensor that differs between the clients is a
-:class:`~fedlowrank.training.client_tensors.client_tensor.ClientTensor` ``[K, ...]``; a tensor that all clients share stays as
-it is. Where control flow needs one answer and the clients differ, the engine divides the cohort by the answers and calls the
-function again for each part. No pass is trained twice (:mod:`fedlowrank.training.cohorts`). Where an operation has no rule, the
-engine calls the function for each client, with plain tensors.
+The functions of a method are pure functions of trees of tensors. The engine calls ``local_update`` once for a cohort
+of K clients. A tensor that differs between the clients is a
+:class:`~fedlowrank.training.client_tensors.client_tensor.ClientTensor` ``[K, ...]``; a tensor that all clients share
+stays unchanged. If control flow needs one answer and the clients differ, the engine divides the cohort by the answers
+and calls the function again for each part. No pass is trained twice (:mod:`fedlowrank.training.cohorts`). If an
+operation has no rule, the engine calls the function for each client, with plain tensors.
 
-A pass is batched over clients if all its functions have rules. It is not batched if a loss is the user's own (of a method or of
-the task), if a module has layers that are not standard (:mod:`fedlowrank.models.standard`), which might draw random numbers or
-count their calls, or if a module has batch normalization, which padding would disturb. Small steps of transformers without
-dropout and hooks are batched, too; large ones are not faster. The log names the reason.
-Clients run one after another, which is faster, where fewer than four are of one kind.
-Uneven data is padded and masked. A client with fewer steps stops while the others go on.
+A pass is batched over clients if all its functions have rules. It is not batched if a loss is the user's own (of a
+method or of the task), if a module has nonstandard layers (:mod:`fedlowrank.models.standard`), which might draw
+random numbers or count their calls, or if a module has batch normalization, which padding would disturb. Small steps
+of transformers without dropout and hooks are batched, too; batching large ones is not faster. The log names the
+reason. If fewer than four clients are of one kind, they run one after another, which is faster. Uneven data is padded
+and masked. A client with fewer steps stops while the others go on.
 
-In the first round of each kind of cohort, the engine also runs one client by itself. If its state or upload differs from that
-of the cohort, clients of that kind run one after another, and the log says so.
+In the first round of each kind of cohort, the engine also runs one client by itself. If its state or upload differs
+from that of the cohort, clients of that kind run one after another, and the log says so.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from .engine import ClientJob, ClientResult, Engine, client_key
 from .round_training import CohortMember, PlacedResult, RoundTraining
 
 MAX_COHORT = 256
-"""Clients of which a cohort is formed, at most."""
+"""Maximum number of clients in a cohort."""
 
 MIN_COHORT = 4
-"""Clients of one kind from which on a cohort takes less time than one client after another."""
+"""Minimum number of clients of one kind for which a cohort takes less time than one client after another."""
 
 MAX_COHORT_BYTES = 1 << 30
-"""Bytes of the states and messages of a cohort's clients before and after training, at most."""
+"""Maximum bytes of the states and messages of a cohort's clients before and after training."""
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MembersOfKind = tuple[Hashable, list[CohortMember]]
-"""Clients of one kind, after their kind."""
+"""A kind, with the clients of that kind."""
 
 
 @dataclass
@@ -81,11 +81,11 @@ class Vectorized(Engine):
         return True
 
     def close(self) -> None:
-        """See the base class: releases the buffers of batches and the copies of examples."""
+        """Release the buffers of batches and the copies of examples."""
         self._memory.pool, self._pooled = BufferPool(), None
 
     def training_examples(self, federation: Federation, client_id: int) -> Examples:
-        """See the base class: a view of one tensor with the examples of all clients, where they are few."""
+        """Get the training examples of a client as a view of one tensor with the examples of all clients, if they are few."""
         if self._pooled is None or self._pooled[0] is not federation:
             self._pooled = federation, pool_examples([data.train for data in federation.clients])
         return self._pooled[1][client_id]
@@ -108,7 +108,7 @@ class Vectorized(Engine):
         call_for_client: Callable[[int, Trainer], T],
         call_for_cohort: Callable[[Cohort], list[T]],
     ) -> list[T]:
-        """See the base class: clients of one architecture whose trees have one form are a cohort."""
+        """Call a pure function for cohorts: clients of one architecture whose trees have one form."""
         self._title = method.title
         groups: dict[Hashable, list[tuple[int, LocalTrainer]]] = {}
         passes = method.local_passes()
@@ -137,7 +137,7 @@ class Vectorized(Engine):
         return results
 
     def _run_jobs(self, training: RoundTraining, jobs: Sequence[ClientJob]) -> list[ClientResult]:
-        """Train the clients of so many jobs as a cohort may have, in the order of the jobs."""
+        """Train the clients of at most as many jobs as a cohort may have, in the order of the jobs."""
         results: list[PlacedResult] = []
         for cohorts in self._form_cohorts(training, jobs).values():
             ranks = [member.job.client.rank for _, members in cohorts for member in members]
@@ -151,20 +151,20 @@ class Vectorized(Engine):
     def _form_cohorts(
         self, training: RoundTraining, jobs: Sequence[ClientJob]
     ) -> dict[str, list[MembersOfKind]]:
-        """Cohorts of clients of one kind that have room in memory, by architecture."""
+        """Form cohorts of clients of one kind that fit into memory, by architecture."""
         method, groups = training.method, dict[Hashable, list[CohortMember]]()
         method_settings, down, form_of_down = repr(method), None, tree.form(None)
         passes = method.local_passes()
         for index, job in enumerate(jobs):
             local_trainer = self.trainer(method, training.federation, training.round, job.client, passes)
-            # one download for all as a rule
+            # clients usually share one download
             if job.down is not down:
                 down, form_of_down = job.down, tree.form(job.down)
             form = method_settings, job.client.architecture, tree.form(job.state), form_of_down
             groups.setdefault(form, []).append(CohortMember(index, job, local_trainer))
         by_architecture: dict[str, list[MembersOfKind]] = {}
         for kind, group in groups.items():
-            # clients with the most steps first, in every pass
+            # in every pass, clients with the most steps come first
             members = sorted(group, key=lambda m: -len(m.local.data.examples))
             first_job = members[0].job
             client_bytes = 2 * (tree.nbytes(first_job.state) + tree.nbytes(first_job.down))
@@ -177,7 +177,7 @@ class Vectorized(Engine):
     def _run_unequal_ranks(
         self, training: RoundTraining, cohorts: Sequence[MembersOfKind]
     ) -> list[PlacedResult]:
-        """Train cohorts that differ in rank: the method is called for each, and their passes are trained as one."""
+        """Train cohorts that differ in rank: the method is called for each cohort, and their passes are trained as one."""
         results: dict[int, ClientResult] = {}
         joint_cohorts: list[MembersOfKind] = []
         for kind, members in cohorts:
@@ -204,7 +204,7 @@ class Vectorized(Engine):
     def _run_cohort(
         self, training: RoundTraining, kind: Hashable, members: list[CohortMember]
     ) -> list[PlacedResult]:
-        """Train clients of one kind: as a cohort if that gives what each gives by itself."""
+        """Train clients of one kind, as a cohort if that gives the same results as single clients."""
         was_equal = self._memory.is_equal.get(kind)
         if len(members) < MIN_COHORT or was_equal is False or not self._check_stacking(members[0].local):
             return training.train_each(members)
@@ -224,7 +224,7 @@ class Vectorized(Engine):
         return reason is None
 
     def _log_pass(self, name: str, reason: object) -> None:
-        """Log once why a pass is not batched over clients."""
+        """Log once the reason why a pass is not batched over clients."""
         self._log(f"trains one client after another in {name!r}: {reason}")
 
     def _log(self, message: str) -> None:

@@ -33,69 +33,65 @@ logger = logging.getLogger(__name__)
 
 _PROBE = Key(("probe",))
 
-# Combinations of types of named inputs that are tried.
+# Maximum number of combinations of types of named inputs that are tried.
 _MAX_TRIED_TYPES = 64
 
 
 class Architecture:
     """The code of a model; parameters are given at every call, as a dict by name.
 
-    A parameter that requires no gradient belongs to the code: it is never trained, copied, stored or sent,
-    and all clients share the one tensor.
+    A parameter that requires no gradient belongs to the code: it is never trained, copied, stored or sent, and all
+    clients share the one tensor.
 
-    The model is ``head(represent(x))``: ``head`` is the submodule of that name and ``represent`` is
-    everything before it. Any module whose forward ends in a named submodule can be split so; a module without
-    a head can still be trained by methods that need none.
+    The model is ``head(represent(x))``: ``head`` is the submodule of that name and ``represent`` is everything before
+    it. Any module whose forward ends in a named submodule can be split in this way; a module without a head can still
+    be trained by methods that need none.
 
     Args:
-        name: of the architecture.
-        module: its code; its present parameters become :attr:`initial`.
-        example: one input ``[1, ...]`` or a dict of such, to find the representation's width and to check the
+        name: name of the architecture.
+        module: code of the model; its present parameters become :attr:`initial`.
+        example: one input ``[1, ...]``, or a dict of such inputs, to find the representation's width and to check the
             split.
-        head: dotted name of the submodule that is the head. None: the attribute ``head_name`` of the module
-            if it has one, else ``"head"`` if there is such a submodule, else no head; see also
-            :meth:`choose_head`.
+        head: dotted name of the submodule that is the head. None: the attribute ``head_name`` of the module if it has
+            one, else ``"head"`` if there is such a submodule, else no head; see also :meth:`choose_head`.
 
     Attributes:
-        name: of the architecture.
-        module: the code. It is put into evaluation mode where it is called outside of training.
-        initial: the parameters it starts from, those that can be trained; complex ones as real numbers
-            ``[..., 2]``.
+        name: name of the architecture.
+        module: code of the model. It is put into evaluation mode where it is called outside of training.
+        initial: initial values of the parameters that can be trained; complex ones as real numbers ``[..., 2]``.
         complex: names of the complex parameters.
-        parameter_count: the number of all, frozen ones included; a complex number counts as two.
-        layers: a line for each layer that says what it is, when the architecture was made; see
-            :mod:`.fingerprint`.
-        readout: what makes scores of the model's outputs and inputs, ``readout(outputs_of, x)`` with a function
-            ``outputs_of(x)``, or None where they are the scores.
-        autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
-            the tensors.
-        factory: makes the module anew, of the user; None if the user gave a module.
-        pass_trainer: what takes the steps of its passes (:class:`fedlowrank.training.trainer.PassTrainer`), or None for this
-            package's own.
+        parameter_count: number of all parameters, including frozen ones; a complex number counts as two.
+        layers: description of each layer when the architecture was made, one line each; see :mod:`.fingerprint`.
+        readout: function that computes scores from the model's outputs and inputs, ``readout(outputs_of, x)`` with a
+            function ``outputs_of(x)``, or None if the outputs are the scores.
+        autocast: type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of the tensors.
+        factory: user's function that makes the module anew; None if the user gave a module.
+        pass_trainer: trainer that takes the steps of a pass (:class:`fedlowrank.training.trainer.PassTrainer`), or
+            None for this package's own.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
         running: whether batch normalizations use and change their running statistics as in PyTorch; see
             :meth:`with_running_statistics`.
         frozen: batch normalizations that the module keeps in evaluation mode.
         statistics: names of the running statistics of batch normalizations, which are local; see
             :mod:`.statistics.normalization`.
-        buffers: initial values of all other buffers that ``forward`` may change; a client keeps its own.
+        buffers: initial values of all other buffers that ``forward`` may change; each client keeps its own.
 
     Raises:
-        TaskError: if the head does not exist or is not what the forward ends in, an InstanceNorm keeps
-            statistics, or a parameter has a hook.
+        TaskError: if the head does not exist or the forward does not end in it, if an InstanceNorm keeps statistics,
+            or if a parameter has a hook.
     """
 
     def __init__(self, name: str, module: nn.Module, example: Any, head: str | None = None) -> None:
-        # whether a pass trains, once the mode is known; copies share the module, and so this
+        # whether a pass trains, once the mode is known; copies share the module and therefore this dict
         self._mode: dict[str, bool] = {}
         with unchanged(module):
             self._inspect(name, module, example, head)
         self._mode.clear()
 
     def _inspect(self, name: str, module: nn.Module, example: Any, head: str | None) -> None:
-        """Find out what the module consists of and check that it can be used so."""
+        """Analyze the module and check that it can be used."""
         self.name = name
-        # before anything runs it, for a forward pass may leave something in attributes
+        # described before the module runs, because a forward pass may leave something in attributes
         self.layers = describe_layers(module)
         self.module = module.eval()
         modules = dict(module.named_modules())
@@ -148,11 +144,11 @@ class Architecture:
         except TaskError as error:
             if is_named:
                 raise
-            # a layer that is only called "head"; methods that need one say why it is none
+            # a layer that is only called "head"; methods that need a head report this reason
             self.head_name, self._no_head = None, str(error)
 
     def _use_head(self, head: str) -> None:
-        """Split the module before a submodule; raises TaskError if it cannot be split there."""
+        """Split the module before a submodule; raise TaskError if it cannot be split there."""
         modules = dict(self.module.named_modules())
         self.head_name = head
         self._head = modules[head]
@@ -172,13 +168,13 @@ class Architecture:
         self._check_split()
 
     def choose_head(self, output_count: int) -> bool:
-        """Take the ``nn.Linear`` that the forward ends in for the head, if the user names none.
+        """Choose the ``nn.Linear`` in which the forward ends as the head, if the user names none.
 
-        It must make ``output_count`` values, be trained and have trained parameters before it. A module whose
+        It must compute ``output_count`` values, be trained and have trained parameters before it. A module whose
         attribute ``head_name`` is None keeps having no head.
 
         Args:
-            output_count: the number of classes, or of target values.
+            output_count: number of classes, or of target values.
 
         Returns:
             Whether a head was chosen.
@@ -195,7 +191,7 @@ class Architecture:
             with unchanged(self.module):
                 self._use_head(name)
         except (TaskError, RuntimeError, TypeError, ValueError, IndexError):
-            # the layer is called twice or shares a weight; methods that need a head ask for one
+            # the layer is called twice or shares a weight; methods that need a head ask the user for one
             self.head_name = None
             return False
         return True
@@ -203,7 +199,7 @@ class Architecture:
     def _function(
         self, skipped_name: str | None = None, submodule: nn.Module | None = None
     ) -> FunctionalModule:
-        """The module, or a part of it, as a function."""
+        """Make a function of the module, or of a part of it."""
         module = self.module if submodule is None else submodule
         return FunctionalModule(module, skipped_name, self.frozen, self._backward_slots, self.running)
 
@@ -215,7 +211,7 @@ class Architecture:
             self._head_code = self._function(submodule=self._head)
 
     def _initial_buffers(self) -> Params:
-        # standard layers change no buffer but the statistics of batch normalizations
+        # standard layers change no buffers except the statistics of batch normalizations
         if self.is_standard:
             return {}
         counters = {n.removesuffix("running_mean") + "num_batches_tracked" for n in self.statistics}
@@ -228,26 +224,26 @@ class Architecture:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; the CPU if there are none."""
+        """Device of the parameters; the CPU if there are none."""
         return next((p.device for p in self.initial.values()), torch.device("cpu"))
 
     @property
     def is_standard(self) -> bool:
-        """Whether shortcuts of engines are exact now; see :func:`fedlowrank.models.standard.is_standard`."""
+        """Whether the shortcuts of engines are exact now; see :func:`fedlowrank.models.standard.is_standard`."""
         return not self.running and is_standard(self.module)
 
     @property
     def beyond_standard(self) -> str | None:
-        """Why :attr:`is_standard` is False, for a message; None if it is True."""
+        """Reason why :attr:`is_standard` is False, for a message; None if it is True."""
         return (
             "batch normalizations keep running statistics" if self.running else find_other_layer(self.module)
         )
 
     @property
     def beyond_stacking(self) -> str | None:
-        """Why the steps of clients cannot be taken together, for a message; None if they can.
+        """Reason why the steps of clients cannot be batched, for a message; None if they can.
 
-        They can for standard models, and for models of transformers without random numbers and hooks.
+        They can be batched for standard models, and for transformer models without random numbers and hooks.
         """
         reason = self.beyond_standard
         if self.pass_trainer is not None:
@@ -260,12 +256,12 @@ class Architecture:
 
     @property
     def hidden_size(self) -> int | None:
-        """Numbers that stand for a token in a model of transformers; None for others."""
+        """Hidden size of each token in a transformer model; None for other models."""
         return self._config_number("hidden_size")
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens that a model of transformers knows; None for others."""
+        """Vocabulary size of a transformer model; None for other models."""
         return self._config_number("vocab_size")
 
     def _config_number(self, name: str) -> int | None:
@@ -273,16 +269,16 @@ class Architecture:
         return number if isinstance(number, int) else None
 
     def declare_repeatable(self) -> None:
-        """State that a further forward pass changes nothing but torch's generators, as of the models of transformers.
+        """Declare that a further forward pass changes nothing but torch's generators, as in transformer models.
 
-        Then an engine may find the cost of a step without taking it. Hooks that are registered now are the library's own.
+        An engine may then find the cost of a step without taking it. Hooks that are registered now are the library's own.
         """
         self._library_hooks = count_hooks(self.module)
         self._changes_arguments = False
 
     @property
     def may_run_again(self) -> bool:
-        """Whether :meth:`declare_repeatable` was called, and no hook of a user's has come since."""
+        """Whether :meth:`declare_repeatable` was called and the user has registered no hook since."""
         return self._library_hooks is not None and self._library_hooks == count_hooks(self.module)
 
     @property
@@ -291,7 +287,7 @@ class Architecture:
         return has_hooks(self.module)
 
     def with_buffers(self, client_buffers: Params) -> Architecture:
-        """A copy for a client whose buffers differ from the initial ones; the copy alone keeps changes."""
+        """Copy the architecture for a client whose buffers differ from the initial ones; only the copy keeps changes."""
         if not self.buffers:
             return self
         model = copy.copy(self)
@@ -300,13 +296,13 @@ class Architecture:
 
     @property
     def changed_buffers(self) -> Params:
-        """Buffers that ``forward`` has changed since the beginning."""
+        """Get the buffers that ``forward`` has changed since the beginning."""
         return {
             n: b.detach() for n, b in (self._current_buffers or {}).items() if not _equal(b, self.buffers[n])
         }
 
     def with_running_statistics(self) -> Architecture:
-        """The same with running statistics as PyTorch has them: buffers that every step in training changes."""
+        """Copy the architecture with running statistics as in PyTorch: buffers that every step in training changes."""
         model = copy.copy(self)
         model.running, model.cache = True, {}
         model._code = model._function()
@@ -317,7 +313,7 @@ class Architecture:
 
     @property
     def running_statistics(self) -> Params:
-        """Running statistics as they are now, with their counters, where they run; else none."""
+        """Get the current running statistics with their counters; empty if the architecture does not use them."""
         layers = batch_normalizations(self.module) if self.running else {}
         buffer_ids = {
             id(b) for m in layers.values() if m not in self.frozen for b in m.buffers(recurse=False)
@@ -326,7 +322,7 @@ class Architecture:
         return {n: (self._current_buffers or self.buffers)[n] for n in names}
 
     def set_buffers(self, values: Params) -> None:
-        """Exchange values of a client's own buffers; a copy without a client (:meth:`with_buffers`) has none."""
+        """Set values of a client's own buffers; a copy without a client (:meth:`with_buffers`) has none."""
         if self._current_buffers is None:
             return
         for n, value in values.items():
@@ -336,7 +332,7 @@ class Architecture:
             )
 
     def inference_params(self, params: Params) -> Params:
-        """The parameters as saved for inference: as the module holds them, with own statistics and buffers."""
+        """Get the parameters as saved for inference: in the module's form, with own statistics and buffers."""
         changed_buffers = self.changed_buffers
         state_names = self.module.state_dict().keys() if changed_buffers else ()
         state = {
@@ -354,7 +350,7 @@ class Architecture:
             params = self.initial | self._code.neutral()
             expected_scores, example = self.example_scores, self.example
             try:
-                # the same draws as in the probe, where the module draws in evaluation mode, too
+                # the same draws as in the probe, because the module may also draw in evaluation mode
                 with _PROBE.global_generators(self.device):
                     r = self.represent(params, example)
                 other_head = {n: p + 1 for n, p in self.head_of(params).items() if p.is_floating_point()}
@@ -377,31 +373,31 @@ class Architecture:
         self._width = int(r.shape[-1])
 
     def probe(self, x: Any) -> Tensor:
-        """Scores of a few inputs by the initial parameters, with identity batch normalization.
+        """Compute scores of a few inputs by the initial parameters, with identity batch normalization.
 
-        Afterwards the module has the buffers, attributes and modes of before.
+        The module's buffers, attributes and modes are restored afterwards.
         """
         with unchanged(self.module), _PROBE.global_generators(self.device):
             return self.apply(self.initial | self._code.neutral(), x)
 
     @cached_property
     def example_scores(self) -> Tensor:
-        """Scores of the example as by :meth:`probe`."""
+        """Compute scores of the example as in :meth:`probe`."""
         with torch.inference_mode():
             return self.probe(self.example)
 
     def last_layer(self, x: Any) -> tuple[str, str]:
-        """What makes the scores of a few inputs, for messages. Hooks of the user do not run.
+        """Find the layer and operation that compute the scores of a few inputs, for messages. Hooks of the user do not run.
 
         Returns:
-            The innermost layer, such as ``layer '2' (Softmax)``, or nothing if ``forward`` itself does; and
-            ``softmax`` or ``sigmoid``, if that is the last operation, or nothing.
+            The innermost layer, such as ``layer '2' (Softmax)``, or an empty text if ``forward`` itself computes the
+            scores; and ``softmax`` or ``sigmoid``, if that is the last operation, or an empty text.
         """
         name, layer, operation = self._last_operation(x)
         return f"layer {name!r} ({type(layer).__name__})" if name else "", operation
 
     def _last_operation(self, x: Any) -> tuple[str, nn.Module | None, str]:
-        """Name and layer of what makes the scores, and the operation, as :meth:`last_layer`."""
+        """Find the name and layer that compute the scores, and the operation, as in :meth:`last_layer`."""
         outputs: list[tuple[str, nn.Module, Any]] = []
 
         def record(name: str) -> Callable[..., None]:
@@ -413,7 +409,7 @@ class Architecture:
         }
         with unchanged(self.module), _PROBE.global_generators(self.device), torch.enable_grad():
             for name, layer in self.module.named_modules():
-                # without the user's hooks, which count what they see
+                # without the user's hooks, which count their calls
                 layer.__dict__.update({hooks: OrderedDict() for hooks in HOOK_TABLES})
                 if name:
                     layer.register_forward_hook(record(name))
@@ -428,10 +424,10 @@ class Architecture:
         return name, layer, next(operations, "")
 
     def probe_gradient(self, x: Any) -> tuple[Tensor, bool]:
-        """Scores of a few inputs as by :meth:`probe`, and whether a gradient of them may reach a parameter.
+        """Compute scores of a few inputs as in :meth:`probe`, and whether a gradient of them may reach a parameter.
 
-        Training mode decides, for a module may make no graph where it only infers. One that cannot train on these
-        inputs (of one example, a custom normalization say) may have one.
+        Training mode decides, because a module may make no graph in inference. A module that cannot train on these
+        inputs (one example in a custom normalization, say) may have a gradient.
         """
         leaves = {
             n: p.detach().clone().requires_grad_() for n, p in self.initial.items()
@@ -444,7 +440,7 @@ class Architecture:
                 graph_scores = self.apply(leaves, x)
                 is_trainable = graph_scores.requires_grad
             except (RuntimeError, ValueError, TaskError):
-                # in inference it runs, as the probe has shown, and reads the same parameters
+                # the module runs in inference, as the probe has shown, and reads the same parameters
                 self.set_training(False)
                 graph_scores, is_trainable = self.apply(leaves, x), True
             finally:
@@ -453,13 +449,13 @@ class Architecture:
         return scores, is_trainable
 
     def _refuse_other_references(self, scores: Tensor) -> None:
-        """Refuse a forward pass that reads a parameter of the module itself and not the one that is trained.
+        """Refuse a forward pass that reads a parameter of the module itself and not the trained one.
 
         Args:
-            scores: of a forward pass with other tensors in the place of all trained parameters.
+            scores: scores of a forward pass with other tensors in place of all trained parameters.
 
         Raises:
-            TaskError: with the names of such parameters.
+            TaskError: if there are such parameters; the message names them.
         """
         names = {id(p): n for n, p in self.module.named_parameters()}
         stack, visited, missed_names = [scores.grad_fn], set[Any](), set[str]()
@@ -480,19 +476,19 @@ class Architecture:
             )
 
     def layer_with_single_value(self) -> str | None:
-        """Name of the first batch normalization for which one example is one value of each channel."""
+        """Find the name of the first batch normalization for which one example is one value of each channel."""
         with unchanged(self.module), _PROBE.global_generators(self.device):
             return self._code.layer_with_single_value(*map_leaves(torch.clone, (self.initial, self.example)))
 
     def reinitialize(self, key: Key) -> Params:
-        """Initial parameters of another key: of the user's factory, which is called once more.
+        """Draw initial parameters from another key, by another call of the user's factory.
 
-        Of a module without a factory, such as a pretrained one, layers with ``reset_parameters`` draw theirs by their own
-        rules, and all other parameters stay as they are.
+        In a module without a factory, such as a pretrained one, layers with ``reset_parameters`` draw their
+        parameters by their own rules, and all other parameters stay unchanged.
         """
 
         def again() -> nn.Module:
-            # drawn on the CPU, for all devices are to begin with the same numbers
+            # drawn on the CPU, so that all devices begin with the same numbers
             if self.factory is not None:
                 return self.factory()
             module = copy.deepcopy(self.module).cpu()
@@ -527,9 +523,9 @@ class Architecture:
             )
 
     def apply(self, params: Params, x: Any) -> Tensor:
-        """Scores ``[b, classes]`` of inputs ``[b, ...]``; a dict of inputs is passed as keyword arguments.
+        """Compute scores ``[b, classes]`` of inputs ``[b, ...]``; a dict of inputs is passed as keyword arguments.
 
-        Parameters that are not given are those of the module: the frozen ones.
+        Parameters that are not given are the module's frozen ones.
         """
         params = self.add_statistics(params)
         if self.readout is None:
@@ -539,11 +535,11 @@ class Architecture:
     def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
         self._keep_mode()
         if self._changes_arguments:
-            # what a module does in place must not reach the data, another model of the method, or the server
+            # in-place changes of a module must not reach the data, another model of the method, or the server
             x = map_leaves(torch.clone, x)
             is_training = self.module.training
             params = {n: p if is_training and p.requires_grad else p.clone() for n, p in params.items()}
-        # without buffers of a client, a call begins with the initial ones and its changes are dropped
+        # without buffers of a client, a call begins with the initial ones and drops its changes
         current_buffers = self._current_buffers
         if current_buffers is None and self.buffers:
             current_buffers = {n: b.clone() for n, b in self.buffers.items()}
@@ -565,7 +561,7 @@ class Architecture:
         return scores
 
     def add_statistics(self, params: Params) -> Params:
-        """The parameters with the statistics of the client's training data, where the client is known."""
+        """Add the statistics of the client's training data to the parameters, if the client is known."""
         local = self._local or current_statistics()
         if local is None or not self.statistics or self.statistics[0] in params:
             return params
@@ -573,11 +569,11 @@ class Architecture:
         return local.complete(self._code, params, self._current_buffers or {})
 
     def with_local_statistics(self, chunks: Chunks, owner: str = "") -> Architecture:
-        """The same at a client that infers: batch normalizations use the statistics of its training data.
+        """Copy the architecture for inference at a client: batch normalizations use the statistics of its training data.
 
         Args:
-            chunks: inputs of the data.
-            owner: the client, for errors.
+            chunks: inputs of the training data, a few at a time.
+            owner: name of the client, for errors.
         """
         if not self.statistics:
             return self
@@ -586,33 +582,33 @@ class Architecture:
         return model
 
     def represent(self, params: Params, x: Any) -> Tensor:
-        """Representation ``[b, width]`` of inputs ``[b, ...]``; uses the body's parameters only."""
+        """Compute the representation ``[b, width]`` of inputs ``[b, ...]``; uses only the body's parameters."""
         self._need_head()
         return self._run(self._body, self.body_of(self.add_statistics(params)), x)
 
     def head(self, params: Params, r: Tensor) -> Tensor:
-        """Scores ``[b, classes]`` of representations ``[b, width]``; uses the head's parameters only."""
+        """Compute scores ``[b, classes]`` of representations ``[b, width]``; uses only the head's parameters."""
         prefix = f"{self.head_name}."
         head_params = self.head_of(self.add_statistics(params))
         return self._run(self._head_code, {n[len(prefix) :]: p for n, p in head_params.items()}, r, prefix)
 
     def head_of(self, params: Params) -> Params:
-        """The parameters of the head."""
+        """Select the parameters of the head."""
         self._need_head()
         return {n: p for n, p in params.items() if n.startswith(f"{self.head_name}.")}
 
     def body_of(self, params: Params) -> Params:
-        """The parameters of everything before the head."""
+        """Select the parameters of everything before the head."""
         self._need_head()
         return {n: p for n, p in params.items() if not n.startswith(f"{self.head_name}.")}
 
     def head_layers(self) -> list[nn.Linear]:
-        """The linear layers of the head in order, for adapters that begin as its decomposition."""
+        """List the linear layers of the head in order, for adapters that begin as its decomposition."""
         self._need_head()
         return [m for m in self._head.modules() if isinstance(m, nn.Linear)]
 
     def to(self, device: str) -> Architecture:
-        """A copy of the architecture on a device."""
+        """Copy the architecture to a device."""
         example = self.example
         moved_example = (
             {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
@@ -630,23 +626,23 @@ class Architecture:
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode, as in the steps of a pass; else it infers."""
+        """Whether the module is in training mode, as in the steps of a pass; otherwise it infers."""
         return self.module.training
 
     def set_training(self, mode: bool) -> None:
-        """Set the module's training or evaluation mode; only engines do so, around a pass."""
+        """Set the module's training or evaluation mode; only engines call this, around a pass."""
         restore_slots(self._backward_slots)
         self.module.train(mode)
         self._mode["training"] = mode
 
     def _keep_mode(self) -> None:
-        """Evaluation mode outside of training passes, whatever the user has set."""
+        """Keep evaluation mode outside of training passes, whatever mode the user has set."""
         if "training" not in self._mode or (self.module.training and not self._mode["training"]):
             self.set_training(False)
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
-    """Raise TaskError if a parameter has a hook: clients train copies, on which it would not run."""
+    """Raise TaskError if a parameter has a hook, because clients train copies, on which it would not run."""
     for parameter_name, p in module.named_parameters():
         if p.requires_grad and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
             raise TaskError(
@@ -663,17 +659,17 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def build_architecture(
     name: str, model: nn.Module | Callable[[], nn.Module], example: Any, head: str | None, key: Key
 ) -> Architecture:
-    """An architecture from a user's module or factory.
+    """Build an architecture from a user's module or factory.
 
     Args:
-        name: of the architecture.
-        model: a module, or a factory initialized from ``key``.
-        example: one input.
-        head: see :class:`Architecture`.
-        key: of the initial values.
+        name: name of the architecture.
+        model: module, or factory to be initialized from ``key``.
+        example: one input ``[1, ...]``, or a dict of such inputs.
+        head: dotted name of the head, see :class:`Architecture`.
+        key: key of the initial values.
 
     Raises:
-        TaskError: if the factory fails, makes no module, or the module does not take the example.
+        TaskError: if the factory fails or makes no module, or if the module does not take the example.
     """
     try:
 
@@ -688,7 +684,7 @@ def build_architecture(
         architecture = Architecture(name, module, example, head)
         architecture.factory = None if isinstance(model, nn.Module) else make
         if architecture.head_name is None:
-            # where there is a head, the check of the split has made this pass
+            # if there is a head, the check of the split has made this forward pass
             _ = architecture.example_scores
         if invalid_names := [n for n, p in architecture.initial.items() if not bool(torch.isfinite(p).all())]:
             raise TaskError(
@@ -717,7 +713,7 @@ def choose_heads(architectures: Mapping[str, Architecture], output_count: int) -
     """Choose the heads that users left out, see :meth:`Architecture.choose_head`, and log each.
 
     Returns:
-        A sentence for each head that was chosen.
+        A sentence for each chosen head.
     """
     sentences = [
         f"Model {name}: its head is {architecture.head_name!r}, the nn.Linear that its forward ends in."
@@ -730,7 +726,7 @@ def choose_heads(architectures: Mapping[str, Architecture], output_count: int) -
 
 
 def describe_example(example: Any) -> str:
-    """A sentence on the shape of one input ``[1, ...]``, or of a dict of such, for messages."""
+    """Describe the shape of one input ``[1, ...]``, or of a dict of such inputs, in a sentence for messages."""
     if isinstance(example, dict):
         shapes = ", ".join(f"{n!r} {list(t.shape[1:])}{_type(t)}" for n, t in example.items())
         return f"The inputs of one example have the shapes {shapes}."
@@ -738,7 +734,7 @@ def describe_example(example: Any) -> str:
 
 
 def _type(t: Tensor) -> str:
-    """The type, where it is not the usual one."""
+    """Name the type of a tensor, if it is not the usual one."""
     return "" if t.dtype == torch.float32 else f" of {t.dtype}".replace("torch.", "")
 
 
@@ -746,14 +742,14 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 
 
 def looks_up_ids(model: ModelSource, example: Tensor, key: Key) -> bool:
-    """Whether a model looks up whole numbers, such as the numbers of words.
+    """Whether a model looks up integers, such as the numbers of words.
 
-    It does if it takes them, and has an ``nn.Embedding`` or refuses the same numbers as float32.
+    It does if it accepts integers and has an ``nn.Embedding`` or refuses the same numbers as float32.
 
     Args:
-        model: a module, which stays as it is, or a factory initialized from ``key``.
+        model: module, which is not changed, or factory to be initialized from ``key``.
         example: one input ``[1, ...]``, int64.
-        key: of the initial values.
+        key: key of the initial values.
     """
     module = _module_to_try(model, key)
     if module is None:
@@ -764,15 +760,15 @@ def looks_up_ids(model: ModelSource, example: Tensor, key: Key) -> bool:
 def choose_types(
     models: Mapping[str, ModelSource], example: Mapping[str, Tensor], key: Key
 ) -> dict[str, torch.dtype]:
-    """Types of named inputs that are no real numbers, of which all models take one example.
+    """Choose types of the named inputs that are no real numbers, such that all models accept one example.
 
-    Whole numbers stay whole, int64, by the rule of :func:`looks_up_ids`: where a model has an ``nn.Embedding``
-    or refuses them as float32. Truth values and bytes stay as they are where the models take them.
+    Integers stay integers, int64, by the rule of :func:`looks_up_ids`: if a model has an ``nn.Embedding`` or refuses
+    them as float32. Booleans and bytes keep their type if the models accept them.
 
     Args:
-        models: by name.
-        example: one of each input ``[1, ...]``; real numbers in the type that the models get.
-        key: of the initial values of a factory; ``key / name`` is that of a model.
+        models: modules or factories by name.
+        example: one example of each input ``[1, ...]``; real numbers in the type that the models get.
+        key: key of the initial values of factories; ``key / name`` is the key of one model.
     """
     non_float_inputs = {name: t for name, t in example.items() if not t.is_floating_point()}
     if not non_float_inputs:
@@ -787,7 +783,7 @@ def choose_types(
         torch.uint8: [torch.uint8, torch.int64, torch.float32],
     }
     options = [type_choices.get(t.dtype, whole_types) for t in non_float_inputs.values()]
-    # those with the fewest second choices first
+    # combinations with the fewest second choices first
     combinations = sorted(itertools.product(*(range(len(types)) for types in options)), key=sum)[
         :_MAX_TRIED_TYPES
     ]
@@ -798,7 +794,7 @@ def choose_types(
         cast_example = {**example, **{name: t.to(chosen_types[name]) for name, t in non_float_inputs.items()}}
         if all(_takes(module, cast_example) for module in usable_modules):
             return chosen_types
-    # build_architecture reports what fails
+    # build_architecture reports the failure
     return {n: types[0] for n, types in zip(non_float_inputs, options, strict=True)}
 
 
@@ -807,12 +803,12 @@ def _has_embedding(module: nn.Module) -> bool:
 
 
 def _module_to_try(model: ModelSource, key: Key) -> nn.Module | None:
-    """A module whose calls change nothing of the user's; None if a factory makes none."""
+    """Copy the module for trial calls that change nothing of the user's; None if a factory makes none."""
     if not isinstance(model, nn.Module):
         try:
             model = build_module(model, key)
         except Exception:  # noqa: BLE001 - user code may fail by anything
-            # build_architecture reports it
+            # build_architecture reports the failure
             return None
         if not hasattr(model, "modules"):
             return None
@@ -827,7 +823,7 @@ def _takes(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> bool:
             example_copy = map_leaves(torch.clone, example)
             _ = module(**example_copy) if isinstance(example_copy, Mapping) else module(example_copy)
         except IndexError:
-            # an id that the table lacks: the type is right
+            # the table lacks the id, but the type is right
             return not all(t.is_floating_point() for t in inputs)
         except Exception:  # noqa: BLE001 - forward is the user's code and may fail by anything
             return False
@@ -835,7 +831,7 @@ def _takes(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> bool:
 
 
 def _initialize_lazy_layers(name: str, module: nn.Module, example: Any) -> None:
-    """Give layers such as ``nn.LazyLinear`` their shapes by a forward pass of one example.
+    """Initialize the shapes of layers such as ``nn.LazyLinear`` by a forward pass of one example.
 
     Raises:
         TaskError: if a lazy layer takes no part in the forward pass.
@@ -859,8 +855,8 @@ def _lazy_parameters(module: nn.Module) -> list[str]:
 def build_module(make: Callable[[], nn.Module], key: Key) -> nn.Module:
     """Call a factory of modules and initialize it from a key.
 
-    The factory draws from torch's global generator, as every ``nn.Module`` does, or from Python's or numpy's;
-    they are set for the call and put back.
+    The factory draws from torch's global generator, as every ``nn.Module`` does, or from Python's or numpy's; they
+    are seeded for the call and restored.
     """
     with key.global_generators():
         return make()

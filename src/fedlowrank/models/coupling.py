@@ -1,4 +1,4 @@
-"""Whether a batch can be taken in parts: models whose scores of an example depend on other examples."""
+"""Finds models whose scores of an example depend on other examples, so that a batch cannot be split."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .statistics.normalization import batch_normalizations
 _PROBE_KEY = Key(("coupling",))
 _PROBE_TOKENS = 8
 _PROBE_TRIALS = 3
-"""Draws of random numbers: a module may mix each example with one that it draws."""
+"""Number of trials with random numbers, because a module may mix each example with a randomly drawn one."""
 
 
 def find_coupling(model: Architecture) -> str | None:
-    """Why gradients of parts of a batch do not add up to that of the batch; None if nothing is found.
+    """Find the reason why gradients of parts of a batch do not add up to that of the batch; None if there is none.
 
-    Batch normalization is known. For a module that is not of standard layers, two batches that differ in half
-    of their examples are scored in training mode with equal random draws, and one of them once more with the
-    buffers that its first forward pass has left. A real buffer that a forward pass changes is a reason, too.
-    What is not detected: a loss that couples examples, and a module that does so only after some steps or for
-    certain inputs. Random draws themselves are taken for each part, and are no reason.
+    Batch normalization is known to couple examples. If a module has nonstandard layers, two batches that differ in
+    half of their examples are scored in training mode with equal random draws, and one of them again with the buffers
+    that its first forward pass has left. A real buffer that a forward pass changes is a reason, too. Two cases are
+    not detected: a loss that couples examples, and a module that does so only after some steps or for certain inputs.
+    Random draws themselves are made for each part, and are no reason.
 
     Args:
-        model: whose code is called a few times, with copies of its parameters and buffers.
+        model: architecture whose code is called a few times, with copies of its parameters and buffers.
     """
     for name, layer in batch_normalizations(model.module).items():
         if layer not in model.frozen:
@@ -51,13 +51,13 @@ def find_coupling(model: Architecture) -> str | None:
 
 
 def mixes_examples(model: EngineModel) -> bool:
-    """Whether the scores of an example depend on the others of a batch where a model infers.
+    """Whether a model's inference scores of an example depend on the other examples of the batch.
 
-    A batch normalization without running statistics does so, as in PyTorch; of a module that is not of
-    standard layers it is found by a trial of two batches, once.
+    A batch normalization without running statistics couples them, as in PyTorch; a module with nonstandard layers is
+    tested once by a trial of two batches.
 
     Args:
-        model: whose code is called twice.
+        model: model whose code is called twice.
     """
     if "mixes examples" not in model.cache:
         layers = batch_normalizations(model.module).values()
@@ -74,14 +74,14 @@ def mixes_examples(model: EngineModel) -> bool:
 
 
 def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Tensor], Params]:
-    """Scores in training mode of batches, one after another, each with the same draws; changed buffers."""
+    """Compute scores of consecutive batches in training mode, each with the same draws, and the changed buffers."""
     model_copy = model.with_buffers({})
     params = {n: p.clone().requires_grad_() for n, p in model.initial.items()}
     scores = []
     model.set_training(True)
     try:
         for x in batches:
-            # with gradients, as in a step: a module may ask whether there are any
+            # with gradients, as in a step, because a module may check whether they are enabled
             with torch.enable_grad(), key.global_generators(next(iter(params.values())).device):
                 scores.append(model_copy.apply(params, x).detach())
     finally:
@@ -90,7 +90,7 @@ def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Ten
 
 
 def _shorten(x: Any) -> Any:
-    """The first tokens of texts, which tell as much: the scores of whole ones over a large vocabulary take gigabytes."""
+    """Take the first tokens of texts, which suffice: scores of whole texts over a large vocabulary take gigabytes."""
     if not isinstance(x, dict) or "attention_mask" not in x:
         return x
     shape = x["attention_mask"].shape
@@ -104,7 +104,7 @@ def _repeat_example(x: Any) -> Any:
 
 
 def _mix_batch(x: Any) -> Any:
-    """An example twice, and twice with other numbers: real ones plus 1, all others in reverse order."""
+    """Make a batch of an example twice, and twice with other numbers: real ones plus 1, all others in reverse order."""
     if isinstance(x, dict):
         return {n: _mix_batch(t) for n, t in x.items()}
     changed_example = x[:1] + 1 if x.is_floating_point() else x[:1].flip([*range(1, x.ndim)])

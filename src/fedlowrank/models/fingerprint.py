@@ -1,12 +1,12 @@
-"""What a module is, in words: one line for each layer, by which a resumed run recognizes its model.
+"""Describes a module by one line for each layer, by which a resumed run recognizes its model.
 
 A line holds the class, its options (attributes with plain values, such as ``p`` of a dropout, and functions such as
-an activation), parameters and buffers with type and shape, and which of them are frozen or tied. Of classes and
+an activation), parameters and buffers with type and shape, and which of them are frozen or tied. For classes and
 functions that are not part of an installed package it also holds a digest of their code: the source without comments,
-docstrings and layout, with the values and functions that it captured from outside.
+docstrings and layout, with the values of its captured variables.
 
-Not covered are the code of installed packages, whose versions ``run.json`` has beside, files that a forward pass
-reads, and the values of tensors; for those of frozen tensors see :func:`digest_frozen`.
+The lines do not cover the code of installed packages, whose versions ``run.json`` also holds, files that a forward
+pass reads, and the values of tensors; for those of frozen tensors see :func:`digest_frozen`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def describe_layers(module: nn.Module) -> dict[str, str]:
     """Describe every layer of a module by one line.
 
     Args:
-        module: with parameters of known shapes.
+        module: module with parameters of known shapes.
 
     Returns:
         The lines by dotted name of the layer; the module itself has the name ``""``.
@@ -59,12 +59,12 @@ def describe_layers(module: nn.Module) -> dict[str, str]:
 
 
 def compare_layers(old_layers: Mapping[str, str], new_layers: Mapping[str, str], limit: int = 3) -> list[str]:
-    """Say in which layers two descriptions differ, the first ``limit`` of them.
+    """List the layers in which two descriptions differ, the first ``limit`` of them.
 
     Args:
-        old_layers: of :func:`describe_layers`, of the model before.
-        new_layers: of the model at present.
-        limit: layers that are named.
+        old_layers: lines of :func:`describe_layers` for the earlier model.
+        new_layers: lines of :func:`describe_layers` for the present model.
+        limit: maximum number of layers that are named.
     """
     differences = []
     for path in dict.fromkeys([*old_layers, *new_layers]):
@@ -85,7 +85,7 @@ def compare_layers(old_layers: Mapping[str, str], new_layers: Mapping[str, str],
 
 
 def describe_callable(function: Any) -> str:
-    """Describe a function or class of the user's own by its name and a digest of its code and of what it captured."""
+    """Describe a user's function or class by its name and a digest of its code and captured variables."""
     if isinstance(function, type):
         return f"{function.__name__} {_digest(_describe_code(_own_classes(function)))}"
     if isinstance(function, nn.Module):
@@ -98,7 +98,7 @@ def describe_callable(function: Any) -> str:
 
 
 def describe_named(functions: Mapping[str, Any]) -> dict[str, str]:
-    """Describe functions and classes by name; those of an installed package are left out."""
+    """Describe functions and classes by name, without those of an installed package."""
     descriptions = {}
     for name, function in functions.items():
         module_name = getattr(function, "__module__", None) or ""
@@ -112,15 +112,15 @@ def describe_named(functions: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _own_classes(cls: type) -> list[type]:
-    """A class and those that it inherits from, without those of installed packages."""
+    """List a class and its base classes, without those of installed packages."""
     return [c for c in cls.__mro__ if not _is_installed(c.__module__)]
 
 
 def digest_frozen(module: nn.Module, buffers: Mapping[str, Tensor]) -> str:
-    """Digest of the values that a model takes from its module, which no checkpoint holds.
+    """Compute a digest of the values that a model takes from its module and that no checkpoint holds.
 
     Args:
-        module: its frozen parameters count.
+        module: module whose frozen parameters are included.
         buffers: initial values of buffers that belong to the model.
     """
     frozen_parameters = {n: p for n, p in module.named_parameters() if not p.requires_grad}
@@ -132,12 +132,12 @@ def digest_frozen(module: nn.Module, buffers: Mapping[str, Tensor]) -> str:
 
 
 def _parts_that_differ(before: str, after: str) -> tuple[str, str]:
-    """Two lines without the parts that both have, unless these are all of one."""
+    """Remove the common parts from two lines, unless one line has no other parts."""
     parts_before, parts_after = before.split("; "), after.split("; ")
     only_before, only_after = (
         [p for p in a if p not in b] for a, b in ((parts_before, parts_after), (parts_after, parts_before))
     )
-    # the class says which layer it is
+    # the class identifies the layer
     return "; ".join(only_before or parts_before), "; ".join(only_after or parts_after)
 
 
@@ -146,7 +146,7 @@ def _describe_class(layer: nn.Module) -> str:
     own_classes = _own_classes(cls)
     options = []
     for name, value in sorted(vars(layer).items()):
-        # of installed classes, private attributes are derived or notes of a library
+        # private attributes of installed classes are derived values or notes of a library
         if name in _BASE or (name.startswith("_") and not own_classes):
             continue
         options.append(f"{name}={_describe(value, ())}")
@@ -188,7 +188,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _describe(value: Any, containers: tuple[Any, ...]) -> str:
-    """A value as text that is equal in another process; objects without a plain value by their class."""
+    """Describe a value as text that is equal in another process; objects without a plain value by their class."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, _PLAIN):
@@ -219,7 +219,7 @@ def _describe(value: Any, containers: tuple[Any, ...]) -> str:
 
 
 def _describe_function(function: FunctionType, containers: tuple[Any, ...] = ()) -> str:
-    """Name of a function of a package, or name and digest of one's own with what it captured."""
+    """Describe a package's function by its name, and a user's function by name and digest with captured variables."""
     if _is_installed(function.__module__ or ""):
         return function.__qualname__
     containers = (*containers, function)
@@ -234,7 +234,7 @@ def _describe_function(function: FunctionType, containers: tuple[Any, ...] = ())
         # a layer or a class that is named here is described where it is used
         if not isinstance(value, (ModuleType, type, nn.Module)):
             captured_variables[name] = value
-    # the class that `super()` refers to
+    # leave out the class that `super()` refers to
     captured_variables.pop("__class__", None)
     parts = [_source(function), function.__defaults__, function.__kwdefaults__, captured_variables]
     name = function.__qualname__.rpartition("<locals>.")[2]
@@ -242,7 +242,7 @@ def _describe_function(function: FunctionType, containers: tuple[Any, ...] = ())
 
 
 def _describe_code(classes: Iterable[type]) -> Iterator[str]:
-    """Methods and plain attributes of classes, in their order."""
+    """Yield the methods and plain attributes of classes, in order."""
     for cls in classes:
         for name, value in sorted(vars(cls).items()):
             if isinstance(value, property):
@@ -255,7 +255,7 @@ def _describe_code(classes: Iterable[type]) -> Iterator[str]:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Global variables that a function reads and does not set, those of its inner functions included."""
+    """Find the global variables that a function reads and does not set, including those of its inner functions."""
     read_names, set_names = set(), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -269,7 +269,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _source(function: FunctionType) -> str:
-    """The words of a function's source; its bytecode where there is no source, as in a console."""
+    """Get the tokens of a function's source; its bytecode if there is no source, as in a console."""
     try:
         if function.__name__ == "<lambda>":
             return _lambda_source(function.__code__)
@@ -281,15 +281,15 @@ def _source(function: FunctionType) -> str:
 
 
 def _lambda_source(code: CodeType) -> str:
-    """Arguments and body of a lambda, which is a part of a line and may have others beside it."""
-    # what has no width is the beginning of the function
+    """Get the arguments and body of a lambda, which is a part of a line that may hold others."""
+    # an instruction without width is the beginning of the function
     positions = [
         (a, b, c, d) for a, b, c, d in code.co_positions() if a and b and c is not None and d and c != d
     ]
     lines = linecache.getlines(code.co_filename)
     if not positions or not lines:
         raise OSError("no source")
-    # as bytes, in which columns are counted
+    # as bytes, because columns are counted in bytes
     start, end = min((a, c) for a, _, c, _ in positions), max((b, d) for _, b, _, d in positions)
     rows = [line.encode() for line in lines[start[0] - 1 : end[0]]]
     rows[-1] = rows[-1][: end[1]]
@@ -304,7 +304,7 @@ def _bytecode(code: CodeType) -> str:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Tokens of source without comments, layout, and strings that stand alone, such as docstrings."""
+    """Yield the tokens of source without comments, layout, and standalone strings such as docstrings."""
     skipped_types = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
     layout_types = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in skipped_types]

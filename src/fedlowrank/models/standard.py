@@ -1,10 +1,10 @@
-"""Modules whose behavior is known: made of PyTorch's own layers, or of this package's, and of nothing else.
+"""Detects modules whose behavior is known: built only of PyTorch's own layers or of this package's.
 
-The engines have shortcuts: a step that is taken in the backward pass, clients trained in one batched call.
-They are exact only for a module that does the same in training as in evaluation, uses no random numbers, has
-no hook and changes nothing but its output. That cannot be seen from outside for a module with a ``forward``
-of the user's, so a shortcut runs only where :func:`is_standard` holds. All other modules are trained by plain
-steps, one client after another.
+The engines have shortcuts, such as a step that is taken in the backward pass, or clients trained in one batched call.
+They are exact only for a module that does the same in training as in evaluation, uses no random numbers, has no hook
+and changes nothing but its output. This cannot be seen from outside for a module with a ``forward`` of the user's
+own, so a shortcut runs only where :func:`is_standard` holds. All other modules are trained by plain steps, one client
+after another.
 """
 
 from __future__ import annotations
@@ -58,33 +58,33 @@ LAYERS: frozenset[type[nn.Module]] = frozenset(
 )
 """Deterministic layers of PyTorch, and dropout layers, whose rate must be 0.
 
-A subclass does not count: it may do anything.
+A subclass does not count, because its behavior is unknown.
 """
 
 OWN_MODULES = ("fedlowrank.models.", "fedlowrank.adapters.lora.lora_layers", "fedlowrank.testing.check")
-"""Where this package's layers are defined. Their ``forward`` is deterministic."""
+"""Prefixes of the modules that define this package's layers. Their ``forward`` is deterministic."""
 
 LIBRARY_MODULES = ("transformers.models.", "transformers.activations", "peft.")
-"""Where layers are defined that compute the same in training as in evaluation, if none of their rates of dropout is above 0."""
+"""Prefixes of library modules whose layers compute the same in training as in evaluation if all dropout rates are 0."""
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Tables of hooks that a layer has."""
+"""Names of a layer's tables of hooks."""
 
 
 def is_standard(module: nn.Module) -> bool:
     """Whether a module's forward pass is deterministic, the same in both modes, and without side effects.
 
-    Batch normalization counts as standard: the engines set its mode themselves. Asked anew for every pass,
-    because a hook may be registered, or a layer replaced, between two rounds.
+    Batch normalization counts as standard, because the engines set its mode themselves. The check runs anew for every
+    pass, because a hook may be registered, or a layer replaced, between two rounds.
     """
     return find_other_layer(module) is None
 
 
 def find_other_layer(module: nn.Module, allow_libraries: bool = False) -> str | None:
-    """What keeps a module from being standard, for a message: its first layer that is not, or a hook; None if it is.
+    """Name the first nonstandard layer or hook of a module, for a message; None if the module is standard.
 
     Args:
-        module: the model.
+        module: module to check.
         allow_libraries: whether layers of :data:`LIBRARY_MODULES` without random numbers count as standard.
     """
     for name, layer in module.named_modules():
@@ -99,7 +99,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def count_hooks(module: nn.Module) -> int:
-    """How many forward and backward hooks are registered on layers, and on all modules."""
+    """Count the forward and backward hooks that are registered on layers, and on all modules."""
     global_count = sum(len(getattr(torch_module, f"_global{name}")) for name in HOOK_TABLES)
     return global_count + sum(len(getattr(layer, name)) for layer in module.modules() for name in HOOK_TABLES)
 

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from ..core.tree import Params
 
 Slot = tuple[dict[str, Any], str]
-"""A module's table of parameters, buffers or submodules, and a name in it."""
+"""A module's table of parameters, buffers or submodules, with a name in it."""
 
 SavedSlots = list[tuple[dict[str, Any], str, Any]]
-"""Slots and their former values."""
+"""Slots with their former values."""
 
 
 ABSENT: Any = object()
-"""The former value of a slot that did not exist: it is deleted when the former values are put back."""
+"""Marks the former value of a slot that did not exist; restoring deletes the slot."""
 
 
 class Stateless:
-    """Calls a module as ``torch.func.functional_call`` does, without a search for every name in every call.
+    """Calls a module as ``torch.func.functional_call`` does, without searching for every name in every call.
 
     Args:
-        module: whose submodules, parameters and buffers are in place already.
+        module: module whose submodules, parameters and buffers are already in place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,10 +38,10 @@ class Stateless:
                     self._slots[f"{prefix}.{local_name}".lstrip(".")] = table, local_name
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with some of its parameters and buffers exchanged.
+        """Call the module with some of its parameters and buffers replaced.
 
         Raises:
-            KeyError: if it has no parameter or buffer of a name.
+            KeyError: if the module has no parameter or buffer of a name.
         """
         saved_slots: SavedSlots = []
         try:
@@ -51,26 +51,26 @@ class Stateless:
             restore_slots(saved_slots)
 
     def install(self, params: Params, saved_slots: SavedSlots) -> None:
-        """Put tensors in place of parameters and buffers, and append the former values to ``saved_slots``."""
+        """Replace parameters and buffers by tensors, and append the former values to ``saved_slots``."""
         for name, tensor in params.items():
             table, local_name = self._slots[name]
             saved_slots.append((table, local_name, table[local_name]))
             table[local_name] = tensor
 
     def current(self, name: str) -> Tensor:
-        """The current tensor of a name."""
+        """Get the current tensor of a name."""
         table, local_name = self._slots[name]
         tensor: Tensor = table[local_name]
         return tensor
 
 
 def is_within(name: str, module: str | None) -> bool:
-    """Whether a dotted name is that of a module, or of something inside it; never if there is no module."""
+    """Whether a dotted name is that of a module or of something inside it; False if there is no module."""
     return module is not None and (name == module or name.startswith(f"{module}."))
 
 
 def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter, by the identity of the tensor: several where weights are tied."""
+    """List all names of each parameter by the identity of the tensor; tied weights have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -78,10 +78,10 @@ def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
 
 
 def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The further names of each parameter that several layers share, by its first name.
+    """List the further names of each parameter that several layers share, by its first name.
 
-    The weight below a LoRA layer of PEFT counts as that layer's own: a method that moves it, such as FLoRA, does not move the
-    weight of the other layer.
+    The weight below a LoRA layer of PEFT counts as that layer's own, because a method that moves it, such as FLoRA,
+    does not move the weight of the other layer.
     """
     name_groups = [names for names in names_of_parameters(module).values() if len(names) > 1]
     return {
@@ -90,7 +90,7 @@ def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def restore_slots(saved_slots: SavedSlots) -> None:
-    """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
+    """Restore the former values of slots, the last one first, because a layer with two names was replaced twice."""
     while saved_slots:
         table, local_name, value = saved_slots.pop()
         if value is ABSENT:
@@ -101,10 +101,10 @@ def restore_slots(saved_slots: SavedSlots) -> None:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Give a module its attributes, modes and buffers back after a block that calls it.
+    """Restore a module's attributes, modes and buffers after a block that calls it.
 
-    What ``forward`` assigns is undone, and it works on copies of the buffers. Lists and dicts that it changes
-    in place stay changed. Of lazy layers, which the call may initialize, only the mode is put back.
+    Assignments of ``forward`` are undone, and it works on copies of the buffers. Lists and dicts that it changes in
+    place stay changed. For lazy layers, which the call may initialize, only the mode is restored.
     """
     modules = list(module.modules())
     modes = [(m, m.training) for m in modules]
@@ -134,7 +134,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def exchange_slots(slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Exchange the values of slots within a block, and restore the former ones."""
+    """Replace the values of slots within a block, and restore the former ones."""
     saved_slots: SavedSlots = []
     try:
         for table, local_name, value in slots:
@@ -149,9 +149,9 @@ Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def keep_parameters_for_recomputation(module: nn.Module) -> Contexts:
-    """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint` that keeps the forward pass's parameters.
+    """Make a ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint` that keeps the forward pass's parameters.
 
-    ``functional_call`` has put the module's own parameters back by the time activations are computed again.
+    ``functional_call`` has restored the module's own parameters by the time activations are recomputed.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -23,7 +23,7 @@ from .architectures.vgg import VGG8
 Shape = tuple[int, ...]
 
 SIGNATURE = "factory(shape: tuple[int, ...], classes: int) -> torch.nn.Module"
-"""Signature of a user's factory: shape of one example, number of classes or of regression targets."""
+"""Signature of a user's factory, with the shape of one example and the number of classes or of regression targets."""
 
 MODELS: dict[str, str] = {
     "cnn1": "CNN-1 of pFedLoRA: 2 convolutions (16, 32), FC 2000, FC 500",
@@ -44,24 +44,23 @@ MODELS: dict[str, str] = {
     "linear": "one linear layer, with or without a constant by model.bias",
     "mlp": "multi-layer perceptron, hidden widths by model.hidden",
 }
-"""Every built-in model by name, with a line about it."""
+"""Built-in models by name, with a line about each."""
 
 
 @dataclass(frozen=True)
 class ModelSettings(CheckedFields):
-    """Which models the clients have.
+    """The models of the clients.
 
     Attributes:
-        names: client k has the (k mod number)-th of these, a list: a built-in model, or
-            ``"package.module:factory"`` of your own. The factory is called as ``factory(shape, classes)``
-            and returns a ``torch.nn.Module``; ``shape`` is that of one example, such as (3, 32, 32), and
-            ``classes`` the number of classes (of a regression, of targets).
-        split: of the CNNs: the representation is the output of ``fc1`` or of ``fc2`` (the default: of the
-            last hidden layer).
-        hidden: of the MLP: widths of its hidden layers.
-        bias: of ``mlp`` and ``linear``: whether layers add a constant.
-        head: of your own models: dotted name of the submodule that is the head, where the model does not
-            declare it.
+        names: names of models; client k has the one with index k modulo the number of names. A name is a built-in
+            model, or ``"package.module:factory"`` of your own. The factory is called as ``factory(shape, classes)``
+            and returns a ``torch.nn.Module``; ``shape`` is that of one example, such as (3, 32, 32), and ``classes``
+            the number of classes (in a regression, of targets).
+        split: layer of the CNNs whose output is the representation: ``fc1`` or ``fc2`` (the default: the last hidden
+            layer).
+        hidden: widths of the hidden layers of the MLP.
+        bias: whether the layers of ``mlp`` and ``linear`` add a constant.
+        head: dotted name of the submodule that is the head of your own models, if the model does not declare it.
     """
 
     names: tuple[str, ...] = ("cnn1",)
@@ -89,14 +88,14 @@ class ModelSettings(CheckedFields):
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Those of the names that stand for Python code of the user's own."""
+        """Names that stand for Python code of the user's own."""
         return tuple(name for name in self.names if ":" in name)
 
     def factories(self, shape: Shape, class_count: int) -> dict[str, Callable[[], nn.Module]]:
-        """A factory of each named model.
+        """Make a factory of each named model.
 
         Args:
-            shape: of one example, without the leading batch dimension.
+            shape: shape of one example, without the leading batch dimension.
             class_count: number of classes, or width of a regression's target.
 
         Raises:
@@ -142,6 +141,6 @@ def _user_factory(name: str, shape: Shape, class_count: int) -> Callable[[], nn.
     except TypeError as error:
         raise ConfigError(f"{expectation}: {error}") from error
     except ValueError:
-        # code without a signature that Python can show; calling it shows
+        # some code has no signature that Python can show; calling it checks its arguments
         pass
     return lambda: factory(shape, class_count)

@@ -13,17 +13,17 @@ from .messages import Answer, MessageError
 from .validation.uploads import RefusedReplyError
 
 MAX_HEADER = 1 << 20
-"""Characters of the JSON of an answer."""
+"""Largest number of characters in the JSON of an answer."""
 
 SLACK = 1000
-"""Factor by which a method may compute more, or a model have more parameters, than a plain one."""
+"""Factor by which a method may compute more, or a model may have more parameters, than a plain one."""
 
 ROUNDING = 1e-9
-"""By which a metric may exceed its bounds."""
+"""Tolerance by which a metric may exceed its bounds."""
 
 
 def read_answer(text: str, client: ClientInfo, run: str, round: int) -> Answer:
-    """Parse the header of this client's answer to this round's order; raises RefusedReplyError."""
+    """Parse the header of a client's answer to the order of a round; raises RefusedReplyError."""
     if len(text) > MAX_HEADER:
         raise RefusedReplyError(client.id, f"its header takes more than {MAX_HEADER} bytes")
     try:
@@ -37,7 +37,7 @@ def read_answer(text: str, client: ClientInfo, run: str, round: int) -> Answer:
 
 
 def steps_of(passes: Mapping[str, Pass], example_count: int) -> dict[str, int]:
-    """The optimizer steps of each pass over so many examples."""
+    """Number of optimizer steps of each pass over ``example_count`` examples."""
     return {name: sweep.steps_over(example_count) for name, sweep in passes.items()}
 
 
@@ -48,14 +48,14 @@ def check_counts(
     model: EngineModel,
     example_count: int,
 ) -> None:
-    """Compare what a client counted with what its examples imply; raises RefusedReplyError.
+    """Compare a client's counts with those that its examples imply; raises RefusedReplyError.
 
     Args:
-        answer: of the client.
-        passes: of the method; empty if the client was not asked to train.
+        answer: answer of the client.
+        passes: passes of the method, by name; empty if the client was not asked to train.
         pass_names: names of the passes that the method trains, in order.
-        model: of the client.
-        example_count: that the client registered for training.
+        model: model of the client.
+        example_count: number of training examples that the client registered.
     """
     steps = {name: n * max(1, pass_names.count(name)) for name, n in steps_of(passes, example_count).items()}
     max_steps = sum(steps.values())
@@ -78,7 +78,7 @@ def weights_of(model: EngineModel) -> int:
 
 
 def inputs_of(model: EngineModel) -> int:
-    """Numbers in one input of a model."""
+    """Number of values in one input of a model."""
     example = model.example
     inputs = example.values() if isinstance(example, dict) else [example]
     return max(1, *(int(t[:1].numel()) for t in inputs))
@@ -90,10 +90,10 @@ def check_evaluation(
     """Check that an evaluation is complete and its values are possible; raises RefusedReplyError.
 
     Args:
-        evaluation: of the client.
-        client: that sent it.
-        model: of the client.
-        metrics: that it must hold besides accuracy and loss, by name.
+        evaluation: evaluation of the client.
+        client: client that sent the evaluation.
+        model: model of the client.
+        metrics: metrics that the evaluation must hold besides accuracy and loss, by name.
     """
     numbers = {name: CLIENT_NUMBERS[name] for name in _measured_numbers(evaluation)}
     bounds = {name: number.bounds for name, number in numbers.items()}
@@ -140,5 +140,5 @@ def _measured_numbers(evaluation: ClientTable) -> list[str]:
 
 
 def _digits(number: int) -> str:
-    """The number, shortened: a client may claim one of thousands of digits."""
+    """The number as text, shortened because a client may claim one with thousands of digits."""
     return str(number) if abs(number) < 10**18 else f"{'-' if number < 0 else ''}10^18 or more"

@@ -1,12 +1,12 @@
-"""The client runtime: answers the orders of a server from a folder of its own.
+"""The client runtime, which answers the orders of a server from a folder of its own.
 
-FOLDER/client.json    the number of the client, and the experiment
-FOLDER/data.tree      its examples, as the experiment prepares them
-FOLDER/RUN/           its states in a run, see :mod:`.persistence.client_memory`
-FOLDER/RUN/model/     its model, at the end of the run
-FOLDER/site.json      what the server has asked, see :mod:`.site.allowance`
-FOLDER/rejected.txt   why the server does not let the client take part, if it said so
-FOLDER/audit.jsonl    what left, and what was refused, see :mod:`.site.audit_log`
+FOLDER/client.json    the identifier of the client, and the experiment
+FOLDER/data.tree      the client's examples, as the experiment prepares them
+FOLDER/RUN/           the client's states in a run, see :mod:`.persistence.client_memory`
+FOLDER/RUN/model/     the client's model at the end of the run
+FOLDER/site.json      the server's requests, see :mod:`.site.allowance`
+FOLDER/rejected.txt   the server's reason for rejecting the client, if it gave one
+FOLDER/audit.jsonl    replies that left, and refusals, see :mod:`.site.audit_log`
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 CLIENT_FILE = "client.json"
 
 REJECTION_FILE = "rejected.txt"
-"""Name of the file in a client's folder that says why the server does not let it take part."""
+"""Name of the file in a client's folder with the server's reason for rejecting the client."""
 
 BASE_DOWNLOAD_BYTES = 64 << 20
 """Bytes that a download may have in addition to four times the model."""
@@ -93,21 +93,21 @@ def prepare(
     *,
     sketch: Sequence[str] | None = None,
 ) -> None:
-    """Make a client's folder. The states in an existing folder stay.
+    """Make a client's folder. States in an existing folder are kept.
 
     Args:
-        folder: of the client.
-        experiment: that it takes part in.
-        client_id: its number.
-        shares: the clients' examples; those of this client are stored.
-        site: what the client allows the server; None for the defaults.
-        sketch: a sketch of its data (:mod:`fedlowrank.data.overlap`), by which the site's ledger of privacy
-            recognizes the data; None makes it of the examples for training, and an empty one keeps no account
+        folder: folder of the client.
+        experiment: experiment in which the client takes part.
+        client_id: identifier of the client.
+        shares: examples of all clients, of which those of this client are stored.
+        site: permissions of the server at this client; None for the defaults.
+        sketch: sketch of the client's data (:mod:`fedlowrank.data.overlap`), by which the site's ledger of privacy
+            recognizes the data; None computes it from the training examples, and an empty one keeps no account
             at the site, for a simulation.
 
     Raises:
-        ConfigError: if the folder is of another client or experiment, or other users can read it.
-        CheckpointError: if it cannot be written.
+        ConfigError: if the folder belongs to another client or experiment, or other users can read it.
+        CheckpointError: if the folder cannot be written.
     """
     data, tables = tree.encode(_pack_data(shares.data[client_id])), experiment.to_dict()
     contents = {
@@ -151,9 +151,9 @@ def read_own_share(
     the path of the test examples, if the experiment's source takes one.
 
     Raises:
-        ConfigError: if the split does not use the test examples, or ``data.normalize`` would be fitted to the file
-            of this client alone.
-        DataError: if the files cannot be read or divided so.
+        ConfigError: if the split does not use the test examples, or ``data.normalize`` would be fitted only to the file
+            of this client.
+        DataError: if the files cannot be read or cannot be divided in this way.
     """
     tables = experiment.to_dict()
     split_kind = tables["split"]["kind"]
@@ -181,7 +181,7 @@ def read_own_share(
 
 
 def _check_own_scale(experiment: ExperimentConfig, unscaled_tables: dict[str, Any]) -> None:
-    """Refuse a ``data.normalize`` that every client would fit to its own file; ``unscaled_tables`` is without it."""
+    """Refuse a ``data.normalize`` that every client would fit to its own file; ``unscaled_tables`` lacks it."""
     normalization, source = experiment.data.preparation.normalize, experiment.data.source
     if isinstance(source, Csv) and source.missing == "mean":
         logger.warning(
@@ -197,7 +197,7 @@ def _check_own_scale(experiment: ExperimentConfig, unscaled_tables: dict[str, An
         and x.amin() >= 0
         and x.amax() <= 1
     ):
-        # bytes of images were divided by 255, so that nearly the same map fits all clients
+        # image bytes were divided by 255, so nearly the same map fits all clients
         if x.amin() > 0 or x.amax() < 1:
             logger.warning(
                 "data.normalize = 'scale': the images of this client are stretched from %.3g..%.3g to 0..1, and "
@@ -215,7 +215,7 @@ def _check_own_scale(experiment: ExperimentConfig, unscaled_tables: dict[str, An
 
 
 def place_share_of_client(shares: Shares, client_id: int, client_count: int) -> Shares:
-    """Shares in which one client has the first share's examples and all others have none."""
+    """Make shares in which one client has the first share's examples and all others have none."""
     own_data = shares.data[0]
     empty_data = ClientData(
         _empty_like(own_data.train), _empty_like(own_data.val), _empty_like(own_data.test)
@@ -228,7 +228,7 @@ class ClientRuntime:
     """One client of an experiment.
 
     Args:
-        folder: made by :func:`prepare`.
+        folder: folder made by :func:`prepare`.
 
     Raises:
         CheckpointError: if the folder is missing or damaged.
@@ -243,18 +243,18 @@ class ClientRuntime:
         self.client_count: int = contents["clients"]
         self.experiment, self.engine = _load_shared(json.dumps(contents["tables"], sort_keys=True))
         self.classes = tuple(contents["classes"])
-        # a folder of an earlier release has none
+        # a folder of an earlier release has no columns
         self.columns = tuple(contents.get("columns", ()))
         self.is_private = self.experiment.run.privacy.kind != "none"
         self.is_secure = self.experiment.run.secure.on
         self.is_confidential = self.is_private or self.is_secure
         """Whether sizes, losses and evaluations stay with the client."""
         self.signer: MemberSigner | None = None
-        """Signs the client's part of secure sums; the node sets it."""
+        """Signer of the client's part of secure sums; set by the node."""
         # a folder of an earlier release has no such entry
         self.site = SiteSettings(**contents.get("site", {}))
         self.audit = SiteAudit(folder / AUDIT_FILE)
-        # a folder of an earlier release has none
+        # a folder of an earlier release has no parts
         self._parts: list[str] | None = contents.get("parts")
         try:
             data = (folder / "data.tree").read_bytes()
@@ -274,12 +274,12 @@ class ClientRuntime:
 
     @cached_property
     def _draws(self) -> Participants:
-        """How the server draws clients."""
+        """The server's draw of participants."""
         return Participants(self.client_count, self.experiment.run, self.federation.key)
 
     @cached_property
     def budget(self) -> Budget | None:
-        """The client's own account of its privacy, in a file of its folder; None where nothing is private."""
+        """The client's own account of its privacy, in a file of its folder; None without privacy."""
         if not self.is_private:
             return None
         run, draws = self.experiment.run, self._draws
@@ -288,7 +288,7 @@ class ClientRuntime:
         return budget
 
     def _site_ledger(self, run: str) -> SiteLedger | None:
-        """The site's ledger of privacy in a run; None where nothing is private, or the run is a simulation."""
+        """The site's ledger of privacy in a run; None without privacy, or if the run is a simulation."""
         privacy = self.experiment.run.privacy
         sketch = sketch_examples(self.data.train) if self._parts is None else self._parts
         if privacy.kind == "none" or not sketch:
@@ -301,21 +301,21 @@ class ClientRuntime:
             self.experiment.default_method,
             str(self.folder.absolute()),
         )
-        # several clients of one machine may take part in a run
+        # several clients on one machine may take part in a run
         return SiteLedger(f"{run}-{digest_of(*map(str.encode, sketch))[:8]}", site_run)
 
     def _spend(self, order: Order, last_round: int) -> str:
-        """Charge what an order costs of the client's privacy, before anything is sent.
+        """Charge the privacy that an order costs the client, before anything is sent.
 
         Args:
-            order: any.
-            last_round: round whose state was kept last, from 1; 0 for none.
+            order: order of the server.
+            last_round: number of the last round whose state was kept, from 1; 0 for none.
 
         Returns:
-            Why the client does not train: its budget is spent; else "".
+            The reason why the client does not train (its budget is spent), or "".
 
         Raises:
-            CheckpointError: if what was spent is not known.
+            CheckpointError: if it is unknown what was spent.
         """
         if (budget := self.budget) is None:
             return ""
@@ -333,7 +333,7 @@ class ClientRuntime:
     def _charge_own_noise(
         self, site: SiteLedger | None, budget: Budget, order: Order, clip: float, last_round: int
     ) -> str:
-        """Charge an update with the client's own noise; returns why that exceeds the budget, or ""."""
+        """Charge an update with the client's own noise; returns the reason if that exceeds the budget, or ""."""
         if site is not None and (message := budget.count_site(site)):
             logger.info(message)
         with budget.exclusive():
@@ -345,10 +345,10 @@ class ClientRuntime:
         return ""
 
     def _charge_server_noise(self, site: SiteLedger, budget: Budget, order: Order, clip: float) -> str:
-        """Charge the rounds of a server that adds the noise; returns why they exceed the budget, or ""."""
+        """Charge the rounds of a server that adds the noise; returns the reason if they exceed the budget, or ""."""
         if not (order.train or (order.last and order.round)):
             return ""
-        # the last order only tells how many rounds there were
+        # the last order only reports how many rounds there were
         limit, rounds = budget.privacy.epsilon if order.train else None, order.round + order.train
         epsilon = site.follow(
             rounds, budget.noise, clip, budget.sampling, self.client, limit, trains=order.train
@@ -359,7 +359,7 @@ class ClientRuntime:
 
     @cached_property
     def method(self) -> AnyMethod:
-        """The experiment's method; its updates are protected as the experiment says."""
+        """The experiment's method, with its updates protected as the experiment says."""
         run, draws = self.experiment.run, self._draws
         method, task = (
             self.experiment.build_method(self.experiment.default_method),
@@ -371,7 +371,7 @@ class ClientRuntime:
 
     @cached_property
     def max_download(self) -> int:
-        """Bytes that a download may have: four times the model and what the method sends first, and 64 MiB.
+        """Largest size of a download in bytes: four times the model and the method's first download, plus 64 MiB.
 
         ``join --max-download`` sets another number.
         """
@@ -384,9 +384,9 @@ class ClientRuntime:
         return BASE_DOWNLOAD_BYTES + 4 * (model_bytes + tree.encoded_size(first_download))
 
     def make_registration(self) -> tuple[Registration, bytes]:
-        """Header and payload of its registration.
+        """Make the header and payload of the client's registration.
 
-        Under privacy and secure sums it holds no size of the data, and a digest of the names of the inputs.
+        Under privacy and secure sums it omits the sizes of the data, and has a digest in place of the names of the inputs.
         """
         sizes = 1, 0, 0
         if not self.is_confidential:
@@ -405,7 +405,7 @@ class ClientRuntime:
             "classes": list(self.classes),
         }
         if self.columns:
-            # names of inputs may be values of a column of text
+            # names of inputs may be values of a text column
             columns = (
                 [digest_columns(self.columns)] if self.is_confidential else shorten_columns(self.columns)
             )
@@ -413,27 +413,27 @@ class ClientRuntime:
         return header, tree.encode(form)
 
     def reply(self, kind: str, header: str, payload: bytes, signature: str = "") -> tuple[str, bytes]:
-        """Check a message of the server and answer it; the site's audit log has the reply before it leaves.
+        """Check a message of the server and answer it; the reply is in the site's audit log before it leaves.
 
         Args:
-            kind: of the message: registration or order.
-            header: of the message.
-            payload: of the message.
-            signature: that came with it, see :mod:`.site.signatures`.
+            kind: kind of the message: registration or order.
+            header: header of the message.
+            payload: payload of the message.
+            signature: signature of the message, see :mod:`.site.signatures`.
 
         Returns:
             Header and payload of the reply.
 
         Raises:
-            RefusedOrderError: if the message is not the server's, or of another run.
-            FedlowrankError: if it cannot be read, or the folder is damaged.
+            RefusedOrderError: if the message is not from the server, or belongs to another run.
+            FedlowrankError: if the message cannot be read, or the folder is damaged.
         """
         sent_header: Registration | Answer
         try:
             if self.site.order_key:
                 check_signature(self.site.order_key, kind, self.client, header, payload, signature)
             if kind == "registration":
-                # a server without keys does not name its run to a node that it does not know
+                # a server without keys does not name its run to a node that has not registered
                 request = RegistrationRequest.from_json(header)
                 if request.run:
                     Allowance(self.folder, self.site.runs).check_run(request.run)
@@ -454,11 +454,11 @@ class ClientRuntime:
     def answer(self, order: Order, payload: bytes) -> tuple[Answer, bytes]:
         """Execute an order on a download; returns header and payload of the reply.
 
-        The client's new state is on the disk by then, but counts only once an order acknowledges it.
+        The client's new state is on disk by then, but takes effect only when a later order acknowledges it.
         """
         reply = Answer(self.client, order.run, order.round)
         try:
-            # after a restart, an earlier process may still train; the system frees the lock however it ends
+            # after a restart, an earlier process may still train; the system releases the lock however that process ends
             with as_checkpoint_error(f"cannot lock {self.folder}"):
                 lock = FileLock(self.folder / "lock").acquire()
             with lock:
@@ -476,14 +476,14 @@ class ClientRuntime:
             return dataclasses.replace(reply, problem=reason, kind="disk"), b""
 
     def explain(self, error: BaseException) -> str:
-        """What the server learns of an error: its text stays in the audit log unless the site sends error texts."""
+        """Describe an error for the server: its text stays in the audit log unless the site sends error texts."""
         return explain_error(error, self.audit, self.site)
 
     def _answer(self, order: Order, payload: bytes, reply: Answer) -> tuple[Answer, bytes]:
         digest = hashlib.blake2b(order.to_json().encode() + payload, digest_size=16).hexdigest()
         run, rounds = _check_run_name(order.run), self.experiment.run.rounds
         allowance = Allowance(self.folder, self.site.runs)
-        # before any file of the run is written
+        # checked before any file of the run is written
         allowance.check_run(run)
         if not 0 <= order.round <= (rounds - 1 if order.train else rounds):
             raise RefusedOrderError(
@@ -504,7 +504,7 @@ class ClientRuntime:
         if order.step:
             self._participation.require(order)
         last_round, branch = max(memory.stamps, default=0), memory.branch
-        # a state that is missing is reported below
+        # a missing state is reported below
         is_old = order.round + 1 < last_round and order.stamp in (0, *memory.stamps)
         if order.branch < branch or (order.branch == branch and is_old):
             raise RefusedOrderError(
@@ -521,7 +521,7 @@ class ClientRuntime:
                 f"a download of {len(payload)} bytes came; at most {self.max_download} are taken (fedlowrank join "
                 "--max-download)"
             )
-        # booleans and small values take more memory than bytes of a message
+        # booleans and small values take more memory than they take bytes in a message
         down = tree.move(tree.decode(payload, memory=2 * self.max_download), self.experiment.run_here.device)
         state, method = (
             tree.move(memory.read_state(order.stamp), self.experiment.run_here.device),
@@ -531,7 +531,7 @@ class ClientRuntime:
         task, info = federation.task(rounds), federation.infos[self.client]
         if state is None:
             state = self.engine.boundary(method.client_init(info, task))
-        # on the disk before anything is computed: whether it fails tells of the examples, too
+        # counted on disk before the computation, because its failure also reveals something about the examples
         run_requests = dataclasses.replace(run_requests, trainings=run_requests.trainings + adds_training)
         if may_evaluate := self._may_evaluate(order, run_requests, digest):
             run_requests = dataclasses.replace(run_requests, round=order.round, order=digest)
@@ -547,7 +547,7 @@ class ClientRuntime:
                 if order.last:
                     self._write_model(memory.folder / "model", local_model, order.round)
             except Exception as error:
-                # an error of the disk says nothing of the examples
+                # a disk error reveals nothing about the examples
                 if not self.is_private or isinstance(error, CheckpointError):
                     raise
                 logger.warning(
@@ -615,9 +615,9 @@ class ClientRuntime:
         return make_grid(self.experiment.run.secure, self.client_count)
 
     def _mask_upload(self, order: Order, upload: Any, down: Any, digest: str) -> bytes:
-        """The masked contribution of an upload that was made from a download with that digest."""
+        """Compute the masked contribution of an upload that was made from the download with a digest."""
         task, info = self.federation.task(self.experiment.run.rounds), self.federation.infos[self.client]
-        # on the CPU, as the server's arithmetic
+        # on the CPU, where the server computes, too
         server, upload, down = (tree.move(v, "cpu") for v in (self.method.server_init(task), upload, down))
         contribution = compute_contribution(self.method, server, down, upload, info)
         return self._participation.mask(
@@ -625,7 +625,7 @@ class ClientRuntime:
         )
 
     def _may_evaluate(self, order: Order, run_requests: RunRequests, digest: str) -> bool:
-        """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""
+        """Whether an order gets an evaluation: one for each round, in ascending rounds; a repeated order gets it again."""
         if not order.evaluate or self.is_confidential or self.site.evaluation == "none":
             return False
         if not self.site.runs or order.round > run_requests.round or digest == run_requests.order:
@@ -647,7 +647,7 @@ class ClientRuntime:
 
     @cached_property
     def federation(self) -> Federation:
-        """The federation as a client sees it: its own examples, and only the number of other clients."""
+        """The federation as the client knows it: its own examples, and only the number of other clients."""
         shares = place_share_of_client(
             Shares((self.data,), self.classes, (), self.language), self.client, self.client_count
         )
@@ -672,13 +672,13 @@ class ClientRuntime:
 
 
 def _encode_site(site: SiteSettings, experiment: ExperimentConfig) -> dict[str, Any]:
-    """Encode a site's settings for its folder; under differential privacy no error text may leave the site."""
+    """Encode a site's settings for the client's folder; under differential privacy no error text may leave the site."""
     is_private = experiment.run.privacy.kind != "none"
     return dataclasses.asdict(dataclasses.replace(site, send_errors=site.send_errors and not is_private))
 
 
 def explain_error_at(folder: Path, error: BaseException) -> str:
-    """What the server learns of an error of a client whose folder may be damaged; see :meth:`ClientRuntime.explain`."""
+    """Describe an error for the server if the client's folder may be damaged; see :meth:`ClientRuntime.explain`."""
     try:
         site = SiteSettings(**_read_client_file(folder / CLIENT_FILE).get("site", {}))
     except (CheckpointError, TypeError):
@@ -687,7 +687,7 @@ def explain_error_at(folder: Path, error: BaseException) -> str:
 
 
 def _check_run_name(run: str) -> str:
-    """The name of a run's folder; refuses a path, because the server chooses the name."""
+    """The name of a run's folder; a path is refused, because the server chooses the name."""
     if not (run.isalnum() and run.isascii() and len(run) <= 64):
         raise ConfigError(f"the server calls its run {run[:80]!r}, which is not a valid name")
     return run
@@ -725,5 +725,5 @@ def _unpack_data(table: dict[str, Any]) -> ClientData:
 
 
 def _empty_like(examples: Examples) -> Examples:
-    """Return zero examples with the types and shapes of these."""
+    """Return zero examples with the dtypes and shapes of the given ones."""
     return examples.take(torch.arange(0))

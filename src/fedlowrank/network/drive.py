@@ -1,4 +1,4 @@
-"""Runs a method on a server whose clients are reached by messages."""
+"""Runs a method on a server that reaches its clients by messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def count_clients(experiment: ExperimentConfig) -> int:
-    """The number of clients of an experiment; raises ConfigError if it is not set."""
+    """Number of clients of an experiment; raises ConfigError if it is not set."""
     count = experiment.network.clients or getattr(experiment.partition, "clients", None)
     if count is None:
         raise ConfigError("how many clients there are depends on the data; set network.clients")
@@ -56,10 +56,10 @@ def count_clients(experiment: ExperimentConfig) -> int:
 
 
 def check_client_count(experiment: ExperimentConfig, client_count: int, share_count: int) -> None:
-    """Refuse fewer clients than the experiment's own data are divided among; the others' data would have no client.
+    """Refuse fewer clients than there are shares of the experiment's own data, since some shares would have no client.
 
     Raises:
-        ConfigError: if there are fewer.
+        ConfigError: if there are fewer clients than shares.
     """
     if client_count < share_count:
         field = "network.clients" if experiment.network.clients else "partition.clients"
@@ -88,25 +88,25 @@ def drive(
     """Run an experiment's method on remote clients.
 
     Args:
-        transport: carries the messages.
-        experiment: the experiment.
-        run_path: run folder.
-        resume: go on from the folder's last checkpoint.
-        keys: the client of each node's key; None if keys are not checked.
-        progress: show a progress bar.
-        config: further content of ``run.json``; by default the experiment's description of its method.
-        promised: training examples of each client, if known; else ``network.examples``.
-        audit: file of the audit log, or None for none.
-        signer: signs what is sent to clients; None if keys are not checked.
+        transport: transport that carries the messages.
+        experiment: experiment to run.
+        run_path: path of the run folder.
+        resume: whether to resume from the folder's last checkpoint.
+        keys: client of each node's key, by node; None if keys are not checked.
+        progress: whether to show a progress bar.
+        config: additional content of ``run.json``; by default the experiment's description of its method.
+        promised: number of training examples of each client, if known; otherwise ``network.examples``.
+        audit: path of the audit log, or None for none.
+        signer: signer of the messages to clients; None if keys are not checked.
         member_keys: public keys of all clients, for secure sums; None without a roster.
-        federation: names those who take part, whose privacy is spent under central noise; "" takes what the
-            experiment says of the data.
+        federation: identity of the participating sites, whose privacy is spent under central noise; "" uses the
+            experiment's description of the data instead.
         at_site: whether the site's ledger counts the run's central noise; False in a simulation.
 
     Raises:
         NetworkError: if too few clients register or reply.
         PausedError: if the clients' validation fell by more than ``network.max_fall``.
-        FedlowrankError: if the experiment, the folder and the clients do not fit each other.
+        FedlowrankError: if the experiment, the folder and the clients do not match.
     """
     name, settings = experiment.default_method, experiment.network
     method, client_count, limits = (
@@ -169,7 +169,7 @@ def drive(
 
         def write_account() -> None:
             account.clients = registry.count_examples()
-            # not in run.json, for other network settings do not make another run
+            # not in run.json, because other network settings do not make another run
             account.settings = dataclasses.asdict(settings)
             account.write(run_path)
 
@@ -183,7 +183,7 @@ def drive(
                     "round %d of %d: %d replies, %.1f s", record.round, protocol.rounds, replies, seconds
                 )
             if fall_report := _find_fall(engine, records, run_path):
-                # a person who resumes the run as it is accepts the fall
+                # a person who resumes the run unchanged accepts the fall
                 account.paused, account.watched_from = fall_report.removeprefix("paused: "), record.round - 1
                 write_account()
                 engine.audit.log_pause(record.round, fall_report)
@@ -227,7 +227,7 @@ def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], run_path: 
 
 
 def _wait_for_start(engine: NetworkEngine, min_clients: int) -> None:
-    """Wait for enough clients that agree on the form of examples; raises NetworkError if they do not come."""
+    """Wait for enough clients that agree on the form of examples; raises NetworkError if too few register."""
     registry, nodes, excluded_ids = engine.registry, engine.transport.nodes, engine.account.excluded
     logger.info("waiting for %d of %d clients", min_clients, registry.clients)
 

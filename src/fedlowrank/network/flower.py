@@ -3,7 +3,7 @@
 Only this module, :mod:`.message_bounds`, :mod:`.replies`, :mod:`.access` and the scripts :mod:`.deploy.node` and
 :mod:`.deploy.guard` import flwr.
 
-``server`` and ``client`` are the components of a Flower app. Their inputs:
+``server`` and ``client`` are the components of a Flower app. Their inputs are:
 
 - The ServerApp reads environment variables: :data:`EXPERIMENT` (a JSON file of the experiment's tables),
   :data:`OUT` (run folder) and :data:`LOG`; if keys are checked,
@@ -75,7 +75,7 @@ ERROR_MEANINGS = {
     7: "its client answers no messages of this app",
     8: "its client crashed",
 }
-"""Flower's error codes; Flower's own reason may be blank."""
+"""Texts for Flower's error codes, because Flower's own reason may be blank."""
 
 ORDER_TYPE = "train.order"
 """Flower's type of messages that have a payload."""
@@ -84,7 +84,7 @@ _MESSAGE_TYPES = {"registration": "query.registration", "order": ORDER_TYPE}
 
 
 def to_records(header: str, payload: bytes, signature: str = "") -> RecordDict:
-    """Pack a message for Flower, with the payload as one array: many arrays take ten times as long."""
+    """Pack a message for Flower, with the payload as one array, because many arrays take ten times as long."""
     array = Array(dtype="uint8", shape=(len(payload),), stype="safetensors", data=payload)
     head = ConfigRecord({"json": header})
     if signature:
@@ -105,7 +105,7 @@ def from_records(records: RecordDict) -> tuple[str, bytes]:
 
 
 def read_signature(records: RecordDict) -> str:
-    """The signature of a message, or "" if it has none."""
+    """Read the signature of a message; "" if it has none."""
     signature = records.config_records["header"].get("signature", "")
     return signature if isinstance(signature, str) else ""
 
@@ -126,21 +126,21 @@ class GridTransport:
         self._replies: Replies | None = None
         if isinstance(grid, HttpGrid):
             self._replies = Replies(grid, grid._runtime_client)
-            # a reply is fetched piece by piece; one that is too large is not read to its end
+            # a reply is fetched piece by piece, and fetching stops if it is too large
             self._bounded_client = BoundedClient(
                 grid._runtime_client, lambda message_id: self._open[message_id].max_bytes
             )
             grid._client = self._bounded_client  # type: ignore[assignment]  # another class, on purpose
 
     def nodes(self) -> set[int]:
-        """The nodes that can be reached; the server is asked at most once a second, for a busy one takes as long to answer."""
+        """The nodes that can be reached; asks the server at most once a second, as a busy one takes about that long to answer."""
         if time.monotonic() - self._nodes_at > NODES_MAX_AGE:
             self._nodes = set(self._grid.get_node_ids())
             self._nodes_at = time.monotonic()
         return set(self._nodes)
 
     def send(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> None:
-        """Send messages that expire after so many seconds."""
+        """Send messages that expire after ``seconds``."""
         flower_messages = [
             FlowerMessage(
                 to_records(m.header, m.payload, m.signature),
@@ -154,13 +154,13 @@ class GridTransport:
         if self._replies is not None:
             self._replies.limit({m.node: m.max_bytes for m in messages})
         ids = list(self._grid.push_messages(flower_messages)) if flower_messages else []
-        # a registration may be pending while orders are sent, and one that was sent again be answered first
-        # the identifier is empty where the node has left in between
+        # a registration may be pending while orders are sent, and a repeated one may be answered first;
+        # the identifier is empty if the node has left in between
         self._open |= {str(i): m for i, m in zip(ids, messages, strict=True) if i}
         self._unsent += [m for i, m in zip(ids, messages, strict=True) if not i]
 
     def receive(self) -> list[Response]:
-        """The responses since the last call."""
+        """Return the responses since the last call."""
         responses = [
             Response(m.node, m.kind, problem="its node went away", disconnected=True) for m in self._unsent
         ]
@@ -227,7 +227,7 @@ def make_client_app(folder_of: Callable[[Context], Path]) -> ClientApp:
 def _answer(
     kind: Literal["registration", "order"], message: FlowerMessage, folder_of: Callable[[], Path]
 ) -> FlowerMessage:
-    """Answer a message as the client. Flower would send the text of an exception, which may hold data."""
+    """Answer a message as the client. Flower would send the text of an exception, which may contain data."""
     try:
         header, payload = from_records(message.content)
         runtime = load_runtime(str(folder_of()))
@@ -244,13 +244,13 @@ def make_error_reply(
     folder_of: Callable[[], Path],
     code: int = ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
 ) -> FlowerMessage:
-    """Make an error reply; its reason holds nothing of the client's data.
+    """Make an error reply whose reason contains none of the client's data.
 
     Args:
-        message: that is answered.
-        error: why there is no reply.
-        folder_of: finds the client's folder.
-        code: of Flower.
+        message: message that is answered.
+        error: error because of which there is no reply.
+        folder_of: function that finds the client's folder.
+        code: Flower's error code.
     """
     if isinstance(error, RefusedOrderError):
         logger.info("refused: %s", error)
@@ -267,7 +267,7 @@ def make_error_reply(
 
 
 def make_server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
-    """Make a ServerApp of a function."""
+    """Make a ServerApp from a function."""
     app = ServerApp()
     app.main()(run)
     return app
@@ -275,7 +275,7 @@ def make_server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
 
 @functools.lru_cache(maxsize=256)
 def load_runtime(folder: str) -> ClientRuntime:
-    """The client runtime of a folder, which a process reads once."""
+    """The client runtime of a folder, which a process reads only once."""
     runtime = ClientRuntime(Path(folder))
     runtime.signer = _SIGNERS.get(folder)
     return runtime
@@ -285,7 +285,7 @@ _SIGNERS: dict[str, MemberSigner] = {}
 
 
 def sign_as(folder: Path, signer: MemberSigner) -> None:
-    """Let the client of a folder, before it is read, sign its part of secure sums by a key of this process."""
+    """Let the client of a folder sign its part of secure sums with a key of this process; call it before the first read."""
     _SIGNERS[str(folder)] = signer
 
 
@@ -307,7 +307,7 @@ def _find_client_folder(context: Context) -> Path:
     ).hexdigest()
     folder = state / f"{experiment.name}-{digest}" / f"client-{client_id}"
     if not (folder / CLIENT_FILE).exists():
-        # its node runs what the server sends, in any number of runs
+        # the node runs what the server sends, in any number of runs
         prepare(folder, experiment, client_id, experiment.shares(), SiteSettings(runs=0))
     return folder
 
@@ -338,7 +338,7 @@ def _serve(grid: Grid, context: Context) -> None:
             if RunFolder.is_failed_start(run_path):
                 RunFolder.move_aside(run_path)
             audit_path = run_path.with_name(f"{run_path.name}.audit.jsonl")
-            # an app of Flower's own server is not started by a command of this package
+            # an app on Flower's own server is not started by a command of this package
             with private_umask():
                 with as_checkpoint_error(f"cannot make {run_path.parent}"):
                     run_path.parent.mkdir(parents=True, exist_ok=True)
@@ -362,7 +362,7 @@ def _serve(grid: Grid, context: Context) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """Formats a record as one line: ``fedlowrank serve`` takes some lines for the end of the run."""
+    """Formats a record as one line, because ``fedlowrank serve`` interprets some lines as the end of the run."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See the base class."""
@@ -411,13 +411,13 @@ def run_flower_simulation(
     resume: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run an experiment in Flower's simulation, see :func:`.drive.drive`; ``clients_folder`` holds their folders.
+    """Run an experiment in Flower's simulation, see :func:`.drive.drive`; ``clients_folder`` has the clients' folders.
 
-    Its clients are this machine's own. So no update is shortened and the run does not pause, unless the experiment
-    names ``network.limits.update_ratio`` or ``network.max_fall`` with other values than the defaults.
+    The clients are this machine's own, so no update is shortened and the run does not pause, unless the experiment
+    sets ``network.limits.update_ratio`` or ``network.max_fall`` to values other than the defaults.
 
     Raises:
-        ConfigError: if Ray is missing.
+        ConfigError: if Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Flower's simulation needs Ray: pip install 'fedlowrank[network-simulation]'")
@@ -443,7 +443,7 @@ def run_flower_simulation(
             settings: dict[str, Any] = {"resume": resume, "config": config, "promised": sizes}
             drive(transport, experiment, run_path, progress=True, at_site=False, **settings)
         except FedlowrankError as error:
-            # Flower would wrap it in one of its own
+            # otherwise Flower wraps the error in one of its own
             errors.append(error)
 
     app = make_client_app(lambda context: clients_folder / str(context.node_config["partition-id"]))

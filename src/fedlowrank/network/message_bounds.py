@@ -17,27 +17,27 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 
 CHUNK_BYTES = 5 << 20
-"""Bytes of an array that Flower sends in one piece."""
+"""Largest number of bytes of an array that Flower sends in one piece."""
 
 EXTRA_PIECES = 16
-"""Pieces that a message may have besides those of its array."""
+"""Number of pieces that a message may have in addition to those of its array."""
 
 FRAME_BYTES = 1 << 16
-"""Bytes that a message may have besides its header and its payload."""
+"""Number of bytes that a message may have in addition to its header and its payload."""
 
 MAX_RECORD_BYTES = 4 << 20
-"""Bytes of all pieces that hold no array data. In memory, Flower's records of numbers take many times as much."""
+"""Largest number of bytes in all pieces without array data. In memory, Flower's number records take many times as much."""
 
 
 class FetchBound:
-    """Compares the fetched bytes of a message with the bytes that it may have.
+    """Compares the fetched bytes of a message with a limit.
 
     Args:
-        max_bytes: bytes of header and payload.
-        hint: what sets the limit, for the reason.
+        max_bytes: largest number of bytes of header and payload.
+        hint: name of the setting of the limit, for the reason.
 
     Attributes:
-        problem: why the message is refused; empty while it is not.
+        problem: the reason why the message is refused; empty if it is not.
     """
 
     def __init__(self, max_bytes: int, hint: str = "network.limits.max_bytes") -> None:
@@ -47,16 +47,16 @@ class FetchBound:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces that the message may have."""
+        """Largest number of pieces of the message."""
         return self.max_bytes // CHUNK_BYTES + EXTRA_PIECES
 
     def expect(self, piece_count: int) -> None:
-        """Compare the number of pieces that the message names."""
+        """Compare the message's number of pieces with the limit."""
         if piece_count > self.pieces:
             self._exceed(f"{piece_count} pieces")
 
     def add(self, content: bytes) -> None:
-        """Count a piece that was fetched."""
+        """Count a fetched piece."""
         self._read_bytes += len(content)
         try:
             if get_object_type_from_object_content(content) != ArrayChunk.__qualname__:
@@ -78,17 +78,17 @@ class FetchBound:
 
 
 class BoundedClient:
-    """Flower's client of the SuperLink, except that it stops reading a reply that is too large.
+    """Flower's client of the SuperLink, with a limit beyond which it stops reading a reply.
 
-    The number of pieces is compared with the limit before a reply is read. While it is read, its bytes are
-    compared, and how often its array repeats a piece. The guard of the SuperLink limits a single piece.
+    The number of pieces is compared with the limit before a reply is read. During reading, its bytes and
+    the repetitions of pieces in its array are compared. The guard of the SuperLink limits each single piece.
 
     Args:
-        client: of a Flower grid.
-        limit: bytes that the reply to a message may have, by the message's identifier.
+        client: client of a Flower grid.
+        limit: function that maps a message's identifier to the largest size of its reply in bytes.
 
     Attributes:
-        refused: why a reply was refused, by the identifier of the message.
+        refused: reasons why replies were refused, by the identifier of the message.
     """
 
     def __init__(self, client: Any, limit: Callable[[str], int]) -> None:
@@ -101,7 +101,7 @@ class BoundedClient:
         self.refused: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate everything else to the client."""
+        """Delegate all other attributes to the client."""
         return getattr(self._client, name)
 
     def PullMessages(self, request: Any) -> Any:  # noqa: N802 - Flower's name
@@ -113,7 +113,7 @@ class BoundedClient:
             self._names[message_id] = message.metadata.message_id
             piece_ids = [piece.object_id for piece in iterate_object_tree(tree)]
             for piece in piece_ids:
-                # replies may have pieces in common, such as the form of the data at registration
+                # replies may share pieces, such as the form of the data at registration
                 self._owners.setdefault(piece, set()).add(message_id)
             bound = self._bounds[message_id] = FetchBound(self._limit(message_id))
             bound.expect(len(piece_ids))
@@ -121,13 +121,13 @@ class BoundedClient:
         return reply
 
     def PullObject(self, request: Any) -> Any:  # noqa: N802 - Flower's name
-        """Fetch a piece, unless all replies that it belongs to are too large."""
+        """Fetch a piece, unless all replies to which it belongs are too large."""
         owners = self._owners.get(request.object_id, set())
         if self._is_refused(owners):
             return PullObjectResponse(object_found=False)
         reply = self._client.PullObject(request)
         with self._lock:
-            # a piece that several replies have in common is fetched once for each of them
+            # a piece that several replies share is fetched once for each of them
             if reply.object_content and request.object_id not in self._counted:
                 self._counted.add(request.object_id)
                 for message_id in owners:
@@ -136,7 +136,7 @@ class BoundedClient:
         return PullObjectResponse(object_found=False) if self._is_refused(owners) else reply
 
     def take_refused(self, message_id: str) -> tuple[str, str]:
-        """Identifier of a refused reply, and why it was refused, by the identifier of the message; only once."""
+        """Identifier of the refused reply to a message, and the reason; each is returned only once."""
         return self._names.pop(message_id), self.refused.pop(message_id)
 
     def _is_refused(self, owners: set[str]) -> bool:
@@ -148,7 +148,7 @@ class BoundedClient:
 
 
 def count_array_chunks(content: bytes) -> int:
-    """The number of pieces of an array, which may be repeated; 0 if the content is not an array."""
+    """Count the pieces of an array, which may be repeated; 0 if the content is not an array."""
     if not content or get_object_type_from_object_content(content) != Array.__qualname__:
         return 0
     return len(json.loads(get_object_body(content, Array)).get("arraychunk_ids", ()))

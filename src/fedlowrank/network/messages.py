@@ -21,18 +21,18 @@ from ..results.measurements import ClientTable
 H = TypeVar("H", bound="Header")
 
 Step = Literal["", "announce", "share", "mask", "agree", "reveal"]
-"""A step of a secure sum; "" without one."""
+"""Name of a step of a secure sum; "" if there is none."""
 
 PROTOCOL_VERSION = 7
-"""Version of the messages; it goes up with every change of their form."""
+"""Version of the messages, which increases with every change of their form."""
 
 
 class MessageError(FedlowrankError):
-    """A message does not have the form that it should have."""
+    """A message does not have the required form."""
 
 
 class RefusedOrderError(FedlowrankError):
-    """A client does not do what a message asks. The text holds nothing of the client's data and may be sent."""
+    """A client refuses a message. The text contains none of the client's data and may be sent."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Header:
     """The part of a message that is not a tree."""
 
     def to_json(self) -> str:
-        """The header as it is sent."""
+        """Encode the header as it is sent."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -58,22 +58,22 @@ class Header:
 
 
 def to_one_line(text: str, max_length: int = 500) -> str:
-    """Make one short line of another machine's text, so that the text cannot forge a line of a log."""
+    """Shorten another machine's text to one line, so that it cannot forge a line of a log."""
     return "".join(c if c.isprintable() else " " for c in text[:max_length])
 
 
 @dataclass(frozen=True)
 class Registration(Header):
-    """A client registers. The payload is the form of its examples, without any example.
+    """A client's registration. The payload is the form of its examples, without any example.
 
     Attributes:
-        client: number of the client.
+        client: identifier of the client.
         examples: number of its training examples.
         sizes: numbers of its validation and test examples.
         sections: digest of each section of its experiment that must equal the server's.
         base: digest of each file of its base model, by name; empty without one.
-        versions: of its software.
-        protocol: :data:`PROTOCOL_VERSION`.
+        versions: versions of the client's software, by name.
+        protocol: version of the messages, :data:`PROTOCOL_VERSION`.
     """
 
     client: int
@@ -87,11 +87,11 @@ class Registration(Header):
 
 @dataclass(frozen=True)
 class RegistrationRequest(Header):
-    """The server asks a client to register, or says why it does not take part. There is no payload.
+    """The server's request to register, or its rejection of a client. There is no payload.
 
     Attributes:
         run: identifier of the run.
-        rejection: why the client does not take part; "" asks it to register.
+        rejection: the reason why the client does not take part; "" asks it to register.
     """
 
     run: str = ""
@@ -100,19 +100,19 @@ class RegistrationRequest(Header):
 
 @dataclass(frozen=True)
 class Order(Header):
-    """What the server asks of a client in a round. The payload is the download.
+    """The server's request to a client in a round. The payload is the download.
 
     Attributes:
         run: identifier of the run; a client separates the states of different runs.
-        round: rounds completed, so 0 in the first.
-        stamp: identifies the state to build on: the rounds that were completed when the server accepted the
+        round: number of completed rounds, 0 in the first.
+        stamp: stamp of the state to build on: the number of rounds completed when the server accepted the
             client's last reply, 0 if it never did. The stamp acknowledges that reply.
         train: whether to train, or only to commit the state and evaluate.
         evaluate: whether to evaluate the models before training.
         last: whether the run is over, so that the client writes its model.
-        branch: how often the run went back to an earlier checkpoint; only then are rounds repeated.
-        step: of a secure sum (:mod:`.secure.member`); "" without one. The step ``mask`` is that of the training.
-        parcel: what other clients sent in the step before, by their numbers.
+        branch: number of times that the run went back to an earlier checkpoint; only then are rounds repeated.
+        step: step of a secure sum (:mod:`.secure.member`); "" without one. The step ``mask`` is that of the training.
+        parcel: messages of other clients in the previous step, by client.
     """
 
     run: str
@@ -131,16 +131,16 @@ class Answer(Header):
     """A client's reply to an order. The payload is its upload, empty if it did not train.
 
     Attributes:
-        client: number of the client.
-        run: as in the order.
-        round: as in the order.
-        problem: why there is no upload although the client should train, or "".
-        kind: of problem: state (the state to build on is missing), training (a NaN), disk, or other.
-        steps: optimizer steps.
-        flops: floating-point operations of the training.
-        losses: mean loss of each pass.
-        evaluation: of the client's models, if the order asks for it.
-        parcel: what a step of a secure sum sends, by the numbers of those it is for.
+        client: identifier of the client.
+        run: identifier of the run, as in the order.
+        round: number of completed rounds, as in the order.
+        problem: the reason why there is no upload although the client should train, or "".
+        kind: kind of the problem: state (the state to build on is missing), training (a NaN), disk, or other.
+        steps: number of optimizer steps.
+        flops: number of floating-point operations of the training.
+        losses: mean loss of each pass, by name.
+        evaluation: evaluation of the client's models, if the order asks for it.
+        parcel: messages of this step of a secure sum, by the client that receives them.
     """
 
     client: int
@@ -155,7 +155,7 @@ class Answer(Header):
     parcel: dict[str, str] = field(default_factory=dict)
 
 
-# built once: building an adapter takes longer than reading a message
+# built once, because building an adapter takes longer than reading a message
 _ADAPTERS: dict[type[Header], pydantic.TypeAdapter[Any]] = {
     c: pydantic.TypeAdapter(c) for c in (Registration, RegistrationRequest, Order, Answer)
 }

@@ -1,4 +1,4 @@
-"""A run over a network: of its clients' states the server keeps only stamps."""
+"""A run over a network, in which the server stores only the stamps of its clients' states."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 class NetworkRun(Run):
-    """A run whose clients keep their own states; the server stores the stamp of the state each builds on.
+    """A run whose clients store their own states; the server stores the stamp of the state each builds on.
 
-    Its settings ask for a checkpoint every round: an acknowledged state must be on the disk.
+    Its settings ask for a checkpoint every round, because an acknowledged state must be on disk.
     """
 
     engine: NetworkEngine
@@ -82,7 +82,7 @@ class NetworkRun(Run):
                 "run.devices simulates slow and unavailable clients, and clients over a network have clocks "
                 "of their own; leave it out of an experiment that runs over a network"
             )
-        # the device of an experiment is where clients train
+        # the device of an experiment is that on which clients train
         settings = dataclasses.replace(settings, device="cpu")
         super().__init__(method, federation, settings, engine, plan)
         engine.templates = Templates(self.method, self.task)
@@ -99,7 +99,7 @@ class NetworkRun(Run):
         )
 
     def _make_secure_rounds(self) -> SecureRounds:
-        """The secure sums of the run; raises ConfigError or TaskError if it can have none over a network."""
+        """Make the secure sums of the run; raises ConfigError or TaskError if they are not possible over a network."""
         settings, keys = self.settings, self.engine.member_keys
         if keys is None:
             raise ConfigError(
@@ -123,7 +123,7 @@ class NetworkRun(Run):
         down = self.method.download(server, info)
         template = self.engine.templates.of(info, down)
         zero_contribution = make_zero_contribution(self.method, server, template.form, info)
-        # raises TaskError where clients, who do not know the state, could not make it
+        # raises TaskError if clients, who do not know the state, could not compute the contribution
         compute_contribution(self.method, server, down, template.form, info)
         infos, key = self.federation.infos, self.federation.key / "trial"
         check_reads_no_examples(self.method, zero_contribution, server, ServerView(self.task, 0, key, infos))
@@ -137,7 +137,7 @@ class NetworkRun(Run):
         return SecureRounds(client_count, keys, grid, zero_contribution)
 
     def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
-        """See the base class; under secure sums the engine has the total."""
+        """See the base class; under secure sums the engine computes the total."""
         if self.engine.secure is not None:
             return SecureTotal([info.id for info in infos], self.engine.secure)
         return super().aggregator(infos, round)
@@ -170,7 +170,7 @@ class NetworkRun(Run):
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
         """See the base class; a reply that the method cannot use is refused."""
         if self.engine.secure is not None:
-            # it is in the total already
+            # the upload is already in the total
             return None
         try:
             return make_contribution(self.method, self.state.server, upload, self.weigh_client(info))
@@ -184,7 +184,7 @@ class NetworkRun(Run):
             server = update_server(self.method, old_server, total, view)
         except FAULT_TYPES:
             if self.inspection is not None or self.engine.secure is not None:
-                # what the rule made of each reply is gone
+                # the contribution of each single reply is no longer known
                 raise
 
             def contribution(client: ClientInfo) -> Any:
@@ -205,15 +205,15 @@ class NetworkRun(Run):
         return self.engine.boundary(server)
 
     def evaluate(self) -> ClientTable | None:
-        """None: the evaluation arrives with the next round trip, see :meth:`take_late_evaluation`."""
+        """Return None: the evaluation arrives with the next round trip, see :meth:`take_late_evaluation`."""
         return None
 
     def take_late_evaluation(self) -> ClientTable | None:
-        """The evaluation of the previous round, from the last round trip."""
+        """The evaluation of the previous round, which arrived with the last round trip."""
         evaluations = self.engine.evaluations
         if not evaluations:
             return None
-        # only evaluations of the same series can be compared; the majority decides
+        # only evaluations of the same series can be compared; those of the majority are kept
         for property_of in (_name_series, _count_clusters):
             property_values = {
                 client_id: property_of(evaluations[client_id]) for client_id in sorted(evaluations)
@@ -238,7 +238,7 @@ class NetworkRun(Run):
         self.engine.finish([self._make_job(i) for i in self.federation.infos], self.round)
 
     def _prepare(self) -> None:
-        """Take in changed sizes, and tell the engine what to evaluate."""
+        """Update changed sizes, and set which clients the engine asks for evaluations."""
         federation = self.engine.registry.update_federation(self.federation)
         if federation is not self.federation:
             self.federation, self.task = federation, federation.task(self.settings.rounds)

@@ -1,7 +1,7 @@
 """Limits the size of replies, and removes unwanted replies from Flower's database.
 
-The guard of the SuperLink (:mod:`.access`) keeps to the limits, and hands out no reply of which a piece is
-missing. Where no guard is, as in an app that was submitted by hand, nothing is limited before it is stored.
+The guard of the SuperLink (:mod:`.access`) enforces the limits, and hands out no reply with a missing piece.
+Without a guard, as in an app that was submitted by hand, nothing is limited before it is stored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Replies:
     """The replies to the messages of a grid, before they are fetched.
 
     Args:
-        grid: of the server's half.
-        client: of the grid, for calls to the SuperLink.
+        grid: grid of the server's half.
+        client: client of the grid, for calls to the SuperLink.
     """
 
     def __init__(self, grid: HttpGrid, client: Any) -> None:
@@ -33,7 +33,7 @@ class Replies:
         self._ask(limits=limits)
 
     def take_refused(self) -> dict[str, str]:
-        """Return why replies were refused, by the message, and remove them; each is returned once."""
+        """Return the reasons why replies were refused, by message, and remove these replies; each is returned once."""
         refusals: dict[str, tuple[str, str]] = self._ask().get("refused", {})
         for name, _ in refusals.values():
             self.remove(name)

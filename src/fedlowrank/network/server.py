@@ -1,7 +1,7 @@
 """The server's half of a run: an engine that reaches its clients by messages.
 
 A round takes one message round trip. The order to a client carries its download and the stamp of the state
-that it builds on, which acknowledges its last reply. It also asks for the evaluation of the previous round.
+on which it builds, which acknowledges its last reply. It also asks for the evaluation of the previous round.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from .validation.uploads import (
 logger = logging.getLogger(__name__)
 
 MAX_LAST_ORDERS = 5
-"""Times that clients are told that the run is over while some of them reconnect."""
+"""Largest number of times that clients are told that the run is over while some of them reconnect."""
 
 NOTICE_SECONDS = 10.0
-"""Seconds in which a client must confirm that it was told why it does not take part."""
+"""Seconds within which a client must confirm that it was told why it does not take part."""
 
 
 class NetworkError(FedlowrankError):
@@ -75,29 +75,29 @@ class NetworkEngine(Engine):
     """Sends the jobs of a round to remote clients and validates their replies.
 
     Attributes:
-        transport: carries the messages.
-        registry: the registered clients.
+        transport: transport that carries the messages.
+        registry: registry of the clients.
         settings: section ``network`` of the experiment.
-        account: what is stored of the clients.
+        account: stored information about the clients.
         audit: log of registrations and replies.
-        signer: signs what is sent; None where keys are not checked.
-        member_keys: public keys of all clients, by which they sign steps of secure sums; None without a roster.
-        secure: the run's secure sums; None where updates are seen one by one; set by the run.
+        signer: signer of the messages; None if keys are not checked.
+        member_keys: public keys of all clients, which verify steps of secure sums; None without a roster.
+        secure: secure sums of the run; None if updates are not masked; set by the run.
         evaluate: whether the next round trip asks for evaluations.
-        evaluations: those of the last round trip, by client.
-        reset_clients: clients that start again from the initial state.
+        evaluations: evaluations of the last round trip, by client.
+        reset_clients: identifiers of the clients that start again from the initial state.
         evaluation_jobs: jobs of the clients that only evaluate in the next round.
-        sizes: examples by which each client is weighted in this round.
-        bytes_sent: communication volume: headers, downloads (down) and uploads (up).
-        spool: uploads of the round.
-        templates: the forms of the next replies; set by the run.
-        metrics: that evaluations must hold besides accuracy and loss, by name; set by the run.
-        compares: whether replies are refused by their norms beside those of others; under central privacy
-            they are not, for whether a client counts must not depend on another one.
-        shortens: whether long updates are shortened; not where a rule of run.robust bounds them; set by the run.
-        describes: whether length and direction of updates are kept for a person to see; set by the run.
-        decode: undoes what a method compressed in the upload of a client; set by the run.
-        kept_shares: the share of its length that is left of each update of the round that was shortened.
+        sizes: number of examples by which each client is weighted in this round.
+        bytes_sent: communication volume in bytes: headers, downloads (down) and uploads (up).
+        spool: storage of the uploads of the round.
+        templates: forms of the next replies; set by the run.
+        metrics: metrics that evaluations must hold besides accuracy and loss, by name; set by the run.
+        compares: whether replies with outlying norms are refused; not under central privacy,
+            where the use of one client's reply must not depend on another client.
+        shortens: whether long updates are shortened; not if a rule of run.robust bounds them; set by the run.
+        describes: whether length and direction of updates are stored for a person to see; set by the run.
+        decode: function that decompresses the upload of a client for the method; set by the run.
+        kept_shares: remaining share of the length of each shortened update of the round, by client.
     """
 
     name = "network"
@@ -141,7 +141,7 @@ class NetworkEngine(Engine):
         self.backoff = Backoff(self.settings.silent_after, self.account.silent)
 
     def with_micro_batch(self, micro_batch: int | None) -> Self:
-        """This engine: clients take gradients by settings of their own."""
+        """Return this engine, because clients compute gradients with settings of their own."""
         del micro_batch
         return self
 
@@ -185,7 +185,7 @@ class NetworkEngine(Engine):
         for job in jobs:
             client_id, result = job.client.id, results[job.client.id]
             if client_id in used_jobs:
-                # one upload in memory at a time
+                # only one upload is in memory at a time
                 upload = self.spool.get(client_id)
                 if client_id in shortenings:
                     upload = shorten_upload(
@@ -202,7 +202,7 @@ class NetworkEngine(Engine):
     def take_step(
         self, step: Step, parcels: Mapping[int, dict[str, str]], round: int
     ) -> Iterator[tuple[int, Answer | str]]:
-        """Send a step of a secure sum to clients; the answer of each, or why there is none."""
+        """Send a step of a secure sum to clients; yield the answer of each, or the reason why there is none."""
         node_ids, clients_by_node = self.transport.nodes(), dict[int, int]()
         messages = []
         for client_id, parcel in sorted(parcels.items()):
@@ -239,7 +239,7 @@ class NetworkEngine(Engine):
     def train_masked(
         self, jobs: Sequence[ClientJob], parcels: Mapping[int, dict[str, str]], round: int
     ) -> Mapping[int, ClientResult]:
-        """Send the orders of a round of a secure sum; the result of each client."""
+        """Send the orders of a round of a secure sum; return the result of each client."""
         self._parcels = parcels
         try:
             return dict(self._round_trip(list(jobs), [], round, len(jobs)))
@@ -249,7 +249,7 @@ class NetworkEngine(Engine):
     def _order_message(
         self, client_id: int, order: Order, payload: bytes, digest: str, max_bytes: int
     ) -> NodeMessage:
-        """An order to a client that is connected, signed if keys are checked; its bytes are counted."""
+        """Make an order to a connected client, signed if keys are checked, and count its bytes."""
         node_id, header = self.registry.registered[client_id].node, order.to_json()
         assert node_id is not None, "a client that is not connected is skipped"
         self.bytes_sent["header"] += len(header)
@@ -258,11 +258,11 @@ class NetworkEngine(Engine):
         return NodeMessage(node_id, "order", header, payload, max_bytes, signature)
 
     def _find_reference(self, job: ClientJob) -> Any:
-        """Return the reference that the upload of a client is compared with."""
+        """Return the reference with which the upload of a client is compared."""
         return self.templates.method.describe_update(job.down, job.client, self.templates.task).reference
 
     def _find_shortenings(self, used_jobs: Mapping[int, ClientJob], round: int) -> dict[int, Shortening]:
-        """The updates that are to be shortened, by client; those that are too long are counted and logged."""
+        """Find the updates to shorten, by client; those that are too long are counted and logged."""
         ratio = self.settings.limits.update_ratio
         if not (self.compares and self.shortens and ratio):
             return {}
@@ -298,12 +298,12 @@ class NetworkEngine(Engine):
         return {c: min(1.0, median_size / max(1, self.sizes[c])) for c in self._norms}
 
     def _count_steps(self) -> dict[int, int]:
-        """Steps of each client that replied, by the examples by which it is weighted: more are only a claim."""
+        """Steps of each client that replied, for the examples by which it is weighted, as a larger number is only a claim."""
         passes = self.templates.method.local_passes()
         return {c: sum(steps_of(passes, max(1, self.sizes[c])).values()) for c in self._norms}
 
     def _describe_updates(self, used_jobs: Mapping[int, ClientJob], round: int) -> None:
-        """Store length and direction of the updates of a round, before any was shortened."""
+        """Store length and direction of the updates of a round, as they were before any was shortened."""
         by_change: dict[int, dict[str, bool]] = {c: {} for c in used_jobs}
         lengths: dict[int, float] = {}
         for part in sorted({p for norms in self._norms.values() for p in norms}):
@@ -330,7 +330,7 @@ class NetworkEngine(Engine):
         self.account.shapes = dict(sorted(earlier_shapes.items())[-MAX_DESCRIBED_ROUNDS:])
 
     def _wait_for_members(self, client_ids: set[int], min_clients: int) -> None:
-        """Register clients that came back, if too few for a secure sum are connected: rounds would be lost till then."""
+        """If too few clients for a secure sum are connected, wait and register returning ones; rounds would be lost meanwhile."""
         expected_ids = {
             c
             for c in client_ids - self.account.excluded.keys()
@@ -344,7 +344,7 @@ class NetworkEngine(Engine):
             )
 
     def _prepare_attempt(self, pending_jobs: list[ClientJob]) -> list[ClientJob]:
-        """Wait for clients that left; those that lost their state start again."""
+        """Wait for clients that left; reset the jobs of those that lost their state."""
         weighted_ids = {j.client.id for j in pending_jobs if self.sizes[j.client.id]}
         expected_ids = {
             i for i in weighted_ids - self.account.excluded.keys() if not self.blocklist.is_blocked(i)
@@ -384,7 +384,7 @@ class NetworkEngine(Engine):
             for _ in self._round_trip([], jobs, round, len(jobs), is_last=True):
                 pass
             asked_nodes |= self._asked_nodes
-            # clients that came, or came back, while the others were waited for
+            # registers clients that connected, or reconnected, during the wait for the others
             requests = self._make_registration_requests(self.transport.nodes())
             for response in (
                 self._exchange.run_round_trip(requests, "registration", NOTICE_SECONDS) if requests else ()
@@ -419,7 +419,7 @@ class NetworkEngine(Engine):
                 self._register(response)
 
     def _make_notices(self, node_ids: set[int]) -> list[NodeMessage]:
-        """Messages to rejected clients, which say why; signed, and to known keys only, if keys are checked."""
+        """Make messages to rejected clients with the reason; if keys are checked, signed and only to known keys."""
         notices = self.registry.take_notices(node_ids)
         if self.signer is not None:
             keys, digest = self.registry.keys or {}, payload_digest(b"")
@@ -448,9 +448,9 @@ class NetworkEngine(Engine):
                 time.sleep(min(seconds_left, 1.0 if requests else 0.1))
 
     def _make_registration_requests(self, node_ids: set[int]) -> list[NodeMessage]:
-        """Requests to all present nodes that are not registered, and notices to those that were rejected.
+        """Make requests to all present nodes that are not registered, and notices to those that were rejected.
 
-        They are signed, and sent to known keys only, if keys are checked.
+        If keys are checked, they are signed and only sent to known keys.
         """
         requests, notices = self.registry.make_requests(node_ids), self._make_notices(node_ids)
         if self.signer is None:
@@ -469,9 +469,9 @@ class NetworkEngine(Engine):
         ] + notices
 
     def _register(self, response: Response) -> bool:
-        """Register the client of a node; whether it was accepted."""
+        """Register the client of a node; return whether it was accepted."""
         if response.node in self._notified_nodes:
-            # it confirms that it was told why it was rejected
+            # the node confirms that it was told why it was rejected
             self._notified_nodes.discard(response.node)
             return False
         last_rejection = self.registry.rejections.get(response.node)
@@ -501,18 +501,18 @@ class NetworkEngine(Engine):
         min_replies: int,
         is_last: bool = False,
     ) -> Iterator[tuple[int, ClientResult]]:
-        """Send the orders of a round and yield the result of each training client as it is known.
+        """Send the orders of a round and yield the result of each training client as soon as it is known.
 
         Args:
             training_jobs: jobs of the clients that train.
-            evaluation_jobs: jobs of those that only evaluate.
-            round: rounds completed.
-            min_replies: good replies after which the others are waited for no longer than :attr:`grace` says.
-            is_last: whether the run is over; then every client is waited for.
+            evaluation_jobs: jobs of the clients that only evaluate.
+            round: number of completed rounds.
+            min_replies: number of good replies from which on the others are waited for only as long as :attr:`grace` allows.
+            is_last: whether the run is over, in which case every client is waited for.
         """
         paused_ids = set() if is_last else self.backoff.list_paused(round)
         if sum(j.client.id not in paused_ids for j in training_jobs) < self.settings.min_replies:
-            # the round needs them
+            # the round needs the paused clients
             paused_ids = set()
         node_ids = self.transport.nodes()
         messages = self._make_registration_requests(node_ids)
@@ -573,7 +573,7 @@ class NetworkEngine(Engine):
             self._remember(response, client_id, round, seconds, result.lost is None)
             reply_count += result.lost is None
             if response.disconnected:
-                # it is asked again if it comes back, as the same node, too
+                # it is asked again if it reconnects, even as the same node
                 self._asked_nodes.pop(client_id, None)
             elif result.lost is None:
                 self._clients_that_answered.add(client_id)
@@ -592,7 +592,7 @@ class NetworkEngine(Engine):
                 logger.info(reason)
 
     def _take_vector(self, response: Response, client: ClientInfo, round: int) -> ClientResult:
-        """Add a masked vector; nothing else of the reply can be checked, and nothing else is used."""
+        """Add a masked vector; nothing else in the reply can be checked, and nothing else is used."""
         assert self.secure is not None, "masked vectors are of secure sums"
         try:
             self.secure.add(client.id, response.payload)
@@ -603,7 +603,7 @@ class NetworkEngine(Engine):
     def _remember(
         self, response: Response, client_id: int, round: int, seconds: float, is_used: bool
     ) -> None:
-        """Store what a person may want to see of a reply, and how long it took."""
+        """Store when a reply arrived, its size and how long it took, for a person who monitors the run."""
         if response.problem:
             return
         size = len(response.header) + len(response.payload)
@@ -612,7 +612,7 @@ class NetworkEngine(Engine):
             self.grace.add(seconds)
 
     def _reason_to_skip(self, client_id: int, node_ids: set[int], paused_ids: set[int]) -> str | None:
-        """Why a client gets no order, or None if it gets one."""
+        """The reason why a client gets no order, or None if it gets one."""
         registered_client = self.registry.registered.get(client_id)
         if self.blocklist.is_blocked(client_id):
             return self.blocklist.reason(client_id)
@@ -626,7 +626,7 @@ class NetworkEngine(Engine):
                 f"{self.backoff.counts[client_id]} orders in a row (network.silent_after)"
             )
         if not self.sizes[client_id]:
-            # this round's federation does not know its size, so its reply would have no weight
+            # this round's federation does not know the client's size, so its reply would have no weight
             return f"client {client_id} registered after the round had begun"
         return None
 
@@ -637,7 +637,7 @@ class NetworkEngine(Engine):
         self.bytes_sent["up"] += len(response.payload)
         if response.problem:
             if response.disconnected:
-                # its sizes stay known
+                # the sizes of the client stay known
                 self.registry.registered[client.id].node = None
             return _make_lost_result(f"no reply of client {client.id}: {to_one_line(response.problem)}")
         self.backoff.record_reply(client.id)

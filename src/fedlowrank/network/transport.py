@@ -1,4 +1,4 @@
-"""Messages between the server and the nodes, whatever carries them."""
+"""Messages between the server and the nodes, independent of the transport."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REGISTRATION_SECONDS = 60.0
 """Seconds for which a round without any reachable client waits for registrations."""
 
 POLL_SECONDS = 1.0
-"""Seconds between two looks for new nodes while the server waits for clients."""
+"""Seconds between two checks for new nodes while the server waits for clients."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class NodeMessage:
     """A message to a node.
 
     Attributes:
-        node: identifier of the node, which is the transport's and not the client's.
-        kind: a request to register, or an order.
-        header: JSON, see :mod:`.messages`.
-        payload: bytes of a tree.
-        max_bytes: largest reply, header and payload together; a transport may stop reading a larger one.
-        signature: of the server, see :mod:`.site.signatures`; "" where keys are not checked.
+        node: identifier of the node at the transport, which is not that of the client.
+        kind: kind of the message: a request to register, or an order.
+        header: header in JSON, see :mod:`.messages`.
+        payload: encoded tree.
+        max_bytes: largest size of the reply in bytes, header and payload together; a transport may stop reading a larger one.
+        signature: signature of the server, see :mod:`.site.signatures`; "" if keys are not checked.
     """
 
     node: int
@@ -41,16 +41,16 @@ class NodeMessage:
 
 @dataclass(frozen=True)
 class Response:
-    """A node's reply to a message, or the news that there will be none.
+    """A node's reply to a message, or the report that there will be none.
 
     Attributes:
         node: identifier of the node.
-        kind: of the message that it answers.
-        header: JSON.
-        payload: bytes of a tree.
-        problem: why there is no reply, in the transport's words; empty if there is one.
-        disconnected: whether the node has gone; its client may come back as another node.
-        too_large: why the reply was not read to its end; empty if it was.
+        kind: kind of the message that it answers.
+        header: header in JSON.
+        payload: encoded tree.
+        problem: the reason why there is no reply, as the transport states it; empty if there is one.
+        disconnected: whether the node has disconnected; its client may come back as another node.
+        too_large: the reason why the reply was not read to its end; empty if it was.
     """
 
     node: int
@@ -70,11 +70,11 @@ class Transport(Protocol):
         ...
 
     def send(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> None:
-        """Send messages that expire after so many seconds."""
+        """Send messages that expire after ``seconds``."""
         ...
 
     def receive(self) -> list[Response]:
-        """The responses since the last call, in any order; does not wait."""
+        """Return the responses since the last call, in any order; does not wait."""
         ...
 
     def cancel_orders(self) -> None:
@@ -83,18 +83,18 @@ class Transport(Protocol):
 
 
 class Exchange:
-    """Does message round trips with many nodes.
+    """Runs message round trips with many nodes.
 
     A registration may take longer than one round trip, because a client first hashes its base model. A node
     that does not answer is asked again after half of ``wait``, because a busy server may have lost the message.
 
     Args:
-        transport: carries the messages.
+        transport: transport that carries the messages.
         wait: seconds that a registration may take.
-        describe_node: how logs call a node.
+        describe_node: function that names a node in logs.
 
     Attributes:
-        pending_nodes: when each node was first asked to register that has not answered yet.
+        pending_nodes: time at which each node without an answer was first asked to register, by node.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class Exchange:
         the transport's records.
 
         Args:
-            messages: to be sent.
-            group: of the messages.
-            seconds: until they expire.
-            limit: gives the seconds after which enough responses have been yielded; None for ``seconds``.
+            messages: messages to send.
+            group: name of the round trip in the transport's records.
+            seconds: seconds until the messages expire.
+            limit: function that returns the seconds after which enough responses have been yielded; None for ``seconds``.
         """
         start_time, node_ids = time.monotonic(), self.transport.nodes()
-        # a node that left answers no more; one that came back may be another process
+        # a node that left does not answer any more; one that came back may be another process
         self.pending_nodes = {
             n: t for n, t in self.pending_nodes.items() if n in node_ids and start_time - t < self.wait
         }
@@ -147,7 +147,7 @@ class Exchange:
             ) and time.monotonic() - start_time < min(seconds, seconds if limit is None else limit()):
                 responses = self.transport.receive()
                 for response in responses:
-                    # duplicates and answers to what was not asked are dropped
+                    # duplicates and unsolicited answers are dropped
                     if (
                         response.kind == "registration"
                         and self.pending_nodes.pop(response.node, None) is not None
@@ -157,14 +157,14 @@ class Exchange:
                         unanswered_nodes.discard(response.node)
                         yield response
                 if (unanswered_nodes if orders else self.pending_nodes) and not responses:
-                    # often at first, when small models answer at once, and rarely when they take hours
+                    # frequent checks at first, when small models answer at once, and rare ones when answers take hours
                     time.sleep(min(1.0, max(0.02, (time.monotonic() - start_time) / 20)))
         finally:
             self.transport.cancel_orders()
             self._log_late_registrations()
 
     def _log_late_registrations(self) -> None:
-        """Name the nodes whose registration takes long, at most once a minute."""
+        """Log the nodes whose registration takes long, at most once a minute."""
         current_time = time.monotonic()
         late_nodes = {
             n: current_time - t

@@ -1,4 +1,4 @@
-"""Warnings: what a reader must know before trusting a comparison."""
+"""Finds warnings that a reader must know before trusting a comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .statistics.setting_names import CODE, last_part
 
 
 def find_all_warnings(experiments: Sequence[ComparedExperiment]) -> list[str]:
-    """The warnings of each experiment, with its name if there are several."""
+    """List the warnings of each experiment, with its name if there are several."""
     has_several = len(experiments) > 1
     return [
         f"{experiment.name}: {warning}" if has_several else warning
@@ -22,7 +22,7 @@ def find_all_warnings(experiments: Sequence[ComparedExperiment]) -> list[str]:
 
 
 def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
-    """What a reader must know before trusting the comparison of one experiment."""
+    """List the warnings about the comparison of one experiment."""
     warnings = []
     for group in groups:
         suffix = "was given more than once; its first run counts."
@@ -73,7 +73,7 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _find_unevaluated(group: RunGroup) -> list[str]:
-    """A warning if only some clients were drawn for the last evaluation."""
+    """Warn if only some clients were drawn for the last evaluation."""
     results = group.headline_results
     unevaluated_count = int(results["not_evaluated"].fillna(0).max()) if len(results) else 0
     if not unevaluated_count:
@@ -86,12 +86,12 @@ def _find_unevaluated(group: RunGroup) -> list[str]:
 
 
 def _find_unequal_sizes(group: RunGroup) -> list[str]:
-    """A warning if the seeds of a group have so different numbers of examples that their data must differ."""
+    """Warn if the seeds of a group differ so much in their numbers of examples that their data must differ."""
     first_record = group.first
     first_counts = group.runs[0].examples
     warnings = []
     for run in group.runs[1:]:
-        # seeds draw other clients: rounding may move an example of each of them to another part
+        # seeds draw other clients, and rounding may move an example of each client to another part
         tolerance = max(len(first_record.clients), len(run.record.clients))
         if any(
             abs(count - other_count) > tolerance
@@ -106,7 +106,7 @@ def _find_unequal_sizes(group: RunGroup) -> list[str]:
 
 
 def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
-    """A warning for each group with a router that chose one cluster for all clients, with what may help."""
+    """Warn of each group whose router chose one cluster for all clients, with advice."""
     warnings = []
     for group in groups:
         collapses = [(run.record.seed, run.collapse) for run in group.runs if run.collapse]
@@ -115,7 +115,7 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
             clusters_text = ", ".join(
                 f"seed {seed}: cluster {collapse.cluster}" for seed, collapse in collapses
             )
-            # Methods that choose clusters by their losses have no router that could learn more slowly.
+            # Methods that choose clusters by their losses have no router whose learning could be slowed.
             advice = "another seed, for the clusters then start from other values"
             if group.first.section("method", "fields", "router"):
                 advice = "a lower learning rate of the router (router.lr), noise on it while it trains "
@@ -129,12 +129,12 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
-    """Settings, other than methods and what is varied, in which the runs of one experiment differ."""
+    """List settings, other than methods and varied ones, in which the runs of one experiment differ."""
     varied_names = {last_part(key) for group in groups for key, _ in group.vary}
     all_settings = [run.settings for group in groups for run in group.runs]
     differences = []
     for key in dict.fromkeys(key for settings in all_settings for key in settings):
-        # the code of a method is in its own runs alone
+        # only a method's own runs hold its code
         settings_with_key = [
             settings for settings in all_settings if key in settings or not key.startswith(CODE)
         ]
@@ -145,7 +145,7 @@ def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def warn_of_several(experiments: Sequence[ComparedExperiment]) -> str:
-    """A warning if runs of several experiments stand on one page, else nothing."""
+    """Warn if a page shows runs of several experiments; otherwise return an empty text."""
     names = [experiment.name for experiment in experiments]
     if len(names) < 2:
         return ""

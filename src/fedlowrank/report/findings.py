@@ -1,4 +1,4 @@
-"""Sentences on results: which method is best, by how much, and how sure that is."""
+"""States results in sentences: which method is best, by how much, and how sure that is."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from .statistics.run_statistics import Estimate
 from .statistics.significance import ALPHA
 
 ONE_SEED = "A test over the clients of one seed says nothing about other seeds."
-MAX_NAMED_METHODS = 3  # most methods that a sentence names one by one
+MAX_NAMED_METHODS = 3  # maximum number of methods that a sentence names one by one
 
 
 class Finding(NamedTuple):
-    """What a comparison shows."""
+    """Result of a comparison in sentences."""
 
-    result: str  # the best result, and its difference from a baseline or the second best
-    others: str  # the other groups; may be empty
-    test: str  # how it was tested and what the test cannot tell; may be empty
+    result: str  # sentence on the best result and its difference from a baseline or the second best
+    others: str  # sentence on the other groups; may be empty
+    test: str  # sentence on the test and what it cannot show; may be empty
 
     def __str__(self) -> str:
         return " ".join(text for text in self if text)
 
 
 class ResultCard(NamedTuple):
-    """The main result as a card shows it: one number, and one interval or condition of it."""
+    """The main result as a card shows it: one number, with one interval or condition."""
 
-    best_methods: str  # the best methods
-    value: str  # the number, with unit
-    interval: str  # of the number; ``in 4 of 5 seeds`` if results are bimodal; may be empty
-    measure: str  # what the number is
-    claim: str  # how the other methods compare, without numbers; may be empty
+    best_methods: str  # names of the best methods
+    value: str  # number with unit
+    interval: str  # interval of the number; ``in 4 of 5 seeds`` if results are bimodal; may be empty
+    measure: str  # name of the number
+    claim: str  # comparison with the other methods, without numbers; may be empty
 
 
 def state_findings(families: Sequence[Family]) -> list[Finding]:
-    """What the runs of one experiment show, and how sure it is.
+    """State the results of one experiment, and how sure they are.
 
     Returns:
-        One finding; of a sweep over several methods, how often each leads and then one finding a setting.
+        One finding; for a sweep over several methods, a finding on how often each leads, then one for each setting.
     """
     if len(families) == 1:
         return [_describe(families[0])]
@@ -68,7 +68,7 @@ def state_findings(families: Sequence[Family]) -> list[Finding]:
 
 
 def state_headline(families: Sequence[Family]) -> ResultCard:
-    """The main result of one experiment, as short as it can be."""
+    """State the main result of one experiment, as briefly as possible."""
     if len(families) > 1 and (leading_families := [family for family in families if family.best]):
         name, wins = Counter(family.ranked[0][0].short_label for family in leading_families).most_common(1)[0]
         measure_name = families[0].measure.sentence_name
@@ -134,7 +134,7 @@ def _describe(family: Family) -> Finding:
     ]
     if not comparisons:
         return Finding(f"{head}.", _describe_groups(family), _describe_test(family))
-    # A baseline if there is one, else the second best.
+    # A baseline if there is one, otherwise the second best.
     baseline = next(
         (comparison for comparison in comparisons if sends_nothing(comparison.group)), comparisons[0]
     )
@@ -148,7 +148,7 @@ def _describe(family: Family) -> Finding:
 
 
 def _describe_groups(family: Family) -> str:
-    """In how many seeds the methods that choose clusters find all groups of clients."""
+    """State in how many seeds the methods that choose clusters find all groups of clients."""
     counts_by_name = [
         (_name(group, family), counts) for group, result in family.ranked if (counts := result.groups_found)
     ]
@@ -176,10 +176,10 @@ def _describe_others(
 
 
 def _describe_one(comparison: ComparisonWithBest, family: Family) -> str:
-    """The best against one group, in numbers."""
+    """Compare the best with one group, in numbers."""
     gap, measure, name = comparison.difference, family.measure, _name(comparison.group, family)
-    assert gap is not None  # it was tested
-    # How much better the best is.
+    assert gap is not None  # the group was tested
+    # Sign that makes the lead of the best positive.
     sign = 1 if measure.is_loss else -1
     mean, low, high = sign * gap.mean, *sorted((sign * gap.low, sign * gap.high))
     p = format_p(comparison.p)
@@ -195,7 +195,7 @@ def _describe_one(comparison: ComparisonWithBest, family: Family) -> str:
 
 
 def _describe_test(family: Family) -> str:
-    """Names the test, and says what was not tested and what the test cannot tell."""
+    """Name the test, and state what was not tested and what the test cannot show."""
     sentences = [f"{family.test[:1].upper()}{family.test[1:]}."] if family.test else []
     if family.is_over_clients:
         sentences.append(ONE_SEED)
@@ -229,7 +229,7 @@ def sends_nothing(group: RunGroup) -> bool:
 
 
 def _format_result(result: Estimate, measure: Measure) -> str:
-    """A mean with its 95 % interval over seeds, such as ``93.1 % [92.0, 94.2] over 5 seeds``."""
+    """Format a mean with its 95 % interval over seeds, such as ``93.1 % [92.0, 94.2] over 5 seeds``."""
     value = _format_value(result.mean, measure)
     if result.diverged:
         value = f"{value} without the {result.diverged} that diverged"
@@ -245,7 +245,7 @@ def _format_value(value: float, measure: Measure) -> str:
 
 
 def _format_interval(result: Estimate, measure: Measure) -> str:
-    """The 95 % interval over seeds, cut to possible values."""
+    """Format the 95 % interval over seeds, cut to possible values."""
     lower_bound, upper_bound = measure.bounds
     return measure.format_interval(
         max(lower_bound, result.mean - result.ci), min(upper_bound, result.mean + result.ci)
@@ -253,7 +253,7 @@ def _format_interval(result: Estimate, measure: Measure) -> str:
 
 
 def _format_modes(modes: Modes, measure: Measure) -> str:
-    """Both groups of seeds, such as ``at least 92.9 % in 2 of 3 seeds and at most 67.5 % in the other``."""
+    """Format both groups of seeds, such as ``at least 92.9 % in 2 of 3 seeds and at most 67.5 % in the other``."""
     success_relation, failure_relation = (
         ("at most", "at least") if measure.is_loss else ("at least", "at most")
     )
@@ -265,7 +265,7 @@ def _format_modes(modes: Modes, measure: Measure) -> str:
 
 
 def _is_level(result: Estimate, other: Estimate, measure: Measure) -> bool:
-    """Whether two results are printed as equal in the tables."""
+    """Whether the tables print two results as equal."""
     return measure.format(result.mean) == measure.format(other.mean) and result.diverged == other.diverged
 
 

@@ -1,21 +1,21 @@
-"""Numbers and names as text for people. The CSV does not use these functions: it holds exact values."""
+"""Formats numbers and names for people. The CSV does not use these functions, because it holds exact values."""
 
 from __future__ import annotations
 
 import math
 import re
 
-MISSING = "–"  # what stands where there is no number
-DIGITS = 3  # significant digits of byte sizes, counts and durations, wherever they are shown
+MISSING = "–"  # text in place of a missing number
+DIGITS = 3  # significant digits of byte sizes, counts and durations everywhere
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def format_si(value: float | None, unit: str = "") -> str:
-    """A byte size or a count, given in its base unit, with a decimal prefix, such as ``12.3 MB``."""
+    """Format a byte size or a count, given in its base unit, with a decimal prefix, such as ``12.3 MB``."""
     if value is None or not math.isfinite(value):
         return MISSING
     for size, prefix in _PREFIXES:
-        # The half unit in the last place keeps 999 999 from being shown as 1000 k.
+        # Half a unit in the last place keeps 999 999 from being shown as 1000 k.
         if abs(value) >= size * (1 - 0.5 * 10.0**-DIGITS):
             return f"{_significant(value / size)} {prefix}{unit}".rstrip()
     number = f"{value:.0f}" if float(value).is_integer() else _significant(value)
@@ -23,7 +23,7 @@ def format_si(value: float | None, unit: str = "") -> str:
 
 
 def format_si_pair(value: float | None, plus_minus: float | None, unit: str = "") -> str:
-    """A quantity and its spread with one decimal prefix, such as ``6.69 ± 0.56 M``; no spread if it is 0."""
+    """Format a quantity and its spread with one decimal prefix, such as ``6.69 ± 0.56 M``; no spread if it is 0."""
     text = format_si(value, unit)
     if not plus_minus or not math.isfinite(plus_minus) or text == MISSING:
         return text
@@ -33,7 +33,7 @@ def format_si_pair(value: float | None, plus_minus: float | None, unit: str = ""
 
 
 def format_tick(value: float, unit: str) -> str:
-    """A round quantity with a decimal prefix and no more digits than it needs, for an axis."""
+    """Format a round quantity with a decimal prefix and no needless digits, for an axis."""
     for size, prefix in _PREFIXES:
         if abs(value) >= size:
             return f"{value / size:g} {prefix}{unit}"
@@ -41,24 +41,24 @@ def format_tick(value: float, unit: str) -> str:
 
 
 def format_percent(value: float | None, digits: int = 2) -> str:
-    """A fraction as a percentage without the sign, such as ``93.12``."""
+    """Format a fraction as a percentage without the sign, such as ``93.12``."""
     return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}"
 
 
 def format_percent_pair(value: float | None, plus_minus: float | None) -> str:
-    """A fraction and its spread as percentages, such as ``93.12 ± 4.10``."""
+    """Format a fraction and its spread as percentages, such as ``93.12 ± 4.10``."""
     if plus_minus is None or not math.isfinite(plus_minus):
         return format_percent(value)
     return f"{format_percent(value)} ± {format_percent(plus_minus)}"
 
 
 def format_loss(value: float | None, digits: int = 4) -> str:
-    """A loss with that many significant digits, such as ``0.01234`` or ``1.234e-06``."""
+    """Format a loss with ``digits`` significant digits, such as ``0.01234`` or ``1.234e-06``."""
     return MISSING if value is None or not math.isfinite(value) else f"{value:#.{digits}g}".rstrip(".")
 
 
 def format_loss_pair(value: float | None, plus_minus: float | None) -> str:
-    """A loss and its spread to the same decimal, such as ``0.0123 ± 0.0011``; the spread has two digits."""
+    """Format a loss and its spread to the same decimal, such as ``0.0123 ± 0.0011``; the spread has two digits."""
     if value is None or plus_minus is None or not math.isfinite(value) or not math.isfinite(plus_minus):
         return format_loss(value)
     spread_text = format_loss(plus_minus, 2)
@@ -69,7 +69,7 @@ def format_loss_pair(value: float | None, plus_minus: float | None) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """A duration: seconds below two minutes, then minutes, then hours."""
+    """Format a duration: seconds below two minutes, then minutes, then hours."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value < 120:
@@ -80,7 +80,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """A number without a prefix: integers whole, other numbers with one decimal."""
+    """Format a number without a prefix: integers whole, other numbers with one decimal."""
     if value is None or not math.isfinite(value):
         return MISSING
     # 100 · 0.14 is 14.000000000000002
@@ -88,14 +88,14 @@ def format_number(value: float | None) -> str:
 
 
 def format_p(value: float | None) -> str:
-    """A p-value with two significant digits, or ``< 0.001``."""
+    """Format a p-value with two significant digits, or as ``< 0.001``."""
     if value is None or not math.isfinite(value):
         return MISSING
     return "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 
 def format_signed(text: str) -> str:
-    """Formatted numbers with typographic minus signs, and none before a zero such as ``-0.0``."""
+    """Write formatted numbers with typographic minus signs, and without the sign of zeros such as ``-0.0``."""
     return re.sub(r"-(?=0(\.0*)?(?![\d.e]))", "", text).replace("-", "−")
 
 

@@ -1,4 +1,4 @@
-"""The comparison of methods: exact values for the CSV, and tables and sentences for readers."""
+"""Compares methods: exact values for the CSV, and tables and sentences for readers."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from .tables.text_table import TextTable
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of groups."""
+    """Comparison of groups of runs."""
 
     experiments: tuple[ComparedExperiment, ...]
-    frame: pd.DataFrame  # exact values, one row a group; the CSV contains all of them
+    frame: pd.DataFrame  # exact values, one row per group; the CSV contains all of them
     result_tables: Mapping[
         str, TextTable
-    ]  # results, by ``accuracy``, ``loss``, ``metrics``, ``trust``, ``size``, ``cost``, ``target``
-    targets: Mapping[str, Target]  # of each experiment, by name
-    footnotes: tuple[tuple[str, str], ...]  # terms and what they mean
+    ]  # tables by ``accuracy``, ``loss``, ``metrics``, ``trust``, ``size``, ``cost``, ``target``
+    targets: Mapping[str, Target]  # targets of the experiments, by name
+    footnotes: tuple[tuple[str, str], ...]  # terms with their meanings
     findings: Mapping[str, Sequence[Finding]]  # sentences on the results of each experiment, by name
     summary: TextTable  # the result of each group and its difference from the best
-    sweeps: tuple[TextTable, ...]  # results by what was varied
+    sweeps: tuple[TextTable, ...]  # results by varied setting
     ranks: tuple[TextTable, ...]  # results by rank of the client
     several_experiments: str  # a warning if there are several experiments, else empty
-    warnings: tuple[str, ...]  # what a reader must know first
-    answers: tuple[AnswerRow, ...]  # of language models, before and after training
+    warnings: tuple[str, ...]  # warnings that a reader must know first
+    answers: tuple[AnswerRow, ...]  # answers of language models, before and after training
 
     @property
     def groups(self) -> list[RunGroup]:
-        """The groups of all experiments."""
+        """Groups of all experiments."""
         return [group for experiment in self.experiments for group in experiment.groups]
 
     @property
     def families(self) -> list[Family]:
-        """Groups of all experiments that are compared with the best of them."""
+        """Families of all experiments: groups that are compared with the best of them."""
         return [family for experiment in self.experiments for family in experiment.families]
 
     @property
     def first_findings(self) -> list[str]:
-        """The first sentences on each experiment, with its name if there are several."""
+        """First sentences on each experiment, with its name if there are several."""
         has_several = len(self.findings) > 1
         return [
             f"{name}: {findings[0]}" if has_several else str(findings[0])
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def tables(self) -> list[TextTable]:
-        """All tables in the order in which a reader sees them."""
+        """All tables in reading order."""
         return [*self.sweeps, self.summary, *self.result_tables.values(), *self.ranks]
 
 
@@ -74,7 +74,7 @@ def compare_runs(runs: Sequence[RunRecord], target: float | None = None) -> Comp
     """Compare runs, one row for each method and setting, over its seeds.
 
     Args:
-        runs: in the order in which methods appear.
+        runs: records of the runs, in the order in which methods appear.
         target: accuracy in (0, 1] for the columns "to target"; None for a default, see
             :func:`fedlowrank.report.statistics.accuracy_target.choose_target`.
 
@@ -128,7 +128,7 @@ def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison
 
 
 def _describe_targets(targets: Mapping[str, Target]) -> list[tuple[str, str]]:
-    """What the target of each experiment is, and why one has none."""
+    """Describe the target of each experiment, or the reason why it has none."""
     notes = []
     for name, target in targets.items():
         if target.value is None and not target.source.startswith("no target"):
@@ -144,7 +144,7 @@ def _describe_targets(targets: Mapping[str, Target]) -> list[tuple[str, str]]:
 
 
 def _other_notes(frame: pd.DataFrame) -> list[tuple[str, str]]:
-    """Terms that a reader may look for."""
+    """List further terms that a reader may look up."""
     notes = []
     if has_values(frame, "accuracy_last") or not has_values(frame, "judged_by"):
         meaning = "max test over rounds (as some libraries report) chooses on test examples; it is in the CSV"
@@ -154,5 +154,5 @@ def _other_notes(frame: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def to_csv(comparison: Comparison) -> str:
-    """All exact values: fractions, bytes and counts unrounded, one row a group, empty where there is none."""
+    """Write all exact values: fractions, bytes and counts unrounded, one row per group, empty where there is none."""
     return str(comparison.frame.to_csv(index=False, lineterminator="\n"))

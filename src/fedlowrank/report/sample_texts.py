@@ -1,4 +1,4 @@
-"""The table of a language model's answers before and after a run."""
+"""Table of a language model's answers before and after a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .statistics.groups import RunGroup
 
 
 class AnswerRow(NamedTuple):
-    """One answer.
+    """An answer of a language model to a prompt.
 
     Attributes:
-        prompt: the question.
-        model: whose answer it is.
-        answer: what the model wrote.
+        prompt: text of the question.
+        model: name of the model that answered.
+        answer: text that the model wrote.
     """
 
     prompt: str
@@ -23,7 +23,7 @@ class AnswerRow(NamedTuple):
 
 
 def list_answers(groups: Sequence[RunGroup]) -> list[AnswerRow]:
-    """Answers of the first run of each method, by prompt: before the first round once, then after the last."""
+    """List answers of the first run of each method, by prompt: once before the first round, then after the last."""
     rows: list[AnswerRow] = []
     before: dict[str, str] = {}
     after: dict[str, list[AnswerRow]] = {}

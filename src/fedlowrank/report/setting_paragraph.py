@@ -1,4 +1,4 @@
-"""The paragraph of a report on the setting of an experiment."""
+"""Writes the paragraph of a report on the setting of an experiment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SAMPLING = {
     "size": ", drawn in proportion to their numbers of training examples",
     "loss": ", those with the highest training loss of some drawn by size (Power-of-Choice)",
 }
-"""How clients are drawn, by ``run.sampling``."""
+"""Descriptions of the draw of clients, by ``run.sampling``."""
 
 
 def describe_setting(groups: Sequence[RunGroup]) -> str:
-    """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
+    """Describe data, clients, partition, model, rounds and seeds of one experiment in a paragraph."""
     run = groups[0].first
     sections = {name: run.section(name) for name in SECTIONS}
     sizes = groups[0].runs[0].examples
@@ -75,7 +75,7 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
 
 
 def _describe(values: Mapping[str, Any], names: Sequence[str] = ()) -> str:
-    """A section of the configuration in words: its name, then its settings in brackets."""
+    """Describe a section of the configuration: its name, then its settings in brackets."""
     name = next((key for key in names if values.get(key)), None)
     settings = [f"{on_one_line(k)} {value_text(v)}" for k, v in values.items() if k != name and v is not None]
     settings_text = on_one_line(", ".join(settings), 200)

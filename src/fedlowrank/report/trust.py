@@ -1,4 +1,4 @@
-"""What a report says of protected and attacked runs: sentences on the setting, columns of the comparison."""
+"""Reports on protected and attacked runs: sentences on the setting, columns of the comparison."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RULES = {
     "krum": "Krum",
     "multi_krum": "multi-Krum",
 }
-COUNTING = ("trimmed_mean", "krum", "multi_krum")  # rules that count on a share of hostile replies
+COUNTING = ("trimmed_mean", "krum", "multi_krum")  # rules that rely on a share of hostile replies
 
 
 def describe_trust(run: RunRecord) -> list[str]:
-    """Sentences on protection of updates, their rule and the attack; none by default."""
+    """Describe the protection of updates, their rule and the attack in sentences; none by default."""
     section_names = ("compression", "clipping", "privacy", "robust", "attack", "secure")
     compression, clipping, privacy, robust, attack, secure = (
         run.section("run", name) for name in section_names
@@ -79,9 +79,9 @@ def _describe_privacy(run: RunRecord, privacy: Mapping[str, Any]) -> str:
 
 
 def is_replacing(run: RunRecord) -> bool:
-    """Whether neighboring federations of a private run differ by other data of a client, not by its absence.
+    """Whether neighboring federations of a private run differ by other data of a client and not by its absence.
 
-    See :attr:`fedlowrank.trust.privacy.accounting.Sampling.relation`; under local privacy it is always so.
+    See :attr:`fedlowrank.trust.privacy.accounting.Sampling.relation`; under local privacy they always do.
     """
     settings = run.section("run")
     trainable_count = len(run.clients) - len(run.measurements.flagged_ids("unseen"))
@@ -101,12 +101,12 @@ def _describe_attack(run: RunRecord, attack: Mapping[str, Any]) -> str:
 
 
 def privacy_curve(group: RunGroup) -> pd.DataFrame:
-    """ε spent after each round, over seeds; empty where nothing is private."""
+    """Compute ε spent after each round, over seeds; empty if no run is private."""
     return _curve(group, "privacy", "epsilon")
 
 
 def clipping_curve(group: RunGroup) -> pd.DataFrame:
-    """The clipping norm after each round, over seeds; empty where it is fixed."""
+    """Compute the clipping norm after each round, over seeds; empty if it is fixed."""
     return _curve(group, "clipping", "norm")
 
 
@@ -116,7 +116,7 @@ def _curve(group: RunGroup, metric: str, name: str) -> pd.DataFrame:
 
 
 def hostile_weight(run: RunStatistics) -> float:
-    """Share of the weights of replies that a rule gave to hostile clients, mean over rounds, or NaN."""
+    """Compute the share of the weights of replies that a rule gave to hostile clients, as a mean over rounds, or NaN."""
     weights, hostile_ids = run.table.of_rounds("weight"), run.record.measurements.flagged_ids("hostile")
     if not hostile_ids or weights.empty:
         return math.nan
@@ -125,10 +125,10 @@ def hostile_weight(run: RunStatistics) -> float:
 
 
 def trust_row(group: RunGroup) -> dict[str, float | None]:
-    """Columns of the CSV about privacy and attacks; empty for runs without.
+    """Make the columns of the CSV about privacy and attacks; empty for runs without them.
 
     ``backdoor_success`` is the share of triggered examples that models of honest clients take for the target,
-    ``hostile_weight`` that of :func:`hostile_weight`; ``epsilon`` the ε that was spent.
+    ``hostile_weight`` that of :func:`hostile_weight`; ``epsilon`` is the ε that was spent.
     """
     numbers = {
         "backdoor_success": [_last(run, "backdoor", "success") for run in group.runs],
@@ -139,6 +139,6 @@ def trust_row(group: RunGroup) -> dict[str, float | None]:
 
 
 def _last(run: RunStatistics, metric: str, name: str) -> float:
-    """The last value of what a run reports; NaN if there is none."""
+    """Get the last value of a number that a run reports; NaN if there is none."""
     table = run.table.of_rounds(metric)
     return float(table[name].iloc[-1]) if name in table else math.nan

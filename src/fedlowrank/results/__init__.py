@@ -1,1 +1,1 @@
-"""What a run has measured: one table of numbers, how they are measured, and how they are read again."""
+"""Results of a run: one table of numbers, how they are measured, and how they are read again."""

@@ -1,12 +1,12 @@
 """Metrics besides accuracy and loss: named ones, and functions of the user's own.
 
 A metric is computed for each client, series and split from the model's scores on the client's own examples.
-Definitions are those of scikit-learn, where it has the metric: ``f1_score``, ``balanced_accuracy_score``,
+Definitions are those of scikit-learn for the metrics that it has: ``f1_score``, ``balanced_accuracy_score``,
 ``roc_auc_score``, ``average_precision_score``, ``top_k_accuracy_score``, the root of ``mean_squared_error``,
-``mean_absolute_error``, and ``r2_score`` without its option ``force_finite``. Its functions are not called: on the
-small sets that clients have, most of the time would go into their checks of arguments. Two things differ. A metric
-that scikit-learn warns about or sets to a constant, such as AUROC of one class, is None. AUROC and average
-precision rank examples by :func:`log_odds`, because probabilities of confident models round to 0 and 1.
+``mean_absolute_error``, and ``r2_score`` without its option ``force_finite``. Its functions are not called, because
+their checks of arguments would take most of the time on the small sets that clients have. Two things differ. A metric
+that scikit-learn warns about or sets to a constant, such as AUROC of one class, is None. AUROC and average precision
+rank examples by :func:`log_odds`, because probabilities of confident models round to 0 and 1.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Reals = NDArray[np.float64]
 Labels = NDArray[Any]
 
 BINS = 15
-"""Bins of equal width of the expected calibration error, as in Guo et al. (arXiv:1706.04599)."""
+"""Number of equally wide bins of the expected calibration error, as in Guo et al. (arXiv:1706.04599)."""
 
 
 def softmax(scores: Reals) -> Reals:
-    """Probabilities ``[n, classes]`` of scores."""
-    # scores of a model that diverged give NaN
+    """Compute the softmax probabilities ``[n, classes]`` of scores."""
+    # scores of a diverged model give NaN
     with np.errstate(invalid="ignore"):
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         probabilities: Reals = powers / powers.sum(axis=1, keepdims=True)
@@ -44,20 +44,20 @@ def softmax(scores: Reals) -> Reals:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that says how good scores are on a set of examples.
+    """A measure of the quality of scores on a set of examples.
 
     Attributes:
-        about: what it is.
-        compute: from scores, float64 ``[n, classes]``, and labels, int64 ``[n]``, of examples or of pixels and
-            tokens that count; of a regression from outputs and targets ``[n, d]``. n is at least 1. None where
-            the metric is not defined.
-        task: what it needs; ``any`` for a function of the user's own.
-        bounds: its least and its largest value.
-        min_classes: number of classes that it needs more than.
-        of_labels: the same from scores and targets ``[n, classes]`` of zeros and ones, where every class of an
-            example is present or absent; None where there is no such metric.
-        lower_is_better: whether a smaller value is better, as of an error; None for a function of the user's own.
-        title: its name as a heading; empty for the name with spaces.
+        about: description of the metric.
+        compute: function of scores, float64 ``[n, classes]``, and labels, int64 ``[n]``, of examples, or of pixels
+            and tokens that count; in a regression of outputs and targets ``[n, d]``. n is at least 1. It returns None
+            where the metric is not defined.
+        task: kind of task that the metric needs; ``any`` for a function of the user's own.
+        bounds: least and largest value of the metric.
+        min_classes: number that the number of classes must exceed.
+        of_labels: function of scores and targets ``[n, classes]`` of zeros and ones, for examples in which every
+            class is present or absent; None where there is no such metric.
+        lower_is_better: whether a smaller value is better, as for an error; None for a function of the user's own.
+        title: heading of the metric; empty for its name with spaces.
     """
 
     about: str
@@ -72,14 +72,14 @@ class Metric:
 
 def _f1(average: Literal["macro", "weighted"], scores: Reals, labels: Labels) -> float:
     hits, label_counts, prediction_counts = _count_by_class(scores, labels)
-    # of the classes that are a label or a prediction, as scikit-learn averages
+    # only classes that are a label or a prediction, as scikit-learn averages
     mask = label_counts + prediction_counts > 0
     f1 = 2 * hits[mask] / (label_counts + prediction_counts)[mask]
     return float(np.average(f1, weights=label_counts[mask] if average == "weighted" else None))
 
 
 def _micro_f1(scores: Reals, labels: Labels) -> float:
-    """Of one label an example it is the accuracy."""
+    """Micro-averaged F1 score, which is the accuracy if each example has one label."""
     return float((scores.argmax(1) == labels).mean())
 
 
@@ -91,14 +91,14 @@ def _intersection_over_union(scores: Reals, labels: Labels) -> float:
 
 
 def _count_by_label(scores: Reals, targets: Labels) -> tuple[Labels, Labels, Labels]:
-    """Of each class how often it is rightly present, present, and predicted to be present."""
+    """Count for each class how often it is rightly predicted, present, and predicted to be present."""
     is_present, is_predicted = targets > 0.5, scores > 0
     return (is_present & is_predicted).sum(0), is_present.sum(0), is_predicted.sum(0)
 
 
 def _f1_of_labels(average: Literal["macro", "weighted"], scores: Reals, targets: Labels) -> float | None:
     hits, label_counts, prediction_counts = _count_by_label(scores, targets)
-    # scikit-learn sets the F1 score of a class that is never present nor predicted to 0
+    # scikit-learn sets the F1 score of a class that is neither present nor predicted to 0
     f1 = 2 * hits / np.maximum(label_counts + prediction_counts, 1)
     if average == "weighted":
         return float(np.average(f1, weights=label_counts)) if label_counts.any() else None
@@ -112,14 +112,14 @@ def _micro_f1_of_labels(scores: Reals, targets: Labels) -> float | None:
 
 def _intersection_of_labels(scores: Reals, targets: Labels) -> float:
     hits, label_counts, prediction_counts = _count_by_label(scores, targets)
-    # scikit-learn sets the index of a class that is never present nor predicted to 0
+    # scikit-learn sets the index of a class that is neither present nor predicted to 0
     return float((hits / np.maximum(label_counts + prediction_counts - hits, 1)).mean())
 
 
 def _mean_of_labels(
     metric: Callable[[NDArray[np.bool_], Reals], float], scores: Reals, targets: Labels
 ) -> float | None:
-    """Mean of a metric of each class; None where a class is present in all examples or in none."""
+    """Mean of a metric over the classes; None if a class is present in all examples or in none."""
     is_present = targets > 0.5
     if is_present.all(0).any() or not is_present.any(0).all():
         return None
@@ -133,7 +133,7 @@ def _balanced_accuracy(scores: Reals, labels: Labels) -> float:
 
 
 def _count_by_class(scores: Reals, labels: Labels) -> tuple[Labels, Labels, Labels]:
-    """Of each class how many examples are right, have it as label, and are predicted to have it."""
+    """Count for each class how many examples are right, have it as label, and are predicted to have it."""
     predictions, class_count = scores.argmax(1), scores.shape[1]
     hits, label_counts, prediction_counts = (
         np.bincount(classes_of_examples, minlength=class_count)
@@ -145,17 +145,17 @@ def _count_by_class(scores: Reals, labels: Labels) -> tuple[Labels, Labels, Labe
 def log_odds(scores: Reals) -> Reals:
     """Log-odds ``[n, classes]`` of each class against all others: z_c - log Σ_j≠c exp(z_j).
 
-    They have the order of the softmax probabilities without rounding to 0 or 1. Rows with the same scores in
-    another order give the same numbers, so that ties stay ties.
+    They have the order of the softmax probabilities without rounding to 0 or 1. Rows with the same scores in another
+    order give the same numbers, so that ties are preserved.
 
     Args:
-        scores: ``[n, classes]``, at least two classes; a row may hold minus infinity, but not alone.
+        scores: scores ``[n, classes]`` of at least two classes; a row may hold minus infinity, but not only that.
     """
     sorted_scores = np.sort(scores, axis=1)
     top_scores = sorted_scores[:, -1:]
     powers = np.exp(scores - top_scores)
     total = np.exp(sorted_scores - top_scores).sum(axis=1, keepdims=True)
-    # the others of the largest score: a difference of sums would lose them
+    # for the largest score, the sum over the others; a difference of sums would lose their digits
     second_scores = sorted_scores[:, -2:-1]
     offset = np.where(np.isfinite(second_scores), second_scores, 0.0)
     other_sums = np.exp(sorted_scores[:, :-1] - offset).sum(axis=1, keepdims=True)
@@ -169,9 +169,9 @@ def log_odds(scores: Reals) -> Reals:
 def _one_versus_rest(
     metric: Callable[[NDArray[np.bool_], Reals], float], scores: Reals, labels: Labels
 ) -> float | None:
-    """Mean over the classes present of a metric of each class against all others; None for one class.
+    """Mean over the present classes of a metric of each class against all others; None for one class.
 
-    Of two classes, class 1 is the positive one.
+    With two classes, class 1 is the positive one.
     """
     classes = np.unique(labels)
     if len(classes) < 2:
@@ -183,7 +183,7 @@ def _one_versus_rest(
 
 
 def _area_under_roc(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
-    """Share of pairs of a positive and a negative example in order, ties half: Mann-Whitney's U."""
+    """Share of correctly ordered pairs of a positive and a negative example, with ties as half: Mann-Whitney's U."""
     positives, negatives = ranking[is_positive], np.sort(ranking[~is_positive])
     lower_counts, lower_or_equal_counts = (
         np.searchsorted(negatives, positives, side) for side in ("left", "right")
@@ -192,17 +192,17 @@ def _area_under_roc(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
 
 
 def _average_precision(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
-    """Sum over thresholds of the precision times the step of recall."""
+    """Sum over thresholds of the precision times the increase of recall."""
     order = np.argsort(-ranking, kind="stable")
     hits, sorted_ranking = np.cumsum(is_positive[order]), ranking[order]
-    # examples of equal rank have one threshold
+    # examples of equal rank share a threshold
     is_threshold = np.append(sorted_ranking[1:] != sorted_ranking[:-1], True)
     precision = (hits / np.arange(1, len(hits) + 1))[is_threshold]
     return float((np.diff(hits[is_threshold], prepend=0) * precision).sum() / hits[-1])
 
 
 def _top(k: int, scores: Reals, labels: Labels) -> float:
-    """Share of examples whose class is among the first k; of equal scores the higher class number comes first."""
+    """Share of examples whose class is among the first k; among equal scores the higher class number comes first."""
     score_of_label = np.take_along_axis(scores, labels[:, None], axis=1)
     is_later = np.arange(scores.shape[1]) > labels[:, None]
     is_higher = (scores > score_of_label) | ((scores == score_of_label) & is_later)
@@ -226,7 +226,7 @@ def _mean_absolute(outputs: Reals, targets: Labels) -> float:
 
 
 def _determination(outputs: Reals, targets: Labels) -> float | None:
-    """R² of each target, and the mean of these; None for one example, or a target that does not vary."""
+    """Mean of R² over the targets; None for one example, or if a target does not vary."""
     total_squares = np.square(targets - targets.mean(0)).sum(0)
     if (targets == targets[0]).all(0).any():
         return None
@@ -307,7 +307,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 def find_number(name: str) -> Metric | ClientNumber | None:
-    """The metric or further number of clients of that name; None for a metric of the user's own."""
+    """Find the metric or further client number of that name; None for a metric of the user's own."""
     return METRICS.get(name) or CLIENT_NUMBERS.get(name)
 
 
@@ -319,10 +319,10 @@ _OF_LABELS = {
 
 
 def check_metric_names(metrics: Any) -> tuple[str, ...]:
-    """The names in ``run.metrics``; imports nothing.
+    """Check the names in ``run.metrics``, without importing anything.
 
     Raises:
-        ConfigError: if it is no list, or a name is unknown; the message names the nearest metric.
+        ConfigError: if the value is no list or a name is unknown; the message names the nearest metric.
     """
     if isinstance(metrics, str):
         raise ConfigError(f"run.metrics is a list of names, such as [{metrics!r}]")
@@ -347,17 +347,17 @@ def check_metric_names(metrics: Any) -> tuple[str, ...]:
 
 
 OwnMetrics = Mapping[str, Callable[..., Any]]
-"""Functions ``metric(scores, targets)`` of a user, by name."""
+"""Functions ``metric(scores, targets)`` of the user, by name."""
 
 
 def split_metrics(metrics: Any) -> tuple[Any, OwnMetrics]:
-    """Split the metrics that are passed in Python into names, and functions by their names.
+    """Split the metrics that are passed in Python into names and functions by name.
 
     Args:
-        metrics: names of metrics, and functions ``metric(scores, targets)``.
+        metrics: names of metrics, or functions ``metric(scores, targets)``.
 
     Raises:
-        ConfigError: if a function has no name of its own, or the name of something else.
+        ConfigError: if a function has no name of its own, or a name that is already taken.
     """
     if callable(metrics):
         raise ConfigError(f"run.metrics is a list, such as [{_name_of(metrics)}]")
@@ -386,7 +386,7 @@ def split_metrics(metrics: Any) -> tuple[Any, OwnMetrics]:
 
 
 def _name_of(function: Any) -> str:
-    """The name of a function; of a callable object without one that of its class."""
+    """Name of a function; for a callable object without a name, the name of its class."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -397,17 +397,17 @@ def choose_metrics(
     loss: Loss = AUTO,
     functions: OwnMetrics | None = None,
 ) -> dict[str, Metric]:
-    """The metrics of those names, for a task.
+    """Choose the metrics of those names for a task.
 
     Args:
-        names: of :data:`METRICS`, or ``module:function``.
-        examples: of any client, for the form of its labels.
+        names: names in :data:`METRICS`, or ``module:function``.
+        examples: examples of any client, for the form of its labels.
         class_count: number of classes; 0 for a regression.
-        loss: of the task, which says whether real targets are several labels an example.
-        functions: functions of the user by name.
+        loss: loss of the task, which says whether real targets are several labels for each example.
+        functions: functions of the user's own, by name.
 
     Raises:
-        ConfigError: if a metric does not fit the task, or its function cannot be imported.
+        ConfigError: if a metric does not suit the task, or if its function cannot be imported.
     """
     if (names or functions) and loss.predicts_tokens(examples.y):
         raise ConfigError(
@@ -446,15 +446,14 @@ _TASKS = {
 
 
 def compute_metric(name: str, metric: Metric, scores: Reals, labels: Labels) -> float | None:
-    """The value of a metric on a set of examples.
+    """Compute a metric on a set of examples.
 
     Returns:
-        It; None where it is not defined; NaN where a score of a model that diverged makes no number (it is
-        NaN or infinite; a score of minus infinity is a probability of zero unless all of its row are), and of
-        a user's function that returns NaN.
+        The value; None where the metric is not defined; NaN if a diverged model's score is NaN or infinite (a score
+        of minus infinity is a probability of zero unless its whole row is), or if a user's function returns NaN.
 
     Raises:
-        ConfigError: if a user's function fails or returns no number.
+        ConfigError: if a user's function fails or does not return a number.
     """
     if not len(labels):
         return None
@@ -471,7 +470,7 @@ def compute_metric(name: str, metric: Metric, scores: Reals, labels: Labels) -> 
         value = metric.compute(scores, labels)
         return None if value is None else float(value)
     except Exception as error:
-        # whatever the user's code raises
+        # the user's code may raise any error
         shapes_text = f"scores {[*scores.shape]} and labels {[*labels.shape]}"
         raise ConfigError(
             f"run.metrics: {name!r} must return a number or None, and failed on {shapes_text}: "

@@ -1,9 +1,9 @@
-"""The numbers that an evaluation has of each client, and what is true of all their values: one table.
+"""Table of the numbers that an evaluation has for each client, with the properties of their values.
 
-A further number is an entry of :data:`CLIENT_NUMBERS`, and a column that ``results/evaluation/evaluation_table.py`` makes.
-Tables, loggers and the report show an entry about scores. Numbers about a model, clusters or data are recorded, and shown
-where code asks for them. The check of a client's answer over the network reads the entry. Metrics of ``run.metrics`` are in
-:mod:`.client_metrics`.
+A further number is an entry of :data:`CLIENT_NUMBERS` and a column that ``results/evaluation/evaluation_table.py``
+makes. Tables, loggers and the report show every entry about scores. Numbers about a model, clusters or data are
+recorded, and shown where code asks for them. The check of a client's answer over the network reads the entry. Metrics
+of ``run.metrics`` are in :mod:`.client_metrics`.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ from dataclasses import dataclass
 from typing import Literal
 
 ACCURACY, LOSS, PARAMETERS, ROUTE = "accuracy", "loss", "parameters", "route"
-"""Names of the numbers that every evaluation has of a client, the last one of methods with clusters."""
+"""Names of the numbers that every evaluation has for a client; the last one only for methods with clusters."""
 
 SPLITS = ("val", "test")
 """Sets of examples on which the model of a client is evaluated."""
 
 TOKEN_ACCURACY, PAIR_ACCURACY, RETRIEVAL = "token_accuracy", "pair_accuracy", "retrieval_accuracy"
-"""Shares of tokens that a language model predicts, of pairs of responses that it puts in order, and of anchors that are
-nearest to their own positive in a batch. They are no accuracy: such models are judged by their loss."""
+"""Shares of tokens that a language model predicts correctly, of pairs of responses that it orders correctly, and of
+anchors that are
+nearest to their own positive in a batch. They are not accuracies, because such models are judged by their loss."""
 
 COUNTED_LABELS = "counted_labels"
-"""Number of a client's labels over which its accuracy and its loss are means: of labels of pixels or tokens, and where
-some are left out (``loss.ignore_index``). Without it they are means over examples."""
+"""Number of a client's labels over which its accuracy and its loss are means, for labels of pixels or tokens, and if
+some labels are left out (``loss.ignore_index``). Without it they are means over examples."""
 
 FRAME_KEYS = ("round", "client", "unseen", "hostile", "series", "split", "n")
-"""First columns of a data frame of results, which say what a row is about."""
+"""First columns of a data frame of results, which identify a row."""
 
 
 @dataclass(frozen=True)
 class ClientNumber:
-    """A number that an evaluation has of a client.
+    """A number that an evaluation has for each client.
 
     Attributes:
-        title: its name as a heading.
-        about: what it is about, which says its columns: ``scores`` of a model has one for each series and split, a
-            ``model`` one for each series, ``clusters`` one for each cluster (as series), and ``data`` one for each split,
-            which a client never sends: the server knows how many labels count.
-        bounds: its least and its largest value.
-        may_be_nan: whether a value may be NaN, as of a model whose training diverged.
+        title: heading of the number.
+        about: subject of the number, which determines its columns: ``scores`` of a model has one for each series and
+            split, a ``model`` one for each series, ``clusters`` one for each cluster (as series), and ``data`` one
+            for each split, which a client never sends, because the server knows how many labels count.
+        bounds: least and largest value of the number.
+        may_be_nan: whether a value may be NaN, as for a model whose training diverged.
         lower_is_better: whether a smaller value is better; None for sizes.
-        is_required: whether every evaluation has it.
+        is_required: whether every evaluation has the number.
     """
 
     title: str
@@ -66,16 +67,16 @@ CLIENT_NUMBERS: dict[str, ClientNumber] = {
     ROUTE: ClientNumber("share of a cluster", "clusters", may_be_nan=True, lower_is_better=None),
     COUNTED_LABELS: ClientNumber("labels that count", "data", (0.0, math.inf), lower_is_better=None),
 }
-"""The numbers by name."""
+"""Client numbers by name."""
 
 
 def reserved_names() -> set[str]:
-    """Columns of tables of results, so no name of a metric of the user's own."""
+    """List the columns of result tables, which a metric of the user's own must not be named after."""
     return {*FRAME_KEYS, *CLIENT_NUMBERS}
 
 
 def list_further_metrics(names: Iterable[str]) -> list[str]:
-    """Those of the names that tables show beside accuracy and loss, each once: metrics, and further numbers of scores."""
+    """List the names that tables show beside accuracy and loss, each once: metrics and further numbers of scores."""
     return [name for name in dict.fromkeys(names) if _is_further_metric(name)]
 
 

@@ -1,4 +1,4 @@
-"""Results as tables of pandas: of one run, and of all runs below a folder."""
+"""Results as pandas tables: of one run, and of all runs below a folder."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ from .records import RoundRecord, RunRecord, describe_missing
 logger = logging.getLogger(__name__)
 
 ALL = "all"
-"""In the place of a series: rows of every one."""
+"""Name in the place of a series that selects the rows of every series."""
 
 
 def client_frame(table: Measurements, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
-    """One row for each evaluated round, client and split, of the method's headline series.
+    """Tabulate one or all series, by default the headline, one row for each evaluated round, client and split.
 
     A method may evaluate several models of a client, which are its *series*: Ditto the client's own model and the
-    global one. A mean over rows of several series is a number of no model, so that others than the headline have
-    to be named.
+    global one. A mean over rows of several series describes no model, so series other than the headline have to be
+    named.
 
     Args:
-        table: of the run.
-        last: keep only the last evaluated round.
+        table: measurements of the run.
+        last: whether to keep only the last evaluated round.
         series: name of a series, or ``"all"``; None for the headline, the first that the method reports.
 
     Returns:
-        Columns round, client, client_name (where clients have names), unseen, hostile, series, split, n
-        (examples of the client in the split; NaN if they are not known), counted_labels (where accuracy and loss are
-        means over labels of pixels or tokens, or some labels are left out), accuracy, loss and one for each
-        further metric. NaN where a client has no example in a split or a metric is not defined; infinite where
-        the result of a model that diverged is not finite. Clients that were not evaluated
-        (``evaluate_clients``) have no row.
+        Columns round, client, client_name (if clients have names), unseen, hostile, series, split, n (examples of the
+        client in the split; NaN if they are not known), counted_labels (if accuracy and loss are means over labels of
+        pixels or tokens, or if some labels are left out), accuracy, loss and one for each further metric. A value is
+        NaN if a client has no example in a split or a metric is not defined, and infinite if the result of a diverged
+        model is not finite. Clients that were not evaluated (``evaluate_clients``) have no row.
 
     Raises:
         ConfigError: if there is no such series.
@@ -77,14 +76,14 @@ def client_frame(table: Measurements, *, last: bool = False, series: str | None 
 
 
 def _choose_series(series: str | None, all_series: Sequence[str]) -> Sequence[str]:
-    """Names of the series to show, of those that a run has."""
+    """Choose the names of the series to show from those that a run has."""
     if series is None:
         return all_series[:1]
     return all_series if series == ALL else [name for name in all_series if name == series]
 
 
 def _require_series(series: str | None, all_series: Collection[str], owner: str) -> None:
-    """Raise ConfigError if a series is named that is not known."""
+    """Raise ConfigError if an unknown series is named."""
     if series is not None and series != ALL and series not in all_series:
         raise ConfigError(
             f"{owner} has no series {series!r}. {did_you_mean(series, sorted(all_series))} "
@@ -93,7 +92,7 @@ def _require_series(series: str | None, all_series: Collection[str], owner: str)
 
 
 def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
-    """One row for each round, the one before training included.
+    """Tabulate the rounds, one row for each, including the one before training.
 
     Returns:
         Columns round, participants and lost (numbers of clients), the fields bytes_up, bytes_down,
@@ -118,20 +117,21 @@ def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: st
     """Average results over clients, each weighted by its number of examples n, or by counted_labels where it has them.
 
     ``table.groupby(by)[column].mean()`` counts every client once, as the report does. The mean here counts every
-    example once, or every label that counts of pixels, tokens, and examples of which some have no label: of accuracies
-    it is the accuracy on the labels of all clients together.
+    example once; for pixels, tokens, and examples of which some have no label, it counts every label that counts
+    once. The mean of accuracies is the accuracy on the labels of all clients together.
 
     Args:
-        table: rows of one series and one split, of :func:`load_runs` or :meth:`..rounds.outcome.result.Result.to_frame`.
-        by: columns whose values belong together, such as ``["method", "seed"]``.
-        column: what to average.
+        table: rows of one series and one split, from :func:`load_runs` or
+            :meth:`..rounds.outcome.result.Result.to_frame`.
+        by: names of the columns to group by, such as ``["method", "seed"]``.
+        column: name of the column to average.
 
     Returns:
         The means by the values of ``by``. Clients without a value are left out; NaN if no client is left, and
-        infinite if the model of one diverged.
+        infinite if the model of a client diverged.
 
     Raises:
-        DataError: if several series, splits or rounds of a client would be averaged, or n is not known.
+        DataError: if several series, splits or rounds of a client would be averaged, or if n is not known.
 
     Example:
         >>> test = load_runs("runs/", last=True).query("split == 'test'")  # doctest: +SKIP
@@ -167,10 +167,10 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
     """Read the results of all runs in a folder and in the folders below it.
 
     Args:
-        folder: a run folder, or any folder above, such as ``"runs"``.
-        last: keep only the last evaluated round of each run.
-        series: which of a method's models, by name, or ``"all"``; None for the headline of each method, by which
-            the report judges it. Runs of methods that lack a named series have no rows.
+        folder: path of a run folder or of any folder above, such as ``"runs"``.
+        last: whether to keep only the last evaluated round of each run.
+        series: name of one of a method's models, or ``"all"``; None for the headline of each method, by which the
+            report judges it. Runs of methods that lack a named series have no rows.
 
     Returns:
         One row for each run, evaluated round, client, series and split. First come columns of the run:
@@ -179,7 +179,7 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
         :meth:`..rounds.outcome.result.Result.to_frame`.
 
     Raises:
-        CheckpointError: if there is no run, or one cannot be read.
+        CheckpointError: if there is no run, or if one cannot be read.
         ConfigError: if no run has such a series.
 
     Example:
@@ -202,17 +202,17 @@ def _series_of(runs: Iterable[Sequence[RoundRecord]]) -> set[str]:
 
 
 def load_rounds(folder: str | Path) -> pd.DataFrame:
-    """Read what the rounds of all runs in a folder cost: bytes, operations, seconds and training losses.
+    """Read the costs of the rounds of all runs in a folder: bytes, operations, seconds and training losses.
 
     Args:
-        folder: as in :func:`load_runs`.
+        folder: path of a folder, as in :func:`load_runs`.
 
     Returns:
         One row for each run and round: columns of the run as in :func:`load_runs`, then those of
         :func:`rounds_frame`.
 
     Raises:
-        CheckpointError: if there is no run, or one cannot be read.
+        CheckpointError: if there is no run, or if one cannot be read.
     """
     return _join_frames(
         _add_run_columns(rounds_frame(r.rounds), name, r) for name, r in _load_records(folder)
@@ -220,7 +220,7 @@ def load_rounds(folder: str | Path) -> pd.DataFrame:
 
 
 def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
-    """The runs below a folder with their paths, without those that were moved aside."""
+    """Read the runs below a folder with their paths, without runs that were moved aside."""
     root = Path(folder)
     folders = sorted(path.parent for path in root.rglob("run.json"))
     run_folders = [f for f in folders if not re.search(r"\.old-\d+(/|$)", f.relative_to(root).as_posix())]
@@ -236,7 +236,7 @@ def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
 
 
 def _add_run_columns(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:
-    """Put the columns of a run before those of a table."""
+    """Insert the columns of a run before those of a table."""
     config = record.config
     labels = {
         "run": name,
@@ -245,7 +245,7 @@ def _add_run_columns(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.Da
         "seed": config.get("run", {}).get("seed"),
         **(config.get("vary") or {}),
     }
-    # a varied value may be a list, which pandas would else spread over the rows
+    # a varied value may be a list, which pandas would otherwise spread over the rows
     columns = {
         key: pd.Series([value] * len(frame), dtype=_choose_dtype(value)) for key, value in labels.items()
     }
@@ -253,16 +253,16 @@ def _add_run_columns(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.Da
 
 
 def _choose_dtype(value: Any) -> Any:
-    """Type of a column that holds a value of a setting."""
+    """Choose the column type for a value of a setting."""
     return type(value) if isinstance(value, bool | int | float) else object
 
 
 def _join_frames(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """One table of several, the columns of runs first."""
+    """Join several tables into one, with the columns of runs first."""
     tables = [table for table in frames if len(table)]
     if not tables:
         return pd.DataFrame(columns=["run", "experiment", "method", "seed", *FRAME_KEYS, ACCURACY, LOSS])
-    # the columns that come before the round are those of runs
+    # the columns before the round are those of runs
     run_columns = [name for t in tables for name in t.columns[: list(t.columns).index("round")]]
     columns = [name for t in tables for name in t.columns]
     return pd.concat(tables, ignore_index=True)[list(dict.fromkeys([*run_columns, *columns]))]

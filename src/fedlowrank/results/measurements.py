@@ -1,9 +1,9 @@
-"""What a run measured, as one table, and the statistics over the clients of an evaluation, by :func:`summarize`.
+"""Table of a run's measurements, and statistics over the clients of an evaluation by :func:`summarize`.
 
-A row is (round, client or -1, series, split, name, value). Numbers of a client are its accuracy, its loss, each further
-metric, the parameters of its model, and its share of each cluster (``route``, by cluster as series). Numbers of a round
-are bytes, parameters sent, steps, operations, seconds, training losses by pass, ranks by weight, and what a method
-observes. Rows are only ever appended.
+A row is (round, client or -1, series, split, name, value). Numbers of a client are its accuracy, its loss, each
+further metric, the parameters of its model, and its share of each cluster (``route``, by cluster as series). Numbers
+of a round are bytes, parameters sent, steps, operations, seconds, training losses by pass, ranks by weight, and the
+method's own metrics of its server. Rows are only ever appended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ClientSelection = Literal["counted", "unseen", "all"]
 """Clients of a statistic: those that count in means (they can train and are not hostile), those that never train, or all."""
 
 COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
-"""Names of what a round costs."""
+"""Names of the costs of a round."""
 
 TRAINING_LOSS = "training_loss"
 """Name of the mean loss of a pass over the steps of a round."""
@@ -37,7 +37,7 @@ COLUMNS = ("round", "client", "series", "split", "name", "value")
 
 
 def is_lower_better(name: str) -> bool | None:
-    """Whether a smaller value of a number of clients is better; None for a metric of the user's own and for sizes."""
+    """Whether a smaller value of a client number is better; None for a metric of the user's own and for sizes."""
     number = find_number(name)
     return None if number is None else number.lower_is_better
 
@@ -47,10 +47,10 @@ class Column:
     """One number of several clients.
 
     Attributes:
-        name: of the number, such as ``accuracy``.
-        series: which of the method's models; of a route, the cluster.
-        split: whose examples it is about; empty if it is about none.
-        values: one of each client; None for a client without one.
+        name: name of the number, such as ``accuracy``.
+        series: name of one of the method's models; for a route, the cluster.
+        split: name of the split that the number was measured on; empty if it does not depend on examples.
+        values: values of the clients; None for a client without one.
     """
 
     name: str
@@ -61,28 +61,28 @@ class Column:
 
 @dataclass(frozen=True)
 class ClientTable:
-    """What was measured of some clients at one time: what an evaluation makes and a client's answer carries.
+    """Measurements of some clients at one time, as an evaluation makes them and a client's answer carries them.
 
     Attributes:
-        client_ids: their identifiers.
-        columns: the numbers, the headline series first.
+        client_ids: identifiers of the clients.
+        columns: columns of the numbers, the headline series first.
     """
 
     client_ids: list[int]
     columns: list[Column]
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as values of JSON, which share its lists."""
+        """Convert the table to JSON values, which share its lists."""
         return {"clients": self.client_ids, "columns": [vars(column) for column in self.columns]}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of :meth:`as_json`."""
+        """Inverse of :meth:`to_dict`."""
         return cls(list(value["clients"]), [Column(**column) for column in value["columns"]])
 
     @classmethod
     def join(cls, tables: Sequence[ClientTable]) -> Self:
-        """The table of the clients of all, in the order of their identifiers."""
+        """Join the tables of several groups of clients, in the order of the clients' identifiers."""
         if len(tables) == 1 and tables[0].client_ids == sorted(tables[0].client_ids):
             return cls(tables[0].client_ids, tables[0].columns)
         positions = {
@@ -98,7 +98,7 @@ class ClientTable:
         return cls([*positions], [Column(*key, values) for key, values in rows.items()])
 
     def series(self, name: str = ACCURACY) -> list[str]:
-        """The series of a number, the headline first."""
+        """List the series of a number, the headline first."""
         return list(dict.fromkeys(column.series for column in self.columns if column.name == name))
 
     @property
@@ -109,7 +109,7 @@ class ClientTable:
     def values(
         self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> list[float | None]:
-        """One column, a value for each client; by default of the headline series. Empty where it was not measured.
+        """Values of one column, one for each client; by default of the headline series. Empty if it was not measured.
 
         Raises:
             ConfigError: if no column has that series.
@@ -125,12 +125,12 @@ class ClientTable:
     def by_client(
         self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> dict[int, float | None]:
-        """One column as of :meth:`values`, by the client's identifier."""
+        """Values of one column as in :meth:`values`, by the client's identifier."""
         return dict(zip(self.client_ids, self.values(name, series=series, split=split), strict=False))
 
 
 def as_row(values: Iterable[float | None]) -> Floats:
-    """Values of clients as numbers ``[clients]``: NaN for None, infinity for NaN."""
+    """Convert values of clients to numbers ``[clients]``: NaN for None, infinity for NaN."""
     numbers = [math.inf if v is not None and math.isnan(v) else v for v in values]
     return np.array(numbers, dtype=np.float64)
 
@@ -142,28 +142,29 @@ def summarize(
     lower_is_better: bool | None = False,
     is_evaluated: NDArray[np.bool_] | None = None,
 ) -> dict[str, Floats]:
-    """Statistics over clients of every evaluation; the one place that knows what a mean over clients is.
+    """Compute statistics over the clients of every evaluation; means over clients are defined only here.
 
     Args:
-        values: ``[evaluations, clients]``; NaN for a client without a value, infinite if it is not finite.
-        weights: ``[clients]`` or ``[evaluations, clients]``, the numbers of examples; None if they are not known.
+        values: array ``[evaluations, clients]``; NaN for a client without a value, infinite if a value is not finite.
+        weights: numbers of examples ``[clients]`` or ``[evaluations, clients]``; None if they are not known.
         lower_is_better: whether the worst value is the largest; None if that is not known.
-        is_evaluated: ``[evaluations, clients]``, whether a client was evaluated; None for all.
+        is_evaluated: array ``[evaluations, clients]`` that says whether a client was evaluated; None for all.
 
     Returns:
-        Of each evaluation ``mean`` and ``std`` over the clients with a finite value (divided by their number, for
-        they are no sample), ``weighted`` mean, and ``worst``, the mean of the worst ceil(10 %) of these
-        clients. They are NaN where no client has a finite value, ``worst`` also where the worse value is
-        not known. Every client is in one of four numbers: ``clients`` with a finite value, ``non_finite`` whose value is
-        not finite, ``without`` a value although it was evaluated, such as without examples, and ``not_evaluated``.
+        Arrays with one entry for each evaluation: ``mean`` and ``std`` over the clients with a finite value (divided
+        by their number, because they are no sample), ``weighted`` mean, and ``worst``, the mean of the worst ceil(10
+        %) of these clients. They are NaN if no client has a finite value; ``worst`` also if the worse direction is
+        not known. Every client is in one of four counts: ``clients`` with a finite value, ``non_finite`` with a value
+        that is not finite, ``without`` a value although they were evaluated, such as without examples, and
+        ``not_evaluated``.
     """
-    # by columns, so that numpy adds up one client after another and a mean does not depend on memory layout
+    # column-major, so that numpy adds up one client after another and a mean does not depend on memory layout
     values = np.asfortranarray(values)
     is_finite = np.isfinite(values)
     count = is_finite.sum(axis=1)
     finite_values = np.where(is_finite, values, 0.0)
     weights = np.where(is_finite, math.nan if weights is None else weights, 0.0)
-    # the worst first; what is not finite comes last
+    # the worst values first; values that are not finite come last
     cost = -np.sort(np.where(is_finite, -values if lower_is_better else values, np.inf), axis=1)
     worst_count = np.ceil(count / 10).astype(int)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -193,15 +194,15 @@ def summarize(
 
 
 def mean_over_clients(values: Iterable[float | None]) -> float | None:
-    """Mean over the clients with a value by which rounds and settings are chosen; None if no client has one.
+    """Mean over the clients with a value, by which rounds and settings are chosen; None if no client has one.
 
-    It is NaN if the value of a client is not finite: a round is not better for a client whose model diverged.
+    It is NaN if a client's value is not finite: a round is not better for a client whose model diverged.
     """
     return _mean_of_row(as_row(values))
 
 
 def _mean_of_row(row: Floats) -> float | None:
-    """The same of a row of :func:`as_row`."""
+    """Mean of a row of :func:`as_row`, as in :func:`mean_over_clients`."""
     statistics = {name: statistic[0] for name, statistic in summarize(row[None]).items()}
     if statistics["non_finite"]:
         return math.nan
@@ -209,11 +210,10 @@ def _mean_of_row(row: Floats) -> float | None:
 
 
 def measure_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
-    """Adjusted Rand index of the clients' largest shares against their true clusters, None if unknown.
+    """Compute the adjusted Rand index of the clients' largest shares against their true clusters, None if unknown.
 
-    ``routes`` are shares ``[clients, clusters]``; of several largest ones the first counts. The index is 1
-    for the same clusters, about 0 for random ones, and NaN if no client has a known cluster and finite
-    shares.
+    ``routes`` are shares ``[clients, clusters]``; among several largest ones the first counts. The index is 1 for the
+    same clusters, about 0 for random ones, and NaN if no client has a known cluster and finite shares.
     """
     from sklearn.metrics import adjusted_rand_score  # slow to import
 
@@ -226,10 +226,10 @@ def measure_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
 
 
 class Measured(Protocol):
-    """What has numbers for a table, such as the record of a round."""
+    """An object with numbers for a table, such as the record of a round."""
 
     def append_to(self, table: Measurements) -> None:
-        """Append all of them."""
+        """Append all numbers to a table."""
         ...
 
 
@@ -248,7 +248,7 @@ class Measurements:
 
     @classmethod
     def of(cls, records: Iterable[Measured], clients: Sequence[Mapping[str, Any]]) -> Measurements:
-        """The table of a run of which the records of rounds are known."""
+        """Make the table of a run from the records of its rounds."""
         table = cls(clients)
         for record in records:
             record.append_to(table)
@@ -259,7 +259,7 @@ class Measurements:
         self._of_rounds.setdefault((name, series), {})[round] = value
 
     def append_clients(self, round: int, table: ClientTable) -> None:
-        """Append what was measured of clients; those that are not in it have no values."""
+        """Append the measurements of clients; clients that are not in the table have no values."""
         self._evaluated[round] = table.client_ids
         for column in table.columns:
             row = np.full(max([len(self._clients), *(i + 1 for i in table.client_ids)]), math.nan)
@@ -268,7 +268,7 @@ class Measurements:
 
     @property
     def client_count(self) -> int:
-        """How many there are."""
+        """Number of clients."""
         return len(self._clients)
 
     @property
@@ -277,7 +277,7 @@ class Measurements:
         return list(dict.fromkeys(s for name, s, _ in self._of_clients if name == ACCURACY))
 
     def splits(self, round: int, series: str) -> list[str]:
-        """The splits on whose examples a series was evaluated in a round."""
+        """List the splits on whose examples a series was evaluated in a round."""
         return [
             split
             for (n, s, split), rows in self._of_clients.items()
@@ -285,20 +285,20 @@ class Measurements:
         ]
 
     def series(self, name: str, split: str = "test") -> list[str]:
-        """The series of a number of clients, the headline first."""
+        """List the series of a client number, the headline first."""
         return [s for n, s, split_name in self._of_clients if (n, split_name) == (name, split)]
 
     @property
     def evaluated_rounds(self) -> list[int]:
-        """Rounds whose models were evaluated."""
+        """Indices of the rounds whose models were evaluated."""
         return list(self._evaluated)
 
     def evaluated(self, round: int) -> list[int]:
-        """The clients that were evaluated in a round."""
+        """Identifiers of the clients that were evaluated in a round."""
         return self._evaluated.get(round, [])
 
     def row(self, round: int, name: str, series: str, split: str = "") -> Floats | None:
-        """A number of each client in a round; None without it."""
+        """A number of each client in a round; None if it was not measured."""
         return self._of_clients.get((name, series, split), {}).get(round)
 
     @property
@@ -307,7 +307,7 @@ class Measurements:
         return list_further_metrics(name for name, _, _ in self._of_clients)
 
     def of_clients(self, name: str, series: str, split: str = "") -> pd.DataFrame:
-        """A number of all clients: a row a round, a column a client; NaN without a value, infinite if not finite."""
+        """A number of all clients, with rows of rounds and columns of clients; NaN without a value, infinite if not finite."""
         import pandas as pd  # slow to import, as below
 
         rows = self._of_clients.get((name, series, split), {})
@@ -326,7 +326,7 @@ class Measurements:
         return pd.DataFrame([rows[t] for t in sorted(rows)], index=sorted(rows), dtype=np.float64)
 
     def last(self, name: str, series: str = "") -> float | None:
-        """The last number of a round; None if there is none."""
+        """The last value of a round's number; None if there is none."""
         values = self._of_rounds.get((name, series), {})
         return values[max(values)] if values else None
 
@@ -339,7 +339,7 @@ class Measurements:
         return {row.get("id", i): row.get(name) for i, row in enumerate(self._clients)}
 
     def select_clients(self, group: ClientSelection, count: int) -> list[int]:
-        """Indices of a group among so many clients, see :data:`ClientSelection`."""
+        """Indices of a group among ``count`` clients, see :data:`ClientSelection`."""
         unseen, hostile = self.flagged_ids("unseen"), self.flagged_ids("hostile")
         if group == "all":
             return list(range(count))
@@ -348,26 +348,27 @@ class Measurements:
         return [i for i in range(count) if i not in unseen and i not in hostile]
 
     def examples(self, split: str, count: int) -> NDArray[Any]:
-        """Examples of each of so many clients in a split; NaN for all if one is not known."""
+        """Numbers of examples of ``count`` clients in a split; NaN for all if one is not known."""
         example_counts = self.column(split)
         if any(example_counts.get(i) is None for i in range(count)):
             return np.full(count, math.nan)
         return np.array([example_counts[i] for i in range(count)])
 
     def weights(self, round: int, split: str, count: int) -> NDArray[Any]:
-        """By what each of so many clients weighs in a mean over examples: its labels that count, or its examples."""
+        """Weights of ``count`` clients in a mean over examples: their labels that count, or their examples."""
         row = self.row(round, COUNTED_LABELS, "", split)
         return self.examples(split, count) if row is None else row
 
     def over_clients(
         self, name: str, series: str, split: str = "test", group: ClientSelection = "counted"
     ) -> pd.DataFrame:
-        """Statistics over clients by round, as of :func:`summarize`, of the rounds with a finite value.
+        """Compute statistics over clients by round with :func:`summarize`, for the rounds with a finite value.
 
-        The weighted mean is by the labels that count, which are the examples unless there are labels of pixels or
-        tokens, or some are left out: of accuracies it is the accuracy on the labels of all clients together. The worst
-        clients are those that :func:`is_lower_better` says; NaN where it does not know. A client whose value is not finite
-        is in no mean, so rounds and settings are compared by :func:`mean_over_clients`.
+        The weighted mean is weighted by the labels that count, which are the examples unless there are labels of
+        pixels or tokens, or some labels are left out: the weighted mean of accuracies is the accuracy on the labels
+        of all clients together. The worst clients are those in the direction of :func:`is_lower_better`; NaN if it is
+        unknown. A client whose value is not finite is in no mean, so rounds and settings are compared by
+        :func:`mean_over_clients`.
         """
         import pandas as pd
 
@@ -398,19 +399,19 @@ class Measurements:
         return _mean_of_row(row[self.select_clients(group, len(row))])
 
     def routes(self) -> dict[int, Floats]:
-        """Shares ``[clients, clusters]`` by round, where all clients have them; none for a single cluster."""
+        """Shares ``[clients, clusters]`` by round, if all clients have them; empty for a single cluster."""
         clusters = self.series(ROUTE, "")
         if len(clusters) < 2:
             return {}
         tables = [self._of_clients[ROUTE, cluster, ""] for cluster in clusters]
         if any(tables[0].keys() != table.keys() for table in tables):
-            # rounds with other numbers of clusters
+            # rounds have different numbers of clusters
             return {}
         rounds = {t: np.stack([table[t] for table in tables], axis=1) for t in tables[0]}
         return {t: shares for t, shares in rounds.items() if not np.isnan(shares).any()}
 
     def true_clusters(self, client_count: int) -> list[int | None]:
-        """The true cluster of each of so many clients; None if it is unknown."""
+        """True clusters of ``client_count`` clients; None if a cluster is unknown."""
         clusters = self.column("cluster")
         return [clusters.get(i) for i in range(client_count)]
 
@@ -421,7 +422,7 @@ class Measurements:
         truth = [None if i in unseen else cluster for i, cluster in enumerate(clusters)]
         if len(set(truth) - {None}) < 2:
             return {}
-        # choices rarely change from round to round, and one index takes longer than all the rest
+        # choices rarely change between rounds, and computing one index takes longer than all the rest
         index_of_choice: dict[bytes, float] = {}
         recovery_by_round = {}
         for t, routes in rounds.items():
@@ -433,7 +434,7 @@ class Measurements:
         return recovery_by_round
 
     def __iter__(self) -> Iterator[tuple[int, int, str, str, str, float]]:
-        """The rows; a client without a value has none."""
+        """Iterate over the rows; a client without a value has none."""
         for (name, series), numbers in self._of_rounds.items():
             for t, value in numbers.items():
                 yield t, -1, series, "", name, value
@@ -443,7 +444,7 @@ class Measurements:
                     yield t, int(client_id), series, split, name, float(row[client_id])
 
     def frame(self) -> pd.DataFrame:
-        """All rows, with the columns :data:`COLUMNS`."""
+        """Make a data frame of all rows, with the columns :data:`COLUMNS`."""
         import pandas as pd
 
         return pd.DataFrame(list(self), columns=list(COLUMNS))

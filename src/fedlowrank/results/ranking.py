@@ -1,4 +1,4 @@
-"""Which of several results is the best: rounds, settings and models are all compared here, with ties up to rounding."""
+"""Compares results of rounds, settings and models: finds the best of several, with ties up to rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ last bits."""
 
 
 def exceeds(value: float, other: float, margin: float = 0.0) -> bool:
-    """Whether a value is larger than another one by more than ``margin``, and not by rounding alone."""
+    """Whether a value exceeds another one by more than ``margin``, and not by rounding alone."""
     threshold = other + margin
     return value > threshold and not math.isclose(
         value, threshold, rel_tol=ROUNDING, abs_tol=ROUNDING * margin
@@ -19,14 +19,14 @@ def exceeds(value: float, other: float, margin: float = 0.0) -> bool:
 
 
 def find_best(values: Iterable[float | None], *, lower_is_better: bool = False) -> int | None:
-    """Index of the best value, the first of those that are equal up to :data:`ROUNDING`.
+    """Find the index of the best value, the first among those that are equal up to :data:`ROUNDING`.
 
     Args:
-        values: in the order in which ties are decided; None and NaN are never the best.
-        lower_is_better: whether the best is the smallest, as of a loss.
+        values: results in the order in which ties are decided; None and NaN are never the best.
+        lower_is_better: whether the smallest value is the best, as for a loss.
 
     Returns:
-        The index, counted from 0; None if there is no value.
+        The index, from 0; None if there is no value.
     """
     sign = -1.0 if lower_is_better else 1.0
     best, index = 0.0, None

@@ -1,4 +1,4 @@
-"""What a run leaves behind, read: the record of every round, and the table of all numbers."""
+"""Reads the files of a run: the record of every round, and the table of all numbers."""
 
 from __future__ import annotations
 
@@ -37,40 +37,40 @@ from .client_numbers import ACCURACY, LOSS
 from .measurements import COSTS, TRAINING_LOSS, ClientTable, Measurements, mean_over_clients
 
 RECORD_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
-"""Errors of :meth:`RoundRecord.from_json` for a line that is no record."""
+"""Errors of :meth:`RoundRecord.from_line` for a line that is no record."""
 
 NOT_SETTINGS = ("run.seed", "run.target")
-"""What may differ between runs of one setting."""
+"""Names of the settings that may differ between runs of one setting."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """Everything measured in one round.
+    """Everything that is measured in one round.
 
     Attributes:
-        round: rounds completed, so 1 for the first round of training and 0 for the state before it.
-        participants: clients that trained.
-        lost: participants whose reply did not arrive or was dropped, with the reason.
+        round: number of completed rounds, so 1 for the first round of training and 0 for the state before it.
+        participants: identifiers of the clients that trained.
+        lost: reasons of the participants whose reply did not arrive or was dropped, by client.
         bytes_down: bytes of the encoded messages from the server to the participants.
-        bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
-        excluded_from_means: clients that are in no mean of results, because they never train or are hostile; None for none.
-        parameters_down: floating-point elements in the messages to the participants.
-        parameters_up: floating-point elements in the messages back.
-        steps: optimizer steps of all participants.
-        flops: floating-point operations of training, forward and backward, of all participants.
+        bytes_up: bytes of the encoded replies, including lost ones (they were sent).
+        excluded_from_means: identifiers of clients that are in no mean of results, because they never train or are
+            hostile; None for none.
+        parameters_down: number of floating-point elements in the messages to the participants.
+        parameters_up: number of floating-point elements in the replies.
+        steps: number of optimizer steps of all participants.
+        flops: number of floating-point operations of training, forward and backward, of all participants.
         seconds: wall-clock seconds of ``train``, ``server`` and ``evaluate``.
-        cpu_seconds: the same in CPU time of this process.
+        cpu_seconds: CPU seconds of this process for ``train``, ``server`` and ``evaluate``.
         training_losses: mean loss over the steps of each pass, over all participants.
-        measured: what the evaluation found of each client: accuracy, loss, further metrics, size of its model and
+        measured: results of the evaluation for each client: accuracy, loss, further metrics, size of its model and
             shares of clusters; None in rounds without evaluation.
-        simulated_seconds: what the round took by the simulated clock of ``run.devices``; None without one.
-        restored: True if the record was lost and only the evaluation was repeated from a checkpoint: what the
-            round cost is not known; else None.
-        ranks: of the server's low-rank weights by name, after the round.
-        server_metrics: what the method measures of its server after the round, such as the weight of each client's
-            reply.
+        simulated_seconds: seconds of the round by the simulated clock of ``run.devices``; None without one.
+        restored: True if the record was lost and only the evaluation was repeated from a checkpoint, so that the
+            costs of the round are not known; else None.
+        ranks: ranks of the server's low-rank weights after the round, by name.
+        server_metrics: the method's own metrics of its server after the round, such as the weight of each client's reply.
     """
 
     round: int
@@ -93,14 +93,14 @@ class RoundRecord:
     restored: bool | None = None
 
     def to_line(self) -> str:
-        """One line of JSON."""
+        """Encode the record as one line of JSON."""
         table = None if self.measured is None else self.measured.to_dict()
         return json.dumps({**vars(self), "measured": table}, separators=(",", ":"))
 
     @classmethod
     def from_line(cls, line: str | bytes) -> RoundRecord:
-        """Read a line of :meth:`to_json`; raises one of :data:`RECORD_ERRORS` if it is none."""
-        # a third of the time of json.loads
+        """Decode a line of :meth:`to_line`; raises one of :data:`RECORD_ERRORS` if the line is no record."""
+        # takes a third of the time of json.loads
         fields = from_json(line)
         table = fields.pop("measured", None)
         return cls(**fields, measured=None if table is None else ClientTable.from_dict(table))
@@ -111,18 +111,18 @@ class RoundRecord:
         return self.measured is not None
 
     def series(self, name: str = ACCURACY) -> list[str]:
-        """The series of a number of clients, the headline first; none without evaluation."""
+        """List the series of a client number, the headline first; empty without evaluation."""
         return [] if self.measured is None else self.measured.series(name)
 
     def values(
         self, name: str = ACCURACY, *, series: str | None = None, split: str = "test"
     ) -> list[float | None]:
-        """A number of each client that was evaluated, by default of the headline series.
+        """Values of a number for each client that was evaluated, by default of the headline series.
 
         Args:
-            name: ``"accuracy"``, ``"loss"``, ``"parameters"``, ``"route"`` or one of ``run.metrics``.
-            series: which of the method's models; of a route, the cluster.
-            split: ``"test"`` or ``"val"``; empty for a number that is not about examples.
+            name: name of the number: ``"accuracy"``, ``"loss"``, ``"parameters"``, ``"route"`` or one of ``run.metrics``.
+            series: name of one of the method's models; for a route, the cluster.
+            split: name of the split: ``"test"`` or ``"val"``; empty for a number that does not depend on examples.
 
         Returns:
             One value for each evaluated client, None where it is not defined; an empty list without evaluation or
@@ -137,10 +137,10 @@ class RoundRecord:
         return {} if self.measured is None else self.measured.by_client(name, series=series, split=split)
 
     def validation(self) -> float | None:
-        """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated.
+        """Mean validation accuracy of the headline, or minus its loss in a regression; None if it was not evaluated.
 
         The mean is over the clients that can train and are not hostile. It is minus infinity if the loss of one of
-        them is not finite.
+        these clients is not finite.
         """
         for sign, mean in ((1.0, self.mean(split="val")), (-1.0, self.mean(LOSS, split="val"))):
             if mean is not None:
@@ -151,11 +151,11 @@ class RoundRecord:
         """Mean of a number of the headline over the clients that can train and are not hostile.
 
         Args:
-            name: of the number, as of :meth:`values`.
-            split: ``"test"`` or ``"val"``.
+            name: name of the number, as in :meth:`values`.
+            split: name of the split: ``"test"`` or ``"val"``.
 
         Returns:
-            It; None if the models were not evaluated, or no such client has a number; NaN if that of one is not
+            The mean; None if the models were not evaluated, or if no such client has a value; NaN if a value is not
             finite.
         """
         excluded_ids = set(self.excluded_from_means or ())
@@ -184,22 +184,22 @@ class RoundRecord:
                 table.append(t, name, value, series=series)
 
     def untimed(self) -> dict[str, Any]:
-        """All fields but the clocks: what must be equal between two runs of one configuration."""
+        """All fields but the clocks; they must be equal between two runs of one configuration."""
         clocks = ("seconds", "cpu_seconds")
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in clocks}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder, read.
+    """The contents of a run folder.
 
     Attributes:
-        folder: where it lies.
+        folder: path of the run folder.
         config: contents of ``run.json``.
         clients: contents of ``clients.json``.
         rounds: contents of :data:`RECORDS_FILE`, in ascending order.
         status: contents of ``status.json``.
-        missing: rounds that were completed and of which :data:`RECORDS_FILE` has lost the record, or all of it but the
+        missing: rounds that were completed and whose record :data:`RECORDS_FILE` has lost, at least all of it but the
             evaluation.
     """
 
@@ -224,7 +224,7 @@ class RunRecord:
             )
         clients = read_clients(folder)
         status = read_sealed(folder / STATUS)
-        # before the records, for a run that goes on has its records before its checkpoint
+        # read before the records, because a running process writes its records before its checkpoint
         completed_count = completed_rounds(folder, status)
         try:
             rounds = [RoundRecord.from_line(line) for line in read_lines(folder)]
@@ -245,7 +245,7 @@ class RunRecord:
         return cls(folder, config, clients, rounds, actual_status(folder, status), missing_rounds)
 
     def section(self, *names: str) -> dict[str, Any]:
-        """A section of ``run.json``, or one within it; empty if it is missing or null."""
+        """Get a section of ``run.json``, or a nested one; empty if it is missing or null."""
         value: Any = self.config
         for name in names:
             value = value.get(name) if isinstance(value, dict) else None
@@ -253,32 +253,32 @@ class RunRecord:
 
     @cached_property
     def experiment(self) -> str:
-        """Name of its experiment."""
+        """Name of the run's experiment."""
         return on_one_line(self.config.get("name") or self.folder.name)
 
     @cached_property
     def title(self) -> str:
-        """Title of its experiment, for people."""
+        """Title of the run's experiment, for people."""
         return on_one_line(self.config.get("title") or self.experiment)
 
     @cached_property
     def method(self) -> str:
-        """Name of its method, as the reference numbers call it."""
+        """Name of the run's method, as the reference numbers call it."""
         return on_one_line(self.section("method").get("name") or "unnamed")
 
     @cached_property
     def method_title(self) -> str:
-        """Title of its method, for people."""
+        """Title of the run's method, for people."""
         return on_one_line(self.section("method").get("title") or self.method)
 
     @cached_property
     def seed(self) -> str:
-        """Its seed as text."""
+        """Seed of the run, as text."""
         return on_one_line(self.section("run").get("seed", "?"))
 
     @cached_property
     def vary(self) -> tuple[tuple[str, Any], ...]:
-        """The varied settings with their values; the seed of the run is none."""
+        """The varied settings with their values; they do not include the seed of the run."""
         settings = ((on_one_line(key), value) for key, value in self.section("vary").items())
         return tuple((key, value) for key, value in settings if key not in NOT_SETTINGS)
 
@@ -290,24 +290,24 @@ class RunRecord:
 
     @cached_property
     def predicts_tokens(self) -> bool:
-        """Whether its models are language models that predict tokens, and not classes."""
+        """Whether the run's models are language models that predict tokens, and not classes."""
         compares_texts = Loss((self.config.get("loss") or {}).get("kind", "auto")).compares_texts
         return bool(self.section("language")) and not self.config.get("classes") and not compares_texts
 
     @cached_property
     def answers(self) -> list[dict[str, Any]]:
-        """Answers of language models to fixed prompts, before and after, each on one line; none in most runs."""
+        """Answers of language models to fixed prompts, before and after training, each on one line; empty in most runs."""
         texts = ("prompt", "answer")
         return [row | {key: on_one_line(row[key]) for key in texts} for row in read_answers(self.folder)]
 
     @cached_property
     def measurements(self) -> Measurements:
-        """All that was measured, as one table."""
+        """All measurements as one table."""
         return Measurements.of(self.rounds, self.clients)
 
 
 def describe_missing(rounds: Sequence[int]) -> str:
-    """Say which rounds have no record, such as ``the records of rounds 3 to 7 and 9 are lost``."""
+    """Describe which rounds have no record, such as ``the records of rounds 3 to 7 and 9 are lost``."""
     spans: list[list[int]] = []
     for t in rounds:
         if spans and spans[-1][-1] == t - 1:
@@ -320,11 +320,11 @@ def describe_missing(rounds: Sequence[int]) -> str:
 
 
 def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]]:
-    """The records of a run until a checkpoint, as far as they can be read, and the rounds whose records are lost.
+    """Read the records of a run up to a checkpoint, as far as possible, and list the rounds whose records are lost.
 
     Args:
-        folder: of the run.
-        round: rounds completed at the checkpoint.
+        folder: folder of the run.
+        round: number of rounds completed at the checkpoint.
     """
     damage = ""
     try:

@@ -1,4 +1,4 @@
-"""The numbers of a round as TensorBoard, Weights & Biases and MLflow take them: a tag and a number."""
+"""The numbers of a round in the form of TensorBoard, Weights & Biases and MLflow: a tag and a number."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .records import RoundRecord
 def list_scalars(
     record: RoundRecord, clients: Sequence[Mapping[str, Any]], bytes_before: int
 ) -> dict[str, float]:
-    """Turn the record of a round into numbers by tag.
+    """Convert the record of a round to numbers by tag.
 
-    Tags are ``accuracy/<series>/<split>`` (unweighted mean over clients, in [0, 1]),
-    ``loss/<series>/<split>`` (mean loss on the same examples) and ``<metric>/<series>/<split>`` for each further metric,
-    with ``/unseen`` behind them for the clients that never train, who are in no other tag. Such a mean is NaN if the
-    value of one client is not finite. Besides there are ``bytes/up``, ``bytes/down`` and ``bytes/total`` (cumulative),
+    Tags are ``accuracy/<series>/<split>`` (unweighted mean over clients, in [0, 1]), ``loss/<series>/<split>`` (mean
+    loss on the same examples) and ``<metric>/<series>/<split>`` for each further metric, each also with the suffix
+    ``/unseen`` for the clients that never train, which no other tag includes. Such a mean is NaN if the value of one
+    client is not finite. Further tags are ``bytes/up``, ``bytes/down`` and ``bytes/total`` (cumulative),
     ``loss/<pass>`` (in training), ``routes/recovery`` (adjusted Rand index), ``privacy/epsilon`` and
-    ``seconds/<kind>``. A number that is missing has no entry, nor has one of these that is not finite.
+    ``seconds/<kind>``. A missing number has no entry, nor has one of the further tags whose value is not finite.
 
     Args:
-        record: of the round.
+        record: record of the round.
         clients: rows of ``clients.json``.
-        bytes_before: sent both ways in all rounds before.
+        bytes_before: bytes sent in both directions in all earlier rounds.
     """
     table = Measurements.of([record], clients)
     means: dict[str, float | None] = {}

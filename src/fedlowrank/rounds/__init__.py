@@ -1,1 +1,1 @@
-"""What happens in a run: rounds, from the settings to the result."""
+"""The course of a run: its rounds, from the settings to the result."""

@@ -32,22 +32,22 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Base of callbacks that do more than read one record. Override what you need.
+    """Base class of callbacks that do more than read one record. Override the methods that you need.
 
     A plain function of a :class:`..results.records.RoundRecord` is a callback, too.
 
     Attributes:
-        reason: why the run ends, once the callback has returned True; part of ``status.json``.
+        reason: text that says why the run ends, once the callback has returned True; written to ``status.json``.
     """
 
     reason: str = ""
 
     def on_run_begin(self, records: Sequence[RoundRecord]) -> bool | None:
-        """Begin with a new run, or with one that goes on.
+        """Begin with a new or a resumed run.
 
         Args:
-            records: of the rounds before; empty for a new run. None of them is passed to :meth:`__call__`
-                again. A callback that depends on earlier rounds takes its state from them.
+            records: records of the rounds before; empty for a new run. They are not passed to :meth:`__call__` again,
+                so a callback that depends on earlier rounds takes its state from them.
 
         Returns:
             True if the run must not go on after these rounds.
@@ -57,30 +57,31 @@ class Callback:
         """Read the record of a new round; return True to end the run after this round."""
 
     def on_run_end(self, finished: bool) -> None:
-        """End with the run.
+        """Finish when the run ends.
 
         Args:
-            finished: False after an error or an interrupt.
+            finished: whether the run reached its end; False after an error or an interrupt.
         """
 
 
 class EarlyStopping(Callback):
-    """Ends a run whose validation does not get better.
+    """Ends a run whose validation result does not improve.
 
-    What counts is :meth:`..results.records.RoundRecord.validation`: the mean validation accuracy of the clients, of a
-    regression minus their mean validation loss. Rounds without evaluation do not count. Equal results that differ by
-    rounding are equal: see :func:`..results.ranking.exceeds`.
+    The criterion is :meth:`..results.records.RoundRecord.validation`: the mean validation accuracy of the clients, or
+    minus their mean validation loss in a regression. Rounds without evaluation do not count. Results that differ only
+    by rounding are equal: see :func:`..results.ranking.exceeds`.
 
     Args:
-        patience: evaluations in a row without a better one after which the run ends.
-        min_delta: an evaluation is better if it exceeds the best one by more than this, in units of the
-            accuracy in [0, 1], of the loss, or of the metric.
-        metric: one of the run's ``metrics`` that counts instead: its mean over the clients' validation examples.
-        lower_is_better: whether a smaller value of this metric is better, as of an error; None for what is known of
-            the metrics of this package, and False for a function of your own.
+        patience: number of consecutive evaluations without an improvement after which the run ends.
+        min_delta: smallest improvement: an evaluation is better if it exceeds the best one by more than this, in
+            units of the accuracy in [0, 1], of the loss, or of the metric.
+        metric: name of one of the run's ``metrics`` to use as the criterion: its mean over the clients' validation
+            examples.
+        lower_is_better: whether a smaller value of this metric is better, as for an error. None uses the known
+            direction of this package's metrics, and False for a function of your own.
 
     Raises:
-        ConfigError: if a number is out of its bounds, no client has validation examples, or the run does not
+        ConfigError: if a number is out of its bounds, if no client has validation examples, or if the run does not
             measure the metric.
     """
 
@@ -108,11 +109,11 @@ class EarlyStopping(Callback):
 
     @property
     def reason(self) -> str:  # type: ignore[override]  # computed, a field of the base
-        """Why the run ends."""
+        """Text that says why the run ends."""
         return f"no better validation for {self.patience} evaluations after round {self._best_round}"
 
     def on_run_begin(self, records: Sequence[RoundRecord]) -> bool:
-        """Count the evaluations of the rounds before, as an unbroken run has counted them."""
+        """Count the evaluations of earlier rounds, as an uninterrupted run would have counted them."""
         self._best, self._best_round, self._waited = None, 0, 0
         for record in records:
             self(record)
@@ -122,7 +123,7 @@ class EarlyStopping(Callback):
         """Count an evaluation."""
         value = self._value(record)
         if value is None:
-            # over a network, clients with few examples send none, and who does not reply has none
+            # over a network, clients with few examples and clients that do not reply have no validation result
             if record.mean(LOSS, split="test") is not None and self._best is None:
                 raise ConfigError(self._reason_without_value(record))
             if record.is_evaluated:
@@ -138,7 +139,7 @@ class EarlyStopping(Callback):
         return self._waited >= self.patience
 
     def _reason_without_value(self, record: RoundRecord) -> str:
-        """Why no client has a validation result by which a run could end."""
+        """Explain why no client has a validation result by which the run could end."""
         if self.metric is None or record.mean(LOSS, split="val") is None:
             return NEEDS_VALIDATION
         return (
@@ -147,7 +148,7 @@ class EarlyStopping(Callback):
         )
 
     def _value(self, record: RoundRecord) -> float | None:
-        """What counts of an evaluation, higher is better; None without evaluation or validation examples."""
+        """Value of the criterion, higher is better; None without an evaluation or validation examples."""
         if self.metric is None or record.measured is None:
             return record.validation()
         if not record.measured.series(self.metric):
@@ -162,26 +163,26 @@ class EarlyStopping(Callback):
 
 
 class CallbackList:
-    """The callbacks of a run, called in their order."""
+    """The callbacks of a run, called in order."""
 
     def __init__(self, callbacks: Sequence[RoundCallback]) -> None:
         self._callbacks = list(callbacks)
 
     def begin(self, records: Sequence[RoundRecord]) -> str:
-        """Begin a run, or go on with one.
+        """Begin a new or a resumed run.
 
         Returns:
-            Why the run must not go on; empty if it may.
+            The reason why the run must not go on; empty if it may.
         """
         callback_objects = [c for c in self._callbacks if isinstance(c, Callback)]
         return _first_reason([(c, c.on_run_begin(records)) for c in callback_objects], records)
 
     def __call__(self, record: RoundRecord) -> str:
-        """Pass on the record of a round; returns why the run ends, or an empty text."""
+        """Pass the record of a round to all callbacks and return why the run ends, or an empty text."""
         return _first_reason([(c, c(record)) for c in self._callbacks], [record])
 
     def end(self, finished: bool) -> None:
-        """End all of them."""
+        """End all callbacks."""
         for callback in self._callbacks:
             if isinstance(callback, Callback):
                 callback.on_run_end(finished)
@@ -208,7 +209,7 @@ def name_of(callback: RoundCallback) -> str:
 
 
 def as_callbacks(value: RoundCallback | Sequence[RoundCallback] | None) -> list[RoundCallback]:
-    """The callbacks that a user passes: one, several or none; ConfigError if one cannot be called."""
+    """List the callbacks that a user passes: one, several or none; ConfigError if one cannot be called."""
     callbacks = list(value) if isinstance(value, Sequence) else [] if value is None else [value]
     for callback in callbacks:
         if isinstance(callback, type) or not callable(callback):
@@ -221,14 +222,14 @@ def as_callbacks(value: RoundCallback | Sequence[RoundCallback] | None) -> list[
 
 
 def refuse_without_validation(callbacks: Sequence[RoundCallback], federation: Federation) -> None:
-    """Refuse early stopping of a federation whose clients have no validation examples."""
+    """Refuse early stopping for a federation whose clients have no validation examples."""
     stops = any(isinstance(callback, EarlyStopping) for callback in callbacks)
     if stops and not any(len(client.val) for client in federation.clients):
         raise ConfigError(NEEDS_VALIDATION)
 
 
 def settings_callbacks(settings: RunSettings) -> list[RoundCallback]:
-    """The callbacks that a run's settings name: ``run.patience`` and ``run.callbacks``.
+    """Make the callbacks that a run's settings name in ``run.patience`` and ``run.callbacks``.
 
     Raises:
         ConfigError: if one of ``run.callbacks`` cannot be imported or called.

@@ -1,4 +1,4 @@
-"""Whether a run can go on: in which fields two of its configurations differ, apart from those that change no result."""
+"""Checks whether a run can go on: which fields of its two configurations differ, apart from those that change no result."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ FREE_TO_CHANGE = (
     "run.keep_best", "run.pixels", "run.keep_checkpoints", "run.metrics", "run.patience", "run.callbacks",
     "run.log",
 )  # fmt: skip
-"""Parts of the configuration that do not change results, or restate other parts."""
+"""Parts of the configuration that do not change results or that restate other parts."""
 
 
 def changes_of(stored_config: Any, new_config: Any, method: AnyMethod) -> list[str]:
-    """Fields of ``run.json`` in which two configurations differ so that one run cannot go on as the other.
+    """List the fields of ``run.json`` whose differences keep a run from going on with a new configuration.
 
-    A run may get more rounds, for its rounds until now are those of a run that had as many from the start,
-    unless the method plans them by their number. It gets none in which a learning rate is 0 by its schedule.
+    A run may get more rounds, because its completed rounds equal those of a run that had as many from the start,
+    unless the method plans its rounds by their number. It may not get rounds in which a schedule sets the learning
+    rate to 0.
 
     Args:
-        stored_config: the configuration of the run. Settings that it lacks count as their defaults
+        stored_config: configuration of the stored run. Settings that it lacks count as their defaults
             (:func:`fedlowrank.rounds.stored_settings.add_defaults`).
-        new_config: how it is to go on, or some sections of it.
-        method: that it runs.
+        new_config: configuration with which the run is to go on, or some sections of it.
+        method: method that the run uses.
     """
     stored_config = add_defaults(stored_config, method) if isinstance(stored_config, dict) else stored_config
     stored_config, new_config = _leave_out_single_metrics(stored_config, new_config)
@@ -79,9 +80,9 @@ def check_changes(folder: Path, stored_config: Any, new_config: Any, method: Any
 
 
 def describe_version_changes(stored_config: Any, new_config: Any) -> str:
-    """Say which software was another one when a run was made, such as ``torch 2.6.0 (now 2.7.0)``; empty if none was.
+    """List software whose version has changed since a run was made, such as ``torch 2.6.0 (now 2.7.0)``; empty if none has.
 
-    It does not keep a run from going on: a new version may round differently, which no user can set back.
+    Such a change does not keep a run from going on: a new version may round differently, which no user can undo.
     """
     stored_versions, new_versions = (_table(config, "versions") for config in (stored_config, new_config))
     return ", ".join(
@@ -92,22 +93,22 @@ def describe_version_changes(stored_config: Any, new_config: Any) -> str:
 
 
 def find_changed_callbacks(stored_config: Any, new_config: Any) -> list[str]:
-    """Names of ``run.callbacks`` whose code differs between two configurations.
+    """List the names of ``run.callbacks`` whose code differs between two configurations.
 
-    Such a change is worth a warning and no error, unlike one of a metric, whose values in the records would be of two
-    definitions. A callback gets records and never the run, so every round has the same result under any code. It can
-    only end the run in another round than it would have under one code from the start.
+    Such a change causes a warning and no error. (A changed metric is an error, because its recorded values would
+    follow two definitions.) A callback gets records and never the run, so every round has the same result under any
+    code. It can only end the run in another round than it would have under the same code from the start.
 
     Args:
-        stored_config: the configuration of the run.
-        new_config: how it goes on.
+        stored_config: configuration of the stored run.
+        new_config: configuration with which the run goes on.
     """
     stored_code, new_code = (_table(config, "callback_code") for config in (stored_config, new_config))
     return [name for name in new_code if name in stored_code and stored_code[name] != new_code[name]]
 
 
 def _leave_out_single_metrics(stored_config: Any, new_config: Any) -> tuple[Any, Any]:
-    """Two configurations without the code of metrics that only one of them has, for metrics may be added and dropped."""
+    """Remove the code of metrics that only one of two configurations has, because metrics may be added and dropped."""
     codes = [_table(config, "code") for config in (stored_config, new_config)]
     metrics = {
         name for config in (stored_config, new_config) for name in _table(config, "run").get("metrics") or ()
@@ -118,7 +119,7 @@ def _leave_out_single_metrics(stored_config: Any, new_config: Any) -> tuple[Any,
     shared_codes = [
         {name: text for name, text in code.items() if name not in unshared_metrics} for code in codes
     ]
-    # a configuration without any code of the user's own has no such section
+    # a configuration without the user's own code has no such section
     stored_config, new_config = (
         {**{key: value for key, value in config.items() if key != "code"}, **({"code": code} if code else {})}
         for config, code in zip((stored_config, new_config), shared_codes, strict=True)
@@ -127,7 +128,7 @@ def _leave_out_single_metrics(stored_config: Any, new_config: Any) -> tuple[Any,
 
 
 def _table(config: Any, section: str) -> dict[str, Any]:
-    """A section of a configuration; empty if there is none."""
+    """Read a section of a configuration; empty if there is none."""
     table = config.get(section) if isinstance(config, dict) else None
     return table if isinstance(table, dict) else {}
 
@@ -138,7 +139,7 @@ def _rounds(config: Any) -> Any:
 
 
 def _find_schedules(settings: Any, path: str) -> Iterator[tuple[str, Schedule | LocalSchedule]]:
-    """Schedules among settings and the settings within them, each with its dotted name."""
+    """Yield the schedules among settings and nested settings, each with its dotted name."""
     if isinstance(settings, (Schedule, LocalSchedule)):
         yield path, settings
     elif dataclasses.is_dataclass(settings):
@@ -147,7 +148,7 @@ def _find_schedules(settings: Any, path: str) -> Iterator[tuple[str, Schedule | 
 
 
 def differences(stored_value: Any, new_value: Any, path: str = "") -> list[str]:
-    """Dotted fields in which two configurations differ, each with both values."""
+    """List the dotted names of fields in which two configurations differ, each with both values."""
     if isinstance(stored_value, dict) and isinstance(new_value, dict):
         if path == "models":
             return _model_differences(stored_value, new_value)
@@ -157,7 +158,7 @@ def differences(stored_value: Any, new_value: Any, path: str = "") -> list[str]:
             if field_path in FREE_TO_CHANGE:
                 continue
             if field_path == "columns" and not (key in stored_value and key in new_value):
-                # arrays have no names, and their values are compared by digests
+                # arrays have no names, and digests compare their values
                 continue
             if key not in stored_value or key not in new_value:
                 texts.append(
@@ -181,7 +182,7 @@ def differences(stored_value: Any, new_value: Any, path: str = "") -> list[str]:
 
 
 def _column_difference(stored_columns: list[str], new_columns: list[str]) -> str:
-    """How the columns of the inputs differ, though their values may be equal: renamed, swapped, or of another number."""
+    """Describe how the columns of the inputs differ even if their values are equal: renamed, swapped, or of another number."""
     if len(stored_columns) != len(new_columns):
         return f"data: the inputs had {len(stored_columns)} columns and have {len(new_columns)}"
     index = next(i for i, (a, b) in enumerate(zip(stored_columns, new_columns, strict=True)) if a != b)
@@ -191,7 +192,7 @@ def _column_difference(stored_columns: list[str], new_columns: list[str]) -> str
 
 
 def _model_differences(stored_models: dict[str, Any], new_models: dict[str, Any]) -> list[str]:
-    """In which layers the models of two configurations differ, by name of the architecture."""
+    """List the layers in which the models of two configurations differ, by name of the architecture."""
     texts = []
     for name in sorted({*stored_models, *new_models}):
         if name not in stored_models or name not in new_models:

@@ -1,4 +1,4 @@
-"""What needs all uploads of a round together: attacks, and rules that weigh or bound single replies."""
+"""Steps that need all uploads of a round at once: attacks, and rules that weigh or bound single replies."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from .setup.preparation import compute_median_examples, weigh_client
 logger = logging.getLogger(__name__)
 
 ON_UPDATES = ("sign_flip", "scaled", "gaussian", "alie", "inner_product")
-"""Attacks on updates; the others are on data or sizes."""
+"""Attacks on updates; the others change data or sizes."""
 
 WEIGHING = ("norm_bound", "krum", "multi_krum", "geometric_median")
-"""Rules that look at whole replies; the others reduce numbers one by one."""
+"""Rules that compare whole replies; the others reduce each coordinate separately."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Inspection:
     Peak memory: all uploads of a round.
 
     Attributes:
-        method: whose uploads.
-        task: of the run.
-        trust: says which attack and which rule.
-        hostile: the hostile clients.
-        effective: compare products; False where the server averages factors by themselves.
+        method: method that made the uploads.
+        task: task of the run.
+        trust: settings that name the attack and the rule.
+        hostile: identifiers of the hostile clients.
+        effective: whether products are compared; False where the server averages the factors separately.
     """
 
     method: AnyMethod
@@ -74,7 +74,7 @@ class Inspection:
 
     @classmethod
     def of(cls, method: AnyMethod, task: Task, trust: Trust, hostile: frozenset[int]) -> Inspection | None:
-        """None where no attack and no rule needs all uploads together."""
+        """Make the inspection of a run, or return None if no attack and no rule needs all uploads at once."""
         is_needed = trust.attack.kind in ON_UPDATES or trust.robust.rule in WEIGHING
         if not is_needed:
             return None
@@ -86,17 +86,18 @@ class Inspection:
     def judge(
         self, uploads: Mapping[int, Any], server: Any, key: Key, refused_count: int = 0
     ) -> tuple[dict[int, Any], dict[int, float]]:
-        """The uploads that are used, and how much each counts.
+        """Select the uploads that are used and compute the weight of each.
 
         Args:
-            uploads: as they arrived, by client.
-            server: the state of the server.
-            key: randomness of the attack.
-            refused_count: further replies of the round that were refused.
+            uploads: uploads as they arrived, by client.
+            server: state of the server.
+            key: key of the attack's randomness.
+            refused_count: number of further replies of the round that were refused.
 
         Returns:
-            Decoded uploads of the clients that the rule did not leave out, and the weight of every reply: of
-            selection 0 or that of all who were selected, of a bound on norms the factor of the update.
+            Decoded uploads of the clients that the rule has kept, and the weight of every reply. A selection rule
+            gives 0 or the weight that all selected replies share; a bound on norms gives the factor that scales the
+            update.
 
         Raises:
             TaskError: if the rule cannot be applied to these uploads.
@@ -122,22 +123,22 @@ class Inspection:
         return {i: u for i, u in decoded_uploads.items() if weights[i] > 0}, weights
 
     def least_replies(self, count: int, refused_count: int = 0) -> int:
-        """How many replies the rule needs, see :func:`least_replies`."""
+        """Count the replies that the rule needs, see :func:`least_replies`."""
         return least_replies(self.trust.robust, count, refused_count)
 
     def judge_round(
         self, results: RoundResults, contribute: Contribute, server: Any, key: Key
     ) -> dict[str, dict[str, float]]:
-        """Add what the replies of a round contribute that have waited for each other.
+        """Add the contributions of the replies that were held back until all had arrived.
 
         Args:
-            results: the results of the round.
-            contribute: maps an upload to a contribution.
-            server: the state of the server.
-            key: randomness of the attack.
+            results: results of the round.
+            contribute: function that maps an upload to a contribution.
+            server: state of the server.
+            key: key of the attack's randomness.
 
         Returns:
-            The weight of each reply, to be recorded, where a rule weighs them.
+            The weight of each reply for the record, if a rule weighs them.
         """
         used_uploads: dict[int, Any] = {}
         weights: dict[int, float] = {}
@@ -171,12 +172,12 @@ class Inspection:
         return {"weight": {str(i): float(f"{w:.6g}") for i, w in weights.items()}}
 
     def reweight(self, contribution: Any, weight: float, count: int) -> Any:
-        """What a reply contributes under the rule.
+        """Weight the contribution of a reply as the rule requires.
 
         Args:
-            contribution: of its upload.
-            weight: of the reply, over that by which it counts already.
-            count: replies that are used.
+            contribution: contribution of the upload.
+            weight: weight of the reply, divided by the weight that its contribution already has.
+            count: number of replies that are used.
         """
         return (
             reweight(contribution, weight, count)
@@ -225,7 +226,7 @@ class Inspection:
         return dict(zip(uploads, weights.tolist(), strict=True))
 
     def _counts(self, infos: Mapping[int, ClientInfo], client_ids: Sequence[int]) -> Tensor:
-        """By how much each client counts, float64 ``[n]``."""
+        """Weight of each client, float64 ``[n]``."""
         if self.trust.robust.weights == "equal":
             return torch.ones(len(client_ids), dtype=torch.float64)
         median_examples, robust = compute_median_examples(self.task.clients), self.trust.robust
@@ -244,14 +245,15 @@ class Inspection:
 
 
 def least_replies(robust: Robust, count: int, refused_count: int = 0) -> int:
-    """How many replies a rule needs besides those that were refused; 0 where any number will do.
+    """Count the replies that a rule needs besides those that were refused; 0 if any number suffices.
 
-    Krum needs 2 f + 3; a trimmed mean one more than it drops, 2 f + 1; the median 3, for that of two is their mean.
+    Krum needs 2 f + 3 replies, a trimmed mean 2 f + 1 (one more than it drops), and the median 3 (that of two is
+    their mean).
 
     Args:
-        robust: the rule.
-        count: replies that are expected, or that came, the refused ones included.
-        refused_count: those of them that were refused, which count as hostile.
+        robust: settings of the rule.
+        count: number of replies that are expected or that came, including the refused ones.
+        refused_count: number of refused replies among them; they count as hostile.
     """
     hostile = _hostile(robust, count, refused_count)
     minimum_by_rule = {
@@ -264,7 +266,7 @@ def least_replies(robust: Robust, count: int, refused_count: int = 0) -> int:
 
 
 def _hostile(robust: Robust, count: int, refused_count: int) -> int:
-    """How many of the replies that are left may be hostile."""
+    """Count the remaining replies that may be hostile."""
     return max(0, hostile_count(robust.hostile, count) - refused_count)
 
 
@@ -272,11 +274,11 @@ def check_replies(trust: Trust, count: int) -> None:
     """Refuse a protection that needs more replies than a round is expected to have.
 
     Args:
-        trust: the settings.
-        count: replies that are expected.
+        trust: settings of the protection.
+        count: number of replies that are expected.
 
     Raises:
-        ConfigError: naming how many are needed.
+        ConfigError: if more replies are needed; the message says how many.
     """
     if count < (quorum := least_replies(trust.robust, count)):
         advice = "" if trust.robust.rule == "median" else " or lower robust.hostile"
@@ -292,12 +294,12 @@ def check_replies(trust: Trust, count: int) -> None:
 
 
 def warn_of_few_replies(robust: Robust, count: int, round: int) -> None:
-    """Say so where a rule by coordinates had fewer replies than it needs against the assumed share of hostile ones.
+    """Warn if a coordinate-wise rule had fewer replies than it needs against the assumed share of hostile ones.
 
     Args:
-        robust: the rule.
-        count: replies that came.
-        round: counted from 0.
+        robust: settings of the rule.
+        count: number of replies that came.
+        round: index of the round, from 0.
     """
     quorum = least_replies(robust, count)
     if robust.rule in COORDINATE_RULES and 0 < count < quorum:
@@ -311,7 +313,7 @@ def warn_of_few_replies(robust: Robust, count: int, round: int) -> None:
 
 
 def averages_factors(contribution: Any) -> bool:
-    """Whether the server averages factors, not products; then (cB, A/c) is another reply than (B, A)."""
+    """Whether the server averages factors and not products; then the reply (cB, A/c) differs from (B, A)."""
 
     def holds(value: Any) -> bool:
         if split_products(value):
@@ -326,7 +328,7 @@ def averages_factors(contribution: Any) -> bool:
 def aggregator_of(
     settings: RunSettings, clients: Sequence[ClientInfo], federation: Federation, round: int
 ) -> Aggregator:
-    """What reduces the contributions of a round, by the rule that the settings ask for."""
+    """Make the aggregator of a round for the rule that the settings name."""
     client_ids = [client.id for client in clients]
     if settings.secure.on:
         max_examples = max(info.example_count for info in federation.infos)
@@ -339,12 +341,12 @@ def aggregator_of(
 
 
 def reweight(contribution: Any, weight: float, count: int) -> Any:
-    """A contribution whose means weigh ``weight`` times as much, and sums ``count * weight`` times.
+    """Multiply the weights of a contribution's means by ``weight``, and its sums by ``count * weight``.
 
     Args:
-        contribution: of a client.
-        weight: its share of the whole.
-        count: clients that contribute.
+        contribution: contribution of a client.
+        weight: share of the client in the whole.
+        count: number of clients that contribute.
     """
 
     def change(path: str, leaf: Any) -> Any:

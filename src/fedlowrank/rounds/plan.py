@@ -1,4 +1,4 @@
-"""What a run derives from the number of rounds that it begins with, and keeps when it gets more."""
+"""Values that a run derives from its first number of rounds and keeps when it gets more."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..storage.run_files import CONFIG, LEDGER
 from ..trust.privacy.ledger import PrivacyLedger
 
 MIN_EVALUATIONS = 50
-"""Evaluations that a run has at least, however much they cost."""
+"""Minimum number of evaluations of a run, whatever they cost."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run derives from the number of rounds that it begins with, and keeps when it gets more.
+    """Values that a run derives from its first number of rounds and keeps when it gets more.
 
-    Stored in ``run.json`` as ``plan``.
+    The plan is stored in ``run.json`` as ``plan``.
 
     Attributes:
-        interval: rounds between two evaluations at most, where ``run.evaluate_every`` is not set.
-        noise: σ of differential privacy; None without privacy, and before it is found.
-        engine: that ``auto`` chose; nothing with another engine.
+        interval: maximum number of rounds between two evaluations, if ``run.evaluate_every`` is not set.
+        noise: noise multiplier σ of differential privacy; None without privacy, and before it is computed.
+        engine: name of the engine that ``auto`` chose; empty with another engine.
     """
 
     interval: int
@@ -33,14 +33,14 @@ class Plan:
 
     @classmethod
     def of(cls, rounds: int) -> Plan:
-        """The plan of a new run."""
+        """Make the plan of a new run."""
         return cls(max(1, rounds // MIN_EVALUATIONS))
 
     @classmethod
     def read(cls, folder: Path) -> Plan | None:
-        """Read the plan of a run that goes on; None where there is no ``run.json``, which is refused later.
+        """Read the plan of a resumed run; None without a ``run.json``, which is refused later.
 
-        A run from before plans were stored has the σ of its ledger.
+        A run that was made before plans were stored takes σ from its ledger.
 
         Raises:
             CheckpointError: if ``run.json``, the plan or the ledger is damaged.
@@ -67,7 +67,7 @@ class Plan:
 
 
 def rounds_of(folder: Path) -> int | None:
-    """``run.rounds`` of a stored run; None where ``run.json`` does not say it."""
+    """Read ``run.rounds`` of a stored run; None if ``run.json`` does not hold it."""
     run = _read(folder).get("run")
     rounds = run.get("rounds") if isinstance(run, dict) else None
     return rounds if isinstance(rounds, int) else None

@@ -1,4 +1,4 @@
-"""Puts a run where its folder's checkpoint is, to go on from there or to look at it."""
+"""Restores a run from its folder's checkpoint, to go on or to inspect it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
-    """Put a run where its last checkpoint was, to go on from there.
+    """Restore a run from its last checkpoint, to go on from there.
 
-    The checkpoint is enough to go on. Where other files are damaged, they are written again as far as their
-    content is known, and a warning says what is lost. A warning also names callbacks
-    whose code was changed, and software of another version than that which made the run.
+    The checkpoint alone suffices to go on. If other files are damaged, they are rewritten as far as their content is
+    known, and a warning says what is lost. A warning also names callbacks whose code was changed, and software whose
+    version differs from the one that made the run.
 
     Args:
-        run: made of the same configuration and data.
-        folder: of the run; it is locked.
+        run: run that was made of the same configuration and data.
+        folder: folder of the run, which is locked.
 
     Returns:
-        The records of the rounds until then that could be read.
+        The records of the completed rounds that could be read.
 
     Raises:
         CheckpointError: if the configuration or the data changed, or the checkpoint cannot be read.
@@ -53,7 +53,7 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
         run.plan_evaluations(flops)
     if run.round in missing_rounds:
         last_record = RoundRecord(round=run.round, restored=True)
-        # over a network the clients evaluate, at the end of the next round
+        # over a network the clients evaluate at the end of the next round
         records.append(last_record if run.evaluates_late else run.evaluate_last(last_record))
     if folder.config != stored_config or is_damaged:
         folder.reconfigure()
@@ -61,7 +61,7 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
     if folder.has_ended(run.round, stored_config):
         run.stopped = str(folder.read_status().get("message", ""))
     elif run.round < run.settings.rounds:
-        # rounds after the checkpoint will be done again
+        # rounds after the checkpoint will be repeated
         folder.rewrite(r.to_line() for r in records)
         folder.status("running", run.round)
     if missing_rounds:

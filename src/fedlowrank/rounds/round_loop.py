@@ -1,4 +1,4 @@
-"""Goes through the rounds of a run: records, checkpoints, callbacks and loggers, in this order."""
+"""Executes the rounds of a run with records, checkpoints, callbacks and loggers, in this order."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def run_rounds(
     callbacks: Sequence[RoundCallback],
     after_round: Callable[[RoundRecord], None] | None = None,
 ) -> list[RoundRecord]:
-    """Go through the rounds that remain, and keep the folder up to date.
+    """Execute the remaining rounds and keep the folder up to date.
 
     Args:
-        run: where it stands.
-        folder: of the run, or None.
-        records: of the rounds until now; the further ones are added.
-        progress: show a progress bar.
-        callbacks: called with every record as soon as it is complete.
-        after_round: called with every record, even before its evaluation is known.
+        run: run in its current state.
+        folder: folder of the run, or None.
+        records: records of the completed rounds; new records are appended.
+        progress: whether to show a progress bar.
+        callbacks: functions that are called with every record as soon as it is complete.
+        after_round: function that is called with every record, even before its evaluation is known.
 
     Returns:
         The records of all rounds.
@@ -71,15 +71,15 @@ def run_rounds(
 
 
 class _Loop:
-    """What is done with the record of a round.
+    """Handles the record of each round.
 
     Args:
-        run: the run.
-        folder: of the run, or None.
-        records: of the rounds until now; the further ones are added.
-        callbacks: get complete records, and may end the run.
-        show: gets every record, and once more where its evaluation came late.
-        after_round: gets every record, even an incomplete one.
+        run: run that makes the records.
+        folder: folder of the run, or None.
+        records: records of the completed rounds; new records are appended.
+        callbacks: callbacks that get complete records and may end the run.
+        show: function that gets every record, and again once a late evaluation is known.
+        after_round: function that gets every record, even an incomplete one.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class _Loop:
         self._loggers = CallbackList(loggers)
 
     def begin(self) -> None:
-        """Begin callbacks and loggers with the records that are complete."""
+        """Begin callbacks and loggers with the complete records."""
         complete = self._records[:-1] if self._run.evaluates_late else self._records
         self._loggers.begin(complete)
         reason = self._callbacks.begin(complete)
@@ -109,7 +109,7 @@ class _Loop:
     def end(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End callbacks and loggers, whatever ended the rounds."""
+        """End callbacks and loggers, whatever has ended the rounds."""
         del error, trace
         try:
             self._callbacks.end(error_type is None)
@@ -117,7 +117,7 @@ class _Loop:
             self._loggers.end(error_type is None)
 
     def add(self, record: RoundRecord) -> None:
-        """Keep the record of a round, and pass on the last complete one."""
+        """Keep the record of a round, and pass on the last complete record."""
         run, folder, settings = self._run, self._folder, self._run.settings
         self._records.append(record)
         if folder is not None:
@@ -137,7 +137,7 @@ class _Loop:
             self.pass_on(-2)
 
     def pass_on(self, index: int = -1) -> None:
-        """Call the callbacks with a complete record, end the run if one asks for it, and log the record."""
+        """Call the callbacks with a complete record, end the run if one of them asks for it, and log the record."""
         run, folder = self._run, self._folder
         reason = self._callbacks(self._records[index])
         if reason and not run.is_over:
@@ -152,7 +152,7 @@ class _Loop:
         self._loggers(self._records[index])
 
     def settle(self) -> None:
-        """Enter what is only known now into the last record."""
+        """Enter values that have become known late into the last record."""
         late_evaluation = self._run.take_late_evaluation()
         if late_evaluation is not None:
             self._replace_last(dataclasses.replace(self._records[-1], measured=late_evaluation))
@@ -169,22 +169,22 @@ class _Loop:
 
 
 def _save(run: Run, folder: RunFolder) -> None:
-    """Write a checkpoint of the run as it stands."""
+    """Write a checkpoint of the run in its current state."""
     folder.save(run.state, run.unsaved, run.settings.keep_checkpoints)
     run.unsaved.clear()
 
 
 def _save_once(run: Run, folder: RunFolder) -> None:
-    """Write a checkpoint of the run as it stands, unless the last one written is of this round."""
+    """Write a checkpoint of the run in its current state, unless the last checkpoint is from this round."""
     if not folder.is_saved(run.round):
         _save(run, folder)
 
 
 def _write_models(run: Run, folder: RunFolder) -> None:
-    """Write the models as they stand to ``adapters/round-NNNN``, in the form that others read.
+    """Write the current models to ``adapters/round-NNNN``, in the format that other tools read.
 
     Raises:
-        CheckpointError: if these are no language models, or the folder cannot be written.
+        CheckpointError: if the models are no language models, or if the folder cannot be written.
     """
     companion = run.federation.companion
     if companion is None:
@@ -194,13 +194,13 @@ def _write_models(run: Run, folder: RunFolder) -> None:
 
 
 def _write_answers(run: Run, folder: RunFolder) -> None:
-    """Write the models' answers to fixed prompts, in place of those of this round or of later ones.
+    """Write the models' answers to fixed prompts, in place of answers from this or later rounds.
 
     Raises:
         CheckpointError: if the file cannot be read or written.
     """
     companion = run.federation.companion
-    # over a network the clients' models are not here
+    # over a network the clients' models are elsewhere
     rows = [] if companion is None or run.is_deployed else companion.answer(run)
     if rows:
         with as_checkpoint_error(f"cannot read {folder.path / ANSWERS}"):
@@ -214,18 +214,18 @@ def _ignore(record: RoundRecord) -> None:
 
 
 def _is_best(records: list[RoundRecord]) -> bool:
-    """Whether validation is better after the last round than after all before it."""
+    """Whether the validation result after the last round is better than all earlier ones."""
     return find_best(record.validation() for record in records) == len(records) - 1
 
 
 @contextlib.contextmanager
 def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> Iterator[None]:
-    """However the rounds end, leave a folder that says so and can be resumed."""
+    """Leave a folder that records the end of the rounds and can be resumed, however they end."""
     try:
         yield
     except KeyboardInterrupt:
         if folder is not None:
-            # unless it came between a round and its record, nothing of the finished rounds need be lost
+            # unless the interrupt came between a round and its record, no finished round need be lost
             if records and records[-1].round == run.round:
                 folder.rewrite(r.to_line() for r in records)
                 _save_once(run, folder)
@@ -234,7 +234,7 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
     except Exception as error:
         if folder is not None:
             reason = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
-            # the disk may be what is at fault; the error itself matters more than the note of it
+            # the disk may be at fault; the error itself matters more than writing it down
             with contextlib.suppress(CheckpointError):
                 is_whole = records and records[-1].round == run.round
                 if is_whole and not isinstance(error, CheckpointError):

@@ -22,10 +22,10 @@ from .participation.communication import Volume
 from .participation.devices import RoundTiming
 
 MAX_WAITING_STATES = 256
-"""States that are stored together: each time, the whole index of the store is copied."""
+"""Number of states that are stored at once, because each time the whole index of the store is copied."""
 
 MAX_SHARED_BYTES = 1 << 20
-"""Bytes of a tensor up to which it shares memory pages; the system gives larger ones their own."""
+"""Maximum bytes of a tensor that shares memory pages; the system gives larger tensors their own."""
 
 
 def _compact(t: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def _compact(t: Tensor) -> Tensor:
 
 
 class Clock:
-    """Seconds spent by name. The time of a nested block is not counted to the outer one."""
+    """Measures seconds by name. The time of a nested block is not counted for the outer block."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = {}
@@ -43,7 +43,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time until the end of the block to that name."""
+        """Add the time until the end of the block to a name."""
         self._charge()
         self._names.append(name)
         try:
@@ -62,10 +62,10 @@ class Clock:
 
 
 Contribute = Callable[[ClientInfo, Any], Any]
-"""Maps a client's upload to what it contributes."""
+"""Maps a client's upload to its contribution."""
 
 ContributeCohort = Callable[[CohortUploads, Mapping[int, ClientInfo]], list[CohortContribution]]
-"""Maps the uploads of a cohort, of the clients at some indices of it, to what they contribute."""
+"""Maps the uploads of a cohort to the contributions of the clients at some positions in it."""
 
 
 class RefusedError(Exception):
@@ -74,12 +74,12 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReplyVerdict:
-    """What the server finds about a reply before it reads what the upload contributes.
+    """Decision on a reply, made before the server reads the contribution of the upload.
 
     Attributes:
-        reason: why the reply is not used; None if it is.
-        is_refused: whether it is not used because of what the client sent.
-        divergence: says that the training diverged or that the upload is not finite; None if neither.
+        reason: reason why the reply is not used; None if it is used.
+        is_refused: whether the reply is not used because of what the client sent.
+        divergence: message that the training diverged or that the upload is not finite; None if neither.
     """
 
     reason: str | None
@@ -88,30 +88,30 @@ class ReplyVerdict:
 
 
 class RoundResults:
-    """Collects client results as they come and adds their contributions.
+    """Collects client results as they arrive and adds their contributions.
 
-    Peak memory: one upload; the uploads of a cohort where clients train as one; all uploads with ``wait``.
+    Peak memory: one upload; the uploads of a cohort if clients train as one; all uploads with ``wait``.
 
     Args:
-        clients: who takes part.
-        lost_replies: replies that are lost whatever happens, by client, with the reason.
-        unlucky: clients whose reply is lost unless it is lost for another reason.
-        drop_diverged: whether a client is left out whose training diverged or whose upload is not finite; otherwise an
-            error is raised.
-        store: an empty one, for the states of clients.
-        aggregator: of their contributions.
-        timing: of the round by the simulated clock.
-        wait: keep the uploads until all have arrived, see :meth:`contribute_together`.
+        clients: records of the participants.
+        lost_replies: reasons of the replies that are lost in any case, by client.
+        unlucky: identifiers of clients whose reply is lost unless it is lost for another reason.
+        drop_diverged: whether to leave out a client whose training diverged or whose upload is not finite; otherwise
+            an error is raised.
+        store: empty store for the states of clients.
+        aggregator: aggregator of the clients' contributions.
+        timing: timing of the round by the simulated clock.
+        wait: whether to keep the uploads until all have arrived, see :meth:`contribute_together`.
 
     Attributes:
-        aggregator: of the contributions.
-        timing: of the round.
+        aggregator: aggregator of the clients' contributions.
+        timing: timing of the round by the simulated clock.
         lost: reason for each client whose reply did not arrive or was refused.
-        meters: of all clients.
-        volume: sizes of the replies, the lost ones included.
-        arrived: clients whose replies arrived and were used.
+        meters: measurements of all clients' work.
+        volume: sizes of the replies, including the lost ones.
+        arrived: identifiers of the clients whose replies arrived and were used.
         not_finite: reason for each client whose reply was dropped because it diverged or holds a NaN.
-        refused: clients of which nothing is used because of what they sent.
+        refused: identifiers of clients whose whole reply is rejected because of what they sent.
     """
 
     def __init__(
@@ -150,14 +150,14 @@ class RoundResults:
         """Add the result of the next client.
 
         Args:
-            info: the client.
-            result: of its work.
-            contribute: maps its upload to a contribution.
-            contribute_cohort: maps the uploads of clients that trained as a cohort, once all of them have come; None
-                to take them one by one.
+            info: record of the client.
+            result: result of the client's work.
+            contribute: function that maps the client's upload to a contribution.
+            contribute_cohort: function that maps the uploads of clients that trained as a cohort, called when all
+                have arrived; None to map them one by one.
 
         Raises:
-            NonFiniteError: if its training diverged or its upload is not finite, and that is to stop the run.
+            NonFiniteError: if the training diverged or the upload is not finite, and the run is to stop then.
         """
         self.meters.append(result.meter)
         self.volume.add(info.id, result.upload, result.cohort)
@@ -179,13 +179,13 @@ class RoundResults:
             self.lost[str(info.id)] = reason
 
     def _judge_reply(self, info: ClientInfo, result: ClientResult) -> ReplyVerdict:
-        """Find out whether the reply of a client is used.
+        """Decide whether the reply of a client is used.
 
         Raises:
-            NonFiniteError: as :meth:`add`.
+            NonFiniteError: if :meth:`add` must raise it.
         """
         timing_reason = self._record_time(info, result)
-        # a reply that is lost whatever happens is not looked at
+        # a reply that is lost in any case is not examined
         is_listed = str(info.id) in self._lost_replies
         path = None if is_listed else _find_not_finite(result)
         self._raise_if_diverged(info, result, path)
@@ -197,16 +197,16 @@ class RoundResults:
     def _add_upload(
         self, info: ClientInfo, result: ClientResult, reason: str | None, contribute: Contribute
     ) -> str | None:
-        """Add what the upload of a client contributes, or let it wait for the others of the round.
+        """Add the contribution of a client's upload, or keep the upload until those of the others have arrived.
 
         Args:
-            info: the client.
-            result: of its work.
-            reason: why its reply is not used, or None.
-            contribute: maps its upload to a contribution.
+            info: record of the client.
+            result: result of the client's work.
+            reason: reason why the reply is not used, or None.
+            contribute: function that maps the client's upload to a contribution.
 
         Returns:
-            Why the reply is not used: the given reason, or that its contribution was refused.
+            The reason why the reply is not used: the given one, or that its contribution was refused; None if it is used.
         """
         if reason is None and result.upload is not None:
             if self._uploads is not None:
@@ -222,7 +222,7 @@ class RoundResults:
             self.aggregator.skip(info.id)
 
     def _keep_reply(self, info: ClientInfo, result: ClientResult) -> None:
-        """Note a client whose reply is used, with its losses and its next state."""
+        """Register a client whose reply is used, with its losses and its next state."""
         self.arrived.add(info.id)
         if losses := result.meter.losses.values():
             self._losses_of[info.id] = sum(losses) / len(losses)
@@ -231,7 +231,7 @@ class RoundResults:
             self._store()
 
     def _contribute(self, info: ClientInfo, upload: Any, contribute: Contribute) -> str | None:
-        """Add what an upload contributes, or give the reason why it cannot be used."""
+        """Add the contribution of an upload, or return the reason why it cannot be used."""
         try:
             self.aggregator.add(info.id, contribute(info, upload))
         except RefusedError as error:
@@ -241,7 +241,7 @@ class RoundResults:
     def _await_cohort(
         self, info: ClientInfo | None, result: ClientResult, contribute: ContributeCohort
     ) -> None:
-        """Note a client of a cohort, None if its reply is lost; with the last one add what the cohort contributes."""
+        """Register a client of a cohort (None if its reply is lost); add the cohort's contributions after the last one."""
         cohort = result.cohort
         assert cohort is not None, "it trained in a cohort"
         positions, infos_by_position = self._cohorts.setdefault(cohort, ([], {}))
@@ -260,11 +260,11 @@ class RoundResults:
     def contribute_together(
         self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]], contribute: Contribute
     ) -> None:
-        """Add what the uploads contribute that have waited for each other.
+        """Add the contributions of the uploads that were kept until all had arrived.
 
         Args:
-            judge: gives the uploads that are used, by client.
-            contribute: maps an upload to a contribution.
+            judge: function that selects the uploads that are used, by client.
+            contribute: function that maps an upload to a contribution.
         """
         uploads, self._uploads = self._uploads or {}, None
         used_uploads = judge(uploads)
@@ -280,17 +280,17 @@ class RoundResults:
                 self.discard_reply(client_id, reason)
 
     def discard_reply(self, client_id: int, reason: str) -> None:
-        """Lose a reply after all."""
+        """Remove a reply that had been accepted."""
         self.lost[str(client_id)] = reason
         self.arrived.discard(client_id)
 
     def client_states(self) -> ClientStore:
-        """The next states of the clients whose replies arrived."""
+        """Next states of the clients whose replies arrived."""
         self._store()
         return self._states.only(self.arrived)
 
     def _store(self) -> None:
-        # copied together: between the tensors of training, where they were made, each would keep a gap of
+        # copied together, because each tensor that stayed among the tensors of training would keep a gap of
         # memory open
         compact_states = {
             client_id: tree.map_leaves(_compact, state) for client_id, state in self._waiting.items()
@@ -298,21 +298,21 @@ class RoundResults:
         self._states, self._waiting = self._states | compact_states, {}
 
     def client_losses(self) -> dict[int, float]:
-        """Mean over its passes of the training loss of each client whose reply arrived."""
+        """Training loss of each client whose reply arrived, as a mean over its passes."""
         return {client_id: loss for client_id, loss in self._losses_of.items() if client_id in self.arrived}
 
     def mean_losses(self) -> dict[str, float]:
-        """Mean over all clients of each pass's loss."""
+        """Mean over all clients of the loss of each pass."""
         names = dict.fromkeys(name for m in self.meters for name in m.losses)
         values = {n: [m.losses[n] for m in self.meters if n in m.losses] for n in names}
         return {n: sum(losses) / len(losses) for n, losses in values.items()}
 
     def _record_time(self, info: ClientInfo, result: ClientResult) -> str | None:
-        """Add a client to the simulated clock; give the reason why its reply does not arrive in time, or None."""
+        """Add a client to the simulated clock; return the reason why its reply does not arrive in time, or None."""
         return self.timing.add(info.id, self.volume.of(info.id), result.meter.flops)
 
     def _raise_if_diverged(self, info: ClientInfo, result: ClientResult, path: str | None) -> None:
-        """Stop the run, if it is to stop, where training met a NaN or the upload holds one at that path."""
+        """Raise NonFiniteError if training met a NaN or the upload holds one at that path, and the run is to stop then."""
         if self._drops_diverged or result.lost is not None:
             return
         if result.error is not None:
@@ -323,13 +323,13 @@ class RoundResults:
     def _reason_lost(
         self, info: ClientInfo, result: ClientResult, divergence: str | None, timing_reason: str | None
     ) -> str | None:
-        """Why the reply of a client is not used; None if it is.
+        """Choose the reason why the reply of a client is not used; None if it is used.
 
         Args:
-            info: the client.
-            result: of its work.
-            divergence: what :func:`_describe_divergence` says of it.
-            timing_reason: what :meth:`_record_time` says of it.
+            info: record of the client.
+            result: result of the client's work.
+            divergence: message of :func:`_describe_divergence`, or None.
+            timing_reason: reason that :meth:`_record_time` gives, or None.
         """
         for reason in (self._lost_replies.get(str(info.id)), result.lost, divergence, timing_reason):
             if reason is not None:
@@ -338,7 +338,7 @@ class RoundResults:
 
 
 def _find_not_finite(result: ClientResult) -> str | None:
-    """Path of the first NaN or infinity in an upload; None without one, and where training failed."""
+    """Find the path of the first NaN or infinity in an upload; None if there is none or if training failed."""
     if result.error is not None or result.lost is not None:
         return None
     if result.cohort is not None and result.cohort.is_finite(result.position):
@@ -347,7 +347,7 @@ def _find_not_finite(result: ClientResult) -> str | None:
 
 
 def _describe_divergence(info: ClientInfo, result: ClientResult, path: str | None) -> str | None:
-    """Say that a reply was dropped because its training diverged or its upload is not finite at a path; None if neither."""
+    """Describe why a reply was dropped: its training diverged or its upload is not finite at a path; None if neither."""
     if result.lost is not None:
         return result.lost if result.has_diverged else None
     if result.error is not None:

@@ -1,4 +1,4 @@
-"""One run: its state, and what happens in a round. The loop over rounds is in :mod:`.round_loop`."""
+"""One run: its state, and the steps of a round. The loop over rounds is in :mod:`.round_loop`."""
 
 from __future__ import annotations
 
@@ -50,34 +50,35 @@ from .setup.preparation import (
 from .setup.single_examples import check_single_examples
 
 MAX_CLIENTS_TO_EVALUATE_ALL = 1000
-"""Clients up to which all are evaluated; of more, half of this number."""
+"""Maximum number of clients that are all evaluated; of more clients, half of this number is evaluated."""
 
 logger = logging.getLogger(__name__)
 
 
 class Run:
-    """A run and all it needs to go on.
+    """A run with everything that it needs to go on.
 
     Args:
-        method: what to run.
-        federation: on whom.
-        settings: the protocol.
-        engine: how the clients of a round are executed. Runs may share it: :attr:`engine` of a run is this one, or a
-            copy with the micro batch of the settings.
-        plan: of the run that goes on; None for a new run, which is planned by its rounds.
+        method: method that the run trains.
+        federation: clients and their data.
+        settings: protocol of the run.
+        engine: engine that executes the clients of a round. Runs may share it: the attribute :attr:`engine` is this
+            one, or a copy with the micro batch of the settings.
+        plan: plan of a resumed run; None for a new run, which is planned by its number of rounds.
         own_metrics: functions that are measured besides ``run.metrics``.
 
     Attributes:
-        plan: what follows from the number of rounds with which the run began.
-        state: where it stands; replaced as a whole, so that an interrupted round leaves the one before.
+        plan: values that follow from the number of rounds with which the run began.
+        state: current state; replaced as a whole, so that an interrupted round leaves the previous state.
         unsaved: identifiers of clients whose state changed since it was last saved.
-        draws: who takes part in each round.
-        budget: of privacy, or None.
+        draws: sampler of the participants of each round.
+        budget: privacy budget, or None.
         hostile: identifiers of hostile clients, in a simulation of attacks.
-        evaluated: clients that are evaluated.
-        stopped: why the run ends before its last round; empty if it does not.
+        evaluated: records of the clients that are evaluated.
+        stopped: reason why the run ends before its last round; empty if it does not.
         device_clock: simulated speed and availability of the clients.
-        evaluate_every: rounds between evaluations, once the first round has told what training costs.
+        evaluate_every: number of rounds between evaluations, known once the first round has measured the cost of
+            training.
 
     Raises:
         TaskError: if the method does not fit the federation.
@@ -87,7 +88,7 @@ class Run:
     """Whether a round's evaluation is known only after the next round, by :meth:`take_late_evaluation`."""
 
     is_deployed: ClassVar[bool] = False
-    """Whether the clients are on other machines, which must not know what noise is drawn."""
+    """Whether the clients are on other machines, which must not know the noise that is drawn."""
 
     def __init__(
         self,
@@ -138,18 +139,18 @@ class Run:
         self._warned: set[int] = set()
         self._warned_of_clipping = False
         self.stopped = ""
-        # each value is kept beside the federation it was computed from: a federation is frozen, and as long as it is
-        # referenced here no other object has its identity
+        # each value is stored with the federation it was computed from: a federation is frozen, and no other
+        # object can have its identity while it is referenced here
         self._median_examples: tuple[Federation, int] | None = None
         self._examples_by_size: tuple[Federation, dict[int, int]] | None = None
         self.evaluated = self._evaluated_clients()
         self.evaluate_every = settings.evaluate_every or 1
-        # every client's state can be made: a method that does not fit says so now, not in round 7
+        # make every client's state now, so that a method that does not fit fails here and not in round 7
         for info in federation.infos:
             self.method.client_init(info, self.task)
 
     def _make_budget(self, plan: Plan) -> Budget | None:
-        """The privacy budget of the run; None for a run without privacy."""
+        """Make the privacy budget of the run; None for a run without privacy."""
         if self.trust.privacy.kind == "none":
             return None
         return Budget(
@@ -162,40 +163,40 @@ class Run:
         )
 
     def _make_evaluator(self, own_metrics: OwnMetrics | None) -> Evaluator:
-        """What measures the models of clients, by the metrics of the settings and functions of the user's own."""
+        """Make the evaluator of clients' models, with the metrics of the settings and the user's own functions."""
         form = self.federation.clients[0].train
         metrics = choose_metrics(self.settings.metrics, form, self.task.classes, self.task.loss, own_metrics)
         return Evaluator(self.method, self.federation, self.task, self.engine, metrics)
 
     @property
     def round(self) -> int:
-        """Rounds completed."""
+        """Number of completed rounds."""
         return self.state.round
 
     def restore(self, state: State) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         device = self.settings.device
         moved_states = LazyMapping(state.clients, lambda i: tree.move(state.clients[i], device))
         client_states = self.new_store() | (state.clients if device == "cpu" else moved_states)
         self.state = State(state.round, tree.move(state.server, device), client_states, dict(state.losses))
 
     def new_store(self) -> ClientStore:
-        """An empty one, as the settings want it."""
+        """Make an empty client-state store with the memory limit of the settings."""
         limit = self.settings.client_memory
         return ClientStore(None if limit is None else limit << 20, self.settings.device)
 
     def state_of(self, info: ClientInfo) -> Any:
-        """State of a client, a fresh one if it never took part."""
+        """Get the state of a client, a fresh one if it never took part."""
         if info.id in self.state.clients:
             return self.state.clients[info.id]
         return self.engine.boundary(self.method.client_init(info, self.task))
 
     def personal_params(self, info: ClientInfo) -> Params:
-        """Parameters of the whole model that a client would use now, with its batch statistics."""
+        """Get the parameters of the whole model that a client would use now, with its batch statistics."""
         return self.local_model(info).personal()
 
     def local_model(self, info: ClientInfo) -> LocalModel:
-        """How a client would infer now, and what its models are made of."""
+        """Get the models by which a client would infer now, with their parts."""
         t = max(self.round - 1, 0)
         server, state = self.state.server, self.state_of(info)
         return make_local_model(
@@ -203,7 +204,7 @@ class Run:
         )
 
     def participants(self, round: int) -> list[ClientInfo]:
-        """Who trains in a round, by a draw that is the same for every method."""
+        """Draw the clients that train in a round; the draw is the same for every method."""
         infos = self.federation.infos
         sampled_ids = self.draws.draw(round, [i.example_count for i in infos], self.state.losses)
         participant_ids = self.method.participants(sampled_ids, self.draws.seen)
@@ -214,7 +215,7 @@ class Run:
 
     @property
     def excluded_from_means(self) -> frozenset[int]:
-        """Clients that are in no mean of results: those that never train, and hostile ones."""
+        """Identifiers of clients that are left out of mean results: those that never train, and hostile ones."""
         return self.draws.unseen | frozenset(self.hostile)
 
     @property
@@ -228,12 +229,12 @@ class Run:
         return self.budget is not None and not self.budget.allowed(self.draws.seen, self.round)
 
     def stop_by_budget(self) -> None:
-        """Say why the run ends where the privacy budget ends it before its last round."""
+        """Set the reason of the run's end if the privacy budget ends it before its last round."""
         if self.budget is not None and not self.stopped and self.round < self.settings.rounds:
             self.stopped = self.budget.reason()
 
     def clients(self) -> list[dict[str, Any]]:
-        """One row a client, as in ``clients.json``."""
+        """List the rows of ``clients.json``, one for each client."""
         rows = zip(self.federation.describe(), self.federation.infos, strict=True)
         hostile_flags = [
             {"hostile": i.id in self.hostile} if self.hostile else {} for i in self.federation.infos
@@ -244,11 +245,11 @@ class Run:
         ]
 
     def step(self, lost_replies: Mapping[str, str] | None = None) -> RoundRecord:
-        """One round. The run changes only if it succeeds as a whole.
+        """Execute one round. The run changes only if the whole round succeeds.
 
         Args:
-            lost_replies: clients whose reply is lost whatever happens, with the reason, as a record has them: to go
-                over a run again that lost replies.
+            lost_replies: reasons of the replies that are lost in any case, by client, as in a record; for repeating a
+                run that lost replies.
         """
         t, clock, download_volume = self.round, Clock(), Volume()
         with clock("server"):
@@ -267,7 +268,7 @@ class Run:
         return self._add_evaluation(record, clock)
 
     def _draw_participants(self, t: int) -> list[ClientInfo]:
-        """Draw who trains in round t, and charge the privacy budget for them."""
+        """Draw the clients that train in round t, and charge the privacy budget for them."""
         infos = self.participants(t)
         if self.budget is not None:
             self.budget.charge(t, self.state.server.clip, [i.id for i in infos])
@@ -279,10 +280,10 @@ class Run:
         """Make the empty results of round t.
 
         Args:
-            infos: who takes part.
-            t: the round.
-            download_volume: sizes of the downloads; each client's is there before its result is added.
-            lost_replies: replies that are lost whatever happens, by client, with the reason.
+            infos: records of the participants.
+            t: index of the round, from 0.
+            download_volume: sizes of the downloads; each client's size is entered before its result is added.
+            lost_replies: reasons of the replies that are lost in any case, by client.
         """
         unlucky = draw_lost_replies(
             [i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t
@@ -309,11 +310,11 @@ class Run:
         """Send each client its download, train it, and add its result.
 
         Args:
-            results: of the round; client results are added.
-            infos: who takes part.
-            t: the round.
-            download_volume: sizes of the downloads are added.
-            clock: the time of training is added.
+            results: results of the round, to which the client results are added.
+            infos: records of the participants.
+            t: index of the round, from 0.
+            download_volume: sizes of the downloads, to which those of this round are added.
+            clock: clock to which the time of training is added.
         """
         downloads = Downloads(self.method, self.state.server)
 
@@ -329,29 +330,29 @@ class Run:
                     result = next(client_results)
                 results.add(info, result, self.contribute, self.contribute_cohort)
             with clock("train"):
-                # what an engine does after the last client
+                # lets the engine finish after the last client
                 next(client_results, None)
 
     def _judge_together(self, results: RoundResults, t: int) -> dict[str, dict[str, float]]:
-        """Attack and weigh uploads that have waited for each other, where a run does; returns what is recorded of it."""
+        """Attack and weigh uploads that have waited for each other, if the run does so; return the values to record."""
         if self.inspection is None:
             return {}
         key = self.federation.key / "attack" / t
         return self.inspection.judge_round(results, self.contribute, self.state.server, key)
 
     def _commit(self, server: Any, results: RoundResults, infos: Sequence[ClientInfo]) -> None:
-        """Replace the state of the run by that after the round.
+        """Replace the state of the run by the state after the round.
 
         Args:
-            server: the server's next state.
-            results: of the round.
-            infos: who took part.
+            server: next state of the server.
+            results: results of the round.
+            infos: records of the participants.
         """
         self.unsaved |= results.arrived
         losses = self.state.losses
         if self.settings.sampling == "loss":
             losses = next_losses(losses, results.client_losses(), [i.id for i in infos])
-        # a client commits when its reply has been acknowledged: dual methods break otherwise
+        # a client commits when its reply has been acknowledged; otherwise dual methods break
         client_states = self.state.clients | results.client_states()
         self.state = State(self.round + 1, server, client_states, losses)
 
@@ -383,13 +384,13 @@ class Run:
     def _drops_diverged(self) -> bool:
         """Whether the run goes on without replies that are not finite.
 
-        Under privacy it does not stop, because that would tell of a client's data, and over a network it does not, because
-        one client could stop it.
+        A private run does not stop, because a stop would reveal something about a client's data. A run over a network
+        does not stop, because one client could then stop it.
         """
         return self.settings.on_nan == "drop" or self.budget is not None or self.is_deployed
 
     def _warn_of_dropped(self, results: RoundResults) -> None:
-        """Name once each client whose reply is left out because it is not finite."""
+        """Warn once of each client whose reply is left out because it is not finite."""
         reasons = {
             client_id: reason
             for client_id, reason in results.not_finite.items()
@@ -402,7 +403,7 @@ class Run:
             logger.warning("client %d (%s) is left out: %s", client_id, examples, reason)
 
     def _clipped_numbers(self, aggregator: Aggregator) -> dict[str, dict[str, float]]:
-        """How many numbers a simulated secure sum has clipped, to be recorded where there are any; warns once."""
+        """Count the numbers that a simulated secure sum has clipped, for the record, if there are any; warn once."""
         if not isinstance(aggregator, SecureAggregator) or not aggregator.clipped:
             return {}
         if not self._warned_of_clipping:
@@ -418,21 +419,21 @@ class Run:
         return {"secure": {"clipped": aggregator.clipped}}
 
     def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
-        """What reduces the contributions of a round."""
+        """Make the aggregator of a round's contributions."""
         return aggregator_of(self.settings, infos, self.federation, round)
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
-        """What an upload contributes to the round.
+        """Compute the contribution of an upload to the round.
 
         Raises:
-            RefusedError: if the server cannot use it; the round goes on without it.
+            RefusedError: if the server cannot use the upload; the round goes on without it.
         """
         return self.method.contribution(self.state.server, upload, self.weigh_client(info))
 
     def contribute_cohort(
         self, cohort: CohortUploads, infos_by_position: Mapping[int, ClientInfo]
     ) -> list[CohortContribution]:
-        """What the uploads of clients contribute that trained as one cohort, see :meth:`contribute`."""
+        """Compute the contributions of clients that trained as one cohort, see :meth:`contribute`."""
         return cohort.contributions(
             list(infos_by_position),
             [self.weigh_client(info) for info in infos_by_position.values()],
@@ -440,7 +441,7 @@ class Run:
         )
 
     def weigh_client(self, info: ClientInfo) -> ClientInfo:
-        """A client with the number of examples by which it counts under the rule and the sampling of the run."""
+        """Replace a client's number of examples by the one that the rule and the sampling of the run give it."""
         if self.settings.sampling == "loss":
             return dataclasses.replace(info, example_count=1)
         if self.settings.sampling == "size":
@@ -460,7 +461,7 @@ class Run:
     def _server_step(self, results: RoundResults, t: int) -> Any:
         total = results.aggregator.finish()
         if reason := results.aggregator.reason:
-            # nothing of the round counts, so no client keeps a state of it
+            # nothing of the round is used, so no client keeps a state of it
             logger.warning("round %d gives nothing: %s", t + 1, reason)
             for client_id in sorted(results.arrived):
                 results.discard_reply(client_id, reason)
@@ -474,21 +475,21 @@ class Run:
         return self.server_update(total, view, results)
 
     def server_update(self, total: Any, view: ServerView, results: RoundResults) -> Any:
-        """The server's next state, given the total of the contributions."""
+        """Compute the server's next state from the total of the contributions."""
         del results
         before = self.state.server
         state = self.method.server_update(before, total, view)
         return self.engine.boundary(check_server_state(self.method, before, state))
 
     def is_due(self) -> bool:
-        """Whether the models are evaluated now."""
+        """Whether the models are to be evaluated now."""
         return self.round % self.evaluate_every == 0 or self.round in (0, 1) or self.is_over
 
     def plan_evaluations(self, flops: int) -> None:
-        """Choose the rounds between evaluations, unless the settings say them.
+        """Choose the number of rounds between evaluations, unless the settings give it.
 
         Args:
-            flops: floating-point operations of the training of the first round.
+            flops: number of floating-point operations of the training in the first round.
         """
         if self.settings.evaluate_every is not None:
             return
@@ -509,7 +510,7 @@ class Run:
             )
 
     def _evaluated_clients(self) -> list[ClientInfo]:
-        """All clients, or a random subset of them."""
+        """Choose the clients to evaluate: all, or a random subset."""
         infos = self.federation.infos
         count = self.settings.evaluate_clients
         if count is None:
@@ -520,31 +521,31 @@ class Run:
         return [infos[i] for i in sorted(order.tolist())]
 
     def record_initial_models(self) -> RoundRecord:
-        """The record of round 0: the models before any training."""
+        """Make the record of round 0, with the models before any training."""
         return self._add_evaluation(RoundRecord(round=0), Clock())
 
     def evaluate_last(self, record: RoundRecord) -> RoundRecord:
-        """The record of a round that turned out to be the last one, evaluated."""
+        """Evaluate the models and enter the results into the record of a round that turned out to be the last one."""
         evaluated_record = self._add_evaluation(record, clock := Clock())
         seconds, cpu = {**record.seconds, **clock.wall}, {**record.cpu_seconds, **clock.cpu}
         return dataclasses.replace(evaluated_record, seconds=seconds, cpu_seconds=cpu)
 
     def evaluate(self) -> ClientTable | None:
-        """What the models are worth now; None where it is only known later, see :meth:`take_late_evaluation`."""
+        """Evaluate the current models; None if the results are only known later, see :meth:`take_late_evaluation`."""
         t = max(self.round - 1, 0)
         return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated, self.round > 0)
 
     def take_late_evaluation(self) -> ClientTable | None:
-        """The evaluation of the last round but one, if :meth:`evaluation` did not know it; else None."""
+        """Take the evaluation of the last round but one, if :meth:`evaluate` did not know it; otherwise None."""
         return None
 
     def finish(self) -> None:
-        """What is to be done after the last round, such as telling the clients."""
+        """Do what remains after the last round, such as notifying the clients."""
 
     def _with_backdoor(self, record: RoundRecord) -> RoundRecord:
         if self.trust.attack.kind != "backdoor":
             return record
-        # clients that never train count, too: a backdoor succeeds at every client that receives the model
+        # includes clients that never train: a backdoor succeeds at every client that receives the model
         honest_clients = [info for info in self.evaluated if info.id not in self.hostile]
         rate = backdoor_success(self.federation, honest_clients, self.trust.attack, self.local_model)
         if rate is None:
@@ -562,7 +563,7 @@ class Run:
                 client_table = self.evaluate()
                 record = self._with_backdoor(record)
         metrics = {**record.server_metrics, **self.method.server_metrics(self.state.server)}
-        # by privacy loss distributions, ε takes as long as a round of a small model
+        # with privacy loss distributions, computing ε takes as long as a round of a small model
         if self.budget is not None and (client_table is not None or self.trust.privacy.accountant == "rdp"):
             metrics["privacy"] = self.budget.describe()
         return dataclasses.replace(

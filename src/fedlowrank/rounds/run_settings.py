@@ -15,7 +15,7 @@ from ..trust.trust_settings import Attack, Clipping, Compression, Privacy, Robus
 from .participation.devices import Devices
 
 LOGGERS = ("tensorboard", "wandb", "mlflow")
-"""What ``run.log`` may name."""
+"""Loggers that ``run.log`` may name."""
 
 
 @dataclass(frozen=True)
@@ -23,75 +23,75 @@ class RunSettings(CheckedFields):
     """The protocol of a run, the same for all methods.
 
     Attributes:
-        rounds: T, rounds of communication.
-        participation: C, share of the clients that take part in a round, in (0, 1].
-        sampling: fixed draws the same number of clients every round; poisson draws every client by itself
-            with probability C, as differential privacy counts best, so that a round may have none; size draws
-            as many as fixed, each in proportion to its training examples, and the mean of their replies is weighted
-            so that it is unbiased; loss draws candidates by size and takes those with the highest training loss,
-            whose plain mean counts (Power-of-Choice); see :mod:`fedlowrank.rounds.participation.unequal_sampling`. The
-            latter two are refused under privacy, secure sums and robust rules.
-        candidates: d of sampling by loss, from the number of clients in a round to all; None for twice the
-            clients of a round.
-        unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the
-            others, by whatever the method does at a client that never took part.
-        seed: of everything random: partition, participants, order of examples, initial values.
-        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); ray (one
-            worker a core or GPU of a Ray cluster); auto (one of the first three, by a rule); wire (every
-            message through bytes); or flower (Flower's simulation, of an experiment file).
-        device: cpu, or cuda where torch finds one. Over a network it is where a client trains; the server computes
-            on the CPU.
-        pixels: how images are kept on the device: float32; bytes (a quarter of the memory, the same bits in
-            every step; data that are no images of at most 256 values a channel stay float32, and the run says
-            so); or auto (bytes on a GPU where that can be, float32 on a CPU, which takes three times as long
-            to make a batch of bytes).
-        micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken
-            in parts whose gradients add up to the same. None takes every batch whole. Refused for a model
-            that couples the examples of a batch (batch normalization, and what a trial in training mode
-            detects). A loss of your own must be a mean over examples, which is not checked; random draws, as
-            of dropout, are taken for each part.
-        statistics: where batch normalizations have the statistics from by which a client infers: local, its
-            own training data under the model it has; or averaged, running statistics that training moves as
-            in PyTorch, that travel with the model, and that the server averages by n_k, as frameworks do that
-            average ``state_dict``. The second is for methods whose clients use the model they are sent.
-        client_memory: MiB of clients' states in memory; where they take more, those that were longest not
-            changed wait in a temporary folder. None keeps all in memory.
-        threads: of torch in this process; a second one makes small models many times slower on a busy
+        rounds: number of rounds of communication (T).
+        participation: share of the clients that take part in a round (C), in (0, 1].
+        sampling: draw of the participants. fixed draws the same number of clients every round; poisson draws every
+            client independently with probability C, which suits differential privacy best, so that a round may have
+            none; size draws as many as fixed, each in proportion to its training examples, and weights the mean of
+            their replies so that it is unbiased; loss draws candidates by size and takes those with the highest
+            training loss, whose plain mean is used (Power-of-Choice); see
+            :mod:`fedlowrank.rounds.participation.unequal_sampling`. The latter two are refused under privacy, secure
+            sums and robust rules.
+        candidates: number of candidates (d) when sampling by loss, from the number of clients in a round to all; None
+            for twice the clients of a round.
+        unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the others,
+            by whatever the method does at a client that never took part.
+        seed: seed of everything random: partition, participants, order of examples, initial values.
+        engine: name of the engine: sequential; vectorized (clients of like shapes at once); processes (one per core);
+            ray (one worker per core or GPU of a Ray cluster); auto (one of the first three, by a rule); wire (every
+            message is encoded as bytes); or flower (Flower's simulation, from an experiment file).
+        device: device of the training: cpu, or cuda if torch finds a GPU. Over a network it is the device on which a
+            client trains; the server computes on the CPU.
+        pixels: storage of images on the device: float32; bytes (a quarter of the memory, the same bits in every step;
+            data that are no images of at most 256 values a channel stay float32, and the run says so); or auto (bytes
+            on a GPU if possible, float32 on a CPU, which takes three times as long to make a batch of bytes).
+        micro_batch: number of examples whose gradient is computed at once, to save memory; larger batches are split
+            into parts whose gradients add up to the same. None computes every batch whole. It is refused for a model
+            that couples the examples of a batch (batch normalization, and what a trial in training mode detects). A
+            loss of your own must be a mean over examples, which is not checked; random draws, such as dropout's, are
+            made for each part.
+        statistics: source of the batch normalization statistics by which a client infers: local (its own training
+            data under its current model); or averaged (running statistics that training updates as in PyTorch, that
+            are sent with the model, and that the server averages by n_k, as frameworks do that average
+            ``state_dict``). The second is for methods whose clients use the model they are sent.
+        client_memory: memory limit of clients' states in MiB; states beyond it that were changed longest ago are
+            moved to a temporary folder. None keeps all in memory.
+        threads: number of torch threads in this process; a second one makes small models many times slower on a busy
             machine.
-        evaluate_every: rounds between evaluations; the first and last round are always evaluated. None
-            chooses the smallest number by which evaluation takes at most a quarter of the floating-point
-            operations of training, but at least 50 evaluations in a run.
-        evaluate_clients: how many clients are evaluated, a random subset that is the same in every round.
-            None evaluates all of up to 1,000 clients, and 500 of more.
-        metrics: measured besides accuracy and loss, on each client's own examples: macro_f1, weighted_f1,
-            balanced_accuracy, auroc, average_precision, top3, top5, ece; of a regression rmse, mae, r2; or
+        evaluate_every: number of rounds between evaluations; the first and last round are always evaluated. None
+            chooses the smallest number for which evaluation takes at most a quarter of the floating-point operations
+            of training, but at least 50 evaluations in a run.
+        evaluate_clients: number of clients that are evaluated, a random subset that is the same in every round. None
+            evaluates all of up to 1,000 clients, and 500 of more.
+        metrics: metrics besides accuracy and loss, measured on each client's own examples: macro_f1, weighted_f1,
+            balanced_accuracy, auroc, average_precision, top3, top5, ece; in a regression rmse, mae, r2; or
             ``module:function`` of your own, called ``function(scores, labels)`` with NumPy arrays.
-        checkpoint_every: rounds between checkpoints; the first and last round are always saved. None saves
+        checkpoint_every: number of rounds between checkpoints; the first and last round are always saved. None saves
             once ten seconds have passed since the last checkpoint.
-        keep_checkpoints: checkpoints that are kept, the last one included; ``fedlowrank resume RUN --round
+        keep_checkpoints: number of checkpoints that are kept, including the last one; ``fedlowrank resume RUN --round
             N`` goes back to one.
-        keep_best: keep the state of the round with the best mean validation accuracy beside the last, in
+        keep_best: whether to keep the state of the round with the best mean validation accuracy beside the last, in
             ``best/``.
-        on_nan: when a client's training meets a NaN or an infinity, or the upload after a finite training holds one: stop
-            the run, or drop that client's reply and go on. Under ``privacy`` it does not apply: the client sends an update
-            of zeros and keeps its state. Over a network such a reply is always dropped, so that no client can stop the run.
-        lost_replies: probability that a reply is lost on its way, to study its effect.
-        target: test accuracy whose cost is reported, in (0, 1]; by default the report chooses
-            one (docs/how-to/report.md).
-        adapters: rounds after which adapter folders of server and clients are written, where the models are
-            language models.
-        representations: test examples whose representations are kept at the end for pictures; 0 keeps none.
-        patience: evaluations in a row without a better mean validation accuracy (of a regression: loss) after
-            which the run ends; None never ends it early.
-        callbacks: functions of your own, ``module:function``, that get the record of every round; one that
+        on_nan: action when a client's training meets a NaN or an infinity, or the upload after a finite training
+            holds one: stop the run, or drop that client's reply and go on. Under ``privacy`` it does not apply: the
+            client sends an update of zeros and keeps its state. Over a network such a reply is always dropped, so
+            that no client can stop the run.
+        lost_replies: probability that a reply is lost in transit, to study its effect.
+        target: test accuracy, in (0, 1], whose cost is reported; by default the report chooses one
+            (docs/how-to/report.md).
+        adapters: rounds after which the adapter folders of server and clients are written, for language models.
+        representations: number of test examples whose representations are kept at the end for pictures; 0 keeps none.
+        patience: number of consecutive evaluations without a better mean validation accuracy (in a regression: loss)
+            after which the run ends; None never ends it early.
+        callbacks: functions of your own, ``module:function``, that get the record of every round; a function that
             returns True ends the run.
-        log: where the numbers of each round are written while the run goes on: tensorboard, wandb, mlflow.
-        compression: of updates; see :mod:`fedlowrank.trust.trust_settings` for this and the following.
-        clipping: of updates.
+        log: names of the loggers that write the numbers of each round during the run: tensorboard, wandb, mlflow.
+        compression: compression of updates; see :mod:`fedlowrank.trust.trust_settings` for this and the following.
+        clipping: clipping of updates.
         privacy: differential privacy of clients.
-        robust: rule by which the server reduces what clients contribute.
-        attack: of hostile clients, in a simulation.
-        secure: sums in which the server sees no single update.
+        robust: rule by which the server reduces the clients' contributions.
+        attack: attack of hostile clients, in a simulation.
+        secure: secure sums, in which the server sees no single update.
         devices: speeds, bandwidths and availability of the clients, in a simulation; see
             :mod:`fedlowrank.rounds.participation.devices`.
     """
@@ -136,13 +136,13 @@ class RunSettings(CheckedFields):
 
     @property
     def trust(self) -> Trust:
-        """What happens to updates between clients and server."""
+        """Settings of the steps that updates pass between clients and server."""
         return Trust(self.compression, self.clipping, self.privacy, self.robust, self.attack, self.secure)
 
     def __post_init__(self) -> None:
-        # refuses what does not go together
+        # refuses incompatible settings
         _ = self.trust
-        # Python code passes a list
+        # Python code passes lists
         object.__setattr__(self, "metrics", check_metric_names(self.metrics))
         counts = (
             "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints",

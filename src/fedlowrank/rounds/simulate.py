@@ -1,4 +1,4 @@
-"""Run a method on a federation from Python."""
+"""Runs a method on a federation from Python."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ R = TypeVar("R")
 
 
 _TABLE = re.compile(rf"\brun\.(?=(?:{'|'.join(f.name for f in dataclasses.fields(RunSettings))})\b)")
-"""How messages call the table of an experiment file whose fields :func:`simulate` takes as arguments."""
+"""Prefix by which messages name the fields of an experiment file that :func:`simulate` takes as arguments."""
 
 
 def _name_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Name, in errors of a function, its arguments instead of fields of ``[run]``: ``rounds``, not ``run.rounds``."""
+    """Name arguments of a function in its errors instead of fields of ``[run]``: ``rounds``, not ``run.rounds``."""
 
     @functools.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -77,28 +77,28 @@ def simulate(
     """Run a method on a federation.
 
     Args:
-        method: a method, or the name of one with its default settings.
-        federation: the clients; its seed is the run's.
-        folder: where to leave the run's record and checkpoints; None leaves nothing.
-        resume: go on from the last checkpoint in ``folder``.
-        force: move an existing folder aside.
-        progress: show a progress bar; where there is no terminal, a line now and then.
-        on_round: a callback or several. Each is called with the record of every new round, the one before
-            training included; if it returns True, the run ends after this round. See
+        method: a method, or the name of a method with its default settings.
+        federation: clients to train on; their seed is the seed of the run.
+        folder: folder for the run's record and checkpoints; None writes nothing.
+        resume: whether to go on from the last checkpoint in ``folder``.
+        force: whether to move an existing folder aside.
+        progress: whether to show a progress bar, or a line now and then if there is no terminal.
+        on_round: one or several callbacks. Each is called with the record of every new round, including the one
+            before training; if a callback returns True, the run ends after this round. See
             :class:`.callbacks.EarlyStopping` and :class:`.callbacks.Callback`.
-        config: further entries of ``run.json`` (how data and models came about); ``variant`` with ``name``
-            and ``title`` tells apart runs of one method with other settings.
-        loss: what is minimized and reported instead of the federation's own loss; see
+        config: further entries of ``run.json`` (the origin of data and models); ``variant`` with ``name`` and
+            ``title`` distinguishes runs of one method with other settings.
+        loss: loss that is minimized and reported instead of the federation's own; see
             :meth:`fedlowrank.Federation.from_arrays`.
-        **settings: fields of :class:`fedlowrank.rounds.run_settings.RunSettings`:
-            ``rounds=50, participation=0.1, ...``. ``metrics`` takes functions, too:
-            ``metric(scores, targets)`` gets NumPy arrays of one client and returns a number.
+        **settings: fields of :class:`fedlowrank.rounds.run_settings.RunSettings`: ``rounds=50, participation=0.1,
+            ...``. ``metrics`` takes functions, too: ``metric(scores, targets)`` gets NumPy arrays of one client and
+            returns a number.
 
     Returns:
-        The last state and the records of all rounds.
+        The result, with the last state and the records of all rounds.
 
     Raises:
-        FedlowrankError: if something does not fit or the training diverges; a run folder stays resumable.
+        FedlowrankError: if the arguments are invalid or the training diverges; a run folder stays resumable.
 
     Example:
         >>> import torch
@@ -152,7 +152,7 @@ def simulate(
 
 
 def _check_keep_best(federation: Federation, folder: str | Path | None) -> None:
-    """Refuse to keep the best state where there is nothing to choose it by, or no place for it."""
+    """Refuse to keep the best state if there are no validation examples to choose it by, or no folder for it."""
     if folder is None:
         raise ConfigError(
             "run.keep_best keeps a state in the run's folder: pass folder=..., or leave run.keep_best out"
@@ -165,7 +165,7 @@ def _check_keep_best(federation: Federation, folder: str | Path | None) -> None:
 
 
 def _check_types(method: Any, federation: Any) -> None:
-    """Say what to pass instead of a method's class, or of data that are no federation yet."""
+    """Raise ConfigError, with advice, for a method's class instead of a method and for data that are no federation yet."""
     if isinstance(method, type):
         raise ConfigError(f"simulate needs a method, made by {method.__name__}(...) and not the class itself")
     if not isinstance(method, Method):
@@ -185,19 +185,19 @@ def reopen(
     config: Mapping[str, Any],
     checkpoint_name: str = "checkpoint",
 ) -> Run:
-    """A run as a checkpoint of its folder has it, to look at or export; nothing is trained or written.
+    """Load a run from a checkpoint of its folder, to inspect or export it; nothing is trained or written.
 
     Args:
-        method: of the run.
-        federation: of the run.
-        folder: of the run.
-        settings: of the run.
-        config: see :func:`simulate`.
-        checkpoint_name: ``checkpoint`` for the last one, ``best`` for the best round by validation of a run with
-            ``keep_best``.
+        method: method of the run.
+        federation: federation of the run.
+        folder: folder of the run.
+        settings: settings of the run.
+        config: further entries of ``run.json``, see :func:`simulate`.
+        checkpoint_name: name of the checkpoint: ``checkpoint`` for the last one, ``best`` for the best round by
+            validation of a run with ``keep_best``.
 
     Raises:
-        CheckpointError: if the configuration or the data are not those of the folder.
+        CheckpointError: if the configuration or the data differ from those of the folder.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
     run_folder = RunFolder(folder, run_description(run, config), run.clients())
@@ -207,14 +207,14 @@ def reopen(
 
 
 def run_description(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes into ``run.json``; an entry ``variant`` names the method as the experiment does."""
+    """Make the contents of ``run.json``; an entry ``variant`` names the method as the experiment does."""
     description = {**describe_run(run.method, run.federation, run.settings), **config}
     description["method"] |= description.pop("variant", {})
     return {**description, "plan": dataclasses.asdict(run.plan)}
 
 
 def describe_run(method: AnyMethod, federation: Federation, settings: RunSettings) -> dict[str, Any]:
-    """Everything that a run's result depends on, as JSON for ``run.json``."""
+    """Describe everything that a run's result depends on, as JSON for ``run.json``."""
     names = {type_: name for name, type_ in METHODS.items()}
     method = unwrap(method)
     cls = type(method)
@@ -234,7 +234,7 @@ def describe_run(method: AnyMethod, federation: Federation, settings: RunSetting
         "fingerprint": federation.fingerprint(),
         "vary": {},
         "reference": None,
-        # all left out where they do nothing, as in the runs that were made before they existed
+        # each is left out where it has no effect, as in runs that were made before it existed
         **({"code": code} if code else {}),
         **({"columns": columns} if (columns := _describe_columns(federation)) else {}),
         **({"base": federation.companion.describe()} if federation.companion is not None else {}),
@@ -245,25 +245,25 @@ def describe_run(method: AnyMethod, federation: Federation, settings: RunSetting
 
 
 def _describe_columns(federation: Federation) -> dict[str, list[str]]:
-    """Names of the columns of the inputs: the digests of examples tell values, and not what was measured."""
+    """List the names of the columns of the inputs, because the digests of examples cover only values."""
     return {name: [str(column) for column in names] for name, names in federation.feature_names.items()}
 
 
 def _describe_loss(loss: Loss) -> dict[str, Any]:
-    """The loss with its options; one of the user's own with a digest of its code."""
+    """Describe the loss with its options; a loss of the user's own with a digest of its code."""
     code = {"code": describe_callable(loss.function)} if loss.is_custom else {}
     return {**loss.describe(), **code}
 
 
 def _remarks(method: AnyMethod, federation: Federation, settings: RunSettings) -> list[str]:
-    """What a user should know of how data, models and method fit together."""
+    """List what a user should know about how data, models and method fit together."""
     return [*(federation.remarks or ()), *method.remarks(federation.task(settings.rounds))]
 
 
 def _describe_model(architecture: Architecture, federation: Federation) -> dict[str, Any]:
-    """What a model is: its layers, and a digest of the tensors that belong to its code."""
+    """Describe a model: its layers, and a digest of its frozen tensors."""
     if federation.companion is not None:
-        # the companion describes the base; its layers differ by dtype and quantization of this machine
+        # the companion describes the base, whose layers differ by dtype and quantization of this machine
         layers = {name: f"{t.dtype} {[*t.shape]}" for name, t in architecture.initial.items()}
         head = architecture.head_name
         return {"parameters": architecture.parameter_count, "head": head, "frozen": "", "layers": layers}
@@ -290,7 +290,7 @@ def _settings(settings: dict[str, Any], federation: Federation, method: AnyMetho
 
 
 def _explain_unknown(name: str, value: Any, method: AnyMethod) -> str:
-    """The message about an argument that :func:`simulate` does not have, and where it belongs."""
+    """Write the message about an unknown argument of :func:`simulate`, with its likely place."""
     problem = f"simulate has no argument {name!r}"
     argument_names = [
         n for n in inspect.signature(simulate).parameters if n not in ("method", "federation", "settings")
@@ -316,7 +316,7 @@ _DATA = [n for n in inspect.signature(Federation.from_arrays).parameters if n !=
 
 
 def _suggest_owner(name: str, value: Any, method: AnyMethod) -> str:
-    """Where an argument belongs that is none of :func:`simulate`: settings, the method or the data; or nothing."""
+    """Say where an argument that :func:`simulate` lacks belongs: settings, method or data; empty if unknown."""
     cls = type(method)
     if name in {f.name for f in dataclasses.fields(RunSettings)}:
         return ""
@@ -333,7 +333,7 @@ def _suggest_owner(name: str, value: Any, method: AnyMethod) -> str:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Torch threads of this process, put back afterwards; more than one makes small models slower."""
+    """Set the number of torch threads of this process and restore it afterwards; more than one makes small models slower."""
     previous_count = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""Settings of a stored run that were added to this package after the run was made."""
+"""Defaults for settings that were added to this package after a stored run was made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .setup.averaged_statistics import AveragedStatistics
 
 
 def unwrap(method: AnyMethod) -> AnyMethod:
-    """The method itself, without what its updates and statistics are wrapped in."""
+    """Unwrap a method from the wrappers of its updates and statistics."""
     while isinstance(method, (Protected, AveragedStatistics)):
         method = method.inner
     return method
@@ -24,12 +24,12 @@ def unwrap(method: AnyMethod) -> AnyMethod:
 def add_defaults(stored_config: Mapping[str, Any], method: AnyMethod) -> dict[str, Any]:
     """Complete a stored configuration by settings that did not exist when it was written, at their defaults.
 
-    A new setting changes nothing at its default value, so that a run from before it was made by this default.
+    A new setting changes nothing at its default value, so an older run was made as if with this default.
 
     Args:
-        stored_config: ``run.json`` of a run, or some sections of it.
-        method: that the run is to go on with. The defaults of nested settings, such as its optimizer, are those
-            of its own kind.
+        stored_config: contents of ``run.json`` of a run, or some sections of it.
+        method: method with which the run is to go on. Its own nested settings, such as its optimizer, define the
+            defaults.
 
     Returns:
         The configuration; a section that is missing as a whole stays missing.
@@ -46,7 +46,7 @@ def add_defaults(stored_config: Mapping[str, Any], method: AnyMethod) -> dict[st
 
 
 def _complete(table: Mapping[str, Any], settings: Any) -> dict[str, Any]:
-    """Add the fields of a dataclass that a table lacks and that have a default, also within nested tables."""
+    """Add the fields of a dataclass that have a default and that a table lacks, also in nested tables."""
     full_table = dict(table)
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -58,7 +58,7 @@ def _complete(table: Mapping[str, Any], settings: Any) -> dict[str, Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Name and default of a field as ``run.json`` holds them; empty for a field without default."""
+    """Name and default of a field as in ``run.json``; empty for a field without default."""
     if field.default is not dataclasses.MISSING:
         default = field.default
     elif field.default_factory is not dataclasses.MISSING:
@@ -67,6 +67,6 @@ def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
         return {}
     is_table = dataclasses.is_dataclass(default) and not isinstance(default, type)
     table = {field.name: dataclasses.asdict(default) if is_table else default}
-    # as it is read back: tuples become lists, keys become strings
+    # as JSON reads it back: tuples become lists, keys become strings
     defaults: dict[str, Any] = json.loads(json.dumps(table))
     return defaults

@@ -1,1 +1,1 @@
-"""What is kept of a run: states of server and clients, and the files of its folder."""
+"""Files of a run: the states of its server and clients, records and other files of its folder."""

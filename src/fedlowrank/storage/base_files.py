@@ -1,6 +1,6 @@
-"""Digests of the files of a base model, by which two machines tell whether they have the same one.
+"""Digests of the files of a base model, with which two machines check that they have the same one.
 
-They do not depend on where the files lie, nor on the dtype or quantization of the weights in memory.
+The digests do not depend on where the files lie, nor on the dtype or quantization of the weights in memory.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _WEIGHTS = (
 _VOCABULARY = (
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
-"""Files that a tokenizer is made from where there is no tokenizer.json."""
+"""Files that define a tokenizer if there is no tokenizer.json."""
 
 _TOKENIZER = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Files that change tokens besides the vocabulary."""
+"""Files that change the tokens in addition to the vocabulary."""
 
 _SHOWN = 5
-"""Files that a message names."""
+"""Largest number of files that a message names."""
 
 
 def find_base_files(folder: Path) -> list[str]:
     """Names of the files of a model folder that its weights, layers and tokens depend on, sorted.
 
-    Of weights that lie there in several formats, those that transformers loads count. Files such as
-    ``README.md`` and ``generation_config.json`` do not.
+    If the weights lie there in several formats, only the files that transformers loads are named. Files such as
+    ``README.md`` and ``generation_config.json`` are left out.
 
     Args:
-        folder: as ``save_pretrained`` writes it.
+        folder: folder of the model, as ``save_pretrained`` writes it.
 
     Raises:
         DataError: if the index of weights in several files cannot be read.
@@ -66,7 +66,7 @@ def digest_base_files(folder: Path) -> dict[str, str]:
     """Digest of each file of :func:`find_base_files`, BLAKE2b of 16 bytes, read in pieces.
 
     Args:
-        folder: as ``save_pretrained`` writes it.
+        folder: folder of the model, as ``save_pretrained`` writes it.
 
     Raises:
         DataError: if a file cannot be read.
@@ -82,20 +82,20 @@ def digest_base_files(folder: Path) -> dict[str, str]:
 
 
 def combine_file_digests(files: Mapping[str, str]) -> str:
-    """One digest of all files of a base; ``""`` where there are none.
+    """Combine the digests of all files of a base into one; ``""`` if there are none.
 
     Args:
-        files: of :func:`digest_base_files`.
+        files: digest of each file by name, from :func:`digest_base_files`.
     """
     return digest_of(json.dumps(files, sort_keys=True).encode()) if files else ""
 
 
 def compare_base_files(digests: Mapping[str, str], expected_digests: Mapping[str, str]) -> str:
-    """The files in which two bases differ, for a message; ``""`` if they are the same.
+    """List the files in which two bases differ, for a message; ``""`` if they are the same.
 
     Args:
-        digests: of :func:`digest_base_files`; may come from another machine.
-        expected_digests: what it is compared with.
+        digests: digests from :func:`digest_base_files`; may come from another machine.
+        expected_digests: digests with which they are compared.
     """
     differences = []
     for name in sorted({*digests, *expected_digests}):

@@ -1,4 +1,4 @@
-"""The states of a run on disk: one file for each checkpoint, written whole or not at all.
+"""Checkpoints of a run's states on disk: one file for each checkpoint, written atomically.
 
     checkpoint/000012.checkpoint    server and the clients that changed since the checkpoint before
     checkpoint/000007.states        a former checkpoint, kept because it holds the last state of some client
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a state lies in a file."""
+    """Location of a state in a file: offset and size in bytes, and digest."""
 
     offset: int
     size: int
@@ -52,10 +52,10 @@ class _File:
     """A file and its table of contents.
 
     Attributes:
-        path: of the file.
-        round: of the checkpoint.
-        server: its state.
-        clients: their states, those that are in this file.
+        path: path of the file.
+        round: number of rounds completed at the checkpoint.
+        server: location of the server's state.
+        clients: locations of the clients' states that are in this file, by identifier; None for a state that is None.
         ids_by_round: clients whose states are in older files, by the round of that file.
     """
 
@@ -70,7 +70,7 @@ class _File:
         return sum(e.size for e in (self.server, *self.clients.values()) if e is not None)
 
     def read(self, entry: _Entry, owner: str) -> bytes:
-        """The bytes of a state, compared with their digest; ``owner`` is the server or a client, for messages."""
+        """Read the bytes of a state and compare their digest; ``owner`` is the server or a client, for messages."""
         problem = f"the checkpoint file {self.path} is missing or cannot be read"
         with as_checkpoint_error(problem), self.path.open("rb") as file:
             file.seek(entry.offset)
@@ -102,12 +102,12 @@ class _File:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The files of a folder.
+    """The checkpoint files of a folder.
 
     Attributes:
-        folder: where they are.
-        files: those whose table of contents can be read, oldest first.
-        damaged: the others with what is wrong, by path; the round is the name of the file.
+        folder: folder of the checkpoints.
+        files: files whose table of contents can be read, oldest first.
+        damaged: error of each file whose table cannot be read, by path; the file's name is its round.
     """
 
     folder: Path
@@ -120,7 +120,7 @@ class _Contents:
         return [file for file in self.files if file.path.suffix == KEPT]
 
     def last(self) -> _File:
-        """The last checkpoint; raises CheckpointError if there is none, or it is damaged."""
+        """Return the last checkpoint; raises CheckpointError if there is none, or it is damaged."""
         checkpoints = self.kept
         for path, error in self.damaged.items():
             if path.suffix == KEPT and (not checkpoints or _round_of(path) > checkpoints[-1].round):
@@ -138,7 +138,7 @@ class _Contents:
         return checkpoints[-1]
 
     def lost_clients(self, file: _File) -> dict[int, list[int]]:
-        """Clients whose states a checkpoint needs and no file holds, by the round of the file that held them."""
+        """Clients whose states a checkpoint needs but no file holds, by the round of the file that held them."""
         stored_pairs = {(f.round, client_id) for f in self.files for client_id in f.clients}
         lost_ids = {
             t: [c for c in client_ids if (t, c) not in stored_pairs]
@@ -147,7 +147,7 @@ class _Contents:
         return {t: client_ids for t, client_ids in lost_ids.items() if client_ids}
 
     def require_states(self, file: _File) -> None:
-        """Raise CheckpointError, which names the clients, if a file with states that a checkpoint needs is gone."""
+        """Raise CheckpointError, naming the clients, if a file with states that a checkpoint needs is missing."""
         for t, client_ids in self.lost_clients(file).items():
             name = f"{self.folder / f'{t:06d}{STATES}'}"
             problems = [str(error) for path, error in self.damaged.items() if _round_of(path) == t]
@@ -172,11 +172,11 @@ def save(folder: Path, round: int, server: Any, changed_states: Mapping[int, Any
     """Write a checkpoint.
 
     Args:
-        folder: made if it does not exist.
-        round: rounds completed.
-        server: its state.
+        folder: folder of the checkpoints, made if it does not exist.
+        round: number of completed rounds.
+        server: state of the server.
         changed_states: states of the clients that changed since the last checkpoint in this folder.
-        keep: how many checkpoints to keep, this one included.
+        keep: number of checkpoints to keep, including this one.
 
     Raises:
         CheckpointError: if the disk is full or cannot be written; the last checkpoint is then intact.
@@ -207,7 +207,7 @@ def save(folder: Path, round: int, server: Any, changed_states: Mapping[int, Any
 def _packed(
     round: int, states: Iterator[tuple[int | None, bytes | None]], ids_by_round: Mapping[int, list[int]]
 ) -> Iterator[bytes]:
-    """The parts of a file: states, table of contents, size of the table; the server has None for a number."""
+    """Yield the parts of a file: states, table of contents, size of the table; the server's identifier is None."""
     entries: dict[int | None, list[Any] | None] = {}
     offset = 0
     for client_id, state in states:
@@ -224,13 +224,13 @@ def _packed(
 def _to_copy(
     spare_files: Sequence[_File], files: Sequence[_File], changed_states: Mapping[int, Any], round: int
 ) -> dict[int, tuple[_File, _Entry | None]]:
-    """States of clients that did not change, but which a new file holds, too.
+    """States of unchanged clients that the new file holds, too.
 
     Args:
         spare_files: files that are no longer kept as checkpoints, oldest first.
-        files: all.
-        changed_states: clients that changed.
-        round: of the new file, which replaces a file of that round.
+        files: all files of the folder, oldest first.
+        changed_states: states of the clients that changed, by identifier.
+        round: number of completed rounds of the new file, which replaces a file of the same round.
     """
     current_entries = {
         c: location for c, location in _newest(files, round).items() if c not in changed_states
@@ -250,11 +250,11 @@ def _to_copy(
 
 
 def tidy(folder: Path, keep: int | None = None) -> None:
-    """Remove what an interrupted process left, and checkpoints that are no longer kept.
+    """Remove what an interrupted process left behind, and checkpoints that are no longer kept.
 
     Args:
-        folder: of the checkpoints.
-        keep: how many to keep; None for all.
+        folder: folder of the checkpoints.
+        keep: number of checkpoints to keep; None for all.
     """
     with as_checkpoint_error(f"cannot tidy {folder}"):
         for path in folder.glob("*.part"):
@@ -262,7 +262,7 @@ def tidy(folder: Path, keep: int | None = None) -> None:
         contents = _read_folder(folder)
         files, kept_files = contents.files, contents.kept
         for file in [] if keep is None else kept_files[:-keep]:
-            # first it stops being a checkpoint, for it may need files that are removed now
+            # rename it first, so that it is no checkpoint any more: it may need files that are removed now
             file.path.rename(file.path.with_suffix(STATES))
         if keep is not None:
             kept_files = kept_files[-keep:]
@@ -276,11 +276,11 @@ def tidy(folder: Path, keep: int | None = None) -> None:
 
 
 def load(folder: Path, store: ClientStore | None = None) -> State:
-    """Read the last checkpoint. A warning names damaged files that it does not need.
+    """Read the last checkpoint, and log a warning about damaged files that it does not need.
 
     Args:
-        folder: where it is.
-        store: an empty one, for the states of clients; None for one that keeps all in memory.
+        folder: folder of the checkpoints.
+        store: empty store for the states of clients; None for one that keeps all states in memory.
 
     Raises:
         CheckpointError: if there is none, or a file that it needs is missing or has another digest than when it was
@@ -305,12 +305,12 @@ def load(folder: Path, store: ClientStore | None = None) -> State:
 def exists(folder: Path) -> bool:
     """Whether a folder holds a checkpoint; raises CheckpointError if it may not be read."""
     with as_checkpoint_error(f"cannot read {folder}"):
-        # glob says nothing of a folder that may not be read
+        # glob yields nothing for a folder that may not be read
         return any(name.endswith(KEPT) for name in _list_names(folder))
 
 
 def rounds_kept(folder: Path) -> list[int]:
-    """The rounds of which a checkpoint is kept whose table of contents can be read, ascending.
+    """Rounds of the checkpoints whose table of contents can be read, ascending.
 
     Raises:
         CheckpointError: if there is no checkpoint or the last one is damaged.
@@ -321,15 +321,15 @@ def rounds_kept(folder: Path) -> list[int]:
 
 
 def go_back(folder: Path, round: int) -> None:
-    """Make an earlier checkpoint the last one; those after it are removed.
+    """Make an earlier checkpoint the last one, and remove the checkpoints after it.
 
     Args:
-        folder: of the checkpoints.
-        round: rounds completed at that checkpoint.
+        folder: folder of the checkpoints.
+        round: number of rounds completed at that checkpoint.
 
     Raises:
-        CheckpointError: if none of that round is kept, or a file of it is missing or damaged; nothing has
-            changed then.
+        CheckpointError: if no checkpoint of that round is kept, or a file that it needs is missing or damaged;
+            nothing has changed then.
     """
     stored_rounds = rounds_kept(folder)
     if round not in stored_rounds:
@@ -346,7 +346,7 @@ def go_back(folder: Path, round: int) -> None:
         for client_id, (file, _) in _newest(contents.files, round).items():
             file.decode_client(client_id)
     with as_checkpoint_error(f"cannot remove the checkpoints after round {round} from {folder}"):
-        # the newest first: whichever remains after an interruption has all its files
+        # remove the newest file first: all files that the remaining checkpoints need are then still there
         for path in sorted([*(file.path for file in contents.files), *contents.damaged], reverse=True):
             if _round_of(path) > round:
                 path.unlink()
@@ -366,12 +366,12 @@ def _read_folder(folder: Path) -> _Contents:
 
 
 def _round_of(path: Path) -> int:
-    """The round of a file by its name; -1 of a name that is no number, which no checkpoint needs."""
+    """The round that a file's name states; -1 if the name is no number, and no checkpoint needs such a file."""
     return int(path.stem) if path.stem.isdecimal() else -1
 
 
 def _list_clients(client_ids: Sequence[int], limit: int = 10) -> str:
-    """Clients for a message: ``client 3``, or ``clients 1, 2 and 7 more``."""
+    """List clients for a message: ``client 3``, or ``clients 1, 2 and 7 more``."""
     return f"client{'' if len(client_ids) == 1 else 's'} {list_first(client_ids, limit)}"
 
 
@@ -383,7 +383,7 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def _newest(files: Sequence[_File], round: int) -> dict[int, tuple[_File, _Entry | None]]:
-    """Where the state of each client lies, as of a checkpoint."""
+    """Newest file and location of each client's state, as of the checkpoint of a round."""
     return {c: (f, entry) for f in files if f.round <= round for c, entry in f.clients.items()}
 
 

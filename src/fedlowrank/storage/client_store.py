@@ -1,4 +1,4 @@
-"""Client-state store: above a limit of memory, the least recent states go to disk and load lazily."""
+"""Client-state store: above a memory limit, the least recent states move to disk and are loaded lazily."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..core.errors import CheckpointError
 from ..core.io.atomic_files import as_checkpoint_error
 
 _STATES_BETWEEN_CHECKS = 256
-"""States added between two checks of the memory limit."""
+"""Number of states that are added between two checks of the memory limit."""
 
 
 class _OnDisk:
-    """A state on disk; its file is removed with the last reference to this object."""
+    """A state on disk; its file is removed when the last reference to this object is gone."""
 
     def __init__(self, path: Path, folder: _Folder) -> None:
         self.path, self._folder = path, folder
@@ -30,7 +30,7 @@ class _OnDisk:
 
 
 class _Folder:
-    """A temporary folder, removed with the last store that uses it."""
+    """A temporary folder, removed when the last store that uses it is gone."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="fedlowrank-"))
@@ -39,46 +39,46 @@ class _Folder:
 
 @dataclass(frozen=True)
 class _InMemory:
-    """A state in memory and its bytes."""
+    """A state in memory and its size in bytes."""
 
     value: Any
     bytes: int
 
 
 class LazyMapping(Mapping[int, Any]):
-    """States that are loaded when they are accessed.
+    """A mapping from clients to states that are loaded when they are accessed.
 
     Args:
-        client_ids: identifiers.
-        load_state: loads the state of a client.
+        client_ids: identifiers of the clients.
+        load_state: function that loads the state of a client, given its identifier.
     """
 
     def __init__(self, client_ids: Iterable[int], load_state: Callable[[int], Any]) -> None:
         self._clients, self._of = dict.fromkeys(client_ids), load_state
 
     def __getitem__(self, client_id: int) -> Any:
-        """The state of a client."""
+        """Load the state of a client."""
         return self._of(client_id)
 
     def __contains__(self, client_id: object) -> bool:
-        """Whether it is one of the clients, whatever else could be loaded."""
+        """Whether it is one of these clients, even if ``load_state`` could load others."""
         return client_id in self._clients
 
     def __iter__(self) -> Iterator[int]:
-        """Clients."""
+        """Iterate over the identifiers of the clients."""
         return iter(self._clients)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of clients."""
         return len(self._clients)
 
 
 class ClientStore(Mapping[int, Any]):
-    """An immutable mapping from clients to states; ``store | {client: state}`` is a new one.
+    """An immutable mapping from clients to states; ``store | {client: state}`` returns a new one.
 
     Args:
-        limit: bytes of states in memory, or None for any number.
-        device: of the tensors that are loaded from disk.
+        limit: largest number of bytes of states in memory, or None for no limit.
+        device: device of the tensors that are loaded from disk.
     """
 
     def __init__(self, limit: int | None = None, device: str = "cpu") -> None:
@@ -93,11 +93,11 @@ class ClientStore(Mapping[int, Any]):
         return sum(p.bytes for p in self._entries.values() if isinstance(p, _InMemory))
 
     def __getitem__(self, client_id: int) -> Any:
-        """The state of a client.
+        """Return the state of a client.
 
         Raises:
-            KeyError: if there is none.
-            CheckpointError: if its file is missing or damaged.
+            KeyError: if the client has no state.
+            CheckpointError: if the state's file is missing or damaged.
         """
         entry = self._entries[client_id]
         if isinstance(entry, _InMemory):
@@ -112,15 +112,15 @@ class ClientStore(Mapping[int, Any]):
         return tree.map_leaves(lambda t: t.to(self._device), state)
 
     def __iter__(self) -> Iterator[int]:
-        """Clients, in the order in which their states last changed."""
+        """Iterate over the clients, in the order in which their states last changed."""
         return iter(self._entries)
 
     def __len__(self) -> int:
-        """How many clients have a state."""
+        """Number of clients that have a state."""
         return len(self._entries)
 
     def __contains__(self, client_id: object) -> bool:
-        """Whether a client has a state; loads none."""
+        """Whether a client has a state; does not load it."""
         return client_id in self._entries
 
     def empty(self) -> ClientStore:
@@ -130,21 +130,21 @@ class ClientStore(Mapping[int, Any]):
         return store
 
     def only(self, client_ids: Set[int]) -> ClientStore:
-        """The store with the states of these clients alone."""
+        """The store restricted to the states of these clients."""
         store = self.empty()
         store._entries = {c: p for c, p in self._entries.items() if c in client_ids}
         return store
 
     def __or__(self, new_states: Mapping[int, Any]) -> ClientStore:
-        """The store with new states of some clients.
+        """Return a store with new states of some clients.
 
         Raises:
-            CheckpointError: if memory is short and the disk full.
+            CheckpointError: if the states exceed the memory limit and the disk is full.
         """
         store = self.empty()
         store._entries = {c: p for c, p in self._entries.items() if c not in new_states}
         if isinstance(new_states, ClientStore):
-            # those on the disk stay there
+            # states on disk stay there
             store._entries |= new_states._entries
             store._store, store._names = (
                 new_states._store or self._store,
@@ -160,7 +160,7 @@ class ClientStore(Mapping[int, Any]):
         return store
 
     def _spill(self) -> None:
-        """Move states to disk until the rest is within the limit."""
+        """Move states to disk until the rest fits the limit."""
         if self._limit is None:
             return
         excess_bytes = self.in_memory - self._limit

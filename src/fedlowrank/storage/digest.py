@@ -1,4 +1,4 @@
-"""Digests by which a damaged file is recognized before anything of it is used."""
+"""Digests with which a damaged file is recognized before any of it is used."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..core.errors import CheckpointError
 from ..core.io.atomic_files import read_json, write_json
 
 KEY = "digest"
-"""Where a sealed table holds the digest of all else that is in it."""
+"""Key at which a sealed table holds the digest of its other entries."""
 
 SEAL_AGAIN = (
     "If you changed a run folder and mean it, enter its digests again: "
     "python -c \"from fedlowrank.storage.run_files import seal_run; seal_run('RUN')\""
 )
-"""What to type after a change by hand, for messages."""
+"""Command to type after a change by hand, for messages."""
 
 
 def digest_of(*parts: bytes | memoryview) -> str:
-    """The BLAKE2b digest of bytes, 128 bits as hexadecimal digits.
+    """Compute the BLAKE2b digest of bytes, 128 bits as hexadecimal digits.
 
     Args:
         parts: the bytes, one part after another.
@@ -34,19 +34,19 @@ def digest_of(*parts: bytes | memoryview) -> str:
 
 
 def seal(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of JSON with the digest of its content, for :func:`check_seal`."""
+    """Return a table of JSON with the digest of its content, for :func:`check_seal`."""
     return {**table, KEY: _content(table)}
 
 
 def check_seal(table: object, name: object) -> None:
-    """Compare a table that was read with the digest that :func:`seal` entered into it.
+    """Compare the content of a table with the digest that :func:`seal` entered into it.
 
     Args:
-        table: as it was read.
-        name: of the file, for the message.
+        table: table as it was read.
+        name: name of the file, for the message.
 
     Raises:
-        CheckpointError: if it is no table, or has no digest or another one.
+        CheckpointError: if it is no table, has no digest or does not match its digest.
     """
     if not isinstance(table, Mapping):
         raise CheckpointError(
@@ -70,7 +70,7 @@ def write_sealed(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a table that :func:`write_sealed` wrote, without its digest.
+    """Read a table that :func:`write_sealed` wrote, and return it without its digest.
 
     Raises:
         CheckpointError: if the file is missing or damaged, or has no digest.
@@ -82,6 +82,6 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _content(table: Mapping[str, Any]) -> str:
-    # as it is read back: keys are strings, tuples are lists
+    # the content as JSON reads it back: keys are strings, tuples are lists
     content = json.loads(json.dumps({key: value for key, value in table.items() if key != KEY}))
     return digest_of(json.dumps(content, sort_keys=True).encode())

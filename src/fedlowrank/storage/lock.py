@@ -1,4 +1,4 @@
-"""One process at a time writes a folder; others are told which process that is."""
+"""Lock of a folder: one process at a time writes it; others get an error that names this process."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from filelock import FileLock, Timeout
 from ..core.errors import CheckpointError
 
 LOCK = "lock"
-"""The locked file of a folder. It holds which process has the lock, and is empty after its release."""
+"""Name of the locked file of a folder. It describes the process that has the lock, and is empty after its release."""
 
 
 class FolderInUseError(CheckpointError):
-    """Another process writes the folder."""
+    """Error: another process writes the folder."""
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder; the system releases it however the process ends.
+    """Hold the lock of a folder; the operating system releases it however the process ends.
 
     Args:
-        folder: it must exist.
+        folder: folder to lock, which must exist.
 
     Raises:
-        FolderInUseError: if another process, or another thread of this one, holds it; the message names the
+        FolderInUseError: if another process, or another thread of this one, holds the lock; the message names the
             process.
         CheckpointError: if the folder cannot be written.
     """
@@ -60,8 +60,8 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(path: Path) -> Iterator[None]:
-    """Store in a file which process this is. No error if it fails, as on a full disk."""
-    # by number and not by name, for the folder may be renamed meanwhile
+    """Store in a file the identity of this process. A failure, as on a full disk, is ignored."""
+    # by descriptor and not by name, because the folder may be renamed meanwhile
     handle = None
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDWR)
@@ -79,7 +79,7 @@ def _noted(path: Path) -> Iterator[None]:
 
 
 def identify_process(pid: int) -> dict[str, Any]:
-    """What identifies a living process among all, of any machine, that had or will have its number."""
+    """Describe a living process by number, start time and host, which no other process shares."""
     return {
         "pid": pid,
         "started": psutil.Process(pid).create_time(),
@@ -88,19 +88,19 @@ def identify_process(pid: int) -> dict[str, Any]:
 
 
 def _host() -> str:
-    # the name itself would travel with a run folder that is given to others
+    # a digest, because the host name itself would be in a run folder that is given to others
     return hashlib.blake2b(platform.node().encode(), digest_size=8).hexdigest()
 
 
 def is_alive(identity: dict[str, Any]) -> bool:
-    """Whether a process that :func:`identify_process` described lives; one of another machine is taken to live."""
+    """Whether a process that :func:`identify_process` described is alive; one of another machine counts as alive."""
     if not isinstance(identity.get("pid"), int) or not isinstance(identity.get("started"), float):
         return False
     if identity.get("host") != _host():
         return True
     try:
         process = psutil.Process(identity["pid"])
-        # the system may give the time with another rounding after its clock was set
+        # the system may round the time differently after its clock was set
         is_same = abs(process.create_time() - identity["started"]) < 2
         return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -108,7 +108,7 @@ def is_alive(identity: dict[str, Any]) -> bool:
 
 
 def read_holder(folder: Path) -> dict[str, Any]:
-    """The process that has or had the lock, as :func:`identify_process` describes it; empty if none."""
+    """The process that holds or last held the lock, as :func:`identify_process` describes it; empty if none."""
     try:
         holder = json.loads((folder / LOCK).read_text())
     except (OSError, ValueError, RecursionError):

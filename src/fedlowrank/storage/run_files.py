@@ -1,14 +1,14 @@
-"""What a run leaves behind: one folder, readable by a person and by the report.
+"""Files of a run: one folder, readable by a person and by the report.
 
 RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment
                       has any, the digest of clients.json, and its own
-RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts, true cluster
+RUN/clients.json      one row for each client: architecture, examples in train/val/test, class counts, true cluster
                       (null if unknown), whether it never trains
-RUN/metrics.jsonl.gz  one line of JSON a round (``RoundRecord``); round 0 is the state before any training;
+RUN/metrics.jsonl.gz  one line of JSON for each round (``RoundRecord``); round 0 is the state before any training;
                       ``pandas.read_json("RUN/metrics.jsonl.gz", lines=True)``
 RUN/status.json       {"state": "running" | "finished" | "stopped" | "diverged", "rounds": ..., "message": ...}
 RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
-RUN/lock              which process writes the folder, or wrote it last; see :mod:`fedlowrank.storage.lock`
+RUN/lock              the process that writes the folder, or wrote it last; see :mod:`fedlowrank.storage.lock`
 RUN/checkpoint/       see :mod:`fedlowrank.storage.checkpoint`
 """
 
@@ -34,7 +34,7 @@ from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
 
 FORMAT = 3
-"""Of a run folder."""
+"""Version of the format of a run folder."""
 
 CONFIG, CLIENTS, STATUS = "run.json", "clients.json", "status.json"
 """Names of the small files."""
@@ -43,29 +43,29 @@ REPRESENTATIONS = "representations.safetensors"
 """Name of the file of test representations."""
 
 CLIENTS_DIGEST = "clients_digest"
-"""Where ``run.json`` has the digest of ``clients.json``."""
+"""Key at which ``run.json`` has the digest of ``clients.json``."""
 
 CHECKPOINTS = "checkpoint/*.checkpoint"
-"""Files of a run folder whose name is the number of completed rounds."""
+"""Pattern of the checkpoint files of a run folder; their names are numbers of completed rounds."""
 
 ACCOUNT = "network.json"
-"""Name of what a server needs of its clients to go on; only runs whose clients were reached over a network have it."""
+"""Name of what a server needs of its clients to resume; only runs over a network have this file."""
 
 LEDGER = "privacy.jsonl"
-"""Name of the ledger of privacy in a run folder, and in a client's folder."""
+"""Name of the privacy ledger in a run folder, and in a client's folder."""
 
 RECORDS_FILE = "metrics.jsonl.gz"
-"""Name of the file of records. Every line is a gzip member of its own, appended by one write."""
+"""Name of the file of records. Every line is a separate gzip member, appended by one write."""
 
 ANSWERS = "answers.jsonl"
-"""Name of the file of answers of language models to fixed prompts."""
+"""Name of the file of language models' answers to fixed prompts."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of ``run.json`` in a run folder, without digests.
+    """Read ``run.json`` in a run folder, and return its contents without digests.
 
     Raises:
-        CheckpointError: if there is none, or it is damaged or may not be read.
+        CheckpointError: if the file is missing or damaged, or may not be read.
     """
     path = folder / CONFIG
     with as_checkpoint_error(f"cannot read {folder}"):
@@ -81,7 +81,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_clients(folder: Path) -> list[dict[str, Any]]:
-    """The rows of ``clients.json`` in a run folder, compared with the digest in ``run.json``.
+    """Read the rows of ``clients.json`` in a run folder, and compare them with the digest in ``run.json``.
 
     Raises:
         CheckpointError: if one of these files is missing or damaged.
@@ -112,7 +112,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def seal_run(folder: str | Path) -> None:
-    """Enter the digests of the files of a run folder again, after they were changed by hand.
+    """Enter the digests of the files of a run folder again after a change by hand.
 
     Raises:
         CheckpointError: if ``run.json``, ``clients.json`` or ``status.json`` is missing or is not JSON.
@@ -123,13 +123,13 @@ def seal_run(folder: str | Path) -> None:
 
 
 def encode_representations(representations: Mapping[str, Tensor]) -> bytes:
-    """The content of :data:`REPRESENTATIONS`: tensors in the format safetensors, their digest in its metadata."""
+    """Encode :data:`REPRESENTATIONS`: tensors in the safetensors format, with their digest in its metadata."""
     digest = digest_of(safetensors.torch.save(dict(representations)))
     return safetensors.torch.save(dict(representations), metadata={KEY: digest})
 
 
 def read_representations(folder: Path) -> dict[str, Tensor] | None:
-    """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None without them.
+    """Read ``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations; None if there are none.
 
     Raises:
         CheckpointError: if the file is damaged.
@@ -151,25 +151,25 @@ def read_representations(folder: Path) -> dict[str, Tensor] | None:
 
 
 def completed_rounds(folder: Path, status: Mapping[str, Any]) -> int:
-    """Rounds that a run has surely completed: those of its last checkpoint, or of its end."""
+    """Rounds that a run has surely completed: those at its last checkpoint, or at its end."""
     saved_rounds = [int(path.stem) for path in folder.glob(CHECKPOINTS) if path.stem.isdigit()]
-    # a run that an error stopped may have counted a round that has no record
+    # the status of a run that an error stopped may include a round that has no record
     final_round = status.get("rounds") if status.get("state") not in ("stopped", "diverged") else 0
     return max(0, *saved_rounds, final_round if isinstance(final_round, int) else 0)
 
 
 def encode_line(line: str) -> bytes:
-    """What is appended to :data:`RECORDS_FILE`: a gzip member of its own."""
-    # equal records make equal bytes, so no time stamp
+    """Encode a line for :data:`RECORDS_FILE` as a separate gzip member."""
+    # without a time stamp, so that equal records give equal bytes
     return gzip.compress((line + "\n").encode(), mtime=0)
 
 
 def read_lines(folder: Path) -> list[bytes]:
-    """The lines of :data:`RECORDS_FILE` in a run folder, without one that a killed process left incomplete.
+    """Read the lines of :data:`RECORDS_FILE` in a run folder, without one that a killed process left incomplete.
 
     Raises:
         OSError: if there is no such file, or it is damaged.
-        zlib.error: likewise.
+        zlib.error: if the content of the file is damaged.
     """
     path, lines = folder / RECORDS_FILE, []
     # a member begins with this byte, and ends with it only after a line of 500 MB
@@ -181,7 +181,7 @@ def read_lines(folder: Path) -> list[bytes]:
 
 
 def read_answers(folder: Path) -> list[dict[str, Any]]:
-    """The rows of :data:`ANSWERS` in a run folder; none if there is no such file.
+    """Read the rows of :data:`ANSWERS` in a run folder; an empty list if there is no such file.
 
     Raises:
         CheckpointError: if the file is damaged.
@@ -200,7 +200,7 @@ def read_answers(folder: Path) -> list[dict[str, Any]]:
 
 
 def salvage_lines(folder: Path) -> list[bytes]:
-    """The lines of a damaged :data:`RECORDS_FILE` whose checksum is right; none if there is no such file.
+    """Read the lines of a damaged :data:`RECORDS_FILE` whose checksum is right; none if there is no such file.
 
     Raises:
         OSError: if the file cannot be read.
@@ -219,13 +219,13 @@ def salvage_lines(folder: Path) -> list[bytes]:
 
 
 _MEMBER = b"\x1f\x8b\x08" + bytes(5)
-"""How a gzip member without a name and a time begins."""
+"""First bytes of a gzip member without a name and a time."""
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
-    """Run folders among folders and directly below them, without those that were moved aside.
+    """Find the run folders among some folders and directly below them, without those that were moved aside.
 
-    A folder below them that may not be read counts as a run, for nothing shows whether it holds one. Reading it is an
+    A subfolder that may not be read counts as a run, because nothing shows whether it holds one. Reading it raises an
     error that names it.
 
     Raises:
@@ -239,7 +239,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
 
 
 def _list_folders(folder: Path) -> list[Path]:
-    """The folders directly below a folder, sorted, without runs that were moved aside; none of what is no folder."""
+    """Folders directly below a folder, sorted, without runs that were moved aside; empty if it is no folder."""
     with as_checkpoint_error(f"cannot read {folder}"):
         subfolders = (
             [Path(entry) for entry in os.scandir(folder) if entry.is_dir()] if folder.is_dir() else []
@@ -260,7 +260,7 @@ def _may_hold_run(folder: Path) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is such a file or folder; raises OSError if that may not be known."""
+    """Whether there is such a file or folder; raises OSError if the system does not allow to find out."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -269,7 +269,7 @@ def _exists(path: Path) -> bool:
 
 
 def actual_status(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
-    """The status of a run folder; not running if the process that wrote it is gone."""
+    """The status of a run folder; ``stopped`` instead of ``running`` if the process that wrote it is gone."""
     if status.get("state") != "running" or is_alive(read_holder(folder)):
         return status
     message = "its process ended without a word: it was killed, or the disk was full"

@@ -46,21 +46,21 @@ _BEFORE_THE_FIRST_CHECKPOINT = {
 
 
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
-"""Between two checkpoints, unless ``run.checkpoint_every`` says how many rounds."""
+"""Seconds between two checkpoints, unless ``run.checkpoint_every`` sets a number of rounds."""
 
 
 class RunFolder:
-    """Writes one run. From :meth:`create` or :meth:`lock` to the end of its context, no other process can.
+    """Writes the folder of one run. From :meth:`create` or :meth:`lock` to the end of its context, no other process can.
 
     Args:
-        path: of the folder.
-        config: what goes into ``run.json``.
-        clients: what goes into ``clients.json``.
+        path: path of the folder.
+        config: contents of ``run.json``.
+        clients: rows of ``clients.json``.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], clients: list[dict[str, Any]]) -> None:
         self.path = path
-        # as it will be read back: tuples become lists, keys become strings
+        # the configuration as JSON reads it back: tuples become lists, keys become strings
         self.config = json.loads(json.dumps({"format": FORMAT, **config, "versions": versions()}))
         self.clients = clients
         self._lock = contextlib.ExitStack()
@@ -77,10 +77,10 @@ class RunFolder:
         """Make the folder.
 
         Args:
-            force: move an existing one aside, to a name that ends in ``.old-1``, ``.old-2``, ...
+            force: whether to move an existing folder aside, to a name that ends in ``.old-1``, ``.old-2``, ...
 
         Raises:
-            CheckpointError: if it exists and ``force`` is not set, or cannot be made.
+            CheckpointError: if the folder exists and ``force`` is not set, or it cannot be made.
         """
         with as_checkpoint_error(f"cannot read {self.path}"):
             exists = self.path.exists()
@@ -94,12 +94,12 @@ class RunFolder:
         write_atomically(self.path / CLIENTS, encode_json_rows(self.clients))
         write_atomically(self.path / RECORDS_FILE, b"")
         self.status("running", 0)
-        # last, for a folder counts as a run once it holds this file
+        # last, because a folder counts as a run as soon as it holds this file
         write_config(self.path, self.config)
 
     @staticmethod
     def taken(path: Path) -> CheckpointError:
-        """The error about a folder that exists where a run is to begin."""
+        """The error for a folder that exists where a run is to begin."""
         has_checkpoint = RunFolder.has_begun(path)
         resume = (
             f"Go on with it by `fedlowrank resume {path}`,"
@@ -115,7 +115,7 @@ class RunFolder:
 
     @staticmethod
     def move_aside(path: Path) -> None:
-        """Rename a folder to a name that ends in ``.old-1``, ``.old-2``, ...; the first that is free.
+        """Rename a folder to the first free name of those that end in ``.old-1``, ``.old-2``, ...
 
         Raises:
             FolderInUseError: if another process writes it.
@@ -125,11 +125,11 @@ class RunFolder:
             path.rename(path.with_name(f"{path.name}.old-{number}"))
 
     def status(self, state: str, rounds: int, message: str = "") -> None:
-        """Say how the run stands."""
+        """Write ``status.json``: state, number of completed rounds and a message."""
         write_sealed(self.path / STATUS, {"state": state, "rounds": rounds, "message": message})
 
     def is_finished(self) -> bool:
-        """Whether the run came to its end and said so."""
+        """Whether the run reached its end and recorded that in its status."""
         return self.read_status().get("state") == "finished"
 
     def read_status(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class RunFolder:
 
     @staticmethod
     def has_begun(path: Path) -> bool:
-        """Whether a folder holds a checkpoint to go on from."""
+        """Whether a folder holds a checkpoint to resume from."""
         return checkpoint.exists(path / "checkpoint")
 
     @staticmethod
@@ -149,7 +149,7 @@ class RunFolder:
         return {p.name.removesuffix(".part") for p in path.iterdir()} <= _BEFORE_THE_FIRST_CHECKPOINT
 
     def append(self, line: str) -> None:
-        """Add the record of a round, a line of JSON."""
+        """Append the record of a round, a line of JSON."""
         with (
             as_checkpoint_error(f"cannot write {self.path / RECORDS_FILE}"),
             (self.path / RECORDS_FILE).open("ab") as file,
@@ -161,13 +161,14 @@ class RunFolder:
         write_atomically(self.path / RECORDS_FILE, map(encode_line, lines))
 
     def reconfigure(self) -> None:
-        """Write the configuration again, where only what is free to change has changed."""
+        """Write the configuration again, after a change of settings that a resumed run may change."""
         write_config(self.path, self.config)
 
     def is_due(self, round: int, last_round: int, round_interval: int | None) -> bool:
         """Whether a checkpoint follows a round.
 
-        It follows the first, the last, and each ``round_interval``-th or one after :data:`SECONDS_BETWEEN_CHECKPOINTS`.
+        It follows the last round and each ``round_interval``-th. If that is None, it follows the first round and
+        those that end at least :data:`SECONDS_BETWEEN_CHECKPOINTS` after the last checkpoint.
         """
         if round == last_round:
             return True
@@ -179,9 +180,9 @@ class RunFolder:
         """Write a checkpoint.
 
         Args:
-            state: of the run as it stands.
+            state: current state of the run.
             changed_ids: identifiers of the clients whose state changed since the last checkpoint.
-            keep: how many checkpoints are kept, this one included.
+            keep: number of checkpoints to keep, including this one.
         """
         with (
             as_checkpoint_error(f"cannot write {self.path / RECORDS_FILE}"),
@@ -193,7 +194,7 @@ class RunFolder:
         self._saved, self._saved_round = time.monotonic(), state.round
 
     def is_saved(self, round: int) -> bool:
-        """Whether the last checkpoint written is of this round."""
+        """Whether the last checkpoint written is that of this round."""
         return self._saved_round == round
 
     def save_best(self, state: State) -> None:
@@ -204,11 +205,11 @@ class RunFolder:
         """Read a checkpoint.
 
         Args:
-            store: an empty one.
-            folder_name: ``checkpoint`` for the last one, ``best`` for that of the best round by validation.
+            store: empty store for the states of clients.
+            folder_name: ``checkpoint`` for the last checkpoint, ``best`` for that of the best round by validation.
 
         Raises:
-            CheckpointError: if there is none, or it is damaged.
+            CheckpointError: if there is no checkpoint, or it is damaged.
         """
         if folder_name == "best" and not checkpoint.exists(self.path / folder_name):
             raise CheckpointError(
@@ -227,10 +228,10 @@ class RunFolder:
             self._lock.enter_context(exclusive(self.path))
 
     def repair_tables(self, round: int) -> bool:
-        """Write ``clients.json`` and ``status.json`` again if they are damaged; whether they were.
+        """Write ``clients.json`` and ``status.json`` again if they are damaged; return whether they were.
 
         Args:
-            round: rounds completed.
+            round: number of completed rounds.
         """
         is_damaged = False
         try:
@@ -248,11 +249,11 @@ class RunFolder:
         return is_damaged
 
     def has_ended(self, round: int, stored_config: Mapping[str, Any]) -> bool:
-        """Whether the run finished at this round, and no setting asks for more than it did then.
+        """Whether the run finished at this round, and the settings do not ask for more than before.
 
         Args:
-            round: rounds completed.
-            stored_config: the configuration as it was.
+            round: number of completed rounds.
+            stored_config: configuration that the folder held before.
         """
         status, stored_run, current_run = self.read_status(), stored_config["run"], self.config["run"]
         is_same = all(stored_run.get(name) == current_run[name] for name in ("rounds", "patience"))
@@ -260,13 +261,13 @@ class RunFolder:
         return is_same and status.get("state") == "finished" and status.get("rounds") == round
 
     def save_representations(self, representations: dict[str, Tensor]) -> None:
-        """Keep test representations for pictures."""
+        """Store test representations for plots."""
         if representations:
             write_atomically(self.path / REPRESENTATIONS, encode_representations(representations))
 
 
 def versions() -> dict[str, str]:
-    """Software that a run depends on."""
+    """Versions of the software that a run depends on."""
     return {
         "fedlowrank": __version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Where a run stands between two rounds."""
+"""The state of a run between two rounds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .client_store import ClientStore
 
 @tree.tree_dataclass
 class ServerStateWithLosses:
-    """The state of a server as it is stored, with the losses by which clients are drawn.
+    """The state of a server as it is stored, with the losses that the draw of clients uses.
 
     Attributes:
         server: the state of the method.
-        losses: of the clients that have replied, by identifier.
+        losses: last known training losses of the clients that have replied, by identifier.
     """
 
     server: Any
@@ -25,13 +25,13 @@ class ServerStateWithLosses:
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands between two rounds.
+    """The state of a run between two rounds.
 
     Attributes:
-        round: rounds completed.
+        round: number of completed rounds.
         server: state of the server.
-        clients: states of clients that have taken part.
-        losses: last known training loss of each client, where clients are drawn by it.
+        clients: states of the clients that have taken part.
+        losses: last known training loss of each client, by identifier, if clients are drawn by their losses.
     """
 
     round: int
@@ -41,14 +41,14 @@ class State:
 
     @property
     def stored_server(self) -> Any:
-        """What a checkpoint holds of the server."""
+        """The server's state as a checkpoint stores it, with the losses if there are any."""
         if not self.losses:
             return self.server
         return ServerStateWithLosses(self.server, {str(i): x for i, x in self.losses.items()})
 
     @classmethod
     def from_stored(cls, round: int, server: Any, clients: ClientStore) -> State:
-        """The state of which a checkpoint holds these parts, the server's as of :attr:`stored_server`."""
+        """Build a state from the parts of a checkpoint, the server's as :attr:`stored_server` returns it."""
         if not isinstance(server, ServerStateWithLosses):
             return cls(round, server, clients)
         return cls(round, server.server, clients, {int(i): x for i, x in server.losses.items()})

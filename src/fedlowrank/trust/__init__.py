@@ -1,1 +1,1 @@
-"""What a client reveals and what it can do to others: compression, privacy, robust rules, attacks."""
+"""Trust between clients and server: compression, privacy, robust rules and attacks."""

@@ -1,7 +1,7 @@
-"""What a method's contract allows: secure sums, robust means, privacy, compression.
+"""Abilities that a method's contract allows: secure sums, robust means, privacy, compression.
 
-The reasons for a no come from a trial: the method's first download to a client, what that client would send
-if training moved every parameter, and what that contributes.
+The reasons why something cannot be done come from a trial: the method's first download to a client, what that client
+would send if training moved every parameter, and its contribution.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ABILITIES = {
     "local": "local privacy",
     "compression": "compression",
 }
-"""What may be done with updates, by the title of its column."""
+"""Names of what can be done with updates, by the title of the column in the table of methods."""
 
 _WEIGHTS = "and robust rules put weights in their place"
 
 _MANY_EXAMPLES = 100_000
-"""Examples of a client that would take other numbers of steps than one with a single example."""
+"""Number of examples with which a client would take another number of steps than with a single example."""
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """What a client of the method sends and contributes in the first round."""
+    """A trial of the first round: the download, upload and contribution of one client of the method."""
 
     method: AnyMethod
     task: Task
@@ -66,18 +66,18 @@ class _Trial:
 
 
 def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:
-    """What can be done with the updates of a method.
+    """Find out what can be done with the updates of a method.
 
     Args:
-        method: which.
-        task: on which it is tried.
+        method: method to examine.
+        task: task on which the method is tried.
 
     Returns:
-        For each of :data:`ABILITIES` None if it can be done, or the reason why not.
+        For each of :data:`ABILITIES`, None if it can be done, or else the reason why not.
     """
     server = method.server_init(task)
     trials = [_Trial(method, task, server, client) for client in task.clients]
-    # clients of one kind send the same form
+    # clients of one architecture, rank and cluster send the same form
     trials_by_kind = {(t.client.architecture, t.client.rank, t.client.cluster): t for t in reversed(trials)}
     first_trial = trials[0]
     upload = first_trial.upload
@@ -95,16 +95,16 @@ def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:
 
 
 def require_ability(method: AnyMethod, task: Task, ability: str, entry: str) -> None:
-    """Raise an error if something cannot be done with the updates of a method.
+    """Raise an error if one of the abilities is missing in a method.
 
     Args:
-        method: which.
-        task: of the run.
-        ability: one of :data:`ABILITIES`.
-        entry: of the experiment that asks for it.
+        method: method to examine.
+        task: task of the run.
+        ability: name of the ability, one of :data:`ABILITIES`.
+        entry: entry of the experiment that asks for the ability.
 
     Raises:
-        TaskError: with the reason.
+        TaskError: if the method lacks the ability; the message gives the reason.
     """
     reason = abilities(method, task)[ability]
     if reason is not None:
@@ -116,15 +116,15 @@ def require_ability(method: AnyMethod, task: Task, ability: str, entry: str) -> 
 
 
 def require_no_examples(method: AnyMethod, task: Task, entry: str) -> None:
-    """Raise an error if a server needs true numbers of examples, where robust rules put weights in their place.
+    """Raise an error if a server needs true numbers of examples, which robust rules replace by weights.
 
     Args:
-        method: which.
-        task: of the run.
-        entry: of the experiment that asks for the rule.
+        method: method to examine.
+        task: task of the run.
+        entry: entry of the experiment that asks for the rule.
 
     Raises:
-        TaskError: with the reason.
+        TaskError: if the server needs them; the message gives the reason.
     """
     trial = _Trial(method, task, method.server_init(task), task.clients[0])
     upload = trial.upload
@@ -145,12 +145,12 @@ def _single_replies(contribution: Any) -> str | None:
 
 
 def _why_it_reads_examples(trial: _Trial, upload: Any, explanation: str) -> str | None:
-    """Why a server needs the numbers of examples: its step is another one where all clients have equally many more.
+    """The reason why a server needs the numbers of examples: its step changes if all clients have equally many more.
 
     Args:
-        trial: of the method.
-        upload: of its client.
-        explanation: why the server does not have them.
+        trial: trial of the method.
+        upload: upload of the trial's client.
+        explanation: the reason why the server does not have these numbers.
     """
     client = dataclasses.replace(trial.client, example_count=1)
 
@@ -184,7 +184,7 @@ def _form(contribution: Any) -> list[Any]:
 
 
 def _sends_more(trial: _Trial, upload: Any) -> str | None:
-    """What a client sends that noise on its update cannot hide."""
+    """The part of an upload that noise on its update cannot hide, as a reason; None if there is none."""
     covered_paths = compute_update(upload, trial.reference).keys()
     uncovered_paths = [path.strip("/") for path, _ in tree.leaves(upload) if path not in covered_paths]
     if uncovered_paths:
@@ -197,7 +197,7 @@ def _sends_more(trial: _Trial, upload: Any) -> str | None:
 
 
 def _plain_values(value: Any, path: str = "") -> Iterator[str]:
-    """The paths of numbers and words in a tree that are no tensors."""
+    """Paths of the numbers and strings in a tree, which are no tensors."""
     children = tree.children(value, path)
     if children is None and not isinstance(value, (torch.Tensor, NoneType)):
         yield path
@@ -214,7 +214,7 @@ def _varies(trial: _Trial, upload: Any) -> bool:
     try:
         return form is not None and tree.form(form) != tree.form(upload)
     except tree.TreeError:
-        # a choice among forms is no tree
+        # the form is a choice among forms and no tree
         return True
 
 

@@ -1,7 +1,7 @@
-"""What hostile clients do in a simulation: they change their data, their updates or their example counts.
+"""Simulated attacks of hostile clients: on their training data, their updates or their example counts.
 
-An update is what a client's parameters have changed by, a dict of floating-point tensors by name. Hostile
-clients collude; where an attack needs the updates of others, it knows them (an omniscient adversary). Clients
+An update is the change of a client's parameters, a dict of floating-point tensors by name. Hostile
+clients collude; if an attack needs the updates of others, it knows them (an omniscient adversary). Clients
 may differ in architecture or rank, so statistics are taken over updates of one form: the same names, shapes
 and dtypes.
 """
@@ -23,31 +23,31 @@ from ..data.dataset import ClientData, Examples
 from .trust_settings import Attack
 
 STRENGTHS: dict[str, float] = {
-    # -Δ; Karimireddy et al. 2021 call it bit flipping
+    # factor of -Δ; Karimireddy et al. 2021 call it bit flipping
     "sign_flip": 1.0,
-    # 10 Δ; Bagdasaryan et al. 2020 scale up to the number of clients
+    # factor of Δ; Bagdasaryan et al. 2020 scale up to the number of clients
     "scaled": 10.0,
-    # standard deviation over the root mean square of the honest mean; Blanchard et al. 2017 use noise far
-    # above the updates, and at 1 it would be below the differences between honest clients
+    # standard deviation divided by the root mean square of the honest mean; Blanchard et al. 2017 use noise far
+    # above the updates, and a factor of 1 would be below the differences between honest clients
     "gaussian": 10.0,
-    # -ε · honest mean (Xie et al. 2020); below 1 no norm gives it away; 0.5 is the default of Blades
+    # ε of -ε · honest mean (Xie et al. 2020); below 1 the norm does not reveal it; 0.5 is the default of Blades
     "inner_product": 0.5,
-    # n_k times as large
+    # factor of n_k
     "examples": 100.0,
 }
-"""Usual strength of each attack that has one; z of "a little is enough" follows from :func:`alie_z`."""
+"""Default strength of each attack that has one; z of "a little is enough" comes from :func:`alie_z`."""
 
 TRIGGER_SIZE = 3
-"""k of the k x k patch of a backdoor; Gu et al. 2017 (BadNets) use a few pixels in a corner of an image."""
+"""Side k of the k x k trigger of a backdoor; Gu et al. 2017 (BadNets) use a few pixels in a corner of an image."""
 
 
 def hostile_clients(client_count: int, share: float, key: Key) -> frozenset[int]:
-    """A random subset of the clients 0..count - 1, the same for equal keys.
+    """Draw a random subset of the clients 0..count - 1, the same for equal keys.
 
     Args:
         client_count: number of clients, at least 1.
-        share: of them; the subset has round(share·count) clients, at least 1.
-        key: names the draw.
+        share: share of hostile clients; the subset has round(share·count) clients, at least 1.
+        key: key of the draw.
     """
     selected_ids = torch.randperm(client_count, generator=key.generator())[
         : max(1, round(share * client_count))
@@ -63,20 +63,20 @@ def poison(
     size: int = TRIGGER_SIZE,
     value: float | None = None,
 ) -> ClientData:
-    """The data of a hostile client; validation and test examples stay as they are.
+    """Poison the training data of a hostile client; validation and test examples stay as they are.
 
     ``label_flip`` maps each training label y to classes - 1 - y (Fang et al. 2020). ``backdoor`` puts the
     trigger on half of the training images, drawn at random and rounded up, and labels them ``attack.target``
     (Gu et al. 2017). Other attacks leave the data unchanged. Augmentation moves or mirrors the trigger, too.
 
     Args:
-        data: of one client.
-        attack: what it does.
+        data: data of one client.
+        attack: settings of the attack.
         classes: number of classes.
-        key: names the draw of the images, one for each client.
-        size: k of the trigger, see :func:`add_trigger`.
-        value: of the trigger; None for the largest value of the training images. If clients' largest values
-            differ, give that of the whole training part, so that all see one trigger.
+        key: key of the draw of the images, one for each client.
+        size: side k of the trigger in pixels, see :func:`add_trigger`.
+        value: pixel value of the trigger; None for the largest value of the training images. If clients' largest values
+            differ, pass that of the whole training part, so that all clients use one trigger.
 
     Raises:
         DataError: if the examples have no class labels, or no trigger fits on them.
@@ -104,19 +104,19 @@ def poison(
 def with_trigger(
     examples: Examples, attack: Attack, size: int = TRIGGER_SIZE, value: float | None = None
 ) -> Examples:
-    """Test examples to measure the success of a backdoor: accuracy on them is the attack success rate.
+    """Build test examples that measure the success of a backdoor: accuracy on them is the attack success rate.
 
-    They are of other classes than ``attack.target``, have the trigger and are labeled as the target: accuracy
-    is the share of them that a model takes for the target.
+    These examples are of classes other than ``attack.target``, have the trigger and are labeled as the target, so
+    accuracy is the share of them that a model classifies as the target.
 
     Args:
-        examples: without trigger, n.
-        attack: names the target.
-        size: as in :func:`poison`.
-        value: as in :func:`poison`; None for the largest value of these images.
+        examples: n examples without trigger.
+        attack: settings of the attack, with the target.
+        size: side k of the trigger in pixels, as in :func:`poison`.
+        value: pixel value of the trigger, as in :func:`poison`; None for the largest value of these images.
 
     Returns:
-        At most n examples; there may be none.
+        At most n examples, and possibly none.
 
     Raises:
         DataError: if the examples have no class labels, or no trigger fits on them.
@@ -131,12 +131,12 @@ def with_trigger(
 
 
 def add_trigger(x: Tensor, size: int, value: float) -> Tensor:
-    """Copies of images whose size x size pixels in the lower right corner have one value in all channels.
+    """Copy images and set the size x size pixels in the lower right corner to one value in all channels.
 
     Args:
         x: images [n, ..., height, width], or flat vectors [n, d], whose last size² features are set instead.
-        size: at least 1.
-        value: of the trigger.
+        size: side of the trigger in pixels, at least 1.
+        value: pixel value of the trigger.
 
     Raises:
         DataError: if the trigger would cover the whole image or vector, or does not fit on it.
@@ -159,21 +159,21 @@ def attack_updates(
 
     - ``sign_flip``: -strength·Δ. ``scaled``: strength·Δ.
     - ``gaussian``: noise whose standard deviation is strength times the root mean square of the honest mean.
-    - ``alie`` ("a little is enough", Baruch et al. 2019): mean - z·std by coordinate, of what the hostile
-      clients have trained; z is the strength, or :func:`alie_z`. Attackers of one form send the same.
-    - ``inner_product`` (Xie et al. 2020): -strength · the honest mean. Attackers of one form send the same.
+    - ``alie`` ("a little is enough", Baruch et al. 2019): mean - z·std by coordinate, over the updates that the hostile
+      clients have trained; z is the strength, or :func:`alie_z`. Attackers with updates of one form send the same.
+    - ``inner_product`` (Xie et al. 2020): -strength · the honest mean. Attackers with updates of one form send the same.
 
-    The honest mean is that of the clients not in ``hostile_ids`` with updates of the attacker's form, without
-    weights; if there is none, of the hostile ones of that form.
+    The honest mean is the unweighted mean over the clients that are not in ``hostile_ids`` and have updates of the
+    attacker's form; if there are none, it is the mean over the hostile clients with that form.
 
     Args:
-        updates: of the clients of a round, by client.
-        hostile_ids: clients that attack; those without an update do nothing.
-        attack: what they do.
-        key: names the noise; one for each round.
+        updates: updates of the clients of a round, by client.
+        hostile_ids: identifiers of the clients that attack; those without an update do nothing.
+        attack: settings of the attack.
+        key: key of the noise, one for each round.
 
     Returns:
-        Updates in the same order; those of honest clients are the same objects.
+        Updates by client in the same order; those of honest clients are the same objects.
 
     Raises:
         TreeError: if an update holds a tensor that is not of a floating-point type.
@@ -212,15 +212,15 @@ def attack_updates(
 
 
 def alie_z(client_count: int, hostile_count: int) -> float:
-    """The z of "a little is enough": the largest shift beyond which enough honest clients still lie.
+    """Compute z of "a little is enough": the largest shift beyond which enough honest clients still lie.
 
     With s = ⌊n/2 + 1⌋ - m honest clients needed for a majority, Φ(z) = (n - m - s) / (n - m) (Baruch et al.
-    2019, Algorithm 3). Where hostile clients are the majority, s is 1, the least for which the formula is
-    finite. A z below 0, which few hostile clients give, is taken as 0: they send their mean.
+    2019, Algorithm 3). If hostile clients are the majority, s is 1, the least for which the formula is
+    finite. A negative z, which results from few hostile clients, is replaced by 0: they then send their mean.
 
     Args:
         client_count: n, number of clients.
-        hostile_count: m, number of hostile ones.
+        hostile_count: m, number of hostile clients.
     """
     honest_count = client_count - hostile_count
     supporter_count = max(1, client_count // 2 + 1 - hostile_count)
@@ -232,7 +232,7 @@ def alie_z(client_count: int, hostile_count: int) -> float:
 
 
 def claimed_examples(examples: int, attack: Attack) -> int:
-    """The number of examples n_k that a hostile client claims: by ``examples``, strength times as many."""
+    """The number of examples n_k that a hostile client claims: strength times its own in the attack ``examples``."""
     return round(_strength(attack) * examples) if attack.kind == "examples" else examples
 
 
@@ -279,7 +279,7 @@ def _root_mean_square(update: Params) -> float:
 
 
 def _noise(update: Params, deviation: float, key: Key) -> Params:
-    """Noise of that standard deviation; each tensor has a draw of its own name, whatever its place."""
+    """Draw noise of a given standard deviation; each tensor's draw depends on its name, not on its position."""
     return {
         name: deviation * torch.randn(t.shape, generator=(key / name).generator()).to(t)
         for name, t in update.items()

@@ -1,6 +1,6 @@
 """Compression of an update in stages, with error feedback.
 
-Stages (:mod:`.stages`) run from left to right and are undone from right to left. All is computed on the CPU.
+Stages (:mod:`.stages`) run from left to right and are undone from right to left. All computation is on the CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _STAGES: dict[str, tuple[Any, Any, int, str]] = {
     "bfloat16": (BFloat16, None, 2, "bfloat16"),
     "int8": (Int8, None, 2, "int8"),
 }
-"""By name: the class, the type of its number, its place among stages, how it is written."""
+"""Description of each stage by its name: the class, the type of its parameter, its position, and its written form."""
 
 
 def parse_stages(text: str) -> tuple[Stage, ...]:
-    """Stages from a text such as ``"top_k:0.05 + int8"``; none from an empty one.
+    """Parse stages from a text such as ``"top_k:0.05 + int8"``; an empty text gives none.
 
     Raises:
         ConfigError: if a name is unknown, a number is missing, superfluous or out of range, or a stage cannot
@@ -57,11 +57,11 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
 
 @tree.tree_dataclass
 class Compressed:
-    """An update as it is sent.
+    """An update in compressed form, as it is sent.
 
     Attributes:
-        values: what the last stage gave, by path.
-        sides: what else each stage needs for decoding, in the order of stages.
+        values: tensors that the last stage returned, by path.
+        sides: side information that each stage needs for decoding, in the order of stages.
     """
 
     values: Params
@@ -72,9 +72,9 @@ def compress(stages: tuple[Stage, ...], update: Params, key: Key) -> Compressed:
     """Compress an update.
 
     Args:
-        stages: of :func:`parse_stages`.
+        stages: stages from :func:`parse_stages`.
         update: finite tensors in float64, float32, bfloat16 or float16, of any shape.
-        key: of this update's random numbers.
+        key: key of this update's random numbers.
 
     Raises:
         TaskError: if a tensor is of another type, or a value is not finite or too large for a stage.
@@ -84,7 +84,7 @@ def compress(stages: tuple[Stage, ...], update: Params, key: Key) -> Compressed:
 
 
 def stage_bytes(stages: tuple[Stage, ...], update: Params, key: Key) -> dict[str, int]:
-    """Bytes of the encoded update: by itself as ``"update"``, then after each stage, by the stage's name.
+    """Count the bytes of the encoded update: uncompressed as ``"update"``, then after each stage, by its name.
 
     Raises TaskError as :func:`compress` does.
     """
@@ -94,7 +94,7 @@ def stage_bytes(stages: tuple[Stage, ...], update: Params, key: Key) -> dict[str
 
 
 def _encode(stages: tuple[Stage, ...], update: Params, key: Key) -> Iterator[Compressed]:
-    """The update as it is before the first stage and after each."""
+    """Yield the update before the first stage and after each stage."""
     for path, x in update.items():
         if not isinstance(x, Tensor) or x.dtype not in DTYPES.values():
             type_name = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -115,25 +115,25 @@ def _encode(stages: tuple[Stage, ...], update: Params, key: Key) -> Iterator[Com
 
 @functools.lru_cache(maxsize=256)
 def _forms(stages: tuple[Stage, ...], form: Any) -> list[Compressed]:
-    """Steps of :func:`_encode` for an update of a form, as tensors that take no memory."""
+    """Results of :func:`_encode` for an update of a form, as tensors that take no memory."""
     zeros = {path: torch.zeros(shape, dtype=dtype) for path, dtype, shape in form}
     steps = list(_encode(stages, zeros, Key(())))
     return [tree.map_leaves(lambda t: t.new_zeros(()).expand(t.shape), step) for step in steps]
 
 
 def decompress(stages: tuple[Stage, ...], compressed: Compressed, template: Params) -> Params:
-    """Undo :func:`compress`, on whatever a peer may have sent.
+    """Undo :func:`compress`, for a message that may come from an untrusted peer.
 
     Args:
-        stages: by which it was compressed.
-        compressed: the decoded message.
-        template: tensors of the types, shapes and devices of the update.
+        stages: stages with which the update was compressed.
+        compressed: decoded message.
+        template: tensors by path with the dtypes, shapes and devices of the update.
 
     Returns:
-        A dict like ``template``, the same bits on every machine.
+        The update, a dict like ``template``, with the same bits on every machine.
 
     Raises:
-        TreeError: if the message has another form than that of such an update, or holds impossible positions
+        TreeError: if the message does not have the form of such an update, or holds impossible positions
             or numbers that are not finite.
     """
     forms = _forms(
@@ -169,26 +169,26 @@ def with_feedback(
     key: Key,
     reference: Params | None = None,
 ) -> tuple[Compressed, Params]:
-    """Compress an update and what earlier ones lost, e ← D + e - decode(encode(D + e)).
+    """Compress an update plus the residual of earlier ones, e ← D + e - decode(encode(D + e)).
 
     Source: Karimireddy et al., Error Feedback Fixes SignSGD and Other Gradient Compression Schemes, 2019.
 
     Args:
-        stages: of :func:`parse_stages`.
-        update: D.
-        residual: e, of the form of the update; None in the first round.
-        key: of this update's random numbers.
-        reference: the numbers to which the receiver adds the update, by path, of the types in which it is sent;
-            None if the update is sent in its own types and is added to nothing.
+        stages: stages from :func:`parse_stages`.
+        update: D, the update by path.
+        residual: e, the residual in the form of the update; None in the first round.
+        key: key of this update's random numbers.
+        reference: tensors by path to which the receiver adds the update, in the dtypes in which it is sent;
+            None if the update is sent in its own dtypes and is added to nothing.
 
     Returns:
-        The message and the next residual, which holds once the message has been accepted. Of half precision it
-        is in float32, and holds what rounding took away, too: of the message to its type, and of the reference
-        plus the update.
+        The message and the next residual, which takes effect once the message has been accepted. The residual of
+        half-precision tensors is in float32 and includes rounding errors, too: of the message to its dtype, and of the
+        reference plus the update.
 
     Raises:
-        TaskError: see :func:`compress`.
-        TreeError: if the residual has another form than the update.
+        TaskError: if :func:`compress` raises it.
+        TreeError: if the residual does not have the form of the update.
     """
     template = update if reference is None else reference
     total = tree.canonical(tree.widen(update))
@@ -204,7 +204,7 @@ def with_feedback(
 
 
 def _received(update: Tensor, reference: Tensor) -> Tensor:
-    """What an update changes in a reference of its type; in half precision their sum is rounded."""
+    """The change that an update makes to a reference of its dtype; in half precision their sum is rounded."""
     if tree.wide_type(update.dtype) == update.dtype:
         return update
     return tree.widen(reference + update) - tree.widen(reference)

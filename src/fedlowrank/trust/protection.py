@@ -3,14 +3,14 @@
     client:  update -> clip -> [local noise] -> compress (with error feedback) -> message
     server:  decode -> contribution -> rule (mean or robust) -> [central noise] -> server_update
 
-:class:`Protected` is itself a method and wraps another one, so that every engine, the network and resumed
-runs treat it like any method: what it keeps of a client, such as the error feedback, is committed with the
-client's state, and bytes are those of its messages.
+:class:`Protected` is itself a method and wraps another one, so every engine, the network and resumed
+runs treat it like any method: the state that it keeps of a client, such as the error feedback, is committed with the
+client's state, and the counted bytes are those of its messages.
 
-Central differential privacy adds noise to a *sum*: the server's noise, or under secure sums over a network the clients'
-(:mod:`fedlowrank.network.secure.distributed_noise`). What a client contributes is therefore the difference of the
-contributions of its upload and of the reference, every client with weight 1; its norm is bounded once more, and the noised
-sum is divided by the expected number of clients, not by that of those that came.
+Central differential privacy adds noise to a *sum*: noise of the server, or under secure sums over a network noise of the
+clients (:mod:`fedlowrank.network.secure.distributed_noise`). A client's contribution is therefore the difference of the
+contributions of its upload and of the reference, every client with weight 1. Its norm is bounded once more, and the noised
+sum is divided by the expected number of clients, not by the number of those that replied.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     KeepsSumOfUploads,
     Mean,
     ServerView,
@@ -70,12 +71,12 @@ from .updates import (
 logger = logging.getLogger(__name__)
 
 _NORM_TOLERANCE = 1e-6
-"""Relative difference of norms that two machines may find of one update."""
+"""Largest relative difference between the norms that two machines compute for one update."""
 
 
 @tree.tree_dataclass
 class ClientState:
-    """The state of the method's client, and what compression has lost so far."""
+    """The client state of the wrapped method, and the residual of compression so far."""
 
     inner: Any
     residual: Params | None
@@ -83,7 +84,7 @@ class ClientState:
 
 @tree.tree_dataclass
 class ServerState:
-    """The state of the method's server, and the clipping norm of the next round."""
+    """The server state of the wrapped method, and the clipping norm of the next round."""
 
     inner: Any
     clip: float
@@ -91,7 +92,7 @@ class ServerState:
 
 @tree.tree_dataclass
 class Download:
-    """What the method sends, and the clipping norm where it changes."""
+    """The download of the wrapped method, and the clipping norm if it is adaptive."""
 
     message: Any
     clip: float | None
@@ -99,12 +100,12 @@ class Download:
 
 @tree.tree_dataclass
 class Upload:
-    """What the method sends back, its update compressed.
+    """The upload of the wrapped method, with its update compressed.
 
     Attributes:
-        remainder: the upload, without the update where that is compressed.
+        remainder: the upload, without the update if that is compressed.
         update: the compressed update, or None.
-        indicator: ``[1]``, 1 if the norm was within the clipping norm, which follows it; or None.
+        indicator: tensor ``[1]``, 1 if the norm was within the clipping norm, which adapts to it; None without adaptation.
     """
 
     remainder: Any
@@ -117,13 +118,13 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
     """A method with clipped, compressed and private updates; made by :func:`protect`.
 
     Attributes:
-        inner: the method.
-        task: of the run; the examples of its models are copies, so that no client's data lie behind them.
-        trust: what happens to updates.
-        noise: σ; 0 for none.
-        expected: clients that are expected in a round, qN.
-        system: noise comes from the operating system, and not from the seed of the run.
-        distributed: under central privacy the clients have added the noise, each a part, before they are summed.
+        inner: the wrapped method.
+        task: task of the run; the examples of its models are copies that share no storage with a client's data.
+        trust: settings of what happens to updates.
+        noise: σ, the noise multiplier; 0 for no noise.
+        expected: expected number of clients in a round, qN.
+        system: whether noise comes from the operating system, and not from the seed of the run.
+        distributed: whether, under central privacy, each client has added a part of the noise before the sum.
     """
 
     task: Task = field(kw_only=True, repr=False)
@@ -134,7 +135,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
     distributed: bool = field(kw_only=True, default=False)
 
     title = "Protected"
-    """Of the class alone; an object has that of the method."""
+    """Title of the class only; an object has the title of the wrapped method."""
 
     @cached_property
     def _stages(self) -> tuple[Stage, ...]:
@@ -151,7 +152,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         return self.trust.clipping.quantile is not None
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
-        """The method's, in a decoded upload; a compressed upload has one form."""
+        """Describe the wrapped method's update in a decoded upload; a compressed upload has one form."""
         update = self._update(down.message, client)
         indicator = torch.zeros(1) if self.is_adaptive else None
         form = None if self._stages or update.form is None else Upload(update.form, None, indicator)
@@ -161,21 +162,21 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         return describe_dense_update(self.inner, message, client, self.task)
 
     def server_init(self, task: Task) -> ServerState:
-        """The method's, and the first clipping norm."""
+        """The wrapped method's initial state, and the first clipping norm."""
         return ServerState(self.inner.server_init(task), float(self.trust.clipping.norm or 0.0))
 
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
-        """The method's; nothing is lost yet."""
+        """The wrapped method's initial state, without a residual."""
         return ClientState(self.inner.client_init(client, task), None)
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
-        """The method's, and the clipping norm where it changes."""
+        """The wrapped method's download, and the clipping norm if it is adaptive."""
         return Download(self.inner.download(server.inner, client), server.clip if self.is_adaptive else None)
 
     def local_update(
         self, state: ClientState, down: Download, view: ClientView
     ) -> tuple[ClientState, Upload]:
-        """The method's, then: clip, add noise, compress."""
+        """Run the wrapped method's ``local_update``, then clip, add noise and compress."""
         definition = self._update(down.message, view.info)
         reference = definition.reference
         try:
@@ -207,7 +208,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         reference_numbers = read_reference(reference, reference)
         remainder, residual = remove_compared(upload, reference), None
         if has_feedback:
-            # what compression loses is sent later, so that sums of all that was sent agree up to what waits
+            # what compression loses is sent later, so that sums of all uploads are exact up to the current residual
             compressed, residual = with_feedback(self._stages, update, state.residual, key, reference_numbers)
         else:
             compressed = compress(self._stages, tree.cast_like(update, reference_numbers), key)
@@ -224,12 +225,12 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         return method.follow_upload(state, next_state, message, upload, view)
 
     def _must_hide(self, error: Exception) -> bool:
-        """Whether the server must not learn that training failed; a simulation hides no mistake in code."""
+        """Whether to hide from the server that training failed; a simulation hides no programming error."""
         is_private = self.trust.privacy.kind != "none"
         return is_private and (self.system or isinstance(error, NonFiniteError))
 
     def _without_change(self, reference: Any, down: Download, view: ClientView) -> Any:
-        """The upload of a client that has learnt nothing, in the form that one without data finds."""
+        """An upload without any change, in the form that shape tracing finds without data."""
         upload, _ = trace_upload(self.inner, self.task, view.info, down.message)
         return replace_numbers(upload, read_reference(upload, reference))
 
@@ -237,23 +238,23 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         bound = self.trust.clipping.norm if down.clip is None else down.clip
         if bound is None:
             return upload, None
-        # noise hides numbers that are sent, so their norm is bounded; else it is the effective update's
+        # noise hides the numbers that are sent, so their norm is bounded; without noise, that of the effective update
         effective, reference = self.trust.privacy.kind == "none", definition.reference
         upload, norm = clip_update(upload, reference, bound, definition.scale, effective=effective)
         if not effective and not math.isfinite(norm):
-            # what cannot be bounded is not sent
+            # an update that cannot be bounded is not sent
             upload = replace_numbers(upload, read_reference(upload, reference))
         return upload, torch.tensor([float(norm <= bound)]) if self.is_adaptive else None
 
     def _with_local_noise(self, upload: Any, reference: Any, down: Download, view: ClientView) -> Any:
-        # in float64, and rounded once
+        # computed in float64, and rounded once
         update = {path: u.double() for path, u in compute_update(upload, reference).items()}
         bound = self.trust.clipping.norm if down.clip is None else down.clip
         noise = gaussian(update, self.noise * float(bound or 0.0), self._source(view.key))
         return replace_update(upload, reference, {path: u + noise[path] for path, u in update.items()})
 
     def decode(self, server: ServerState, upload: Upload, client: ClientInfo) -> Upload:
-        """The upload with the update that came out of its compressed form; :meth:`contribution` takes either."""
+        """The upload with its update decompressed; :meth:`contribution` accepts both forms."""
         if upload.update is None:
             return upload
         reference = self._update(self.inner.download(server.inner, client), client).reference
@@ -263,30 +264,32 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         )
         return Upload(decoded_upload, None, upload.indicator)
 
-    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> Any:
-        """The method's; with central noise, what it adds to that of the reference."""
+    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> Contribution:
+        """The wrapped method's contribution; under central privacy, its difference from that of the reference."""
         upload = self.decode(server, upload, client)
         if self.is_central:
             down = self.inner.download(server.inner, client)
-            contribution: Any = {"sum": Sum(self.change(server, Download(down, None), upload, client))}
+            contribution: Contribution = {
+                "sum": Sum(self.change(server, Download(down, None), upload, client))
+            }
         else:
-            # a client's number of examples is data, so under privacy no weight depends on it
+            # a client's number of examples is private, so under privacy no weight depends on it
             client = client if self.trust.privacy.kind == "none" else _unweighted(client)
             contribution = self.inner.contribution(
                 server.inner, self._bound(server, upload.remainder, client), client
             )
         if upload.indicator is None:
             return contribution
-        # b - 1/2, whose sum a client changes by at most 1/2
+        # b - 1/2: a client changes the sum by at most 1/2
         indicator = upload.indicator.double().clamp(0, 1) - 0.5
         count = Sum(torch.ones_like(indicator), counts=True)
         return {"method": contribution, "within": Sum(indicator, counts=True), "count": count}
 
     def _bound(self, server: ServerState, upload: Any, client: ClientInfo) -> Any:
-        """The upload with an update of at most the clipping norm, which a hostile client may have exceeded.
+        """The upload with its update clipped to the clipping norm again, since a hostile client may have exceeded it.
 
-        An honest client's is within it, so that nothing changes. That does not hold of compressed updates, to which a
-        client adds what was lost before, nor of those with local noise; and masked ones the server does not see.
+        The update of an honest client is within the norm, so nothing changes. This does not hold for compressed updates, to
+        which a client adds its residual, nor for updates with local noise; and the server does not see masked updates.
         """
         trust = self.trust
         if trust.clipping.norm is None or trust.privacy.kind != "none" or self._stages or trust.secure.on:
@@ -301,16 +304,16 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         return clip_update(upload, update.reference, bound, update.scale)[0]
 
     def change(self, server: ServerState, down: Download, upload: Upload, client: ClientInfo) -> Params:
-        """What an upload adds to the contribution of the reference, its norm at most the clipping norm.
+        """The difference between the contributions of an upload and of the reference, clipped to the clipping norm C.
 
         Args:
-            server: state of the server; where clients compute this, its first one.
-            down: what the client was sent.
-            upload: decoded.
-            client: any.
+            server: state of the server; its initial state if clients compute the difference.
+            down: download that the client received.
+            upload: decoded upload of the client.
+            client: client that sent the upload; its example count is not used.
 
         Returns:
-            Float64 tensors by their paths in the contribution, of the joint norm at most C.
+            Float64 tensors by their paths in the contribution, whose joint norm is at most C.
         """
         client = _unweighted(client)
         reference_numbers = dict(_numbers(self._base(server, down.message, client)))
@@ -319,13 +322,13 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         norm = math.sqrt(sum(float(t.square().sum()) for t in change.values()))
         return {path: t * min(1.0, server.clip / norm) if norm else t for path, t in change.items()}
 
-    def _base(self, server: ServerState, message: Any, client: ClientInfo) -> Any:
-        """The contribution of the reference: of a client that has learnt nothing."""
+    def _base(self, server: ServerState, message: Any, client: ClientInfo) -> Contribution:
+        """The contribution of the reference, as of a client whose training changed nothing."""
         reference = self._update(message, client).reference
         return self.inner.contribution(server.inner, reference, _unweighted(client))
 
     def without_replies(self) -> Any:
-        """With the server's own noise, an empty sum: a round without clients releases noise, too. Else None."""
+        """An empty sum if the server adds the noise, since a round without clients releases noise, too; otherwise None."""
         if not self.is_central or self.distributed:
             return None
         zero = torch.zeros(1, dtype=torch.float64)
@@ -333,7 +336,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         return {"method": empty_sum, "within": zero, "count": zero} if self.is_adaptive else empty_sum
 
     def server_update(self, server: ServerState, total: Any, view: ServerView) -> ServerState:
-        """The method's, of the total or of the noised sum; and the next clipping norm."""
+        """Run the wrapped method's server step on the total or the noised sum, and adapt the clipping norm."""
         clip, noise = server.clip, self.noise
         if self.is_adaptive:
             share = self._share_within(total, self._source(view.key))
@@ -359,11 +362,11 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         return 0.5 + indicator_sum / count
 
     def _source(self, key: Key) -> NoiseSource:
-        """Where noise comes from."""
+        """Source of the noise: the operating system or a key."""
         return "system" if self.system else key / "noise"
 
     def _add_noise(self, server: ServerState, change_sums: Params, noise: float, view: ServerView) -> Any:
-        """The total of the method: the reference's contribution, plus noised sum over expected number."""
+        """The wrapped method's total: contribution of the reference plus noised sum divided by the expected number."""
         first_client = view.task.clients[0]
         base = self._base(server, self.inner.download(server.inner, first_client), first_client)
         zeros = {path: torch.zeros_like(t, dtype=torch.float64) for path, t in _numbers(base)}
@@ -372,7 +375,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         noised = {path: change_sums.get(path, zero) + noise_tensors[path] for path, zero in zeros.items()}
 
         def total(path: str, leaf: Any) -> Any:
-            # of a sum, the reference counts once for every expected client
+            # in a Sum, the reference counts once for every expected client
             factor, divisor = (1.0, self.expected) if isinstance(leaf, Mean) else (self.expected, 1.0)
             return replace_numbers(
                 leaf.value,
@@ -385,15 +388,15 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         return map_contributions(total, base)
 
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
-        """The method's."""
+        """The wrapped method's model of a client."""
         return self.inner.client_model(state.inner, down.message, view)
 
     def server_model(self, server: ServerState, state: ClientState, view: ClientView) -> Params | None:
-        """The method's."""
+        """The wrapped method's model of the server."""
         return self.inner.server_model(server.inner, state.inner, view)
 
     def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
-        """The method's, and the clipping norm where it changes."""
+        """The wrapped method's metrics, and the clipping norm if it is adaptive."""
         clip = {"clipping": {"norm": server.clip}} if self.is_adaptive else {}
         return {**self.inner.server_metrics(server.inner), **clip}
 
@@ -407,19 +410,19 @@ def protect(
     expected_count: float,
     is_deployed: bool,
 ) -> AnyMethod:
-    """A method whose updates are protected as the settings say; the method itself where they say nothing.
+    """Wrap a method so that its updates are protected as the settings say; return the method if they say nothing.
 
     Args:
-        method: any.
-        task: of the run.
-        trust: the settings.
-        budget: of privacy, or None for none.
-        expected_count: clients that are expected in a round, qN.
-        is_deployed: over a network, where noise comes from the operating system, since others could know the seed of
-            a run, and where under secure sums the clients add the noise of central privacy.
+        method: method to protect.
+        task: task of the run.
+        trust: settings of what happens to updates.
+        budget: privacy budget, or None for none.
+        expected_count: expected number of clients in a round, qN.
+        is_deployed: whether the run is over a network, where noise comes from the operating system, since others could
+            know the seed of a run, and where under secure sums the clients add the noise of central privacy.
 
     Raises:
-        TaskError: if something cannot be done with the method's updates, with the reason.
+        TaskError: if something cannot be done with the method's updates; the message gives the reason.
     """
     privacy, rule = trust.privacy.kind, trust.robust.rule
     if privacy != "none":
@@ -437,7 +440,7 @@ def protect(
         return method
     noise = 0.0 if budget is None else budget.noise
     if privacy == "central" and trust.clipping.quantile is not None:
-        # refuses too few clients before any is trained
+        # raises an error for too few clients before any client is trained
         split_noise(noise, default_count_noise(expected_count))
     models = {name: without_data(model) for name, model in task.architectures.items()}
     protected_method = Protected(
@@ -455,12 +458,12 @@ def protect(
 
 
 def decompress_upload(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Any:
-    """The upload whose numbers are relative to the reference of its update: compression on its way undone.
+    """Undo the compression of an upload, whose numbers are then relative to the reference of its update.
 
     Args:
-        method: of the run.
-        upload: as it arrived.
-        client: who sent it.
+        method: method of the run.
+        upload: upload as it arrived.
+        client: client that sent the upload.
         server: state of the server.
     """
     return method.decode(server, upload, client) if isinstance(method, Protected) else upload
@@ -472,7 +475,7 @@ def total_without_replies(method: AnyMethod) -> Any:
 
 
 def _warn_of_growth(method: AnyMethod, protected_method: Protected, task: Task, uplink: str) -> None:
-    """Say so where compressed messages are larger than plain ones."""
+    """Log a warning if compressed messages are larger than plain ones."""
     info = task.clients[0]
     sizes = []
     for candidate in (method, protected_method):
@@ -488,12 +491,12 @@ def _warn_of_growth(method: AnyMethod, protected_method: Protected, task: Task, 
 
 
 def _numbers(contribution: Any) -> Iterator[tuple[str, Tensor]]:
-    """The numbers of a contribution's sums and means, with their paths."""
+    """Yield the tensors of a contribution's sums and means, with their paths."""
     for path, leaf in contribution_leaves(contribution):
         if isinstance(leaf, (Mean, Sum)):
             yield from tree.leaves(leaf.value, path)
 
 
 def _unweighted(client: ClientInfo) -> ClientInfo:
-    """The client with one example, so that what it contributes has the weight 1."""
+    """The client with one example, so that its contribution has weight 1."""
     return dataclasses.replace(client, example_count=1)

@@ -1,7 +1,7 @@
-"""Robust replacements of the mean, which a minority of hostile clients cannot move at will.
+"""Robust replacements of the mean, which a minority of hostile clients cannot move arbitrarily.
 
-Krum, multi-Krum, the geometric median and norm bounding weigh clients by the inner products of the updates
-(their Gram matrix) or their norms. The median and the trimmed mean go by coordinates. Medians of B and of A
+Krum, multi-Krum, the geometric median and norm bounding weight clients by the inner products of the updates
+(their Gram matrix) or their norms. The median and the trimmed mean work by coordinate. Medians of B and of A
 do not give the median of B A, so these two rules form the products, one layer at a time.
 """
 
@@ -30,27 +30,27 @@ CoordinateRule = Callable[[Tensor, Tensor], Tensor]
 """Maps values ``[n, ...]`` and weights ``[n]`` to ``[...]``."""
 COORDINATE_RULES = ("median", "trimmed_mean")
 REAL = torch.float64
-# relative difference up to which two sums of weights are equal but for rounding
+# relative difference below which two sums of weights count as equal, because of rounding
 TIE_TOLERANCE = 1e-12
-# numbers of all clients that a coordinate rule takes at a time, to bound the memory of its copies
+# number of entries, over all clients, that a coordinate rule processes at a time, to bound the memory of its copies
 MAX_BLOCK_ENTRIES = 2**21
 
 
 def hostile_count(share: float, n: int) -> int:
-    """⌈share·n⌉, the most of n clients that may be hostile; 7 for 0.07·100, which in floats is above 7."""
+    """⌈share·n⌉, the largest number of hostile clients among n; 7 for 0.07·100, which in floats is above 7."""
     return math.ceil(share * n - 1e-9)
 
 
 def krum_weights(gram: Tensor, max_hostile: int, select_count: int) -> Tensor:
-    """Weights of Krum and multi-Krum, float64 ``[n]``: 1 / select for the updates of least score, else 0.
+    """Weights of Krum and multi-Krum, float64 ``[n]``: 1 / select for the updates of least score, otherwise 0.
 
     The score of an update is the sum of its squared distances from the n - f - 2 nearest others. Numbers of
-    examples do not count. Of equal scores the first wins.
+    examples do not count. If scores are equal, the first update wins.
 
     Args:
         gram: inner products of the updates ``[n, n]``.
-        max_hostile: f, how many may be hostile.
-        select_count: how many to select: 1 for Krum, n - f for multi-Krum.
+        max_hostile: f, the largest number of hostile clients.
+        select_count: number of updates to select: 1 for Krum, n - f for multi-Krum.
 
     Raises:
         TaskError: if n < 2 f + 3, ``select_count`` is not in 1..n - f, or the Gram matrix is not finite.
@@ -75,7 +75,7 @@ def krum_weights(gram: Tensor, max_hostile: int, select_count: int) -> Tensor:
 
 
 def geometric_median_weights(gram: Tensor, weights: Tensor, nu: float = 1e-6, steps: int = 100) -> Tensor:
-    """Weights by which the updates' mean is their geometric median (RFA), float64 ``[n]``; they sum to 1.
+    """Weights with which the updates' mean is their geometric median (RFA), float64 ``[n]``; they sum to 1.
 
     Smoothed Weiszfeld algorithm: from the weighted mean z = Σ c_i x_i, c = weights / Σ weights, it repeats
     c_i ∝ weight_i / max(ν, ‖z - x_i‖), with distances from the Gram matrix. If updates with the share α of
@@ -84,9 +84,9 @@ def geometric_median_weights(gram: Tensor, weights: Tensor, nu: float = 1e-6, st
 
     Args:
         gram: inner products of the updates ``[n, n]``.
-        weights: at least 0, not all 0 ``[n]``.
+        weights: weights of the updates ``[n]``, at least 0 and not all 0.
         nu: ν, the smallest distance that counts, in units of the updates.
-        steps: number of steps; 0 gives the mean.
+        steps: number of steps; 0 gives the weighted mean.
 
     Raises:
         TaskError: if the weights do not fit the Gram matrix, or numbers are not finite.
@@ -108,10 +108,10 @@ def norm_factors(norms: Tensor) -> Tensor:
     """Factors min(1, median / norm), float64 ``[n]``, that scale every update to at most the median norm.
 
     Args:
-        norms: of the updates ``[n]``; of even n, the median is the lower of the two in the middle.
+        norms: norms of the updates ``[n]``; for even n, the median is the lower of the two in the middle.
 
     Raises:
-        TaskError: if there are none, or they are negative or not finite.
+        TaskError: if there are no norms, or they are negative or not finite.
     """
     norms = norms.detach().to(REAL)
     if norms.ndim != 1 or not len(norms) or not (norms.isfinite() & (norms >= 0)).all():
@@ -122,12 +122,12 @@ def norm_factors(norms: Tensor) -> Tensor:
 def coordinate_median(values: Tensor, weights: Tensor) -> Tensor:
     """The weighted median of each coordinate ``[...]``, in the dtype of the values.
 
-    The mean of the lower and the upper weighted median: the smallest value such that all up to it have at
-    least half of the weight, and such that they have more. Equal weights give the ordinary median.
+    This is the mean of the lower and the upper weighted median: the smallest value such that it and all smaller ones have
+    at least half of the weight, and the smallest such that they have more. Equal weights give the ordinary median.
 
     Args:
-        values: ``[n, ...]``.
-        weights: at least 0, not all 0 ``[n]``.
+        values: values of the n clients ``[n, ...]``.
+        weights: weights of the clients ``[n]``, at least 0 and not all 0.
 
     Raises:
         TaskError: if the weights do not fit the values.
@@ -149,9 +149,9 @@ def trimmed_mean(values: Tensor, weights: Tensor, trim: int) -> Tensor:
     """The weighted mean of each coordinate ``[...]`` without its smallest and largest values, in their dtype.
 
     Args:
-        values: ``[n, ...]``.
-        weights: above 0 ``[n]``; which values are dropped does not depend on them.
-        trim: how many to drop at each end.
+        values: values of the n clients ``[n, ...]``.
+        weights: weights of the clients ``[n]``, above 0; which values are dropped does not depend on them.
+        trim: number of values to drop at each end.
 
     Raises:
         TaskError: if n ≤ 2 trim, or the weights do not fit the values.
@@ -171,7 +171,7 @@ def trimmed_mean(values: Tensor, weights: Tensor, trim: int) -> Tensor:
     sorted_values, order = torch.sort(values[weight_order], dim=0, stable=True)
     shares = w[weight_order][order[trim : n - trim]]
     mean = (shares * sorted_values[trim : n - trim]).sum(0) / shares.sum(0)
-    # not even rounding may leave the range of the values
+    # rounding must not leave the range of the values either
     return mean.to(values.dtype).clamp(sorted_values[trim], sorted_values[n - trim - 1])
 
 
@@ -180,17 +180,17 @@ def robust_mean(
 ) -> Any:
     """Reduce trees of one structure by a coordinate rule.
 
-    Where trees hold a :class:`~fedlowrank.linalg.pair.Pair`, the rule acts on the products B A of that layer.
-    The result is the best approximation of the same rank, B = U √S and A = √S Vᵀ; zero columns of B meet
-    the rule of the clients' A, so they can be trained. Pairs with an empty factor go tensor by tensor.
+    If trees hold a :class:`~fedlowrank.linalg.pair.Pair`, the rule is applied to the products B A of that layer.
+    The result is the best approximation of the same rank, B = U √S and A = √S Vᵀ; beside zero columns of B, A has the result
+    of the rule for the clients' A, so that it can be trained. Pairs with an empty factor are reduced tensor by tensor.
 
     Args:
-        trees: of floating-point tensors.
-        weights: one for each tree, at least 0; a tree with weight 0 is left out and is no reply.
-        rule: ``median`` or ``trimmed_mean``, which drops :func:`hostile_count` values at either end, of few
-            trees as many as leave one.
+        trees: trees of floating-point tensors, one for each client.
+        weights: weights of the trees, at least 0; a tree with weight 0 is left out and is no reply.
+        rule: ``median`` or ``trimmed_mean``, which drops :func:`hostile_count` values at either end; if there are too few
+            trees, it drops as many as leave at least one.
         hostile_share: share of the trees that may be hostile.
-        scale: factor of the result.
+        scale: factor by which the result is multiplied.
 
     Raises:
         TreeError: if forms differ, a tensor holds integers or booleans, or weights are negative or all 0.
@@ -217,13 +217,13 @@ def robust_mean(
 class RobustAggregator(Aggregator):
     """Reduces the contributions of a round by a coordinate rule.
 
-    A ``Mean`` becomes the :func:`robust_mean` of its values, a ``Sum`` the number of clients times that with
-    equal weights, unless it counts. All values wait in memory until :meth:`finish`: one contribution a
-    client.
+    A ``Mean`` becomes the :func:`robust_mean` of its values; a ``Sum`` becomes the number of clients times the robust
+    mean with equal weights, or the plain sum if it counts something. All values stay in memory until :meth:`finish`: one
+    contribution for each client.
 
     Args:
         client_ids: identifiers of the clients that take part, in the order of reduction.
-        rule: as of :func:`robust_mean`, a ConfigError for others.
+        rule: name of the rule, as in :func:`robust_mean`; others raise ConfigError.
         hostile_share: share of the replies that may be hostile.
     """
 
@@ -251,7 +251,7 @@ class RobustAggregator(Aggregator):
             self._counts.add(path)
 
     def _value(self, path: str, leaf_type: type) -> Any:
-        # a client that was refused at a later leaf did not contribute
+        # a client whose contribution was rejected at a later leaf did not contribute
         contributions = [self._totals[path][client] for client in self.contributed]
         values, weights = [value for value, _ in contributions], [weight for _, weight in contributions]
         if path in self._counts:
@@ -261,7 +261,7 @@ class RobustAggregator(Aggregator):
 
 
 def _reduce_nodes(nodes: Sequence[Any], weights: Tensor, rule: CoordinateRule) -> Any:
-    """Reduce subtrees, whose forms agree."""
+    """Reduce subtrees of the same form."""
     first_node = nodes[0]
     if isinstance(first_node, Tensor):
         flat_tensors = [t.detach().reshape(-1) for t in nodes]
@@ -297,7 +297,7 @@ def _reduce_products(pairs: Sequence[Pair], weights: Tensor, rule: CoordinateRul
 
 
 def _row_blocks(rows: int, width: int) -> list[slice]:
-    """Blocks of rows of ``width`` numbers; at least one, so that a tensor without rows keeps its form."""
+    """Blocks of rows with ``width`` entries each; at least one block, so that a tensor without rows keeps its form."""
     step = max(1, MAX_BLOCK_ENTRIES // width)
     return [slice(i, i + step) for i in range(0, max(1, rows), step)]
 
@@ -310,7 +310,7 @@ def _check_rule(rule: str) -> None:
 def _check_leaf(expected: Any, value: Any, weight: float) -> None:
     if not 0 <= weight < math.inf:
         raise tree.TreeError(f"a weight of a mean is finite and at least 0; this one is {weight}")
-    # says where structures differ
+    # raises an error that says where structures differ
     tree.map_leaves(lambda *_: None, expected, value)
     forms = dict(tree.leaves(expected))
     for path, t in tree.leaves(value):

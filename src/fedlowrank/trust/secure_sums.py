@@ -1,18 +1,18 @@
-"""Secure sums: the server adds up masked contributions and learns their total alone, in simulation.
+"""Secure sums in simulation: the server adds up masked contributions and learns only their total.
 
 Bonawitz et al., *Practical Secure Aggregation for Privacy-Preserving Machine Learning*, CCS 2017, with few
 neighbors as in Bell et al., *Secure Single-Server Aggregation with (Poly)Logarithmic Overhead*, CCS 2020.
 
-1. Client i has a key pair (s_i, S_i) and the seed b_i of its own mask. Its neighbors and itself hold Shamir
+1. Client i has a key pair (s_i, S_i) and the seed b_i of its own mask. It and its neighbors hold Shamir
    shares of s_i and b_i.
 2. It quantizes its contribution to a vector x_i and sends, modulo 2^64, with s_ij = DH(s_i, S_j) = s_ji,
    y_i = x_i + PRG(b_i) + Σ_{neighbors j > i} PRG(s_ij) - Σ_{neighbors j < i} PRG(s_ij).
 3. The holders reveal their shares of b_i if y_i arrived, and of s_i if it was lost; never both. The server
-   rebuilds these secrets and subtracts the masks that are left in Σ y_i.
+   rebuilds these secrets and subtracts the masks that remain in Σ y_i.
 
-The arithmetic is that of a network, but nothing is sent, shares are not encrypted, and secrets come from a
-:class:`~fedlowrank.core.key.Key`, which anyone who knows the seed of the run can repeat. The server follows
-the protocol and may look at all it gets; one that lies about who replied is not covered.
+The arithmetic is the same as over a network, but nothing is sent, shares are not encrypted, and secrets come from a
+:class:`~fedlowrank.core.key.Key`, which anyone who knows the seed of the run can compute. The server follows
+the protocol and may inspect all that it receives; a server that lies about which clients replied is not covered.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from .trust_settings import SecureSums
 logger = logging.getLogger(__name__)
 
 MIN_REPLIES = 2
-"""Clients in a sum, at least: the sum of one is what it sent."""
+"""Smallest number of clients in a sum: the sum over one client is what it sent."""
 
 MAX_FINE_STEP = 1e-3
-"""Step of a value above which rounding is likely to show: a round of training moves many weights by less."""
+"""Largest step of a value without a warning: a round of training changes many weights by less than a larger one."""
 
 Vector = NDArray[np.uint64]  # numbers modulo 2^64: numpy's sums wrap by themselves
 SECRET_BYTES = 15  # bytes of a secret: with its padding, one block of the sharing scheme
@@ -61,7 +61,7 @@ def _load(module: str) -> Any:
 
 
 def warn_of_coarse_grid(settings: SecureSums) -> None:
-    """Say so where values are rounded to steps above :data:`MAX_FINE_STEP`."""
+    """Log a warning if values are rounded to steps above :data:`MAX_FINE_STEP`."""
     step = grid_step(settings)
     if step > MAX_FINE_STEP:
         logger.warning(
@@ -74,17 +74,17 @@ def warn_of_coarse_grid(settings: SecureSums) -> None:
 
 
 def grid_step(settings: SecureSums) -> float:
-    """The step of a value, R / (2^(bits - 1) - 1), so that 0 is exact."""
+    """The quantization step of a value, R / (2^(bits - 1) - 1), so that 0 is exact."""
     levels: int = 2 ** (settings.bits - 1) - 1
     return settings.bound / levels
 
 
 def align(template: Any, contribution: Any) -> list[tuple[Mean[Any] | Sum[Any], list[Tensor]]]:
-    """The leaves of a contribution and their tensors, in the order of another, whose form it must have.
+    """Match the leaves and tensors of a contribution to those of a template, whose order the result has.
 
     Raises:
-        TaskError: if the server must see a leaf by itself.
-        TreeError: if the form is another one, or holds what cannot be added.
+        TaskError: if the server must see the value of a single client at a leaf.
+        TreeError: if the contribution does not have the form of the template, or holds something that cannot be added.
     """
     if single_paths := [path for path, leaf in contribution_leaves(contribution) if isinstance(leaf, Each)]:
         raise TaskError(
@@ -112,14 +112,14 @@ def align(template: Any, contribution: Any) -> list[tuple[Mean[Any] | Sum[Any], 
 
 
 class FixedPoint:
-    """How numbers become integers; sums of products of a weight and a value stay below 2^63.
+    """Fixed-point encoding of numbers as integers; sums of products of a weight and a value stay below 2^63.
 
     Attributes:
-        bound: R; values are clipped to ±R.
-        step: of a value, R / (2^(bits - 1) - 1), so that 0 is exact.
-        largest_weight: weights are clipped to it.
-        unit: of a weight, the least power of two by which ``largest_weight`` fits in the bits left (at most
-            32). Its multiples are exact, so whole numbers are where it is at most 1.
+        bound: R, at which values are clipped to ±R.
+        step: quantization step of a value, R / (2^(bits - 1) - 1), so that 0 is exact.
+        largest_weight: largest weight, to which weights are clipped.
+        unit: quantization step of a weight, the least power of two with which ``largest_weight`` fits in the bits left (at
+            most 32). Its multiples are exact, so whole numbers are exact if it is at most 1.
     """
 
     def __init__(self, settings: SecureSums, client_count: int, largest_weight: float) -> None:
@@ -132,21 +132,21 @@ class FixedPoint:
 
     @property
     def sum_step(self) -> float:
-        """The step of a value that is summed without a weight."""
+        """The quantization step of a value that is summed without a weight."""
         return self.step * self.unit
 
     @property
     def largest_sum(self) -> float:
-        """Values that are summed without a weight are clipped to ± this."""
+        """Bound R' to which values that are summed without a weight are clipped, ±R'."""
         return self.bound * self.largest_weight
 
     def encode(
         self, aligned_leaves: Iterable[tuple[Mean[Any] | Sum[Any], list[Tensor]]]
     ) -> tuple[Vector, int]:
-        """The vector (a mean's weight comes before its values), and how many numbers were clipped."""
+        """Encode leaves as a vector (a mean's weight precedes its values), and count the numbers that were clipped."""
         chunks, clip_count = [torch.empty(0, dtype=torch.int64)], 0
         for leaf, tensors in aligned_leaves:
-            # what a client sums it has multiplied by its weight itself
+            # a client has already multiplied the values of a Sum by its weight
             weight, limit, step = 1, self.largest_sum, self.sum_step
             if isinstance(leaf, Mean):
                 weight = round(min(leaf.weight, self.largest_weight) / self.unit)
@@ -162,7 +162,7 @@ class FixedPoint:
         return torch.cat(chunks).numpy().view(np.uint64), clip_count
 
     def decode(self, vector: Vector, template: Any) -> Any:
-        """The total, its tensors as in ``template`` by type, shape and device; None for a mean without weight."""
+        """Decode the total, its tensors like ``template`` in dtype, shape and device; None for a mean without weight."""
         numbers, totals = torch.from_numpy(vector.view(np.int64)), dict[str, Any]()
         for path, leaf in contribution_leaves(template):
             weight, step, values = 1, self.sum_step, []
@@ -177,14 +177,15 @@ class FixedPoint:
 
 
 class MaskingPlan:
-    """Who shares masks with whom, and how many clients must reply, if m of them are present to share secrets.
+    """Which clients share masks, and how many must reply, if m clients are present to share secrets.
 
     Attributes:
-        holders: of shares of each client's secrets: itself and its neighbors, who are up to 2 ⌈log2 m⌉ places
+        holders: holders of the shares of each client's secrets: itself and its neighbors, which are up to 2 ⌈log2 m⌉ places
             away in a random order on a circle: all for m ≤ 20, 28 for m = 100.
-        min_replies: replies without which the round gives nothing.
-        threshold: shares that rebuild a secret; so many holders could unmask a client. ``least`` if all are
-            neighbors, else half of those that reply on average if ``least`` clients do: 10 of 29 for m = 100.
+        min_replies: smallest number of replies with which the round has a result.
+        threshold: number of shares that rebuild a secret; this many holders could unmask a client. ``min_replies`` if
+            all are neighbors, else half of the holders that reply on average if ``min_replies`` clients do: 10 of 29 for
+            m = 100.
     """
 
     def __init__(self, client_count: int, present_ids: Sequence[int], threshold: float, key: Key) -> None:
@@ -207,7 +208,7 @@ class MaskingPlan:
 
 
 def expand(seed: bytes, size: int) -> Vector:
-    """The mask PRG(seed) ``[size]``, uniform modulo 2^64: the key stream of AES-256 in counter mode."""
+    """Expand a seed to the mask PRG(seed) ``[size]``, uniform modulo 2^64: the key stream of AES-256 in counter mode."""
     # Flower's pseudo_rand_gen folds a seed to 32 bits and never draws the largest number
     ciphers = _load("cryptography.hazmat.primitives.ciphers")
     key = ciphers.algorithms.AES(hashlib.sha256(seed).digest())
@@ -216,13 +217,13 @@ def expand(seed: bytes, size: int) -> Vector:
 
 
 def combine(shares: Sequence[bytes]) -> bytes:
-    """The secret of which these are shares, if they are enough and right."""
+    """Rebuild the secret from its shares, if they are enough and correct."""
     secret: bytes = _load("flwr.common.secure_aggregation.crypto.shamir").combine_shares(list(shares))
     return secret
 
 
 class KeyPair:
-    """A client's secret s and the public key S that belongs to it."""
+    """A client's secret s and its public key S."""
 
     def __init__(self, client_id: int, secret: bytes) -> None:
         self._client, self._curve = client_id, _load("cryptography.hazmat.primitives.asymmetric.x25519")
@@ -230,26 +231,26 @@ class KeyPair:
         self.public_key: bytes = self._private.public_key().public_bytes_raw()
 
     def mask(self, neighbor_id: int, public_key: bytes, size: int, context: bytes = b"") -> Vector:
-        """What the client adds for a neighbor with that public key; the masks of the two add up to 0.
+        """Compute the mask that the client adds for a neighbor; the masks of the two add up to 0.
 
         Args:
-            neighbor_id: number of the neighbor.
-            public_key: of the neighbor.
-            size: of the vector.
-            context: what both must have in common, else their masks do not cancel.
+            neighbor_id: identifier of the neighbor.
+            public_key: public key of the neighbor.
+            size: length of the vector.
+            context: bytes that both clients must have in common, or their masks do not cancel.
         """
         seed = self._private.exchange(self._curve.X25519PublicKey.from_public_bytes(public_key)) + context
         return expand(seed, size) if self._client < neighbor_id else np.negative(expand(seed, size))
 
 
 class MaskingClient:
-    """A client's side. ``held`` are shares of b and s by owner; none are revealed to fewer than ``least``.
+    """The client's side. ``shares`` are shares of b and s by owner; they are revealed only with enough replies.
 
     Args:
-        client_id: its number.
-        seed: b, of its own mask, 15 random bytes.
-        secret: of its key pair, 15 random bytes.
-        min_replies: replies without which nothing is revealed.
+        client_id: identifier of the client.
+        seed: b, the seed of its own mask, 15 random bytes.
+        secret: s, the secret of its key pair, 15 random bytes.
+        min_replies: smallest number of replies with which shares are revealed.
     """
 
     def __init__(self, client_id: int, seed: bytes, secret: bytes, min_replies: int) -> None:
@@ -258,7 +259,7 @@ class MaskingClient:
         self.shares: dict[int, tuple[bytes, bytes]] = {}
 
     def share(self, share_count: int, threshold: int) -> list[tuple[bytes, bytes]]:
-        """So many shares of b and s, any ``threshold`` of which rebuild them."""
+        """Split b and s into ``share_count`` shares, any ``threshold`` of which rebuild them."""
         split = _load("flwr.common.secure_aggregation.crypto.shamir").create_shares
         return list(
             zip(
@@ -276,25 +277,25 @@ class MaskingClient:
         return masked_vector
 
     def reveal(self, replied_ids: Set[int]) -> dict[int, bytes]:
-        """By owner, its share of b if it replied, and of s if not."""
+        """Shares to reveal by owner: of b if the owner replied, of s if not; none with fewer than ``min_replies``."""
         shares = self.shares if len(replied_ids) >= self._least else {}
         return {owner: b if owner in replied_ids else s for owner, (b, s) in shares.items()}
 
 
 class MaskedSum:
-    """The server's side: it knows the plan, public keys, masked vectors and, at last, revealed shares."""
+    """The server's side: it has the plan, public keys, masked vectors and, at the end, revealed shares."""
 
     def __init__(self, plan: MaskingPlan, public_keys: Mapping[int, bytes]) -> None:
         self._plan, self._public_keys, self.replied = plan, public_keys, set[int]()
         self._sum: Any = 0
 
     def add(self, client_id: int, masked_vector: Vector) -> None:
-        """Add a masked vector."""
+        """Add a client's masked vector to the sum."""
         self._sum = self._sum + masked_vector
         self.replied.add(client_id)
 
     def unmask(self, revealed_shares: Sequence[Mapping[int, bytes]]) -> Vector | str:
-        """The sum of the vectors, given what each holder reveals by owner; or why there is none."""
+        """Compute the sum of the vectors from what each holder reveals by owner; or return why there is none."""
         if len(self.replied) < self._plan.min_replies:
             return f"{len(self.replied)} clients replied, and {self._plan.min_replies} must"
         total, threshold = np.copy(self._sum), self._plan.threshold
@@ -318,24 +319,24 @@ class MaskedSum:
 
 
 class SecureAggregator(Aggregator):
-    """Totals as of an :class:`Aggregator`, bit-equal in any order of arrival, up to quantization.
+    """Totals as from an :class:`Aggregator`, up to quantization, bit-equal in any order of arrival.
 
     With values clipped to ±R, weights w_k rounded to q_k (|q_k - w_k| ≤ unit/2), W' = Σ q_k, exact mean m,
     the mean differs by Σ q_k (x'_k - x_k) / W' + Σ (q_k - w_k)(x_k - m) / W', as Σ w_k (x_k - m) = 0; by at
     most step/2 + n (unit / 2W') max |x_k - m| ≤ step/2 + n R unit / W'. The second term is 0 if weights are
-    multiples of the unit. Floats of a Sum are clipped to ±R · ``largest_weight``, their total differs by at
-    most n · step · unit / 2; integers are exact. The total is then rounded to the types of the tensors.
+    multiples of the unit. Floats of a Sum are clipped to ±R · ``largest_weight``; their total differs by at
+    most n · step · unit / 2; integers are exact. The total is then rounded to the dtypes of the tensors.
 
     Args:
         client_ids: identifiers of the round's clients.
         settings: bits, bound and threshold. ConfigError if Flower is not installed.
-        key: of this round: with the same key twice, masks would repeat.
-        largest_weight: of a client in a Mean, known to all before the round, such as the cap on examples.
-        absent_ids: clients that left before they shared their secrets.
+        key: key of this round; masks would repeat with the same key.
+        largest_weight: largest weight of a client in a Mean, known to all before the round, such as the cap on examples.
+        absent_ids: identifiers of the clients that left before they shared their secrets.
 
     Attributes:
-        clipped: how many numbers and weights were clipped. Over a network only each client knows its own.
-        reason: why :meth:`finish` returned None.
+        clipped: number of values and weights that were clipped. Over a network each client knows only its own number.
+        reason: the reason why :meth:`finish` returned None.
     """
 
     accepts_rows = False
@@ -376,7 +377,7 @@ class SecureAggregator(Aggregator):
         self._server = MaskedSum(self._plan, self._public_keys)
 
     def add(self, client_id: int, contribution: Any) -> None:
-        """Mask a contribution and add it; TaskError for an Each, TreeError for a form unlike those before."""
+        """Mask a contribution and add it; TaskError for an Each, TreeError if its form differs from earlier ones."""
         if client_id not in self._missing:
             raise ValueError(f"client {client_id} takes no part in the round, has replied or was skipped")
         try:
@@ -395,11 +396,11 @@ class SecureAggregator(Aggregator):
         self.contributed = [c for c in self._order if c in self._server.replied]
 
     def skip(self, client_id: int) -> None:
-        """Leave out a client whose masked vector does not come."""
+        """Leave out a client whose masked vector does not arrive."""
         self._missing.discard(client_id)
 
     def finish(self) -> Any:
-        """The total, or None and a ``reason`` if too few replied; ValueError if a client is missing."""
+        """Return the total, or None and set ``reason`` if too few replied; ValueError if a client is missing."""
         if self._missing:
             raise ValueError(f"clients {sorted(self._missing)} neither replied nor were skipped")
         total = self._server.unmask([self._clients[c].reveal(self._server.replied) for c in self.contributed])

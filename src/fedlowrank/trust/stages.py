@@ -1,8 +1,8 @@
-"""The stages by which an update is compressed: bfloat16, int8, the largest entries, low rank.
+"""The stages that compress an update: bfloat16, int8, the largest entries, low rank.
 
-An *update* is a dict of floating tensors by path; a stage makes fewer or smaller tensors of it. The form of
-what it makes depends on the form of the update, never on values. Decoding calls no matrix product, whose
-order of sums depends on the machine: a client that decodes its own message has the server's bits.
+An *update* is a dict of floating-point tensors by path; a stage makes fewer or smaller tensors from it. The form of
+its result depends on the form of the update, never on values. Decoding uses no matrix product, because its order of
+sums depends on the machine: a client that decodes its own message gets the same bits as the server.
 """
 
 # ruff: noqa: ARG002, D102 - Stage documents what all stages do, and not all need every argument
@@ -28,7 +28,7 @@ from ..core.tree import Params, TreeError
 from ..linalg.randomized_svd import leading_triplets
 
 REAL = torch.float64
-# of int8: 17 significant bits times the 7 of a level are exact in the 24 of a float32, down to this scale
+# for int8: the product of 17 significant bits and the 7 of a level is exact in the 24 of a float32, down to this scale
 _SCALE_BITS, _SMALLEST_SCALE = 17, 2.0**-133
 
 
@@ -39,7 +39,7 @@ class Stage(ABC):
 
     @property
     def name(self) -> str:
-        """The stage as :func:`.compression.parse_stages` reads it."""
+        """The stage as text, in the form that :func:`.compression.parse_stages` reads."""
         return ":".join([self.word, *map(str, vars(self).values())])
 
     @abstractmethod
@@ -54,14 +54,14 @@ class Stage(ABC):
     def decode(self, values: Params, side: Any, template: Params) -> Params:
         """Undo :meth:`encode`.
 
-        Takes finite numbers in the form that :meth:`encode` gives for ``template``, whose own are not read.
+        Takes finite numbers in the form that :meth:`encode` returns for ``template``, whose values are not read.
         Raises TreeError if ``side`` holds impossible positions.
         """
 
 
 @dataclass(frozen=True)
 class BFloat16(Stage):
-    """Round to the nearest bfloat16; tensors of a type of two bytes stay as they are."""
+    """Round to the nearest bfloat16; tensors of a dtype of two bytes stay as they are."""
 
     word = "bfloat16"
 
@@ -74,10 +74,10 @@ class BFloat16(Stage):
 
 @dataclass(frozen=True)
 class Int8(Stage):
-    """Round at random to one of the two nearest multiples of a scale, so that the mean is the value itself.
+    """Round stochastically to one of the two nearest multiples of a scale, so that the mean is the value itself.
 
-    A row is a slice along the first dimension of a tensor of two or more, of a matrix along its shorter one
-    (of LoRA's factors, that is the rank), and the whole of any other tensor. Its scale is max|row| / 127,
+    A row is a slice along the first dimension of a tensor with two or more dimensions, but along the shorter dimension of a
+    matrix (for LoRA's factors, that is the rank), and the whole of any other tensor. Its scale is max|row| / 127,
     rounded up to 17 bits. Side: the scales, float32 ``[rows of all tensors]``.
     """
 
@@ -94,7 +94,7 @@ class Int8(Stage):
             scale = torch.where(row_maxima > 0, scale.clamp(min=_SMALLEST_SCALE), 0.0)
             if bool((scale * LEVELS > torch.finfo(torch.float32).max).any()):
                 raise TaskError(f"the update of {path!r} has values that are too large for int8")
-            # a row of zeros is divided by 1
+            # divide a row of zeros by 1
             share = rows / torch.where(scale > 0, scale, 1.0)[:, None]
             uniform = torch.rand(rows.shape, dtype=REAL, generator=(key / "int8" / path).generator())
             level = share.floor() + (uniform < share - share.floor())
@@ -114,14 +114,14 @@ class Int8(Stage):
 
 @dataclass(frozen=True)
 class TopK(Stage):
-    """Keep the k = ⌈share · n⌉ entries of largest magnitude of all n together; of equal ones the first.
+    """Keep the k = ⌈share · n⌉ entries of largest magnitude among all n; among equal ones, the first.
 
-    Entries are counted through the tensors in the order of paths. The kept ones become one vector ``[k]``.
-    Side: their positions, as a mask, a bit each ``[n]``, or as ascending indices, int32 ``[k]``, whichever is
+    Entries are counted through the tensors in the order of paths. The kept ones form one vector ``[k]``.
+    Side: their positions, either as a bitmask ``[n]`` or as ascending indices, int32 ``[k]``, whichever is
     smaller.
 
     Attributes:
-        share: of the entries, in (0, 1].
+        share: share of the entries to keep, in (0, 1].
     """
 
     share: float
@@ -133,7 +133,7 @@ class TopK(Stage):
     def encode(self, values: Params, key: Key) -> tuple[Params, Any]:
         dtype = functools.reduce(torch.promote_types, [x.dtype for x in values.values()] or [torch.float32])
         flat = torch.cat([torch.zeros(0, dtype=dtype), *[x.flatten() for x in values.values()]])
-        # the share as it is written, for 0.07 * 100 is more than 7 in floating point
+        # the share as a decimal fraction, because 0.07 * 100 is more than 7 in floating point
         n, k = len(flat), math.ceil(Fraction(str(self.share)) * len(flat))
         mask = torch.ones(n, dtype=torch.bool)
         if k < n:
@@ -163,11 +163,10 @@ class TopK(Stage):
 class LowRankStage(Stage):
     """Truncate the singular value decomposition U S Vᵀ of each tensor as a matrix ``[d0, rest]``.
 
-    A tensor becomes ``PATH/left``, (U √S)ᵀ ``[rank, d0]``, and ``PATH/right``, (V √S)ᵀ ``[rank, rest]``, so
-    rows are singular vectors. If these would be no smaller, the tensor stays as it is, as ``PATH/whole``.
+    rows are singular vectors. If these would not be smaller, the tensor stays as it is, as ``PATH/whole``.
 
     Attributes:
-        rank: of all factors, at least 1; those of a tensor of lower rank are zero-padded.
+        rank: rank of all factors, at least 1; those of a tensor of lower rank are zero-padded.
     """
 
     rank: int
@@ -188,7 +187,7 @@ class LowRankStage(Stage):
             right = out[f"{path}/right"] = x.new_zeros(self.rank, matrix.shape[1])
             max_value = matrix.abs().max()
             if max_value > 0:
-                # divided, for the decomposition squares, which numbers above 1e154 do not survive
+                # scaled to at most 1, because the decomposition squares numbers, which overflows above 1e154
                 u, s, v = leading_triplets(matrix / max_value, self.rank)
                 root = (s * max_value).sqrt()
                 left[: len(s)], right[: len(s)] = (u * root).mT, (v * root).mT
@@ -202,7 +201,7 @@ class LowRankStage(Stage):
                 continue
             dtype = torch.promote_types(x.dtype, torch.float32)
             left, right = (values[f"{path}/{name}"].to(dtype) for name in ("left", "right"))
-            # not by a matrix product: see the head of this file
+            # computed without a matrix product: see the head of this file
             out.append(torch.zeros(left.shape[1], right.shape[1], dtype=dtype))
             for column, row in zip(left, right, strict=True):
                 out[-1] += column[:, None] * row
@@ -222,7 +221,7 @@ def _is_tall(x: Tensor) -> bool:
 
 
 def _as_scaled_rows(x: Tensor) -> Tensor:
-    """Rows that have a scale each."""
+    """The tensor as rows, each of which has its own scale."""
     return x.mT if _is_tall(x) else _as_rows(x)
 
 

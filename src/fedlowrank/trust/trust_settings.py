@@ -1,4 +1,4 @@
-"""What happens to an update between a client and the server, as an experiment says it.
+"""Settings of what happens to an update between a client and the server.
 
 client:  update -> clip -> [local noise] -> compress (with error feedback) -> message
 server:  decode -> contribution -> rule (mean or robust) -> [central noise] -> server_update
@@ -20,14 +20,14 @@ _WITH_STRENGTH = ("sign_flip", "scaled", "gaussian", "alie", "inner_product", "e
 
 @dataclass(frozen=True)
 class Compression(CheckedFields):
-    """How updates are compressed on their way to the server.
+    """Compression of updates on their way to the server.
 
     Attributes:
-        uplink: stages from left to right, such as ``"top_k:0.05 + int8"``; empty for none. Known are
-            bfloat16, int8 (a scale a row), low_rank:RANK and top_k:SHARE (of the entries of all tensors
+        uplink: stages from left to right, such as ``"top_k:0.05 + int8"``; empty for no compression. Stages are
+            bfloat16, int8 (one scale for each row), low_rank:RANK and top_k:SHARE (of the entries of all tensors
             together).
-        error_feedback: a client adds what compression lost to its next update. Where factors begin each round
-            in other coordinates, as FedHL's do, that helps little.
+        error_feedback: whether a client adds what compression lost to its next update. This helps little if factors begin
+            each round in other coordinates, as FedHL's do.
     """
 
     uplink: str = ""
@@ -44,10 +44,10 @@ class Clipping(CheckedFields):
     """A bound on the norm of every update.
 
     Attributes:
-        norm: C, the bound; None for none. With a quantile, the bound of the first round.
-        quantile: γ, the share of updates that the bound is to leave as they are: it follows their norms
+        norm: C, the bound; None for no bound. With a quantile, the bound of the first round.
+        quantile: γ, the share of updates that the bound leaves unchanged: the bound adapts to their norms
             (Andrew et al. 2021). None keeps it fixed.
-        rate: η_C, how fast it follows.
+        rate: η_C, the step size with which the bound adapts.
     """
 
     norm: float | None = None
@@ -69,12 +69,12 @@ class Privacy(CheckedFields):
 
     Attributes:
         kind: central: the server adds noise to the sum of clipped updates; local: every client adds noise to
-            its own.
+            its own update.
         noise: σ, the noise multiplier: the standard deviation in units of the clipping norm. None finds the
-            smallest by which all rounds keep to ``epsilon``.
+            smallest with which all rounds stay within ``epsilon``.
         epsilon: ε, the budget; the run stops before it is exceeded. None for no bound.
-        delta: δ.
-        accountant: pld (tight) or rdp.
+        delta: δ of the (ε, δ) guarantee.
+        accountant: method that computes ε: pld (tight) or rdp.
     """
 
     kind: Literal["none", "central", "local"] = "none"
@@ -92,7 +92,7 @@ class Privacy(CheckedFields):
         check_switch(self, self.switch, "run.privacy")
         if self.kind == "none":
             return
-        # half of a local σ is accounted for: an update may replace another one of the norm C
+        # accounting uses half of a local σ: an update may replace another one of the norm C
         min_noise = 2e-6 if self.kind == "local" else 1e-6
         check_bounds(self, {"noise": f">= {min_noise:g}"}, "privacy")
         if self.delta is None:
@@ -107,15 +107,15 @@ class Privacy(CheckedFields):
 
 @dataclass(frozen=True)
 class Robust(CheckedFields):
-    """How the server guards the mean against hostile clients.
+    """Protection of the mean against hostile clients.
 
     Attributes:
         rule: mean; median and trimmed_mean (by coordinate); geometric_median (RFA); norm_bound (updates are
             scaled to at most the median norm); krum and multi_krum (selection).
-        hostile: share of a round's replies that may be hostile: what trimmed_mean cuts on either side, and f
+        hostile: share of a round's replies that may be hostile: the share that trimmed_mean cuts on either side, and f
             of Krum.
-        weights: equal: under a rule every client counts the same, for a hostile one may lie about its number
-            of examples n_k; examples: as the method weighs them, n_k up to ten times its median.
+        weights: equal: under a rule every client counts the same, because a hostile one may lie about its number
+            of examples n_k; examples: the method's weights, with n_k up to ten times its median.
     """
 
     rule: Literal[
@@ -124,7 +124,7 @@ class Robust(CheckedFields):
     hostile: float = 0.2
     weights: Literal["equal", "examples"] = "equal"
 
-    # the other rules hold against fewer than half, which covers whatever share is assumed
+    # the other rules hold against any minority of hostile clients, whatever share is assumed
     switch: ClassVar[Switch] = Switch("rule", dict.fromkeys(("hostile", "weights"), _RULES))
 
     def __post_init__(self) -> None:
@@ -134,14 +134,14 @@ class Robust(CheckedFields):
 
 @dataclass(frozen=True)
 class Attack(CheckedFields):
-    """What hostile clients do, in a simulation.
+    """Simulated attack of hostile clients.
 
     Attributes:
         kind: label_flip and backdoor change their training data; sign_flip, scaled, gaussian, alie ("a little
             is enough") and inner_product change their updates; examples lies about n_k.
-        share: of the clients, drawn at random.
-        strength: of the attack; None for its usual value (:mod:`fedlowrank.trust.attacks`).
-        target: class to which a backdoor leads.
+        share: share of the clients that are hostile, drawn at random.
+        strength: strength of the attack; None for its default (:mod:`fedlowrank.trust.attacks`).
+        target: class that the trigger of a backdoor leads to.
     """
 
     kind: Literal[
@@ -178,8 +178,8 @@ class SecureSums(CheckedFields):
     """Sums in which the server sees no single update (Bonawitz et al. 2017).
 
     Attributes:
-        on: whether sums are computed so.
-        bits: of a quantized number.
+        on: whether the server sees only masked uploads and their sum.
+        bits: number of bits of a quantized number.
         bound: numbers are clipped to ±bound before they are quantized.
         threshold: share of the round's clients that must reply, in a simulation; over a network it is ⌊2n/3⌋ + 1 of n.
     """
@@ -199,15 +199,15 @@ class SecureSums(CheckedFields):
 
 @dataclass(frozen=True)
 class Trust(CheckedFields):
-    """All of it; by default nothing happens to an update, and a run has the same bits as without.
+    """All settings of trust; by default nothing happens to an update, and a run has the same bits as without.
 
     Attributes:
-        compression: of updates.
-        clipping: of updates.
-        privacy: of clients.
-        robust: rule of the server.
-        attack: of hostile clients.
-        secure: sums by masks.
+        compression: compression of updates.
+        clipping: clipping of updates.
+        privacy: differential privacy of clients.
+        robust: robust rule of the server.
+        attack: simulated attack of hostile clients.
+        secure: secure sums, computed with masks.
     """
 
     compression: Compression = Compression()

@@ -3,8 +3,8 @@
 A reference has the form of the upload, with :data:`~fedlowrank.core.contract.update.NO_UPDATE` or
 :data:`~fedlowrank.core.contract.update.ZERO_REFERENCE` in the place of some parts.
 
-Norms are of the *effective* update. A factor pair (B, A) beside a reference (B₀, A₀) stands for
-s(B A - B₀ A₀) = s[B, -B₀][A; A₀], whose norm and inner products need Gram matrices of its factors alone:
+Norms are those of the *effective* update. A factor pair (B, A) with a reference (B₀, A₀) stands for
+s(B A - B₀ A₀) = s[B, -B₀][A; A₀], whose norm and inner products need only Gram matrices of its factors:
 ⟨X Y, X' Y'⟩ = Σ (Xᵀ X') ∘ (Y Y'ᵀ).
 """
 
@@ -29,12 +29,12 @@ from ..linalg.matricize import dense_weights
 from ..linalg.pair import Pair, zero_pad_pair
 
 _BISECTION_STEPS = 60
-"""Halvings of an interval in [0, 1], to the precision of float64."""
+"""Number of halvings of an interval in [0, 1] that reach the precision of float64."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix ``[d, k]`` as ``left [d, r]`` times ``right [r, k]``, both float64."""
+    """A matrix ``[d, k]`` as the product of ``left [d, r]`` and ``right [r, k]``, both float64."""
 
     left: Tensor
     right: Tensor
@@ -44,13 +44,13 @@ UpdatePart = Tensor | Product
 
 
 def describe_dense_update(method: AnyMethod, down: Any, client: ClientInfo, task: Task) -> Update:
-    """The update in a client's upload; weights that were sent as factors are dense in its reference.
+    """Describe the update in a client's upload; weights that were sent as factors are dense in its reference.
 
     Args:
-        method: of the run.
-        down: what the client was sent.
-        client: who it is.
-        task: of the run.
+        method: method of the run.
+        down: download that the client received.
+        client: client that sends the upload.
+        task: task of the run.
     """
     update = method.describe_update(down, client, task)
     return replace(update, reference=dense_weights(update.reference, task.model(client).initial))
@@ -60,7 +60,7 @@ def pair_with_reference(upload: Any, reference: Any, path: str = "") -> Iterator
     """Walk the parts of an upload that are updates: floating tensors, pairs and factored matrices.
 
     Yields:
-        Its path, the part (a pair of a smaller rank padded to that of its reference), and its reference: of the same
+        The path, the part (a pair of a smaller rank zero-padded to that of its reference), and its reference: of the same
         form, or :data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`.
 
     Raises:
@@ -85,7 +85,7 @@ def pair_with_reference(upload: Any, reference: Any, path: str = "") -> Iterator
         if not is_zero and type(reference) is not type(upload):
             raise TreeError(f"the reference at {path or 'its top'} is no {type(upload).__name__}")
         if isinstance(upload, Pair) and isinstance(reference, Pair):
-            # of a pruned rank; with zeros in the place of the components that were left out
+            # a pair of a pruned rank is zero-padded at the components that were left out
             upload = zero_pad_pair(upload, reference.rank)
         yield path, upload, reference
         return
@@ -102,20 +102,21 @@ def pair_with_reference(upload: Any, reference: Any, path: str = "") -> Iterator
 
 
 def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, Any] | None:
-    """The parts of a reference by name, or None if they are not those of the upload."""
+    """The parts of a reference by name, or None if their names differ from those of the upload's parts."""
     parts = None if type(reference) is float else dict(tree.children(reference) or ())
     return parts if parts is not None and parts.keys() == dict(children).keys() else None
 
 
 def compute_update(upload: Any, reference: Any, *, compared_only: bool = False) -> Params:
-    """The numbers of an update by path: those of the upload minus those of the reference.
+    """Compute the tensors of an update by path: those of the upload minus those of the reference.
 
-    Of half precision they are in float32, for a difference may need more digits than its two numbers.
+    Differences of half-precision tensors are in float32, because they may need more digits than both tensors.
 
     Args:
-        upload: of the client.
-        reference: of its upload.
-        compared_only: leave out what is compared with nothing (:data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`).
+        upload: upload of the client.
+        reference: reference of the upload.
+        compared_only: whether to leave out parts without a reference
+            (:data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`).
     """
     update: Params = {}
     for path, part, ref in pair_with_reference(upload, reference):
@@ -129,7 +130,7 @@ def compute_update(upload: Any, reference: Any, *, compared_only: bool = False) 
 
 
 def read_reference(upload: Any, reference: Any) -> Params:
-    """The numbers of a reference by path, zeros where a part of the upload is itself the update."""
+    """Tensors of a reference by path, zeros where a part of the upload is itself the update."""
     numbers: Params = {}
     for path, part, ref in pair_with_reference(upload, reference):
         refs = None if type(ref) is float else dict(tree.leaves(ref, path))
@@ -139,7 +140,7 @@ def read_reference(upload: Any, reference: Any) -> Params:
 
 
 def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -> Any:
-    """A tree with the tensors at some paths replaced."""
+    """Return a tree with the tensors at some paths replaced."""
     if isinstance(value, Tensor):
         return numbers.get(path, value)
     children = tree.children(value, path)
@@ -151,7 +152,7 @@ def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -
 
 
 def replace_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
-    """The upload whose update is another one: the reference plus that."""
+    """Return the upload with another update: the sum of the reference and that update."""
     base = read_reference(upload, reference)
     numbers = {path: (base[path].double() + u.double()).to(base[path]) for path, u in update.items()}
     return replace_numbers(upload, numbers)
@@ -160,13 +161,13 @@ def replace_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) ->
 def compute_update_parts(
     upload: Any, reference: Any, scale: float, *, effective: bool = True
 ) -> dict[str, UpdatePart]:
-    """The effective update, in float64: a tensor or a product for each part, by path.
+    """Compute the effective update, in float64: a tensor or a product for each part, by path.
 
     Args:
-        upload: of the client.
-        reference: of its upload.
-        scale: s of the products of its pairs.
-        effective: take products as such; otherwise all numbers that are sent.
+        upload: upload of the client.
+        reference: reference of the upload.
+        scale: s, the scale of the products of its pairs.
+        effective: whether pairs are taken as their products; otherwise as all numbers that are sent.
     """
     if not effective:
         return {path: u.double() for path, u in compute_update(upload, reference).items()}
@@ -191,10 +192,10 @@ def compute_update_parts(
 
 
 def split_products(part: Any) -> list[Pair]:
-    """The products of a part of an upload: one of a pair, one a cluster of a mixture, none of others."""
+    """List the pairs of a part of an upload: one for a pair, one for each cluster of a mixture, none for others."""
     if isinstance(part, Pairs):
         return [Pair(u, v.mT) for u, v in zip(part.u, part.v, strict=True)]
-    # a method that shares one factor leaves the other empty
+    # the other factor is empty if a method shares only one
     return [part] if isinstance(part, Pair) and part.b.numel() and part.a.numel() else []
 
 
@@ -206,7 +207,7 @@ def compute_inner_product(x: Mapping[str, UpdatePart], y: Mapping[str, UpdatePar
     """Inner product of two effective updates.
 
     Raises:
-        TreeError: if they have not the same parts, or a part has another shape.
+        TreeError: if they do not have the same parts, or a part has another shape.
     """
     if x.keys() != y.keys():
         raise TreeError(f"updates with other parts: {sorted(x.keys() ^ y.keys())}")
@@ -232,12 +233,12 @@ def compute_inner_product(x: Mapping[str, UpdatePart], y: Mapping[str, UpdatePar
 
 
 def _inner_with_dense(product: Product, dense_tensor: Tensor) -> float:
-    """Inner product of a product and a tensor, whose trailing dimensions count as one."""
+    """Inner product of a product and a tensor, whose trailing dimensions are flattened."""
     return float(((product.left.mT @ dense_tensor.flatten(1)) * product.right).sum())
 
 
 def compute_gram_matrix(updates: list[dict[str, UpdatePart]]) -> Tensor:
-    """The inner products of effective updates ``[n, n]``, float64."""
+    """Gram matrix: the inner products of effective updates ``[n, n]``, float64."""
     n = len(updates)
     gram = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):
@@ -247,13 +248,13 @@ def compute_gram_matrix(updates: list[dict[str, UpdatePart]]) -> Tensor:
 
 
 def compute_norm(upload: Any, reference: Any, scale: float = 1.0, *, effective: bool = True) -> float:
-    """Norm of an update; NaN where a number is not finite.
+    """Norm of an update; NaN if a number is not finite.
 
     Args:
-        upload: of the client.
-        reference: of its upload.
-        scale: s of the products of its pairs.
-        effective: take the norm of products; otherwise that of all numbers that are sent.
+        upload: upload of the client.
+        reference: reference of the upload.
+        scale: s, the scale of the products of its pairs.
+        effective: whether to take the norm of products; otherwise that of all numbers that are sent.
     """
     return _Squares.of(upload, reference, scale, effective=effective).norm(1.0)
 
@@ -263,19 +264,19 @@ def clip_update(
 ) -> tuple[Any, float]:
     """Clip an update: move the upload towards its reference until the norm of its update is at most a bound.
 
-    Everything moves on the line from the reference, x₀ + t(x - x₀). Of a pair that is
+    All tensors move on the line from the reference, x₀ + t(x - x₀). For a pair, the update is
     s[(B₀ + tD)(A₀ + tE) - B₀A₀] = t·s(DA₀ + B₀E) + t²·sDE, so the squared norm is a polynomial in t, and t is
     found by bisection.
 
     Args:
-        upload: of the client.
-        reference: of its upload.
-        bound: C.
-        scale: s of the products of its pairs.
-        effective: take the norm of products; otherwise that of all numbers that are sent.
+        upload: upload of the client.
+        reference: reference of the upload.
+        bound: C, the largest norm.
+        scale: s, the scale of the products of its pairs.
+        effective: whether to take the norm of products; otherwise that of all numbers that are sent.
 
     Returns:
-        The upload (the same object if its norm is within the bound), and the norm before.
+        The upload (the same object if its norm is within the bound), and the norm before clipping.
     """
     squares = _Squares.of(upload, reference, scale, effective=effective)
     norm = squares.norm(1.0)
@@ -285,7 +286,7 @@ def clip_update(
     clipped_upload = move_along(upload, reference, t)
     margin = 1e-15
     while (rounded_norm := compute_norm(clipped_upload, reference, scale, effective=effective)) > bound:
-        # rounding to the type of the upload took it a little too far
+        # rounding to the dtype of the upload exceeded the bound slightly
         t, margin = t * bound / rounded_norm * (1 - margin), 10 * margin
         clipped_upload = move_along(upload, reference, t)
     return clipped_upload, norm
@@ -293,7 +294,7 @@ def clip_update(
 
 @dataclass
 class _Squares:
-    """The squared norm of an update on its way from the reference: c2 t² + c3 t³ + c4 t⁴."""
+    """Squared norm of an update on the line from the reference, a polynomial: c2 t² + c3 t³ + c4 t⁴."""
 
     c2: float = 0.0
     c3: float = 0.0
@@ -301,14 +302,14 @@ class _Squares:
 
     @classmethod
     def of(cls, upload: Any, reference: Any, scale: float, *, effective: bool) -> _Squares:
-        """Those of a whole upload."""
+        """The polynomial of a whole upload."""
         squares = cls()
         for _, part, ref in pair_with_reference(upload, reference):
             squares.add(part, ref, scale, effective=effective)
         return squares
 
     def add(self, part: Any, ref: Any, scale: float, *, effective: bool) -> None:
-        """Take in a part of the upload."""
+        """Add the terms of a part of the upload."""
         pairs, bases = split_products(part), split_products(ref)
         if effective and pairs:
             for k, pair in enumerate(pairs):
@@ -327,12 +328,12 @@ class _Squares:
             self.c2 += sum(float(t.double().square().sum()) for t in compute_update(part, ref).values())
 
     def norm(self, t: float) -> float:
-        """Norm at x₀ + t(x - x₀); NaN where a number is not finite."""
+        """Norm at x₀ + t(x - x₀); NaN if a number is not finite."""
         square = t * t * (self.c2 + t * (self.c3 + t * self.c4))
         return math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.nan
 
     def way_to(self, bound: float) -> float:
-        """The t in (0, 1) at which the norm is the bound, from below."""
+        """The t in (0, 1) at which the norm reaches the bound, from below."""
         if self.c3 == self.c4 == 0:
             return bound / self.norm(1.0)
         low, high = 0.0, 1.0
@@ -343,7 +344,7 @@ class _Squares:
 
 
 def move_along(upload: Any, reference: Any, t: float) -> Any:
-    """The upload at x₀ + t(x - x₀); of a factored matrix, u and v stay and s becomes t²s."""
+    """The upload at x₀ + t(x - x₀); in a factored matrix, u and v stay and s becomes t²s."""
     numbers: Params = {}
     for path, part, ref in pair_with_reference(upload, reference):
         if isinstance(part, Factored):
@@ -358,7 +359,7 @@ def move_along(upload: Any, reference: Any, t: float) -> Any:
 
 
 def remove_compared(upload: Any, reference: Any) -> Any:
-    """The parts of an upload outside its update: None in the place of compared numbers.
+    """Return the parts of an upload outside its update, with None in the place of numbers that have a reference.
 
     :func:`restore_compared` puts them back.
     """
@@ -376,10 +377,10 @@ def remove_compared(upload: Any, reference: Any) -> Any:
 
 
 def restore_compared(remainder: Any, reference: Any, update: Mapping[str, Tensor], path: str = "") -> Any:
-    """Inverse of :func:`remove_compared`: the upload, with the reference plus an update.
+    """Inverse of :func:`remove_compared`: restore the upload as the sum of the reference and an update.
 
     Raises:
-        TreeError: if the update lacks numbers.
+        TreeError: if the update lacks tensors.
     """
     if remainder is None:
         base = dict(tree.leaves(reference, path))

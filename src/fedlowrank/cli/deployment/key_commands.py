@@ -1,4 +1,4 @@
-"""What ``fedlowrank keys`` does, and what ``serve`` and ``join`` do with keys."""
+"""The command ``fedlowrank keys``, and the use of keys by ``serve`` and ``join``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..terminal import OUT, say
 logger = logging.getLogger(__name__)
 
 LOOK = 60.0
-"""Seconds between two looks for keys that have expired."""
+"""Seconds between two checks for expired keys."""
 
 
 def keys(
@@ -154,7 +154,7 @@ def _say_unsigned(is_entered: bool, option: str) -> None:
 
 
 def _show_roster(folder: Path) -> None:
-    """Print the roster of a folder of an operator, a server or a client."""
+    """Print the roster in the folder of an operator, a server or a client."""
     key_folder = folder / "server" if (folder / "server").is_dir() else folder
     authority = key_folder / "ca.crt"
     for path in (authority, key_folder / ROSTER_FILE):
@@ -174,7 +174,7 @@ def _show_roster(folder: Path) -> None:
 
 
 def _authority(path: Path) -> str:
-    """The fingerprint of the authority's key."""
+    """Fingerprint of the authority's key."""
     try:
         key = x509.load_pem_x509_certificate(path.read_bytes()).public_key()
     except (OSError, ValueError) as error:
@@ -196,13 +196,13 @@ def _new_passphrase() -> str:
 
 
 def check_own_key(keys: ClientKeys, client_id: int) -> str:
-    """Read the private key of a client, and look it up in the roster that lies beside it.
+    """Read the private key of a client, and compare it with the roster in the same folder.
 
     Returns:
-        The passphrase of the key, for which a person is asked; "" if it needs none.
+        The passphrase of the key, which is asked for; "" if the key needs none.
 
     Raises:
-        ConfigError: if the key cannot be read, or the roster is not the authority's or has another key of the
+        ConfigError: if the key cannot be read, the roster is not the authority's, or it has another key for the
             client.
     """
     passphrase = ""
@@ -236,7 +236,7 @@ def check_own_key(keys: ClientKeys, client_id: int) -> str:
 
 @contextlib.contextmanager
 def refusing_expired(folder: Path | None) -> Iterator[None]:
-    """Revoke keys that expire within the block; None if keys are not checked."""
+    """Revoke keys that expire within the block; ``folder`` is None if keys are not checked."""
     stop = threading.Event()
 
     def look() -> None:
@@ -249,7 +249,7 @@ def refusing_expired(folder: Path | None) -> Iterator[None]:
                         f"the key of client {client_id} has ended; it is refused, and lies in {revoked_path}"
                     )
             except FedlowrankError as error:
-                # the operator may be copying new files; the next look finds them
+                # the operator may be copying new files; the next check finds them
                 logger.info(f"keys that have ended cannot be taken away: {error}")
 
     if folder is None:

@@ -1,4 +1,4 @@
-"""What ``fedlowrank serve | join | app`` do, and ``run --engine flower``."""
+"""The commands ``fedlowrank serve | join | app``, and ``run --engine flower``."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from .key_commands import check_own_key, refusing_expired
 logger = logging.getLogger(__name__)
 
 RESTARTS = 3
-"""How often a SuperLink that died is started again."""
+"""Number of times that a SuperLink that died is started again."""
 GRACE = 20
-"""Seconds for which a client's last reply may take to leave."""
+"""Seconds that a client's last reply may take to be sent."""
 
 
 def _flower() -> Any:
-    """The module that imports flwr."""
+    """Import the module that depends on flwr."""
     try:
         from ...network import flower
     except ImportError as error:
@@ -64,12 +64,12 @@ def _flower() -> Any:
 
 
 def read_experiment(file: Path, overrides: Sequence[str], method: str | None) -> ExperimentConfig:
-    """Read an experiment of which a network runs one method."""
+    """Read an experiment for a command that runs one of its methods over a network."""
     return _choose_method(*read_one(file, overrides, method))
 
 
 def _choose_method(experiment: ExperimentConfig, method: str) -> ExperimentConfig:
-    """The experiment with a method, and with a base model's paths that hold in every process."""
+    """Return the experiment with the method, and with absolute paths of a base model, which hold in every process."""
     overrides: dict[str, Any] = {"method": method}
     paths = {"local": experiment.local.path}
     if experiment.language is not None:
@@ -101,7 +101,7 @@ def run_simulation(
         if existing_folder.exists():
             RunFolder.move_aside(existing_folder)
     with warnings.catch_warnings():
-        # of Ray, about accelerators
+        # a warning of Ray about accelerators
         warnings.simplefilter("ignore", FutureWarning)
         flower.run_flower_simulation(single_experiment, folder, clients_folder, resume=resume, config=config)
 
@@ -117,10 +117,10 @@ def serve(
     host: str,
     port: int,
 ) -> int:
-    """Start a server, run a method on the clients that join, and see the run to its end.
+    """Start a server, run a method on the clients that join, and watch the run until its end.
 
     Raises:
-        FedlowrankError: if the run did not come to its end; Flower's own commands would not say so.
+        FedlowrankError: if the run did not finish; Flower's own commands would not report this.
     """
     _flower()
     experiment = read_experiment(file, overrides, method)
@@ -159,7 +159,7 @@ def serve(
         )
     link = SuperLink(server_folder, tls_keys, host=host, port=port, variables=variables)
     with _interrupted_once(), link, refusing_expired(keys):
-        # not before it has its home to itself
+        # only once this process is the only one in its home folder
         log.unlink(missing_ok=True)
         write_json(server_folder / "experiment.json", experiment.to_dict())
         write_own_app(server_folder / "app")
@@ -173,14 +173,14 @@ def serve(
 
 
 def _unregister_revoked(link: SuperLink) -> None:
-    """Let no round wait for a client whose key was revoked, and say so."""
+    """Unregister clients whose keys were revoked, so that no round waits for them, and log this."""
     for key in link.unregister_revoked():
         assert link.keys is not None, "else no key is known"
         logger.info("the key of %s was revoked; it is refused", name_revoked(link.keys.authority.parent, key))
 
 
 def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
-    """The server's keys, or None where it was asked to do without."""
+    """Read the server's keys; None if ``insecure`` was requested."""
     if keys is not None and insecure:
         raise ConfigError("--keys and --insecure exclude each other")
     if keys is None and not insecure:
@@ -192,7 +192,7 @@ def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
 
 
 def _see_through(link: SuperLink, app: Path, log: Path) -> None:
-    """Submit the run and watch it, and begin again where it was if the SuperLink dies."""
+    """Submit the run and watch it; submit it again to continue if the SuperLink dies."""
     run, follower = link.submit(app), _Follower(log)
     last_check, death_count = time.monotonic(), 0
     while True:
@@ -209,7 +209,7 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
             )
             link.start()
             try:
-                # its ServerApp went with the SuperLink, and the new one takes it for alive
+                # its ServerApp ended with the old SuperLink, but the new one believes that it is alive
                 link.stop(run)
             except ProcessError as error:
                 logger.info("run %d of before could not be stopped: %s", run, error)
@@ -219,11 +219,11 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
             _unregister_revoked(link)
         except ProcessError as error:
             logger.info("%s; it is tried again", error)
-        # to ask costs a second of work, so only when the run seems over, or now and then
+        # a status request takes a second of work, so it is made only if the run seems over, or once a minute
         if end_message is not None or time.monotonic() - last_check > 60:
             last_check = time.monotonic()
             status = link.status(run)
-            # lines that came while Flower answered
+            # lines that arrived while Flower answered
             end_message = end_message or follower.news()
             if status.is_completed or end_message == "finished":
                 return
@@ -239,13 +239,13 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
 
 
 class _Follower:
-    """Passes on the lines of a file as they come."""
+    """Logs new lines of a file as they are written."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset = path, 0
 
     def news(self) -> str | None:
-        """Pass on what is new; the line by which the run says it is over, if it came."""
+        """Log the new lines; return the text by which the run reports its end, if there is one."""
         if not self.path.exists():
             return None
         end_message = None
@@ -283,11 +283,11 @@ def join(
     forget: bool = False,
     policy: Path | None = None,
 ) -> int:
-    """Take part in a run as one of its clients, until it is over; or remove what its folder holds.
+    """Take part in a run as one of its clients until the run is over; or remove the content of the client's folder.
 
     Raises:
-        FedlowrankError: if the command, the data or the folder do not fit the experiment; nothing in the folder has
-            changed then. Or if the server does not let the client take part.
+        FedlowrankError: if the command, the data or the folder do not fit the experiment, in which case nothing in
+            the folder has changed; or if the server does not let the client take part.
     """
     _flower()
     experiment = read_experiment(file, overrides, method)
@@ -341,7 +341,7 @@ def join(
         )
     make_private_folder(folder)
     node = SuperNode(folder / "flower", server, folder, client_keys)
-    # nothing in the folder changes while another process works in it
+    # nothing in the folder changes while another process uses it
     node.reserve()
     try:
         _prepare_client(experiment, client, client_count, folder, data, test, site, policy)
@@ -367,7 +367,7 @@ def _prepare_client(
     """Read a client's data, compare the experiment with the policy of its site, and then write its folder."""
     sketch = None
     if experiment.run.privacy.kind != "none":
-        # before anybody waits for this client
+        # report errors before anybody waits for this client
         open_state()
     site_policy = Policy.of_folder(folder) if policy is None else Policy.read(policy)
     if data is None:
@@ -416,15 +416,15 @@ def _prepare_client(
 
 
 def _work(node: SuperNode, folder: Path, stay: bool) -> None:
-    """Keep a client's node running until its run is over; or, if it stays, until it is interrupted.
+    """Keep a client's node running until its run is over, or until an interrupt if it stays.
 
     Raises:
-        ProcessError: if the server does not let the client take part, unless it stays.
+        ProcessError: if the server does not let the client take part, unless the client stays.
     """
     stop = threading.Event()
-    # of an earlier start
+    # a file of an earlier start
     (folder / REJECTION_FILE).unlink(missing_ok=True)
-    # what lies there now is looked up before the thread begins, which may be late
+    # existing models are listed before the thread begins, which may be late
     thread_args = folder.absolute(), _models(folder), node, stop, stay
     threading.Thread(target=_until_done, args=thread_args, daemon=True).start()
     try:
@@ -439,7 +439,7 @@ def _work(node: SuperNode, folder: Path, stay: bool) -> None:
 
 
 def _roster(keys: ClientKeys) -> dict[str, str]:
-    """Public keys of all clients, by which they know each other in secure sums."""
+    """Public keys of all clients by their numbers, which the clients use in secure sums."""
     roster = KeyRoster.read(keys.key.parent / ROSTER_FILE, keys.authority)
     say(f"secure sums: the roster has number {roster.number}; all sites must see the same number")
     return {
@@ -448,7 +448,7 @@ def _roster(keys: ClientKeys) -> dict[str, str]:
 
 
 def _forget(folder: Path, client_id: int) -> int:
-    """Remove what a client's folder holds, and print what was removed and what is still there."""
+    """Remove the content of a client's folder, and print what was removed and what remains."""
     removed_paths, remaining_paths = remove_client_data(folder, client_id)
     for path in removed_paths:
         say(f"removed: {path}")
@@ -458,7 +458,7 @@ def _forget(folder: Path, client_id: int) -> int:
 
 
 def _refuse_keys_of_another(keys: Path, client_id: int) -> None:
-    """Refuse a folder that is named for another client; the files in it name none."""
+    """Refuse a folder that is named for another client, because the files in it name no client."""
     match = re.fullmatch(r"client-(\d+)", keys.resolve().name)
     if match and int(match[1]) != client_id:
         raise ConfigError(
@@ -469,9 +469,9 @@ def _refuse_keys_of_another(keys: Path, client_id: int) -> None:
 
 @contextlib.contextmanager
 def _interrupted_once() -> Iterator[None]:
-    """An interrupt or a polite kill ends the block as Ctrl-C does; a second one does not end the ending.
+    """Make SIGINT or SIGTERM end the block as Ctrl-C does; a second signal does not stop the cleanup.
 
-    Else the programs that the block has started would stay behind.
+    Otherwise processes that the block has started would keep running.
     """
     signals = (signal.SIGINT, signal.SIGTERM)
 
@@ -497,7 +497,7 @@ def _models(folder: Path) -> set[Path]:
 
 
 def _rejection(folder: Path) -> str:
-    """Why the server does not let a client take part; "" if it did not say so."""
+    """Read why the server does not let a client take part; "" if it gave no reason."""
     try:
         return (folder / REJECTION_FILE).read_text(errors="replace")
     except FileNotFoundError:
@@ -507,9 +507,9 @@ def _rejection(folder: Path) -> str:
 def _until_done(
     folder: Path, initial_models: set[Path], node: SuperNode, stop: threading.Event, stay: bool = False
 ) -> None:
-    """Stop once a model of this client has been written, beside those before, and the reply about it has left.
+    """Stop once this client has written a new model and the reply about it has been sent.
 
-    Stop also if the server does not let the client take part. A client that stays is not stopped, only told.
+    Stop also if the server does not let the client take part. A client that stays only logs this.
     """
     initial_models = {path.absolute() for path in initial_models}
     while not stop.wait(0.5):
@@ -522,7 +522,7 @@ def _until_done(
             stop.wait(3)
             stop.set()
         elif not stay and _models(folder) - initial_models:
-            # the reply about it is still to be sent; a server that does not take it is not waited for
+            # the reply about the model must still be sent; a server that does not accept it is not waited for
             for _ in range(4 * GRACE):
                 if not node.is_working():
                     break
@@ -539,7 +539,7 @@ def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> 
         raise FedlowrankError(
             f"{out} holds other things, which Flower would send to every client; choose an empty folder"
         )
-    # what holds on this machine is not sent
+    # settings of this machine are not sent
     tables = {name: table for name, table in experiment.to_dict().items() if name != "local"}
     settings = {
         "experiment": json.dumps(tables),

@@ -1,4 +1,4 @@
-"""``fedlowrank poc``: a server and some sites as processes of this machine, for a trial in one command."""
+"""The command ``fedlowrank poc``: a server and some sites as processes on this machine, for a trial in one command."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ representations = 0
 """
 
 SITES = 3
-"""Sites by default."""
+"""Default number of sites."""
 
 PATIENCE = 60.0
-"""Seconds for which sites may take to end after the server has."""
+"""Seconds that sites may take to end after the server has ended."""
 
 
 def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
-    """Run an experiment with a server and sites of this machine, with TLS and keys of their own.
+    """Run an experiment with a server and sites on this machine, with TLS and keys of their own.
 
-    Everything is started as ``fedlowrank serve`` and ``fedlowrank join`` start it at a real site, and ends with this
-    command, however that ends. The keys are for this trial alone.
+    Each process starts as ``fedlowrank serve`` and ``fedlowrank join`` do at a real site, and ends with this command,
+    however that ends. The keys are only for this trial.
 
     Args:
-        file: of the experiment; None for a small one.
+        file: path of the experiment file; None for a small built-in experiment.
         clients: number of sites; None for three.
-        out: folder to keep, which must not exist; None for a temporary one.
+        out: folder to keep, which must not exist yet; None for a temporary one.
     """
     with contextlib.ExitStack() as stack:
         if out is None:
@@ -122,7 +122,7 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
 
 
 def choose_clients(file: Path, client_count: int | None) -> list[str]:
-    """The overrides by which an experiment has so many clients; raises ConfigError if it cannot."""
+    """Overrides that give an experiment ``client_count`` clients; raises ConfigError if it cannot have so many."""
     experiment = read_experiment(file, [], None)
     if client_count is not None and client_count < 1:
         raise ConfigError(f"--clients {client_count}: a federation has at least one site")
@@ -142,7 +142,7 @@ def choose_clients(file: Path, client_count: int | None) -> list[str]:
 
 @contextlib.contextmanager
 def run_processes(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start commands, the server first, and pass on their lines; whatever happens, all of them end."""
+    """Start commands, the server first, and print their lines; all processes end with the block, whatever happens."""
     processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     try:
@@ -153,7 +153,7 @@ def run_processes(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                # Ctrl-C reaches this command alone, which ends the others in order
+                # Ctrl-C reaches only this command, which ends the others in order
                 start_new_session=True,
             )
             processes.append(process)
@@ -162,11 +162,11 @@ def run_processes(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess
             readers[-1].start()
         yield processes
     finally:
-        # the sites first, so that none of them looks for a server that has gone
+        # the sites first, so that none of them searches for a server that has ended
         for process in [*processes[1:], *processes[:1]]:
             _end(process)
         for reader in readers:
-            # a process that outlives its parent would hold the pipe open
+            # a process that outlives its parent would keep the pipe open
             reader.join(5)
 
 
@@ -179,7 +179,7 @@ def _pass_on(process: subprocess.Popen[str], name: str) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process as Ctrl-C would, so that it ends what it has started; kill it if it takes too long."""
+    """End a process as Ctrl-C would, so that it ends its child processes; kill it if it takes too long."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:

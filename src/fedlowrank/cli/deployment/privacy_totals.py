@@ -1,4 +1,4 @@
-"""What ``fedlowrank privacy`` shows: what every run of this site has spent of its privacy, and the totals."""
+"""The command ``fedlowrank privacy``: the privacy budget that every run of this site has spent, and the totals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def privacy() -> int:
 
 
 def _account(runs: list[tuple[SiteRun, PrivacyLedger]]) -> Table:
-    """The runs on the same data, and their total."""
+    """Table of the runs on the same data, and their total."""
     kind = runs[0][0].kind
     table = Table("began", "method", "folder", "releases", "σ", "δ", "ε", title=f"privacy {_WHOSE[kind]}")
     for run, ledger in runs:

@@ -1,4 +1,4 @@
-"""``fedlowrank serve``, which refuses to be the second one before it imports what takes seconds."""
+"""The command ``fedlowrank serve``, which refuses a second server before it imports modules that take seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``fedlowrank status`` shows: how runs stand, which process writes them, and what their clients do."""
+"""The command ``fedlowrank status``: the state of runs, the process that writes each, and the state of their clients."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def show(folders: Sequence[Path]) -> int:
         if (client_table := clients_table(folder)) is not None:
             OUT.print(client_table)
             if paused := Account.read(folder).paused:
-                # not in a table, so that its commands can be copied
+                # not in a table, so that the commands in it can be copied
                 OUT.print(f"{folder} is paused: {paused}", soft_wrap=True, markup=False, highlight=False)
     return count_left_out(damaged_count)
 
 
 def clients_table(folder: Path) -> Table | None:
-    """What the server of a run remembers of each client, or None if it has none over a network."""
+    """Table of the server's records of each client; None for a run that is not over a network."""
     try:
         account, run = Account.read(folder), RunRecord.load(folder)
     except CheckpointError:
-        # the row of the run says so
+        # the row of the run reports the error
         return None
     columns = "examples", "last reply (UTC)", "bytes", "seconds", "length", "cosine", ""
     caption = "length: of the update, in usual norms; cosine: with the mean of the others"
@@ -64,7 +64,7 @@ def clients_table(folder: Path) -> Table | None:
 
 
 def _remark(account: Account, client_id: int) -> str:
-    """What keeps a client from taking part as the others do."""
+    """List what keeps a client from taking part as the others do."""
     remarks = []
     if client_id not in account.clients:
         remarks.append("not registered")
@@ -83,7 +83,7 @@ def _remark(account: Account, client_id: int) -> str:
 
 
 def row(folder: Path) -> list[str]:
-    """The cells of a run: its folder, state, rounds, process, clients, and what was said last."""
+    """Cells of a run: its folder, state, rounds, process, clients, and last message."""
     run = RunRecord.load(folder)
     holder = read_holder(folder)
     process = str(holder["pid"]) if is_alive(holder) else ""
@@ -102,7 +102,7 @@ def row(folder: Path) -> list[str]:
 
 
 def _clients(run: RunRecord) -> str:
-    """How many clients there are; over a network, how many registered and how many replies were refused."""
+    """Number of clients; over a network, the numbers of registered clients and refused replies."""
     if not (run.folder / "network.json").exists():
         return str(len(run.clients))
     try:

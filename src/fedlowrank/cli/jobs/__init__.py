@@ -1,1 +1,1 @@
-"""Runs in worker processes of their own."""
+"""Runs in separate worker processes."""

@@ -1,9 +1,8 @@
-"""Several runs of a comparison at a time, each in a worker process of its own.
+"""Runs several runs of a comparison at a time, each in a worker process.
 
-A worker (:mod:`.worker`) is a fresh Python process. It reads a run as one line of JSON, the tables of the
-experiment, and answers with lines of JSON: one for every round, one for the end of the run. Runs that follow
-each other in a worker share the data that it has loaded. Closing its standard input interrupts a worker; its
-run stays resumable.
+A worker (:mod:`.worker`) is a new Python process. It reads a run as one line of JSON, the tables of the experiment,
+and answers with lines of JSON: one for every round, one for the end of the run. Consecutive runs of a worker share
+the data that it has loaded. Closing a worker's standard input interrupts it; its run can be resumed.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ Event = dict[str, Any]
 Ending = Literal["finished", "diverged", "refused", "failed"]
 
 GRACE = 60.0
-"""Seconds in which an interrupted worker saves its run; then it is killed."""
+"""Seconds in which an interrupted worker must save its run before it is killed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of a comparison ended.
+    """The outcome of a run in a comparison.
 
     Attributes:
-        run: that was planned.
-        state: finished; diverged (its training met a NaN); refused (the method does not fit the models or
-            the data); or failed (any other error, or its process was killed).
-        message: why it did not finish.
+        run: the planned run.
+        state: state at the end: finished; diverged (its training met a NaN); refused (the method does not fit the
+            models or the data); or failed (any other error, or its process was killed).
+        message: reason why the run did not finish.
     """
 
     run: PlannedRun
@@ -50,7 +49,7 @@ class Outcome:
 
     @property
     def title(self) -> str:
-        """The method, the varied values and the seed, for messages."""
+        """Method, varied values and seed, for messages."""
         experiment, vary = self.run.experiment, self.run.vary
         values = [f"{name} = {value}" for name, value in vary.items()]
         seed = f"seed {experiment.run.seed}"
@@ -65,7 +64,7 @@ class RunWorker:
     """A worker process."""
 
     def __init__(self) -> None:
-        # a session of its own: Ctrl-C reaches the parent alone, which interrupts every worker once
+        # a session of its own: Ctrl-C reaches only the parent, which interrupts every worker once
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.worker"],
@@ -80,12 +79,12 @@ class RunWorker:
         self._requests, self._answers = requests, answers
 
     def run(self, planned_run: PlannedRun, force: bool, on_event: Callable[[Event], None]) -> Outcome:
-        """Run one run and wait for its end.
+        """Run one planned run and wait for its end.
 
         Args:
-            planned_run: the run.
-            force: move an existing folder aside.
-            on_event: called with what the worker says on the way.
+            planned_run: the planned run.
+            force: whether to move an existing folder aside.
+            on_event: function called with every event that the worker sends before the end.
         """
         request = {
             "experiment": planned_run.experiment.to_dict(),
@@ -106,7 +105,7 @@ class RunWorker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take a further run."""
+        """Whether the worker can take a further run."""
         return self.process.poll() is None
 
     def _explain_death(self) -> str:
@@ -120,12 +119,12 @@ class RunWorker:
         return f"its process ended with code {code}:\n{self._errors.read().decode(errors='replace').strip()}"
 
     def interrupt(self) -> None:
-        """Let it save the run that it is at, and end."""
+        """Let the worker save its current run and end."""
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
 
     def close(self) -> None:
-        """Wait for its end after :meth:`interrupt`; kill it if that takes too long or is interrupted."""
+        """Wait for the worker to end after :meth:`interrupt`; kill it if that takes too long or is interrupted."""
         try:
             self.process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -149,7 +148,7 @@ class _Pool:
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[RunWorker]:
-        """Wait for a free worker; one that has died is replaced."""
+        """Wait for a free worker; a worker that has died is replaced."""
         worker = self._free.get()
         try:
             with self._lock:
@@ -167,22 +166,22 @@ class _Pool:
         with self._lock:
             self.is_closed = True
         with contextlib.ExitStack() as stack:
-            # all are interrupted before the first is waited for
+            # interrupt all workers before waiting for the first
             for worker in self._all:
                 stack.callback(worker.close)
                 worker.interrupt()
 
 
 def run_parallel(runs: Sequence[PlannedRun], jobs: int, force: bool) -> list[Outcome]:
-    """Run a comparison's runs, several at a time; an error in one does not stop the others.
+    """Run several runs of a comparison at a time; an error in one does not stop the others.
 
     Args:
-        runs: whose folders differ.
-        jobs: how many at a time.
-        force: move existing folders aside instead of going on with them.
+        runs: planned runs with different folders.
+        jobs: number of runs at a time.
+        force: whether to move existing folders aside instead of continuing their runs.
 
     Returns:
-        How each ended, in the order given.
+        The outcome of each run, in the given order.
     """
     pool, threads = _Pool(min(jobs, len(runs))), ThreadPoolExecutor(jobs)
     with _bars(len(runs)) as bars:
@@ -206,7 +205,7 @@ def run_parallel(runs: Sequence[PlannedRun], jobs: int, force: bool) -> list[Out
 
 @dataclass
 class _Bars:
-    """A progress bar for each run that goes on, and one over all runs."""
+    """A progress bar for each active run, and one over all runs."""
 
     progress: Progress
     all: TaskID

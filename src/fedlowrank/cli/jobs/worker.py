@@ -1,4 +1,4 @@
-"""A worker of ``--jobs``: runs what it reads from its standard input; see :mod:`.parallel`."""
+"""A worker process of ``--jobs``: executes runs that it reads from its standard input; see :mod:`.parallel`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LOGGED = ("cli", "engines", "network", "results", "rounds", "storage")
 
 
 def main() -> None:
-    """Run one run after the other, until the standard input is closed; that interrupts the run at hand."""
-    # taken away from the standard streams, which libraries print to and forked processes close
+    """Execute one run after the other until the standard input is closed, which interrupts the current run."""
+    # separate from the standard streams, to which libraries print and which forked processes close
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null_file = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null_file, 0)
@@ -53,7 +53,7 @@ def _read(requests: BinaryIO, events: SimpleQueue[Event | None]) -> None:
 
 
 class _Worker:
-    """Runs requests; keeps the federation for the next one of the same experiment."""
+    """Executes requests; keeps the federation for the next request of the same experiment."""
 
     def __init__(self, answers: BinaryIO) -> None:
         self._answers, self._lock = answers, threading.Lock()
@@ -66,7 +66,7 @@ class _Worker:
             self._answers.flush()
 
     def run(self, request: Event) -> Event:
-        """Run a request; says how it ended."""
+        """Execute a request; returns how it ended."""
         try:
             self._run(request)
         except TaskError as error:

@@ -1,4 +1,4 @@
-"""What the command ``adapters`` does."""
+"""The command ``adapters``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..language_commands import language_of_run, open_language_run
 from ..terminal import OUT
 
 SHOWN = 8
-"""Layers of the largest truncation errors that are printed of a model."""
+"""Number of layers with the largest truncation errors that are printed for a model."""
 
 
 def adapters(
@@ -36,7 +36,7 @@ def adapters(
     best: bool,
     allow_code: bool,
 ) -> int:
-    """Write adapter folders of a run's last checkpoint, or of its best, and maybe upload the server's."""
+    """Write adapter folders of a run's last or best checkpoint, and optionally upload the server's."""
     if exact and rank is not None:
         raise ConfigError("--exact truncates nothing, and --rank truncates; leave one of the two out")
     if rank is not None and rank < 1:
@@ -72,7 +72,7 @@ def adapters(
 def _given_settings(
     merged: bool, exact: bool, rank: int | None, no_card: bool, base_model: str | None
 ) -> dict[str, Any]:
-    """The settings that options of the command line replace."""
+    """Settings that options of the command line replace."""
     settings: dict[str, Any] = {}
     if exact:
         settings |= {"form": "exact", "rank": None}
@@ -84,7 +84,7 @@ def _given_settings(
 
 
 def _repository(push: str | Literal[True] | None, settings: ExportSettings, base: str) -> str | None:
-    """Where the server's model is to be uploaded, checked before anything is written; None for nowhere."""
+    """Repository for the upload of the server's model, checked before anything is written; None for no upload."""
     if push is None:
         return None
     repository = settings.push if push is True else push
@@ -100,13 +100,13 @@ def _repository(push: str | Literal[True] | None, settings: ExportSettings, base
 
 
 def _print_truncation(path: Path) -> None:
-    """What an adapter lost by its rank; by layer, where it lost something."""
+    """Print what an adapter lost by its rank, by layer where it lost something."""
     metadata_path = path / METADATA_FILE
     truncation = json.loads(metadata_path.read_text()).get("truncation") if metadata_path.is_file() else None
     if truncation is None:
         return
     OUT.print(f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} (Frobenius norm)")
-    # what is below is the rounding of float32
+    # smaller errors are float32 rounding
     if truncation["error"] > 1e-6:
         table = Table("layer", "relative error")
         sorted_layers = sorted(truncation["layers"].items(), key=lambda item: -item[1])

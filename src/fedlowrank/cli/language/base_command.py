@@ -1,4 +1,4 @@
-"""What the command ``base`` does."""
+"""The command ``base``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASES: dict[str, Callable[[Path], Path]] = {"smollm2": write_smollm2}
 
 
 def base(name: str, folder: Path) -> int:
-    """Download a base model and write it as a folder of transformers."""
+    """Download a base model and write it as a transformers folder."""
     if name not in BASES:
         raise ConfigError(f"there is no base model {name!r}. {did_you_mean(name, BASES)}")
     say(f"downloading {name}, and writing it to {folder}")

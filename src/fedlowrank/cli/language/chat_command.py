@@ -1,4 +1,4 @@
-"""What the command ``chat`` does."""
+"""The command ``chat``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _answer_lines(conversation: ChatSession) -> None:
     """Answer every line of the standard input until it ends."""
     while True:
         try:
-            # prompts are for a person, and not for a file
+            # a prompt is shown to a person, and not for input from a file
             question = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return

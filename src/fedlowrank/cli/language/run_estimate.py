@@ -1,4 +1,4 @@
-"""How long a run of language models will train, and how much memory it needs, from one step."""
+"""Estimates the training time and memory of a run of language models from one step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ...training.steps import PassSteps
 
 
 class _Asking:
-    """A trainer whose first pass ends the local update."""
+    """A trainer that ends the local update at its first pass."""
 
     def train(self, request: Request) -> Any:
-        """Hand the pass over."""
+        """Raise an error that carries the request."""
         raise PassAskedError(request)
 
     def sum_over_data(self, *_: Any) -> Any:
-        """Without a pass before it, a statistic is none to time."""
+        """Raise an error, because a statistic before any pass cannot be timed."""
         raise _NoPassError
 
     def steps(self, _: str) -> int:
-        """As if a pass had one."""
+        """Return 1, as if every pass had one step."""
         return 1
 
 
@@ -39,12 +39,12 @@ class _NoPassError(Exception):
 
 
 def estimate_run(method: AnyMethod, federation: Federation, settings: RunSettings) -> str | None:
-    """Time one step of the client with the most examples, and multiply; None for a method whose pass cannot be seen.
+    """Time one step of the client with the most examples and extrapolate; None for a method whose pass cannot be observed.
 
     Args:
-        method: of the run.
-        federation: of the run.
-        settings: of the run.
+        method: method of the run.
+        federation: federation of the run.
+        settings: settings of the run.
     """
     if settings.device != "cpu":
         federation = federation.to(settings.device)

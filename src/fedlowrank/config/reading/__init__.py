@@ -1,1 +1,1 @@
-"""From the text of an experiment file to checked dataclasses."""
+"""Converts the text of an experiment file to checked dataclasses."""

@@ -1,4 +1,4 @@
-"""The fields of an experiment file and what they mean, from the docstrings of the settings."""
+"""The fields of an experiment file and their meanings, from the docstrings of the settings."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def format_field_help(path: str = "") -> str:
     """Format the fields of an experiment file, as ``fedlowrank fields`` prints them.
 
     Args:
-        path: of a section, table or field, such as ``run.privacy``; empty for all.
+        path: path of a section, table or field, such as ``run.privacy``; empty for all.
 
     Raises:
-        ConfigError: if there is none of this path.
+        ConfigError: if nothing has this path.
     """
     tables = find_tables(path) if path else list_tables()
     lines = ["Fields of an experiment file, with their defaults:"]
@@ -61,11 +61,11 @@ class FieldTable:
     """A table of an experiment file.
 
     Attributes:
-        path: in the file, such as ``run.privacy``; empty for what stands before the first section.
-        kind: the value of the entry that chooses among several tables of this path, such as ``dirichlet``.
-        title: as help shows it.
-        fields: of the table.
-        settings: the class that the table configures; None before the first section.
+        path: path in the file, such as ``run.privacy``; empty for the fields before the first section.
+        kind: value of the entry that chooses among several tables of this path, such as ``dirichlet``.
+        title: title that help shows.
+        fields: fields of the table.
+        settings: class that the table configures; None before the first section.
     """
 
     path: str
@@ -76,20 +76,20 @@ class FieldTable:
 
 
 def find_tables(path: str) -> list[FieldTable]:
-    """Find the tables that a path names; of a field, its table with this field alone.
+    """Find the tables that a path names; for a field, its table with only this field.
 
     Args:
-        path: such as ``run``, ``partition``, ``partition.dirichlet``, ``methods.floral.router``, ``run.rounds``.
+        path: path such as ``run``, ``partition``, ``partition.dirichlet``, ``methods.floral.router``, ``run.rounds``.
 
     Raises:
-        ConfigError: if there is none; the message names the nearest.
+        ConfigError: if nothing has this path; the message names the nearest.
     """
     all_tables = _every_table()
     if matches := [table for table in all_tables if path in (table.path, f"{table.path}.{table.kind}")]:
         return matches
     parent, _, name = path.rpartition(".")
     for owner in (parent, parent.rpartition(".")[0]):
-        # a field of a table, or of one of its kinds
+        # a field of a table or of one of its kinds
         tables = [
             table for table in all_tables if owner and parent in (table.path, f"{table.path}.{table.kind}")
         ]
@@ -109,7 +109,7 @@ def _keep_field(table: FieldTable, name: str) -> FieldTable:
 
 
 def _suggest(path: str, tables: Sequence[FieldTable]) -> str:
-    """What was meant by an unknown path: fields of that name in any table, the nearest path, or the sections."""
+    """Suggest paths for an unknown one: fields of that name in any table, the nearest path, or the sections."""
     paths = [table.path for table in tables if table.path]
     kind_paths = [f"{table.path}.{table.kind}" for table in tables if table.kind]
     field_paths = [f"{table.path}.{field.name}" for table in tables for field in table.fields if table.path]
@@ -131,7 +131,7 @@ def _suggest(path: str, tables: Sequence[FieldTable]) -> str:
 
 
 MAX_SHOWN = 6
-"""Tables and fields of one name that a message lists."""
+"""Largest number of tables and fields with one name that a message lists."""
 
 
 @functools.cache
@@ -144,7 +144,7 @@ def list_tables() -> tuple[FieldTable, ...]:
 
 @functools.cache
 def _every_table() -> tuple[FieldTable, ...]:
-    """List every table of a file, those in the tables of each method included."""
+    """List every table of a file, including those in the tables of each method."""
     tables = list_tables()
     paths = {table.path for table in tables}
     nested_tables = [nested_table for n, c in METHODS.items() for nested_table in _nested(f"methods.{n}", c)]
@@ -152,7 +152,7 @@ def _every_table() -> tuple[FieldTable, ...]:
 
 
 def _header() -> dict[str, pydantic.fields.FieldInfo]:
-    """The fields before the first section."""
+    """Fields before the first section, by name."""
     fields = ExperimentConfig.model_fields
     return {name: fields[name] for name in list(fields)[: list(fields).index("language")]}
 
@@ -163,7 +163,7 @@ def _table(path: str, cls: type[Any], kind: str = "", tag: str = "kind", scope: 
 
 
 def _nested(path: str, cls: type[Any]) -> Iterator[FieldTable]:
-    """Tables that the fields of a table hold, and those in them."""
+    """Yield the tables that the fields of a table hold, and the tables nested in these."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         inner_classes = classes_in(hints[field.name])
@@ -178,7 +178,7 @@ def _nested(path: str, cls: type[Any]) -> Iterator[FieldTable]:
 
 
 def _sections() -> Iterator[FieldTable]:
-    """Every table below the top, in the order of a file."""
+    """Yield every table below the top, in the order of a file."""
     for name, field in ExperimentConfig.model_fields.items():
         if name in TAGGED:
             yield from (_table(name, cls, kind) for kind, cls in TAGGED[name][0].items())
@@ -210,7 +210,7 @@ def _sections() -> Iterator[FieldTable]:
 
 @dataclass(frozen=True)
 class FieldHelp:
-    """What help says of one field."""
+    """Help on one field."""
 
     name: str
     type: str
@@ -219,7 +219,7 @@ class FieldHelp:
 
 
 def list_fields(cls: type[Any]) -> list[FieldHelp]:
-    """List the fields of a dataclass, with the meaning that its docstring and those of its bases give."""
+    """List the fields of a dataclass, with their meanings from its docstring and those of its bases."""
     meanings: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         meanings |= _meanings(inspect.getdoc(owner) if "__doc__" in vars(owner) else None)
@@ -237,7 +237,7 @@ def list_fields(cls: type[Any]) -> list[FieldHelp]:
 
 
 def _format_default(value: Any) -> str:
-    """A default as one would write it: of a dataclass the learning rate and what is not its default."""
+    """Format a default value as one would write it; a dataclass with its learning rate and its non-default fields."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     arguments = [
@@ -249,7 +249,7 @@ def _format_default(value: Any) -> str:
 
 
 def _meanings(doc: str | None) -> dict[str, str]:
-    """The entries of the section ``Attributes:`` of a Google docstring."""
+    """Entries of the section ``Attributes:`` in a Google docstring, by name."""
     section = re.search(r"^Attributes:\n((?:[ ]{4}.*\n?|\n)*)", doc or "", re.MULTILINE)
     if section is None:
         return {}

@@ -18,17 +18,17 @@ from .toml_files import advise_path, find_escaped_path, read_toml
 
 logger = logging.getLogger(__name__)
 _LIKE_TOML = re.compile(r"(?P<truth>[Tt]rue|[Ff]alse|TRUE|FALSE)|[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
-"""What a command line takes for a value though TOML writes it in another way: True, .5 and 5."""
+"""Values that the command line accepts although TOML writes them differently: True, .5 and 5."""
 
 
 @dataclass(frozen=True)
 class LayeredTables:
-    """Tables of an experiment, and the overrides that are laid over them, all at once and in any order.
+    """Tables of an experiment, and the overrides that replace their values, independent of the order of overrides.
 
     Attributes:
-        tables: of the file and those that it extends.
-        overrides: nested tables of all overrides; no field is in them twice.
-        logged: messages of the log, of which each is written once.
+        tables: tables of the file and of those that it extends.
+        overrides: nested tables of all overrides; each field occurs once.
+        logged: log messages that were written already, so that each is written once.
     """
 
     tables: Mapping[str, Any]
@@ -37,31 +37,31 @@ class LayeredTables:
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> LayeredTables:
-        """Read an experiment file and overrides. The name of an experiment that has none is that of its file.
+        """Read an experiment file and overrides. An experiment without a name gets the name of its file.
 
         Args:
-            path: of a TOML file.
-            overrides: ``section.field=value``, the value in TOML or else a string.
+            path: path of a TOML file.
+            overrides: overrides ``section.field=value``; the value is TOML, or else a string.
 
         Raises:
-            ConfigError: if a file is missing or is not TOML, or an override has another form or contradicts
-                another one.
+            ConfigError: if a file is missing or is not TOML, or an override has another form or contradicts another
+                one.
         """
         tables = _read_file(path, ())
-        # of a file whose name cannot be that of a folder, the experiment has its usual name
+        # if the file's name cannot be a folder's name, the experiment keeps its default name
         if "name" not in tables and path.stem.strip(".") and "\\" not in path.stem:
             tables = {"name": path.stem, **tables}
         return cls(tables, parse_overrides(overrides))
 
     def join(self, overrides: Sequence[str]) -> LayeredTables:
-        """Add overrides; one that contradicts another one is a ConfigError."""
+        """Add overrides; raise ConfigError if one contradicts another one."""
         all_overrides = copy.deepcopy(dict(self.overrides))
         for text in overrides:
             _join(all_overrides, parse_override(text), "")
         return LayeredTables(self.tables, all_overrides, self.logged)
 
     def overrides_field(self, name: str) -> bool:
-        """Whether an override sets a field, given by its dotted name, or a part of it."""
+        """Whether an override sets a field, given by its dotted name, or a part of the field."""
         value: Any = self.overrides
         for part in name.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -70,7 +70,7 @@ class LayeredTables:
         return True
 
     def merge(self) -> dict[str, Any]:
-        """Merge the tables with the overrides laid over them, unchecked; log what these discard."""
+        """Merge the tables with the overrides, unchecked, and log the fields that the overrides discard."""
         merged = _expand_grids(self.tables)
         for text in merge_tables(merged, _expand_grids(self.overrides)):
             if text not in self.logged:
@@ -83,7 +83,7 @@ def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read an experiment file, the files it extends, and overrides; see :class:`LayeredTables`.
 
     Returns:
-        The merged tables, unchecked.
+        Merged tables, unchecked.
     """
     return LayeredTables.read(path, overrides).merge()
 
@@ -102,18 +102,18 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def merge_tables(base: dict[str, Any], overlay: Mapping[str, Any], path: str = "") -> list[str]:
-    """Lay nested tables over others, in place.
+    """Merge nested tables into others in place; the new values replace the old ones.
 
-    Of a table that gets another ``kind``, ``source`` or value of another switch, the fields stay that are read
-    with it, too, and the others are left out.
+    If a table gets another ``kind``, ``source`` or value of another switch, fields that the new value does not read
+    are removed.
 
     Args:
-        base: the tables below.
-        overlay: the tables above.
-        path: of both.
+        base: tables that are changed.
+        overlay: tables whose values are added or replace those of ``base``.
+        path: path of both tables.
 
     Returns:
-        A line for each table of which fields are left out.
+        A line for each table from which fields are removed.
     """
     lines = []
     for key, value in overlay.items():
@@ -134,7 +134,7 @@ def merge_tables(base: dict[str, Any], overlay: Mapping[str, Any], path: str = "
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Turn overrides into nested tables, equal for any order of them.
+    """Turn overrides into nested tables, which do not depend on the order of the overrides.
 
     Raises:
         ConfigError: if one is not of the form ``a.b.c=value``, or two give one field different values.
@@ -161,7 +161,7 @@ def _expand_grids(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn values by dotted field into nested tables; a field that has two values is a ConfigError."""
+    """Turn values by dotted field into nested tables; raise ConfigError if a field has two values."""
     tables: dict[str, Any] = {}
     for name, value in values.items():
         nested = value
@@ -172,7 +172,7 @@ def join_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join(target: dict[str, Any], tables: Mapping[str, Any], path: str) -> None:
-    """Add nested tables to others in which no field may have another value."""
+    """Merge nested tables into others in place; raise ConfigError if a field has two values."""
     for key, value in tables.items():
         field_path = f"{path}.{key}" if path else key
         if key not in target:
@@ -186,7 +186,7 @@ def _join(target: dict[str, Any], tables: Mapping[str, Any], path: str) -> None:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Turn ``a.b.c=value`` into nested tables; a part of the name may be quoted, as ``a."b.c"``.
+    """Turn ``a.b.c=value`` into nested tables; a part of the name may be quoted, as in ``a."b.c"``.
 
     Raises:
         ConfigError: if there is no ``=`` or no name.
@@ -203,7 +203,7 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def _split_name(name: str) -> list[str]:
-    """The parts of a dotted name; quoted as in TOML, or else whatever stands between the dots."""
+    """Split a dotted name into its parts, which may be quoted as in TOML."""
     if '"' not in name and "'" not in name:
         return name.split(".")
     try:
@@ -223,7 +223,7 @@ def parse_variation(text: str) -> tuple[str, list[str]]:
     Commas in brackets and in quotes belong to a value, as in ``model.hidden=[8],[16,16]``.
 
     Raises:
-        ConfigError: if it has another form.
+        ConfigError: if the text has another form.
     """
     name, sign, values = text.partition("=")
     if not (sign and values and name.strip()):
@@ -232,7 +232,7 @@ def parse_variation(text: str) -> tuple[str, list[str]]:
 
 
 def _split_values(text: str) -> list[str]:
-    """Split at commas outside of brackets and quotes; at all commas if one of these is not closed."""
+    """Split at commas outside of brackets and quotes, or at all commas if one of these is not closed."""
     values, depth, quote, is_escaped = [""], 0, "", False
     for character in text:
         if character == "," and not depth and not quote:
@@ -240,7 +240,7 @@ def _split_values(text: str) -> list[str]:
             continue
         if quote:
             quote = "" if character == quote and not is_escaped else quote
-        # in a word, as in O'Neil, it is an apostrophe
+        # inside a word, as in O'Neil, it is an apostrophe
         elif character in "\"'" and (depth or not values[-1].strip()):
             quote = character
         else:
@@ -251,14 +251,14 @@ def _split_values(text: str) -> list[str]:
 
 
 def parse_value(text: str, name: str = "value") -> Any:
-    """Parse a TOML value; what is none is a string, so that strings need no quotes.
+    """Parse a TOML value; any other text is a string, so that strings need no quotes.
 
     Args:
-        text: of the value.
-        name: of the field, for messages.
+        text: text of the value.
+        name: name of the field, for messages.
 
     Raises:
-        ConfigError: if the text begins a quoted string and is none, or nests too deeply.
+        ConfigError: if the text begins a quoted string that is not valid, or nests too deeply.
     """
     parsed: Any
     try:
@@ -273,7 +273,7 @@ def parse_value(text: str, name: str = "value") -> Any:
         raise ConfigError(f"the value {text[:40]}... nests arrays too deeply; write it flatter") from error
     value = parsed.pop("v")
     if parsed:
-        # a line break in the text began another entry
+        # a line break in the text started another entry
         return text
     if isinstance(value, str) and (problem := find_escaped_path(value)):
         raise ConfigError(f"{name}={text} {problem}")
@@ -281,18 +281,18 @@ def parse_value(text: str, name: str = "value") -> Any:
 
 
 def format_toml(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
-    """Format nested tables as TOML; ``tomllib`` reads the same tables from it.
+    """Format nested tables as TOML, which ``tomllib`` parses to the same tables.
 
     Args:
-        tables: of strings, numbers, booleans, lists and further tables.
-        path: names of the tables above.
+        tables: tables of strings, numbers, booleans, lists and further tables.
+        path: names of the enclosing tables.
     """
     nested = {key: value for key, value in tables.items() if isinstance(value, Mapping)}
     lines = [f"{_format_key(key)} = {_format_value(tables[key])}\n" for key in tables if key not in nested]
     for key, value in nested.items():
         table_path = (*path, key)
         title = f"\n[{'.'.join(map(_format_key, table_path))}]\n"
-        # a table of tables alone needs no title of its own
+        # a table that holds only tables needs no title of its own
         has_only_tables = bool(value) and all(isinstance(inner, Mapping) for inner in value.values())
         lines.append(("" if has_only_tables else title) + format_toml(value, table_path))
     return "".join(lines)
@@ -304,7 +304,7 @@ def _format_key(key: str) -> str:
 
 def _format_value(value: Any) -> str:
     if isinstance(value, str):
-        # JSON escapes as TOML does, but leaves DEL as it is
+        # JSON escapes strings like TOML, but does not escape DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()

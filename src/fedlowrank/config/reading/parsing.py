@@ -1,4 +1,4 @@
-"""Dataclasses from tables, every field checked, with messages for a person."""
+"""Builds dataclasses from tables with every field checked, and messages for a person."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ...core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 Kinds: TypeAlias = Mapping[str, type[Any]]
-"""The dataclasses among which a table chooses, by the value of its tag."""
+"""Dataclasses among which a table chooses, by the value of its tag."""
 
 CONFIG_ERROR = "config_error"
-"""Type of an error of pydantic whose text is already that of a ConfigError."""
+"""Type of a pydantic error whose text is already that of a ConfigError."""
 
 _ADAPTERS: dict[Any, pydantic.TypeAdapter[Any]] = {}
 
 
 def build(cls: type[T], values: Any, path: str, origins: Mapping[str, str] | None = None) -> T:
-    """Make a dataclass from a table, every field checked.
+    """Build a dataclass from a table, with every field checked.
 
     Args:
-        cls: a dataclass or pydantic model whose fields are numbers, strings, tuples or further such classes.
-        values: the table.
-        path: of the table, for messages.
-        origins: the path of the table that a field comes from, where it is another one.
+        cls: dataclass or pydantic model whose fields are numbers, strings, tuples or further such classes.
+        values: table of the fields.
+        path: path of the table, for messages.
+        origins: path of the table that a field comes from, for fields from another table.
 
     Raises:
-        ConfigError: for every field that is unknown, missing or of the wrong type; one line each.
+        ConfigError: if fields are unknown, missing or of the wrong type; the message has one line for each.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
@@ -56,16 +56,16 @@ def build_tagged(
     other_fields: Sequence[str] = (),
     advice: str = "",
 ) -> Any:
-    """Make one of several dataclasses, chosen by the table's tag, from a table.
+    """Build one of several dataclasses from a table, chosen by the table's tag.
 
     Args:
-        classes: the dataclasses by the value of their tag.
-        values: the table.
-        path: of the table, for messages.
-        default: the tag of a table that has none.
+        classes: dataclasses by the value of their tag.
+        values: table of the fields.
+        path: path of the table, for messages.
+        default: tag of a table that has none.
         tag: name of the entry that chooses.
-        other_fields: further fields of the same table, which are read elsewhere.
-        advice: what else a tag may be, for the message of an unknown one.
+        other_fields: names of further fields of the table that other code reads.
+        advice: further tags that are possible, for the message about an unknown one.
 
     Raises:
         ConfigError: if there is no such tag, or a field is wrong.
@@ -91,7 +91,7 @@ def build_tagged(
 
 
 def refuse_misspelled_tag(values: Mapping[str, Any], path: str, tag: str) -> None:
-    """Refuse a table without a tag where one of its keys is nearly that; the default tag misjudges the rest."""
+    """Refuse a table without a tag if one of its keys resembles the tag, because the default tag would misread the other keys."""
     if tag not in values and (matches := difflib.get_close_matches(tag, values, n=1, cutoff=0.75)):
         raise ConfigError(
             f"{path}.{matches[0]}: there is no such field. Did you mean {path}.{tag}={values[matches[0]]}?"
@@ -99,15 +99,15 @@ def refuse_misspelled_tag(values: Mapping[str, Any], path: str, tag: str) -> Non
 
 
 def refuse_conversions(hint: Any, value: Any, path: str) -> None:
-    """Refuse values of another type that pydantic would convert: ``"2"`` or true for a number, 1 for true.
+    """Refuse values that pydantic would convert to another type: ``"2"`` or true to a number, 1 to true.
 
     Args:
-        hint: the type that the value is read as, such as a dataclass of a table.
-        value: of a file; of another form than the type it is left to pydantic.
-        path: of the value, for messages.
+        hint: type that the value is read as, such as a dataclass for a table.
+        value: value from a file; a value of another form than the type is left to pydantic.
+        path: path of the value, for messages.
 
     Raises:
-        ConfigError: naming the first such value and what to write.
+        ConfigError: if there is such a value; the message names the first one and what to write.
     """
     options = list(_options(hint))
     for option in options if isinstance(value, Mapping | list | tuple) else ():
@@ -127,7 +127,7 @@ def refuse_conversions(hint: Any, value: Any, path: str) -> None:
 
 
 def _converted_to(options: Sequence[Any], value: Any) -> str:
-    """The name of the type to which pydantic would convert a value that is none of it; else nothing."""
+    """Name of the type to which pydantic would convert a value of another type; empty if it would not."""
     scalar_types = set(options) & {int, float, bool}
     takes_text = any(o in (str, Any) or typing.get_origin(o) is Literal for o in options)
     if not scalar_types or (takes_text and isinstance(value, str)):
@@ -151,7 +151,7 @@ def _is_number(text: str) -> bool:
 
 
 def _options(hint: Any) -> Iterator[Any]:
-    """The types among which a type chooses, as ``int`` and ``None`` of ``int | None``."""
+    """Yield the types of a union, such as ``int`` and ``None`` for ``int | None``."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         yield from _options(inner[0])
@@ -163,7 +163,7 @@ def _options(hint: Any) -> Iterator[Any]:
 
 
 def _field_hints(cls: Any) -> Mapping[str, Any]:
-    """The types of the fields of a dataclass or pydantic model; none of anything else."""
+    """Types of the fields of a dataclass or pydantic model by name; empty for any other type."""
     is_table = isinstance(cls, type) and (
         dataclasses.is_dataclass(cls) or issubclass(cls, pydantic.BaseModel)
     )
@@ -178,13 +178,13 @@ def print_tagged(classes: Kinds, value: Any, short: bool, tag: str = "kind") -> 
 
 
 def print_fields(value: Any, short: bool) -> dict[str, Any]:
-    """Turn a dataclass into a table, in short without the fields that are as by default."""
+    """Turn a dataclass into a table; ``short`` leaves out fields at their defaults."""
     tables = _adapter(type(value)).dump_python({"": value}, mode="json", exclude_defaults=short)
     return dict(tables[""])
 
 
 def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
-    """Make what checks the fields of a dataclass, once: that takes ten times as long as to use it."""
+    """Make the validator of a dataclass once, because making it takes ten times as long as using it."""
     if cls not in _ADAPTERS:
         # a dataclass takes its configuration from the dict around it; by default unknown keys are ignored
         _ADAPTERS[cls] = pydantic.TypeAdapter(dict[str, cls], config=pydantic.ConfigDict(extra="forbid"))
@@ -197,12 +197,12 @@ def config_error(
     depth: int = 0,
     origins: Mapping[str, str] | None = None,
 ) -> ConfigError:
-    """Explain what pydantic refused, a line for each field.
+    """Explain a validation error of pydantic with one line for each field.
 
     Args:
-        error: of pydantic.
-        cls: the class that was to be made.
-        depth: entries of an error's location that lie above the class.
+        error: error that pydantic raised.
+        cls: class that was to be built.
+        depth: number of leading entries of an error's location that lie above the class.
         origins: see :func:`build`.
     """
     return ConfigError("\n".join(_explain(cls, depth, e, origins or {}) for e in error.errors()))
@@ -251,20 +251,20 @@ def _explain(cls: type[Any], depth: int, error: Any, origins: Mapping[str, str])
 
 
 def _suggest(value: Any, expected: str) -> str:
-    """The word that was meant, or all that are known; pydantic lists them as ``'a', 'b' or 'c'``."""
+    """Suggest the nearest known word, or list all; pydantic lists them as ``'a', 'b' or 'c'``."""
     choices = re.findall(r"'([^']*)'", expected)
     return f"Known: {expected}." if not choices else did_you_mean(str(value), choices)
 
 
 def _locate(cls: type[Any], path: Sequence[str | int]) -> tuple[list[str], list[type[Any]]]:
-    """The path of a table as its file writes it, and the classes that it may be."""
+    """Path of a table as its file writes it, and the classes that the table may be."""
     shown_path, owners = [], [cls]
     for key in path:
         all_hints = [typing.get_type_hints(owner) for owner in owners]
         hints = [class_hints[key] for class_hints in all_hints if key in class_hints]
         tagged = [owner for owner in owners if getattr(owner, "kind", None) == key]
         if tagged and not hints:
-            # the tag by which pydantic chose among several classes
+            # this key is the tag by which pydantic chose among several classes
             owners = tagged
             continue
         shown_path.append(str(key))
@@ -273,7 +273,7 @@ def _locate(cls: type[Any], path: Sequence[str | int]) -> tuple[list[str], list[
 
 
 def _find_inner(owners: Sequence[type[Any]], name: str) -> str:
-    """The path ``field.name`` of a field that stands one table deeper, or nothing."""
+    """Path ``field.name`` of a field that is nested one table deeper; empty if there is none."""
     for owner in owners:
         hints = typing.get_type_hints(owner)
         for outer in _field_names(owner):
@@ -283,7 +283,7 @@ def _find_inner(owners: Sequence[type[Any]], name: str) -> str:
 
 
 def classes_in(hint: Any) -> list[type[Any]]:
-    """The dataclasses in a type, such as in ``Mapping[str, Group] | None``."""
+    """Dataclasses in a type, such as in ``Mapping[str, Group] | None``."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return [hint]
     return [cls for inner in typing.get_args(hint) for cls in classes_in(inner)]

@@ -1,4 +1,4 @@
-"""Experiment files as people write them: what is wrong in which line, and what to type instead."""
+"""TOML files that people write: explains which line is wrong, and what to type instead."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...core.io.text import decode_text
 
 _QUOTES = "“”„‟‘’‚‛«»"
 _ESCAPED_PATH = re.compile(r"(?:[A-Za-z]:|\\).*[\x08\t\n\f\r]", re.DOTALL)
-"""A path of Windows in which an escape such as that of a line break was read."""
+"""A Windows path in which an escape, such as that of a line break, was read."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        ConfigError: if it is missing or is not TOML; the message names the line.
+        ConfigError: if the file is missing or is not TOML; the message names the line.
     """
     try:
         text = decode_text(path.read_bytes())
@@ -47,7 +47,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def find_escaped_path(value: str) -> str:
-    """Say that a path of Windows holds a control character where it was written with a backslash; else nothing."""
+    """Explain that a Windows path written with a backslash holds a control character; empty if it does not."""
     if not _ESCAPED_PATH.match(value):
         return ""
     path_text = repr(value)[1:-1].replace("\\\\", "\\")
@@ -57,7 +57,7 @@ def find_escaped_path(value: str) -> str:
 
 
 def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """All strings in nested tables and lists, with the keys that they stand at."""
+    """Yield all strings in nested tables and lists, with their keys."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -69,9 +69,9 @@ def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def explain_toml(text: str, error: tomllib.TOMLDecodeError) -> str:
-    """What is wrong in words for a person, where that can be told from the line; else as tomllib says it."""
+    """Explain a TOML error for a person if the line shows the cause; otherwise repeat the words of tomllib."""
     lines = text.replace("\r\n", "\n").rstrip("\n").split("\n")
-    # the other place that tomllib names is the end of the document
+    # the only other place that tomllib names is the end of the document
     match = re.search(r"at line (\d+)", str(error))
     number = int(match[1]) if match else len(lines)
     line = lines[min(number, len(lines)) - 1].strip()
@@ -95,7 +95,7 @@ def explain_toml(text: str, error: tomllib.TOMLDecodeError) -> str:
 
 
 def advise_path(path_text: str, key: str = "") -> str:
-    """How to write a path of Windows, given as it stands between double quotes, at a key."""
+    """Advise how to write a Windows path, given as the text between double quotes, for a key."""
     prefix = f"{key} = " if key else ""
     quoted_path, slash_path = f"'{path_text}'", path_text.replace("\\", "/")
     return f'Write {prefix}{quoted_path} in single quotes, or {prefix}"{slash_path}" with slashes'

@@ -14,7 +14,7 @@ SEVERAL_RUNS = {
     "vary": "one run varies nothing. Use `fedlowrank compare`.",
     "tune": TUNE,
 }
-"""Overrides of the top of a file that a command which makes one run does not read, and why."""
+"""Top-level overrides that a command with a single run does not read, with the reason."""
 COMPARED = {
     "method": "the methods that are compared are named by --methods or compare = [...]. Use one of these.",
     "compare": "--methods names the methods. Leave one of the two out.",
@@ -22,21 +22,21 @@ COMPARED = {
     "run.seed": "the seeds are named by --seeds or seeds = [...]. Write --seeds, such as --seeds 0,1.",
     "vary": "--vary names what is varied. Leave one of the two out.",
 }
-"""Overrides that a comparison does not read where something else says what runs, and why."""
+"""Overrides that a comparison does not read if an option replaces them, with the reason."""
 
 
 def refuse_overrides_of_other_methods(
     overrides: Mapping[str, Any], methods: Mapping[str, Collection[str]], names: Collection[str]
 ) -> None:
-    """Refuse overrides of methods that do not run, and defaults that every method has its own value of.
+    """Refuse overrides of methods that do not run, and of defaults that every method replaces by its own value.
 
     Args:
         overrides: nested tables of the overrides.
-        methods: the fields that each table ``[methods.NAME]`` of the experiment gives.
-        names: of the methods that run.
+        methods: names of the fields that each table ``[methods.NAME]`` of the experiment sets.
+        names: names of the methods that run.
 
     Raises:
-        ConfigError: naming the override, and what to type instead.
+        ConfigError: if there is such an override; the message names it and what to type instead.
     """
     for name in overrides.get("methods", {}):
         if name not in names:
@@ -57,11 +57,11 @@ def refuse_unread_overrides(config_tables: LayeredTables, reasons: Mapping[str, 
     """Refuse overrides that a command does not read.
 
     Args:
-        config_tables: tables and the overrides.
-        reasons: by path of a field or a table, why it is not read and what to type instead.
+        config_tables: tables and overrides of the experiment.
+        reasons: for each path of a field or table that is not read, the reason and what to type instead.
 
     Raises:
-        ConfigError: for the first of them.
+        ConfigError: if there is such an override; the message names the first one.
     """
     for path, reason in reasons.items():
         if config_tables.overrides_field(path):

@@ -1,4 +1,4 @@
-"""Tables of an experiment file in which one field says which of the others are read."""
+"""Tables of an experiment file in which one field decides which of the others are read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .data_section import DEFAULT_SOURCE, Preparation
 
 
 class Alternatives(NamedTuple):
-    """What a table is read as, by the value of one of its fields.
+    """The fields that a table reads, by the value of one of its fields.
 
     Attributes:
-        default: the value where the table names none.
-        switch: the field, and for each of the others the values with which it is read.
-        own_code: whether the value may name code of the user's own, which reads all fields beside it.
+        default: value of the field if the table does not set it.
+        switch: the deciding field, and for each other field the values for which it is read.
+        own_code: whether the value may name the user's own code, which reads all other fields.
     """
 
     default: Any
@@ -36,9 +36,9 @@ class Alternatives(NamedTuple):
     own_code: bool = False
 
     def unread(self, old_table: Mapping[str, Any], new_table: Mapping[str, Any]) -> list[str]:
-        """The fields of a table that it no longer reads with a new one laid over it, which does not give them.
+        """List the fields of an old table that are set there, not in the new table, and not read with the new table's tag.
 
-        A field that no value reads is not among them, so that a misspelled one is still an error.
+        A field that no value reads is not listed, so that a misspelled one is still an error.
         """
         tag = self.switch.field
         if (
@@ -47,14 +47,14 @@ class Alternatives(NamedTuple):
             or new_table[tag] == old_table.get(tag, self.default)
         ):
             return []
-        # several models, or the values of a grid
+        # a list holds several models, or the values of a grid
         values = new_table[tag] if isinstance(new_table[tag], list) else [new_table[tag]]
         field_names = [name for name in old_table if name != tag and name not in new_table]
         if self.own_code and any(map(is_own_function, values)):
             return []
         switch = self.switch
         if self.own_code and is_own_function(old_table.get(tag)):
-            # what only the function of before reads
+            # fields that only the former function reads
             switch = Switch(tag, {**dict.fromkeys(field_names, ("",)), **switch.reads})
         return [name for name in field_names if not any(switch.is_read(name, value) for value in values)]
 
@@ -62,7 +62,7 @@ class Alternatives(NamedTuple):
 def _of_classes(
     classes: Mapping[str, type[Any]], default: str, tag: str = "kind", shared_class: type[Any] | None = None
 ) -> Alternatives:
-    """The alternatives of a table that is made into one of several dataclasses, and into one besides."""
+    """Alternatives of a table that is built into one of several dataclasses, and into a shared class."""
     shared_names = (
         {tag} if shared_class is None else {tag, *(field.name for field in dataclasses.fields(shared_class))}
     )
@@ -76,7 +76,7 @@ def _of_classes(
 
 
 def _of_switch(cls: Any) -> Alternatives:
-    """The alternatives of settings that have a switch among their fields."""
+    """Alternatives of settings with a switch among their fields."""
     return Alternatives(getattr(cls(), cls.switch.field), cls.switch)
 
 
@@ -94,7 +94,7 @@ SECTIONS: Mapping[str, Alternatives] = {
     "run.attack": _of_switch(Attack),
     "run.secure": _of_switch(SecureSums),
 }
-"""Sections by their path."""
+"""Alternatives of sections by path."""
 
 _OPTIMIZER = _of_classes({"sgd": SGD, "adamw": AdamW}, "sgd")
 _TABLES: Mapping[str, Alternatives] = {
@@ -104,10 +104,10 @@ _TABLES: Mapping[str, Alternatives] = {
     "weighing": _of_switch(Weighing),
     "delta_form": Alternatives("auto", Switch("kind", {"cap": ("capped",)})),
 }
-"""Tables in other ones, by their name."""
+"""Alternatives of nested tables by name."""
 
 
 def find_alternatives(path: str) -> Alternatives | None:
-    """The alternatives of the table of a path, such as ``defaults.optimizer``; None for one without a switch."""
+    """Alternatives of the table at a path, such as ``defaults.optimizer``; None for a table without a switch."""
     name = path.rpartition(".")[2]
     return SECTIONS.get(path) or _TABLES.get(name) or (_OPTIMIZER if name.endswith("optimizer") else None)

@@ -1,4 +1,4 @@
-"""The section ``[data]``: a source, and what is done to its examples before clients share them."""
+"""The section ``[data]``: a source, and the preparation of its examples before they are divided among clients."""
 
 from __future__ import annotations
 
@@ -29,27 +29,26 @@ from ..reading.parsing import build, build_tagged, print_fields, print_tagged, r
 
 T = TypeVar("T")
 DEFAULT_SOURCE = "digits"
-"""The source of a section that names none."""
+"""Source of a section that names none."""
 
 _OWN_SOURCES = Arrays, Csv, Folder, HuggingFace
 
 _TEST_FIELDS = ("test", "test_split", "test_share", "held_out_category")
-"""Fields of sources of texts that choose a test part."""
+"""Fields of text sources that choose a test part."""
 
 
 @dataclass(frozen=True)
 class Preparation(CheckedFields):
-    """What is done to a data set of any source.
+    """Preparation of a data set from any source.
 
     Attributes:
-        normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or
-            feature, both over the training examples of all clients, so not with join --data; or
-            standard_per_client, the same over each client's own training examples, so that no statistic is
-            shared.
-        examples: use so many of the official training examples, the same in every run; by default all.
-        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by
-            the seed of the run; validation and test stay whole.
-        keep_at_least: training examples that a client keeps whatever the share, if it has so many.
+        normalize: normalization of the inputs: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of
+            each channel or feature, both over the training examples of all clients, so not with join --data; or
+            standard_per_client, the same over each client's own training examples, so that no statistic is shared.
+        examples: number of official training examples to use, the same ones in every run; by default all.
+        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random with the
+            seed of the run; validation and test parts stay complete.
+        keep_at_least: number of training examples that a client keeps whatever the share is, if it has that many.
     """
 
     normalize: Normalization = "scale"
@@ -69,11 +68,11 @@ class Preparation(CheckedFields):
 
 @dataclass(frozen=True)
 class DataSettings:
-    """A source and what is done to its examples; in a file, the fields of both stand in one table.
+    """A source and the preparation of its examples; a file has the fields of both in one table.
 
     Attributes:
-        source: a :class:`~fedlowrank.data.sources.Source`, or a ``TextSource`` for a language model.
-        preparation: what is done to them.
+        source: source of the data, a :class:`~fedlowrank.data.sources.Source`, or a ``TextSource`` for a language model.
+        preparation: preparation of the examples.
     """
 
     source: Any = Digits()
@@ -81,10 +80,10 @@ class DataSettings:
 
     @classmethod
     def parse(cls, values: Any, language: bool) -> DataSettings:
-        """Make the settings from a table.
+        """Build the settings from a table.
 
         Args:
-            values: the table.
+            values: table of the fields.
             language: whether the source gives texts.
 
         Raises:
@@ -118,7 +117,7 @@ class DataSettings:
 
     @property
     def is_own(self) -> bool:
-        """Whether the source reads the user's own data, which are no texts."""
+        """Whether the source reads the user's own data that are no texts."""
         return isinstance(self.source, _OWN_SOURCES)
 
     @property
@@ -127,30 +126,30 @@ class DataSettings:
         return any(getattr(self.source, name, None) for name in _TEST_FIELDS)
 
     def to_dict(self, short: bool) -> dict[str, Any]:
-        """Print the table that :meth:`parse` reads, in short without the fields that are as by default."""
+        """Return the table that :meth:`parse` reads; ``short`` leaves out fields at their defaults."""
         source = print_tagged({**TEXT_SOURCES, **SOURCES}, self.source, short, "source")
         return {**source, **print_fields(self.preparation, short)}
 
     def load(self, seed: int) -> Dataset:
-        """Read and normalize the data set; the last one is kept for the next run of a comparison.
+        """Read and normalize the data set; the last one is cached for the next run of a comparison.
 
-        It is read again when a file at its path has changed.
+        The data set is read again if a file at its path has changed.
 
         Args:
-            seed: of the run, for synthetic data that are drawn by it.
+            seed: seed of the run, from which some synthetic data are drawn.
 
         Raises:
-            DataError: if it cannot be read.
+            DataError: if the data set cannot be read.
         """
         by_run = getattr(self.source, "seed", None) == "run"
         source = dataclasses.replace(self.source, seed=seed) if by_run else self.source
         return _load(source, self.preparation.normalize, _stamp_files(source))
 
     def check(self, concept: Concept) -> None:
-        """Refuse what would make another task of a synthetic regression, or of texts, without a word.
+        """Refuse settings that would silently change the task of a synthetic regression or of texts.
 
         Raises:
-            ConfigError: if normalization or concept do not go with the source.
+            ConfigError: if normalization or concept do not fit the source.
         """
         if isinstance(self.source, Shakespeare) and self.preparation.normalize != "none":
             raise ConfigError(

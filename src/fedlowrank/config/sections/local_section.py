@@ -1,4 +1,4 @@
-"""The section ``[local]``: in what this machine differs from the others of a federation."""
+"""The section ``[local]``: settings in which this machine differs from the others of a federation."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ _RUN = ("device", "micro_batch")
 
 @dataclass(frozen=True)
 class LocalSettings(CheckedFields):
-    """What holds on this machine alone. It is never compared with other machines, and never sent.
+    """Settings of this machine alone. They are never compared with other machines, and never sent.
 
-    A field that is not set is that of ``[language]`` or ``[run]``. Factors and heads are float32 on every
+    A field that is not set has its value from ``[language]`` or ``[run]``. Factors and heads are float32 on every
     machine, so clients of different precision can be in one federation.
 
     Attributes:
-        path: where the base model lies on this machine, a folder or a name on the hub. Its files must be
-            those of the others.
-        dtype: of the base's weights in memory; auto takes that of the files.
-        quantize: 4bit or 8bit; none loads the weights unquantized although the experiment quantizes them.
+        path: location of the base model on this machine, a folder or a name on the hub. Its files must equal those of
+            the other machines.
+        dtype: type of the base's weights in memory; auto takes the type of the files.
+        quantize: quantization of the weights, 4bit or 8bit; none loads them unquantized although the experiment
+            quantizes them.
         attention: see ``language.attention``.
         gradient_checkpointing: see ``language.gradient_checkpointing``.
-        autocast: type in which matrices are multiplied; none leaves that of the weights.
-        offline: do not ask the hub.
+        autocast: type in which matrices are multiplied; none keeps the type of the weights.
+        offline: whether to load without asking the hub.
         trainer: see ``language.trainer``.
         trainer_args: see ``language.trainer_args``.
-        device: cpu, cuda, or cuda:1 and so on.
-        micro_batch: examples of which a gradient is taken at once; 0 takes batches whole although the
+        device: device of the computation: cpu, cuda, or cuda:1 and so on.
+        micro_batch: number of examples for which a gradient is computed at once; 0 uses whole batches although the
             experiment sets ``run.micro_batch``.
-        start: where the adapter that ``lora.start`` names lies on this machine. Its weights must be those of the others.
+        start: location on this machine of the adapter that ``lora.start`` names. Its weights must equal those of the
+            other machines.
     """
 
     section: ClassVar[str] = "local"
@@ -66,23 +68,23 @@ class LocalSettings(CheckedFields):
 
     @property
     def language_fields(self) -> tuple[str, ...]:
-        """The fields that are set and belong to a language model."""
+        """Names of the fields that are set and belong to a language model."""
         return tuple(name for name in (*_LANGUAGE, "start") if getattr(self, name) is not None)
 
     def adapt_language(self, settings: LanguageSettings) -> LanguageSettings:
-        """The settings of a language model as they are on this machine."""
+        """Replace settings of a language model by those of this machine."""
         changes = {name: getattr(self, name) for name in self.language_fields if name != "start"}
         if self.quantize == "none":
             changes["quantize"] = None
         if self.trainer == "own" and self.trainer_args is None:
             changes["trainer_args"] = {}
         if self.path is not None:
-            # a revision is of the name that it was given for
+            # a revision belongs to the name that it was given for
             changes["revision"] = None
         return dataclasses.replace(settings, **changes)
 
     def adapt_run(self, settings: RunSettings) -> RunSettings:
-        """The settings of a run as they are on this machine."""
+        """Replace settings of a run by those of this machine."""
         changes = {name: getattr(self, name) for name in _RUN if getattr(self, name) is not None}
         if self.micro_batch == 0:
             changes["micro_batch"] = None
@@ -90,7 +92,7 @@ class LocalSettings(CheckedFields):
 
 
 def describe_precision(language: LanguageSettings, run: RunSettings) -> str:
-    """How a language model computes on a machine, for its log: ``"base in bfloat16, 4bit, on cuda"``."""
+    """Describe the precision of a language model on a machine for its log: ``"base in bfloat16, 4bit, on cuda"``."""
     parts = [f"base in {language.dtype}"]
     parts += [language.quantize] if language.quantize is not None else []
     parts += [f"autocast {language.autocast}"] if language.autocast != "none" else []

@@ -1,4 +1,4 @@
-"""The section ``[lora]``: which ranks clients have, and where your own module gets LoRA layers."""
+"""The section ``[lora]``: the ranks of clients, and the layers of your own module that get LoRA."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ...core.key import Key
 
 @dataclass(frozen=True)
 class LoraSettings(CheckedFields):
-    """LoRA of the built-in models and of your own; of a language model see :class:`PeftSettings`.
+    """LoRA of the built-in models and of your own modules; for language models see :class:`PeftSettings`.
 
     Attributes:
-        ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list
-            of ten the first ten get the first rank. Empty: ``methods.NAME.training.rank`` for all, which is r by default.
-        r: rank that the layers are made for, lowered where it is above what a layer can have; None adds
-            updates to the weights themselves and wraps nothing.
-        lora_alpha: α; the scale of updates is α/r. None for a scale of 1.
+        ranks: ranks of the clients; a shorter list is repeated evenly over the clients, so that of 100 clients and a
+            list of ten the first ten get the first rank. Empty: ``methods.NAME.training.rank`` for all, which is r by
+            default.
+        r: rank that the layers are made for, lowered where it is larger than a layer allows; None adds updates to the
+            weights themselves and wraps nothing.
+        lora_alpha: coefficient α; the scale of updates is α/r. None for a scale of 1.
         use_rslora: whether the scale is α/√r.
-        target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole
-            and never wrapped.
+        target_modules: layers to wrap, by the end of their names; empty for all. The whole head is trained and never
+            wrapped.
     """
 
     section = "lora"
@@ -47,7 +48,7 @@ class LoraSettings(CheckedFields):
             raise ConfigError("lora: lora_alpha, use_rslora and target_modules are of layers: set lora.r")
 
     def wrap(self, make: Callable[[], nn.Module], head: str | None, key: Key) -> Callable[[], nn.Module]:
-        """Turn a factory of modules into one of modules with LoRA layers; without r it stays as it is."""
+        """Turn a factory of modules into a factory of modules with LoRA layers; without r it is returned unchanged."""
         rank = self.r
         if rank is None:
             return make
@@ -74,8 +75,8 @@ class PeftSettings(pydantic.BaseModel):
     """The section ``[lora]`` of a language model: ranks, and the fields of ``peft.LoraConfig``.
 
     Attributes:
-        ranks: of the clients; see :class:`LoraSettings`.
-        start: folder of an adapter of PEFT that all clients start from; r, lora_alpha and target_modules are those of the
+        ranks: ranks of the clients; see :class:`LoraSettings`.
+        start: folder of a PEFT adapter that all clients start from; r, lora_alpha and target_modules are those of the
             adapter unless they are set.
     """
 
@@ -102,13 +103,13 @@ class PeftSettings(pydantic.BaseModel):
 
 
 def check_ranks(ranks: tuple[int, ...]) -> None:
-    """Raise ConfigError where a rank is no whole number of at least 1."""
+    """Raise ConfigError if a rank is no whole number of at least 1."""
     for index, rank in enumerate(ranks):
         check_minimum(f"lora.ranks, value {index}", rank, 1)
 
 
 def broadcast_ranks(ranks: tuple[int, ...], client_count: int) -> list[int | None]:
-    """Repeat a list of ranks evenly over the clients, in order; None for each where none are given.
+    """Repeat a list of ranks evenly over the clients, in order; None for each client if the list is empty.
 
     Raises:
         ConfigError: if there are more ranks than clients.

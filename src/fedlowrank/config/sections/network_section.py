@@ -1,4 +1,4 @@
-"""The section ``[network]``: how a server deals with clients that it can only reach by messages."""
+"""The section ``[network]``: how a server treats clients that it reaches only by messages."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ...core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits(CheckedFields):
-    """What is taken from a client over the network.
+    """Limits on what a server accepts from a client over the network.
 
     Attributes:
-        max_bytes: of an upload as it comes; None for twice what is expected and 64 KiB.
-        update_ratio: an update may be as long as this times the median of the round and of past rounds (the
-            formula is in :mod:`fedlowrank.network.validation.norms`); a longer one is shortened to that. 0 for no
+        max_bytes: largest size of an encoded upload; None for twice the expected size and 64 KiB.
+        update_ratio: largest length of an update as a multiple of the median of the round and of past rounds (the
+            formula is in :mod:`fedlowrank.network.validation.norms`); a longer update is shortened to that. 0 for no
             bound. Rules of run.robust other than the mean bound updates themselves, and nothing is shortened.
-        strikes: of its last ten updates so many were longer than that, and a client is held to the median itself;
-            0 for never.
-        refuse_ratio: a reply is refused for its round if its update is longer than this times the median; such
-            replies do not count for ban_after; 0 for never.
+        strikes: number of updates longer than update_ratio allows, among a client's last ten, at which its updates
+            are bounded by the median itself; 0 for never.
+        refuse_ratio: multiple of the median beyond which an update's reply is refused for its round; such replies do
+            not count for ban_after; 0 for never.
         max_norm: largest Euclidean norm of all floating-point numbers of an upload together; None for any.
-        examples_ratio: a client's reply is weighted by its training examples, but by at most this times the
-            median of all registered clients; 0 for no bound. The update of a client above the median may be
-            shorter in proportion. Where network.examples promises the counts, those are the bound instead.
-        max_examples: that a client may claim to hold; None for any number.
-        ban_after: a client of whom so many replies were refused takes no further part; 0 for never.
+        examples_ratio: largest weight of a client's reply, which is its number of training examples, as a multiple of
+            the median of all registered clients; 0 for no bound. The update of a client above the median may be
+            shorter in proportion. If network.examples promises the counts, these are the bound instead.
+        max_examples: largest number of examples that a client may claim; None for any number.
+        ban_after: number of refused replies after which a client is banned from the run; 0 for never.
     """
 
     section = "limits"
@@ -60,31 +60,30 @@ class Limits(CheckedFields):
 
 @dataclass(frozen=True)
 class NetworkSettings(CheckedFields):
-    """How a server deals with clients that it can only reach by messages.
+    """How a server treats clients that it reaches only by messages.
 
     Attributes:
-        clients: how many there are; by default as many as partition.clients says.
-        min_clients: the run begins once so many have introduced themselves; by default all. Later ones join
-            as they come.
-        wait: seconds for which they are waited for before the run begins, and which a registration may take.
-        deadline: seconds a round; who has not replied by then is left out of it, and keeps the state of
-            before.
-        grace: once there are min_replies good replies, the others are waited for until so many medians of past reply
-            times have passed since the orders were sent, but at least a minute and at most the deadline; 0 for the
-            whole deadline.
-        min_replies: good replies without which a round does not count. It is asked for again, and then the
-            run stops. 0 accepts rounds without any reply.
-        attempts: how often a round is asked for.
-        silent_after: a client that let so many orders in a row pass without a reply until the deadline sits
-            out a round, then two, four, ...; 0 for never.
-        max_fall: the run pauses if the validation accuracy of the clients falls by more than this below the best
-            earlier round (the median over clients; of a regression the loss must rise by more than this share of the
-            loss before training); 0 for never. Under run.privacy clients send no evaluations, and no run pauses.
-        examples: training examples that each client promised to have; a client that registers more is
+        clients: number of clients; by default that of partition.clients.
+        min_clients: number of registered clients at which the run begins; by default all. Later ones join as they
+            come.
+        wait: seconds for which the server waits for clients before the run begins, and which a registration may take.
+        deadline: seconds a round may take; a client that has not replied by then is left out of the round, and keeps
+            the state of before.
+        grace: time limit for the remaining replies once there are min_replies good ones, in medians of past reply
+            times since the orders were sent; it is at least a minute and at most the deadline. 0 for the whole
+            deadline.
+        min_replies: number of good replies without which a round does not count. Such a round is repeated, and then
+            the run stops. 0 accepts rounds without any reply.
+        attempts: number of times that a round is requested.
+        silent_after: number of consecutive orders without a reply until the deadline after which a client sits out a
+            round, then two, four, ...; 0 for never.
+        max_fall: largest fall of the clients' validation accuracy below the best earlier round before the run pauses
+            (the median over clients; for a regression, the largest rise of the loss as a share of the loss before
+            training); 0 for never. Under run.privacy clients send no evaluations, and no run pauses.
+        examples: number of training examples that each client promised to have; a client that registers more is
             rejected.
-        forgotten: what to do with a client that lost the state it should build on: leave it out, or let it
-            begin anew.
-        limits: what is taken from a client.
+        forgotten: treatment of a client that lost the state it should build on: leave it out, or let it start from the beginning.
+        limits: limits on what a server accepts from a client.
     """
 
     section = "network"
@@ -123,5 +122,5 @@ class NetworkSettings(CheckedFields):
             raise ConfigError(f"network.min_clients is {self.min_clients}, but there are {self.clients}")
 
     def min_registered(self, client_count: int) -> int:
-        """With how many clients the run begins."""
+        """Number of registered clients at which the run begins."""
         return min(self.min_clients or client_count, client_count)

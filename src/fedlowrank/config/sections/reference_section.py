@@ -17,15 +17,15 @@ PaperNumber = float | str | list[float | str]
 class Reference(CheckedFields):
     """A paper's numbers, shown beside those of a run.
 
-    Each by method, or by ``method.series``; a list holds a number for each value of the varied field.
+    The numbers are given by method, or by ``method.series``; a list holds one for each value of the varied field.
 
     Attributes:
-        label: where they stand, such as ``pFedLoRA, Table 2, CIFAR-10, N=10``.
-        accuracy: in percent; ``"-"`` where the paper marks a failure to converge.
-        communication: of the whole session, both ways and all clients, in GB.
-        parameters: of a client's model, in millions.
-        metric: what ``score`` is, in words.
-        score: in percent, of an evaluation that ``fedlowrank score`` makes after a run.
+        label: place of the numbers in the paper, such as ``pFedLoRA, Table 2, CIFAR-10, N=10``.
+        accuracy: accuracies in percent; ``"-"`` if the paper marks a failure to converge.
+        communication: communication of the whole session, both ways and all clients, in GB.
+        parameters: parameters of a client's model, in millions.
+        metric: name of the metric that ``score`` holds, in words.
+        score: scores in percent of an evaluation that ``fedlowrank score`` makes after a run.
     """
 
     label: str
@@ -36,11 +36,11 @@ class Reference(CheckedFields):
     score: Mapping[str, PaperNumber] = field(default_factory=dict)
 
     def describe(self, vary: Sequence[str], tables: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the numbers of one run, as reports read them.
+        """Choose the numbers of one run, in the form that reports read.
 
         Args:
-            vary: the fields that the experiment varies.
-            tables: of the experiment with the values of this run.
+            vary: fields that the experiment varies.
+            tables: tables of the experiment with the values of this run.
 
         Raises:
             ConfigError: if a list does not have a number for each value of one varied field.
@@ -53,7 +53,7 @@ class Reference(CheckedFields):
             run_numbers = {
                 k: _choose(v, f"reference.{field_name}.{k}", vary, tables) for k, v in numbers.items()
             }
-            # null marks what did not converge; what the paper does not have is left out
+            # null marks a failure to converge; numbers that the paper lacks are left out
             description[field_name] = {
                 k: None if isinstance(v, str) else v for k, v in run_numbers.items() if v is not None
             }
@@ -61,7 +61,7 @@ class Reference(CheckedFields):
 
 
 def _choose(number: PaperNumber, field_path: str, vary: Sequence[str], tables: Mapping[str, Any]) -> Any:
-    """The number for the value that the varied field has in these tables."""
+    """Choose the number for the value that the varied field has in these tables."""
     if not isinstance(number, list):
         return number
     if len(vary) != 1:

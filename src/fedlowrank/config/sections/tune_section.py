@@ -1,4 +1,4 @@
-"""The section ``[tune]``: which settings ``fedlowrank tune`` tries, and how it chooses among them."""
+"""The section ``[tune]``: the settings that ``fedlowrank tune`` tries, and how it chooses among them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError
 
 _SECTIONS = ("data", "defaults", "lora", "methods", "model", "partition", "run", "split")
-"""Sections of a file by whose names a field of a method may be prefixed by mistake."""
+"""Names of sections that may prefix a method's field by mistake."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class TuneSettings(CheckedFields):
     """A grid search: every method is tuned on its own grid by validation, then tested with other seeds.
 
     Attributes:
-        seeds: of the tuning runs; the choice is made by their mean.
-        test_seeds: of the runs with the chosen settings; none of them may be a tuning seed.
-        measure: what settings are chosen by; validation is the mean over clients of the validation accuracy,
-            of a regression the mean validation loss.
-        at: round of the measure: last, or best for the best of all evaluated rounds after the start.
-        series: which models are measured, such as "server"; by default each method's first series. A method
+        seeds: seeds of the tuning runs; the choice is made by their mean.
+        test_seeds: seeds of the runs with the chosen settings; none of them may be a tuning seed.
+        measure: measure by which settings are chosen; validation is the mean over clients of the validation accuracy,
+            or of the validation loss for a regression.
+        at: round at which the measure is taken: last, or best for the best of all evaluated rounds after the start.
+        series: series of models that is measured, such as "server"; by default each method's first series. A method
             without that series is measured by its first.
-        rounds: of a tuning run; by default run.rounds.
+        rounds: number of rounds of a tuning run; by default run.rounds.
         grid: fields of every method and the values to try, such as "optimizer.lr" = [0.01, 0.1].
         methods: fields of single methods and the values to try, combined with those of the grid above.
     """
@@ -64,7 +64,7 @@ class TuneSettings(CheckedFields):
                     )
 
     def grid_of(self, method: str) -> dict[str, list[Any]]:
-        """The grid of a method: values by field. A field of its own table replaces the one of all methods."""
+        """Grid of a method: values by field. A field of its own table replaces the one for all methods."""
         method_grid = flatten_grid(self.methods.get(method, {}), f"tune.methods.{method}")
         return {**flatten_grid(self.grid, "tune.grid"), **method_grid}
 
@@ -73,8 +73,8 @@ def flatten_grid(tables: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
     """Turn a grid of nested tables into values by dotted field; ``a.b = [1]`` equals ``"a.b" = [1]``.
 
     Args:
-        tables: of the grid.
-        path: of the grid in the file, for messages.
+        tables: nested tables of the grid.
+        path: path of the grid in the file, for messages.
 
     Raises:
         ConfigError: if a field has no list of different values.

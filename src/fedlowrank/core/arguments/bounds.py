@@ -1,4 +1,4 @@
-"""Bounds of settings that are numbers: a least whole number, or a bound written as ``">= 0 and < 1"``."""
+"""Bounds of numeric settings: a smallest integer, or a bound written as ``">= 0 and < 1"``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from .field_checks import check_value
 
 
 def check_minimum(name: str, value: Any, minimum: int) -> int:
-    """A whole number of at least a minimum, as an int.
+    """Check that a value is a whole number of at least a minimum, and return it as an int.
 
     Args:
-        name: of the setting, for the message.
-        value: of Python or numpy; no bool. A float without a fractional part is taken, as from a file.
-        minimum: that is accepted.
+        name: name of the setting, for the message.
+        value: number of Python or numpy, but no bool. A float without a fractional part is accepted, as files contain
+            them.
+        minimum: smallest number that is accepted.
 
     Raises:
-        ConfigError: if it is something else; of another type in the words of the checks of fields.
+        ConfigError: if the value is below the minimum or of another type; the message is that of the checks of
+            fields.
     """
     number: int = check_value(name, int, value)
     if number < minimum:
@@ -39,16 +41,16 @@ _GRAMMAR = (
 
 
 def check_bounds(settings: Any, bounds: Mapping[str, str], title: str) -> None:
-    """Refuse a number out of its bounds, NaN and infinities included; None is accepted.
+    """Refuse a number out of its bounds, including NaN and infinities; None is accepted.
 
     Args:
-        settings: a dataclass.
-        bounds: by name of a field, such as ``"> 0 and <= 1"``.
-        title: of the settings, for the message.
+        settings: dataclass object that holds the numbers.
+        bounds: bound of each field by the field's name, such as ``"> 0 and <= 1"``.
+        title: title of the settings, for the message.
 
     Raises:
-        ConfigError: naming the field, its bounds and its value; or a bound that cannot be read, or is of no
-            field or of one that is no number.
+        ConfigError: if a number is out of its bounds; the message names the field, its bounds and its value. Also if
+            a bound cannot be read, names an unknown field, or belongs to a field that is no number.
     """
     if not isinstance(bounds, Mapping):
         raise ConfigError(f"{title}: bounds must be a dict by name of a field, not {bounds!r}. {_GRAMMAR}")
@@ -71,7 +73,7 @@ def check_bounds(settings: Any, bounds: Mapping[str, str], title: str) -> None:
 
 @functools.cache
 def _parse(bound: Any, location: str) -> list[tuple[Callable[[Any, Any], bool], float]]:
-    """The comparisons of a bound, each with its number."""
+    """Parse a bound into its comparisons, each with its number."""
     limits = []
     for comparison in bound.split(" and ") if isinstance(bound, str) else ():
         match = re.fullmatch(rf"\s*(>=|<=|>|<)\s*({_NUMBER})\s*", comparison)
@@ -86,7 +88,7 @@ def _parse(bound: Any, location: str) -> list[tuple[Callable[[Any, Any], bool], 
 
 
 def _from_interval(text: str) -> str:
-    """What to write instead of an interval such as ``[0, 1)``; nothing for another text."""
+    """Suggest what to write instead of an interval such as ``[0, 1)``; empty for any other text."""
     match = _INTERVAL.fullmatch(text.strip())
     if match is None:
         return ""

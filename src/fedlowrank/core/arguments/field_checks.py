@@ -1,4 +1,4 @@
-"""Arguments of settings and functions, checked from their annotations, with messages for a person."""
+"""Checks of the arguments of settings and functions against their annotations, with messages for a person."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ _SCALARS: dict[Any, str] = {
 ALIASES = {"learning_rate": "lr", "local_epochs": "epochs"}
 """Names that other libraries give to arguments."""
 _DEPTH = 3
-"""How many settings below a class an argument is looked for that the class does not have."""
+"""Number of levels of nested settings in which an argument is searched that the class does not have."""
 
 
 class _WrongValueError(Exception):
-    """A value does not fit a type; the text says what would fit, after the name of the field."""
+    """A value does not fit a type; the text follows the name of the field and says what would fit."""
 
 
 class FieldChecks(ABCMeta):
     """The metaclass of settings: dataclasses whose constructor checks its arguments from the annotations.
 
-    An unknown argument, one of another type and a missing one are a ConfigError that names the field and says
-    what to type. NumPy's scalars become Python's and a list becomes a tuple where one is annotated.
-    A class with a constructor of its own is left alone.
+    An unknown argument, an argument of another type and a missing one raise a ConfigError that names the field and
+    says what to type. A scalar of NumPy becomes one of Python, and a list becomes a tuple if the annotation is a
+    tuple. A class with a constructor of its own is left alone.
     """
 
     if not TYPE_CHECKING:
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            """Check the arguments, and make the object."""
+            """Check the arguments and make the object."""
             plan = _plan_of(cls)
             return super().__call__(*args, **kwargs) if plan is None else _call(cls, plan, args, kwargs)
 
         @property
         def __signature__(cls) -> inspect.Signature:
-            """That of the constructor, which ``inspect.signature`` would not look for behind ``__call__``."""
+            """Signature of the constructor, which ``inspect.signature`` would not find behind ``__call__``."""
             signature = inspect.signature(cls.__init__)
             return signature.replace(
                 parameters=list(signature.parameters.values())[1:], return_annotation=signature.empty
@@ -64,19 +64,19 @@ class CheckedFields(metaclass=FieldChecks):
     """Base of dataclasses of settings; see :class:`FieldChecks`."""
 
     section: ClassVar[str] = ""
-    """How messages call the settings where it is not by the name of the class."""
+    """Name of the settings in messages, if it is not the name of the class."""
     passed_to: ClassVar[str] = ""
-    """The function that takes the fields as keyword arguments, for messages about arguments passed elsewhere."""
+    """Function that takes the fields as keyword arguments, for messages about arguments passed elsewhere."""
 
     @classmethod
     def check_class(cls) -> None:
-        """Refuse a class that does not fit its base; called once, before its first object is made."""
+        """Refuse a class that does not fit its base; called once, before the first object of the class is made."""
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function whose arguments are checked as those of settings are, where they are plain.
+    """Decorate a public function so that its plain arguments are checked as those of settings are.
 
-    Plain are numbers, words, truth values, settings, and lists of these. The signature stays as it is.
+    Plain values are numbers, words, booleans, settings, and lists of these. The signature stays the same.
     """
     signature = inspect.signature(function)
     owner = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
@@ -105,13 +105,13 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def _hints_of_function(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """The types of a function's plain parameters."""
+    """Types of a function's plain parameters by name."""
     hints = _resolve_hints(function, inspect.signature(function).parameters)
     return {name: hint for name, hint in hints.items() if _is_plain(hint)}
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether a type is made of numbers, words, truth values, settings, and lists of these alone."""
+    """Whether a type consists only of numbers, words, booleans, settings, and lists of these."""
     inner = typing.get_args(hint)
     if not inner or typing.get_origin(hint) is Literal:
         return hint in (*_SCALARS, None, NoneType, Ellipsis) or bool(inner) or isinstance(hint, FieldChecks)
@@ -119,12 +119,12 @@ def _is_plain(hint: Any) -> bool:
 
 
 class _Plan(NamedTuple):
-    """What the constructor of a dataclass takes.
+    """Arguments that the constructor of a dataclass takes.
 
     Attributes:
-        hints: the types of its arguments, in their order.
-        exact: classes whose objects each argument takes as they are.
-        required: the arguments without a default.
+        hints: type of each argument, in the order of the arguments.
+        exact: classes whose objects each argument accepts unchanged.
+        required: names of the arguments without a default.
     """
 
     hints: dict[str, Any]
@@ -153,13 +153,13 @@ def _call(cls: Any, plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _hints_of(cls: Any) -> Mapping[str, Any]:
-    """The types of the arguments of settings; empty for any other class."""
+    """Types of the arguments of settings by name; empty for any other class."""
     plan = _plan_of(cls) if isinstance(cls, FieldChecks) else None
     return {} if plan is None else plan.hints
 
 
 def _plan_of(cls: Any) -> _Plan | None:
-    """The plan of a dataclass, made once; None where its constructor is one of its own."""
+    """Plan of a dataclass, made once; None if the class defines a constructor of its own."""
     cached = cls.__dict__.get("_plan")
     if cached is None:
         if issubclass(cls, CheckedFields):
@@ -181,7 +181,7 @@ def _plan_of(cls: Any) -> _Plan | None:
 
 
 def _resolve_hints(owner: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The types of fields or parameters; those that cannot be resolved, such as of a local class, are left out."""
+    """Resolve the types of fields or parameters; those that cannot be resolved, such as types of a local class, are left out."""
     try:
         resolved = typing.get_type_hints(owner)
     except (NameError, TypeError, AttributeError):
@@ -190,7 +190,7 @@ def _resolve_hints(owner: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def check_value(name: str, hint: Any, value: Any) -> Any:
-    """The value as an annotation takes it; a ConfigError that begins with the name where it takes no such value."""
+    """Convert a value to the type of an annotation, or raise a ConfigError that begins with the name."""
     try:
         return _fit(hint, value)
     except _WrongValueError as error:
@@ -205,7 +205,7 @@ def _check(owner: str, name: str, hint: Any, value: Any) -> Any:
 
 
 def _exact_types(hint: Any) -> frozenset[type[Any]]:
-    """Classes whose objects a type takes as they are."""
+    """Classes whose objects a type accepts unchanged."""
     if hint is float:
         return frozenset({float, int})
     if hint in _SCALARS or (dataclasses.is_dataclass(hint) and isinstance(hint, type)):
@@ -218,7 +218,7 @@ def _exact_types(hint: Any) -> frozenset[type[Any]]:
 
 
 def _fit(hint: Any, value: Any) -> Any:
-    """The value as a type takes it; raises _WrongValueError where it takes no such value."""
+    """Convert a value to a type, or raise _WrongValueError if the value does not fit it."""
     value_type = type(value)
     if hint is value_type or hint is Any or (hint is float and value_type is int):
         return value
@@ -280,7 +280,7 @@ def _fit_union(hints: Sequence[Any], value: Any) -> Any:
 
 def _fit_list(origin: Any, inner: Sequence[Any], value: Any) -> Any:
     if hasattr(value, "tolist"):
-        # of an array or a tensor
+        # an array or a tensor
         value = value.tolist()
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Set):
         raise _WrongValueError(f": a list is needed, such as [{value!r}]; it is {_show(value)}")
@@ -303,7 +303,7 @@ def _fit_item(hint: Any, index: int, value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    """A value as a message shows it: what is plain as it is, of anything else the class."""
+    """Format a value for a message: plain values by their repr, any other value by its class."""
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__}"
     if (
@@ -315,21 +315,21 @@ def _show(value: Any) -> str:
 
 
 def _name(cls: type[Any]) -> str:
-    """A settings class as one imports it."""
+    """Name of a settings class as one imports it."""
     package = cls.__module__.partition(".")[0]
     is_public = cls.__name__ in getattr(__import__(package), "__all__", ())
     return f"{package if is_public else cls.__module__}.{cls.__name__}"
 
 
 def _settings_in(hint: Any) -> list[type[Any]]:
-    """The dataclasses in a type, such as in ``SGD | AdamW | None``."""
+    """Dataclasses in a type, such as in ``SGD | AdamW | None``."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return [hint]
     return [cls for inner in typing.get_args(hint) for cls in _settings_in(inner)]
 
 
 def _hint_at_settings(name: str, hint: Any, value: Any) -> str:
-    """What to write instead of a word or a dict where settings are needed."""
+    """Suggest what to write instead of a word or a dict where settings are needed."""
     for cls in _settings_in(hint):
         hints = _hints_of(cls)
         if isinstance(value, Mapping) and hints and {k for k in value if k != "kind"} <= set(hints):
@@ -346,7 +346,7 @@ def _hint_at_settings(name: str, hint: Any, value: Any) -> str:
 def _unknown(
     owner: str, name: str, value: Any, known_names: Sequence[str], hints: Mapping[str, Any], cls: Any = None
 ) -> str:
-    """The message about an argument that does not exist: one with a like name, or settings that have it."""
+    """Write the message about an unknown argument: it suggests one with a similar name, or settings that have the argument."""
     mistake = f"{owner} has no argument {name!r}"
     if difflib.get_close_matches(name, known_names, n=1, cutoff=0.75):
         return f"{mistake}. {did_you_mean(name, known_names)}"
@@ -365,13 +365,14 @@ def _unknown(
 
 
 def find_argument(cls: type[Any], name: str, value: Any, settings: Any = None) -> str | None:
-    """The argument of settings or of settings below them that has a name, as ``optimizer=SGD(lr=0.1)``.
+    """Find an argument by name in settings or the settings nested in them, and write it as ``optimizer=SGD(lr=0.1)``.
 
     Args:
-        cls: the settings.
-        name: of the argument.
-        value: of it, as it is written.
-        settings: an object of the settings, whose own settings come first where a field takes several.
+        cls: class of the settings.
+        name: name of the argument.
+        value: value of the argument, as the user wrote it.
+        settings: object of the settings; the classes of its nested settings are searched first where a field accepts
+            several classes.
     """
     hints = _hints_of(cls)
     name = ALIASES.get(name, name)
@@ -384,7 +385,7 @@ def find_argument(cls: type[Any], name: str, value: Any, settings: Any = None) -
 
 
 def _write_argument(name: str, hint: Any, value: Any) -> str:
-    """An argument as it is written; where settings are needed and the value is none, with their class."""
+    """Write an argument as code; if settings are needed and the value is none, write the class of the settings."""
     try:
         _fit(hint, value)
     except _WrongValueError:
@@ -396,7 +397,7 @@ def _write_argument(name: str, hint: Any, value: Any) -> str:
 
 
 def list_arguments(cls: type[Any]) -> list[str]:
-    """Names of the arguments of settings, and of the settings that these take."""
+    """Names of the arguments of settings and of the settings nested in them."""
     hints = _hints_of(cls)
     return [
         *hints,
@@ -412,7 +413,7 @@ def list_arguments(cls: type[Any]) -> list[str]:
 def _find_deeper(
     hints: Mapping[str, Any], defaults: Mapping[str, Any], name: str, value_text: str, depth: int
 ) -> str | None:
-    """An argument ``field=Settings(name=value)`` that has the name, exactly so many settings deep."""
+    """Find an argument exactly ``depth`` settings deep and write it as ``field=Settings(name=value)``."""
     for field, hint in hints.items():
         # the class of the default value first
         classes = sorted(_settings_in(hint), key=lambda kind: kind is not type(defaults.get(field)))

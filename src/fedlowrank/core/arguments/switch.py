@@ -1,4 +1,4 @@
-"""Settings that are read only with some values of a switch beside them, such as ``kind``."""
+"""Settings that are read only for some values of a switch beside them, such as ``kind``."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from ..io.text import join_words
 
 
 class Switch(NamedTuple):
-    """A field that says which other fields are read.
+    """A field whose value decides which other fields are read.
 
     Attributes:
-        field: its name.
-        reads: for each other field the values of the switch that read it; none for every value that is not
-            empty, zero or false.
+        field: name of the switch field.
+        reads: values of the switch for which each other field is read, by field; an empty tuple means every value
+            that is not empty, zero or false.
     """
 
     field: str
     reads: Mapping[str, tuple[Any, ...]]
 
     def is_read(self, name: str, value: Any) -> bool:
-        """Whether a field is read with that value of the switch."""
+        """Whether a field is read for this value of the switch."""
         values = self.reads.get(name, (value,))
         return value in values if values else bool(value)
 
 
 def check_switch(settings: Any, switch: Switch, title: str) -> None:
-    """Refuse a field that nothing reads: what was asked for would else not happen, without a word.
+    """Refuse a field that nothing reads, because it would otherwise be ignored silently.
 
-    A field at its default asks for nothing and is accepted, also where it is written out.
+    A field at its default is accepted, also if it is written out.
 
     Args:
-        settings: a dataclass, from its ``__post_init__``.
-        switch: of its fields.
-        title: of the settings, for the message.
+        settings: dataclass object, checked in its ``__post_init__``.
+        switch: switch among its fields.
+        title: title of the settings, for the message.
 
     Raises:
-        ConfigError: naming the field and what to type instead.
+        ConfigError: if a field is set that nothing reads; the message names the field and what to type instead.
     """
     switch_value, path = getattr(settings, switch.field), f"{title}.{switch.field}"
     for name, values in switch.reads.items():

@@ -1,8 +1,8 @@
-"""Python code of a user's own, named ``module:attribute`` in an experiment file or on the command line.
+"""The user's own Python code, named ``module:attribute`` in an experiment file or on the command line.
 
-Importing a module runs it. This is the one place where the package imports what a text names. Who may name
-it: an experiment file that is given to a command, and the command line itself. The configuration that a run
-folder holds may not, unless ``--allow-code`` is typed, for the folder may be somebody else's
+Importing a module runs it. Only this module of the package imports code that a text names. An experiment file that is
+given to a command and the command line itself may name code. The configuration in a run folder may not, unless
+``--allow-code`` is typed, because the folder may be somebody else's
 (:meth:`fedlowrank.config.experiment.ExperimentConfig.parse`). ``report`` and ``list`` never import any.
 """
 
@@ -20,7 +20,7 @@ _ADVICE = {
     "follows default argument": "Give the field a default, such as alpha: float = 0.5",
     "has no type annotation": "Write its type, such as alpha: float = field(default=0.5)",
 }
-"""What to write instead, by the words of the dataclass module's own errors."""
+"""Advice by the words of the dataclass module's own errors."""
 
 
 _PACKAGE = __name__.partition(".")[0]
@@ -32,14 +32,14 @@ def is_of_package(code: Any) -> bool:
 
 
 def import_named(name: str, origin: str) -> Any:
-    """Import an attribute of a module, which is looked for in the working folder first.
+    """Import an attribute of a module; the working folder is searched first.
 
     Args:
-        name: ``package.module:attribute``.
-        origin: the setting or command that names it, for messages.
+        name: import path ``package.module:attribute``.
+        origin: setting or command that names the attribute, for messages.
 
     Raises:
-        ConfigError: if it cannot be imported, whatever its module raises.
+        ConfigError: if the attribute cannot be imported, whatever its module raises.
     """
     module, _, attribute = name.partition(":")
     folder = str(Path.cwd())

@@ -1,7 +1,7 @@
 """The contract of a federated method: hooks, views, messages and updates."""
 
 from .client_model import ClientModel
-from .contribution import Each, Mean, Sum
+from .contribution import Contribution, Each, Mean, Sum
 from .method import AnyMethod, ClientView, Method, ServerView
 from .model import EngineModel, Model
 from .task import Batch, ClientInfo, Pass, Task
@@ -16,6 +16,7 @@ __all__ = [
     "ClientInfo",
     "ClientModel",
     "ClientView",
+    "Contribution",
     "Each",
     "EngineModel",
     "KeepsSumOfUploads",

@@ -1,4 +1,4 @@
-"""The title of a method's class that states none."""
+"""Titles of method classes that state none."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from ..arguments.user_code import is_of_package
 
 
 class InheritedTitle:
-    """The attribute ``title`` of a class that states none: the title of its nearest base that does, and its own name.
+    """The attribute ``title`` of a class that states none: the title of its nearest base that states one, and its own name.
 
-    It is no text in the body of the class, and so no part of its code, whose digest a run keeps.
+    It is not stored as text in the body of the class, so the digest of the class's code that a run keeps does not
+    include it.
 
     Args:
-        text: the title.
+        text: text of the title.
     """
 
     def __init__(self, text: str) -> None:
@@ -26,7 +27,7 @@ class InheritedTitle:
 def inherit_title(cls: type[Any]) -> None:
     """Give a class outside this package that states no title one of its own, such as ``FedAvg (mine:Own)``.
 
-    Such a class is no more the method that its base is. A class without a base that states a title gets none.
+    Such a class is another method than its base. A class without a base that states a title gets none.
     """
     titles = (vars(base).get("title") for base in cls.__mro__)
     title = next((t for t in titles if t is not None and not isinstance(t, InheritedTitle)), None)

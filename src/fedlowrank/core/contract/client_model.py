@@ -11,10 +11,10 @@ from torch import Tensor
 from ..tree import Params
 
 Predictor = Callable[[Any], Tensor]
-"""From inputs ``[b, ...]`` to scores ``[b, classes]``."""
+"""Function from inputs ``[b, ...]`` to scores ``[b, classes]``."""
 
 ModelSum = tuple[dict[str, Any], ...]
-"""Parts that a model is the sum of; each holds weights by name as a tensor, factors or nonzero values
+"""Parts whose sum is a model; each part holds weights by name as a tensor, factors or nonzero values
 (:mod:`fedlowrank.linalg.matricize`)."""
 
 
@@ -24,12 +24,13 @@ class ClientModel:
 
     Attributes:
         params: parameters of the whole model, or a function that computes them if that is expensive.
-        series: what is evaluated, by name, the headline first: parameters of a model, or a function from
-            inputs ``[b, ...]`` to scores ``[b, classes]``. Empty: ``params`` alone, as ``personal``.
-        parts: by series, for a model that takes fewer numbers than its weights: the parts that it is the sum
-            of. They are counted by :func:`fedlowrank.linalg.matricize.count_parameters` and exported by
+        series: models to evaluate by the name of the series, the headline first: parameters of a model, or a function
+            from inputs ``[b, ...]`` to scores ``[b, classes]``. If empty, ``params`` alone is evaluated, as
+            ``personal``.
+        parts: parts that sum to a model, for each series whose model takes fewer numbers than its weights. They are
+            counted by :func:`fedlowrank.linalg.matricize.count_parameters` and exported by
             :mod:`fedlowrank.adapters.deployment`.
-        routes: share of each cluster ``[C]``, summing to 1; None without clusters.
+        routes: share of each cluster ``[C]``; the shares sum to 1. None without clusters.
     """
 
     params: Params | Callable[[], Params]

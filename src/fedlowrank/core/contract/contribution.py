@@ -1,7 +1,7 @@
-"""What a reply contributes to a round, and how contributions are reduced.
+"""Contributions of replies to a round, and their reduction.
 
-A server's half of a method is map, reduce, finish: :meth:`~fedlowrank.core.contract.method.Method.contribution` maps
-one upload to a tree whose leaves are :class:`Mean`, :class:`Sum` or :class:`Each`; an :class:`Aggregator`
+The server's half of a method is map, reduce, finish: :meth:`~fedlowrank.core.contract.method.Method.contribution`
+maps one upload to a tree whose leaves are :class:`Mean`, :class:`Sum` or :class:`Each`; an :class:`Aggregator`
 reduces these trees as replies arrive; :meth:`~fedlowrank.core.contract.method.Method.server_update` finishes.
 """
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mean(Generic[T]):
-    """Contributes to a weighted mean; the total is None if all weights are zero.
+    """A term of a weighted mean; the total is None if all weights are zero.
 
     Attributes:
-        value: a tree of floating-point tensors.
-        weight: a number, at least 0; a tensor of one number becomes a float.
+        value: tree of floating-point tensors.
+        weight: weight of the value, at least 0; a tensor of one number is converted to a float.
     """
 
     value: T
@@ -39,11 +39,11 @@ class Mean(Generic[T]):
 
 @dataclass(frozen=True)
 class Sum(Generic[T]):
-    """Contributes to a sum.
+    """A term of a sum.
 
     Attributes:
-        value: a tree of tensors.
-        counts: whether the values are weights or counts, which no robust rule replaces.
+        value: tree of tensors.
+        counts: whether the values are weights or counts, which robust rules leave as they are.
     """
 
     value: T
@@ -52,10 +52,10 @@ class Sum(Generic[T]):
 
 @dataclass(frozen=True)
 class Each(Generic[T]):
-    """Is not reduced: the total is a dict ``{client id: value}``, sorted by id. Secure sums refuse a method with it.
+    """A value that is not reduced: the total is a dict ``{client id: value}``, sorted by id. Secure sums refuse such methods.
 
     Attributes:
-        value: anything.
+        value: any value, passed to the server unchanged.
     """
 
     value: T
@@ -64,16 +64,19 @@ class Each(Generic[T]):
 Leaf: TypeAlias = Mean[Any] | Sum[Any] | Each[Any]
 """A leaf of a contribution."""
 
+Contribution: TypeAlias = "Leaf | dict[str, Contribution] | list[Contribution]"
+"""What one upload adds to a round: a tree of dicts and lists whose leaves are means, sums and collections."""
+
 
 class RunningMean(Generic[T]):
-    """Weighted mean of trees that come one after another: m ← m + w/W (x - m), W the sum of weights.
+    """Weighted mean of a stream of trees: m ← m + w/W (x - m), where W is the sum of the weights so far.
 
-    Equal trees have themselves as mean, bit for bit. Tensors of half precision are added up in float32, and
-    the mean is rounded once to their type. Peak memory: one tree.
+    The mean of equal trees is that tree, bit for bit. Half-precision tensors are accumulated in float32, and the mean
+    is rounded once to their type. Peak memory: one tree.
 
     Attributes:
-        count: number of trees.
-        total: sum of their weights.
+        count: number of trees added.
+        total: sum of the weights of these trees.
     """
 
     def __init__(self) -> None:
@@ -83,10 +86,10 @@ class RunningMean(Generic[T]):
         self._like: Any = None
 
     def add(self, value: T, weight: float = 1.0) -> None:
-        """Add a tree.
+        """Add a tree to the mean.
 
         Raises:
-            TreeError: if its structure differs from those before, or its weight is negative or not a number.
+            TreeError: if the tree differs in structure from those before, or its weight is negative or not a number.
         """
         if not weight >= 0:
             raise tree.TreeError(f"a weight of a mean is at least 0; this one is {weight}")
@@ -96,7 +99,7 @@ class RunningMean(Generic[T]):
             self._begin(value)
         means, tensors = tree.tensors(self._mean), tree.tensors(value)
         if tree.form(value) != self._form:
-            # keys may come in another order; if structures differ, this says where
+            # the order of keys may differ; if structures differ, this raises an error that names the place
             tensors = []
             tree.map_leaves(lambda _, t: tensors.append(t), self._like, value)
             if any(
@@ -108,10 +111,10 @@ class RunningMean(Generic[T]):
             torch._foreach_lerp_(means, tree.widen(tensors), weight / self.total)
 
     def add_rows(self, rows: T, weights: Sequence[float]) -> None:
-        """Add K trees whose tensors are stacked ``[K, ...]``, by one operation a tensor.
+        """Add K trees at once, given as one tree of stacked tensors ``[K, ...]``.
 
         Raises:
-            TreeError: as :meth:`add`.
+            TreeError: as in :meth:`add`.
         """
         if not all(w >= 0 for w in weights):
             raise tree.TreeError(f"a weight of a mean is at least 0; these are {list(weights)}")
@@ -127,7 +130,7 @@ class RunningMean(Generic[T]):
                 raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
             wide_rows = t if len(used_indices) == len(t) else t[torch.tensor(used_indices, device=t.device)]
             wide_rows = wide_rows.to(tree.wide_type(t.dtype))
-            # relative to the first, so that equal tensors have themselves as mean
+            # relative to the first row, so that the mean of equal tensors is exactly that tensor
             mean: Tensor = wide_rows[0] + torch.tensordot(shares.to(wide_rows), wide_rows - wide_rows[0], 1)
             return mean
 
@@ -151,7 +154,7 @@ class RunningMean(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The mean; raises TreeError if all weights are 0."""
+        """Mean of the trees; raises TreeError if all weights are 0."""
         if self.total <= 0:
             raise tree.TreeError(
                 f"a mean needs at least one tree with a weight above 0; there were {self.count} trees"
@@ -165,7 +168,7 @@ def _wide_copy(t: Tensor) -> Tensor:
 
 
 def _empty(value: T) -> T:
-    """The tree with tensors of the same shapes and types that take no memory."""
+    """Copy a tree with tensors of the same shapes and types that take no memory."""
     return tree.map_leaves(lambda t: t.new_zeros(()).expand(t.shape), value)
 
 
@@ -189,22 +192,22 @@ _SKIPPED = object()
 
 
 class Aggregator:
-    """Reduces the contributions of a round: single ones in the order of its clients, whenever they arrive.
+    """Reduces the contributions of a round in the order of its clients, whenever they arrive.
 
-    A contribution that arrives early waits until those before it have arrived, so totals have the same bits
-    in every engine that trains clients one by one, and over a network. Every other one is added and let go.
-    :meth:`add_rows` adds those of a cohort at once; its totals differ in rounding.
+    A contribution that arrives early waits until those before it have arrived, so totals have the same bits in every
+    engine that trains clients one by one, and over a network. All others are added and released at once.
+    :meth:`add_rows` adds the contributions of a cohort together; its totals differ in rounding.
 
     Args:
         client_ids: identifiers of the clients that take part, in the order of reduction.
 
     Attributes:
         contributed: identifiers of the clients whose contributions were added.
-        reason: why the total is None although clients contributed; commonly empty.
+        reason: why the total is None although clients contributed; usually empty.
     """
 
     accepts_rows: ClassVar[bool] = True
-    """Whether :meth:`add_rows` may be called; False where contributions are needed one by one."""
+    """Whether :meth:`add_rows` may be called; False if contributions are needed one by one."""
 
     def __init__(self, client_ids: Sequence[int]) -> None:
         self.contributed: list[int] = []
@@ -220,7 +223,7 @@ class Aggregator:
         """Add a client's contribution.
 
         Raises:
-            TreeError: if it does not have the structure of those before.
+            TreeError: if the contribution does not have the structure of those before.
         """
         self._early_contributions[client_id] = contribution
         self._reduce()
@@ -233,17 +236,18 @@ class Aggregator:
     def add_rows(
         self, client_ids: Sequence[int], contribution: Any, weights: Mapping[str, Sequence[float]]
     ) -> None:
-        """Add the contributions of several clients, whose tensors are stacked ``[K, ...]``, at once.
+        """Add the contributions of several clients together, given as one contribution of stacked tensors ``[K, ...]``.
 
-        They are added now, and not in the order of the round.
+        They are added immediately and not in the order of the round.
 
         Args:
-            client_ids: whose they are.
-            contribution: with the values of all of them; of :class:`Each` a list of K values.
-            weights: of each client, by the path of a :class:`Mean`, whose own weight is not read.
+            client_ids: identifiers of the K clients that own the contributions.
+            contribution: contribution whose leaves hold the values of all K clients; an :class:`Each` holds a list of
+                K values.
+            weights: weights of the K clients by the path of each :class:`Mean`, whose own ``weight`` is ignored.
 
         Raises:
-            TreeError: if it does not have the structure of those before.
+            TreeError: if the contribution does not have the structure of those before.
         """
         self._check_structure(client_ids[0], contribution)
         for path, leaf in contribution_leaves(contribution):
@@ -261,7 +265,7 @@ class Aggregator:
         self._reduce()
 
     def finish(self) -> Any:
-        """The total: the tree of contributions with every leaf reduced, or None without contributions.
+        """Total of the round: the tree of contributions with every leaf reduced, or None without contributions.
 
         Raises:
             ValueError: if a client was neither added nor skipped.
@@ -299,7 +303,7 @@ class Aggregator:
         elif isinstance(leaf, Sum):
             if path not in self._totals:
                 self._forms[path] = _empty(leaf.value)
-            # of half precision in float32, rounded once at the end
+            # half precision is accumulated in float32 and rounded once at the end
             self._sum(path, tree.widen(leaf.value))
         else:
             self._totals.setdefault(path, {})[client_id] = leaf.value
@@ -318,17 +322,17 @@ class Aggregator:
 
 
 def contribution_leaves(contribution: Any) -> Iterator[tuple[str, Leaf]]:
-    """The leaves of a contribution with their paths."""
+    """Yield the leaves of a contribution with their paths."""
     leaves_by_path: list[tuple[str, Leaf]] = []
     map_contributions(lambda path, leaf: leaves_by_path.append((path, leaf)), contribution)
     yield from leaves_by_path
 
 
 def map_contributions(f: Callable[[str, Any], Any], contribution: Any, path: str = "") -> Any:
-    """A contribution with every leaf replaced by ``f(path, leaf)``.
+    """Replace every leaf of a contribution by ``f(path, leaf)``.
 
     Raises:
-        TreeError: if it holds anything but dicts and lists of leaves.
+        TreeError: if the contribution holds anything but dicts and lists of leaves.
     """
     if isinstance(contribution, dict):
         return {
@@ -347,9 +351,9 @@ def map_contributions(f: Callable[[str, Any], Any], contribution: Any, path: str
 
 
 def fault_of(contribution: Any) -> str | None:
-    """What is wrong with the numbers of a contribution, or None.
+    """Describe what is wrong with the numbers of a contribution; None if nothing is.
 
-    Values of Each are not examined: only the method knows what they may hold.
+    Values of :class:`Each` are not examined, because only the method knows what they may hold.
     """
     for path, leaf in contribution_leaves(contribution):
         weight = leaf.weight if isinstance(leaf, Mean) else 0.0

@@ -1,4 +1,4 @@
-"""What the server sends to each client, computed once for all clients that it does not tell apart."""
+"""Downloads of a round, computed once for all clients that get the same message."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .task import ClientInfo
 _FIELDS = frozenset(f.name for f in dataclasses.fields(ClientInfo))
 
 MAX_MESSAGES = 64
-"""Messages that are kept for further clients."""
+"""Largest number of messages kept for further clients."""
 
 
 class _ReadInfo(ClientInfo):
-    """A client's info that notes which of its fields are read."""
+    """A client's info that records which of its fields are read."""
 
     def __getattribute__(self, name: str) -> Any:
-        """A field or property, noted if it is a field."""
+        """Get a field or property, and record the name if it is a field."""
         if name in _FIELDS:
             object.__getattribute__(self, "__dict__").setdefault("_read", set()).add(name)
         return object.__getattribute__(self, name)
@@ -27,12 +27,12 @@ class _ReadInfo(ClientInfo):
 class Downloads:
     """The messages of one server state.
 
-    ``download`` is a pure function of the state and of the info of the client. So clients that are equal in the fields that
-    it reads, such as the rank, get one message, the same object.
+    ``download`` is a pure function of the state and of the client's info. Clients with equal values in the fields
+    that it reads, such as the rank, therefore get one message, the same object.
 
     Args:
-        method: makes the messages.
-        server: its state.
+        method: method that makes the messages.
+        server: state of the server.
     """
 
     def __init__(self, method: AnyMethod, server: Any) -> None:
@@ -40,7 +40,7 @@ class Downloads:
         self._known: dict[tuple[str, ...], dict[tuple[Any, ...], Any]] = {}
 
     def message_to(self, client: ClientInfo) -> Any:
-        """The message to a client."""
+        """Return the message to a client."""
         for names, messages in self._known.items():
             if (values := tuple(getattr(client, name) for name in names)) in messages:
                 return messages[values]

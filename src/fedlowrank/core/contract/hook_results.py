@@ -1,4 +1,4 @@
-"""What hooks and functions of a method return and take, checked where it is used, with messages for a person."""
+"""Checks of what the hooks and functions of a method return and take, with messages for a person."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VARIADIC = inspect.CO_VARARGS
 
 
 def check_pair(method: Any, result: Any) -> tuple[Any, Any]:
-    """What ``local_update`` returned; a TaskError if it is no pair."""
+    """Return the result of ``local_update``; raise TaskError if it is no pair."""
     if isinstance(result, tuple) and len(result) == 2:
         return result
     description = f"a tuple of {len(result)}" if isinstance(result, tuple) else _kind(result)
@@ -28,7 +28,7 @@ def check_pair(method: Any, result: Any) -> tuple[Any, Any]:
 
 
 def check_client_model(method: Any, result: Any) -> ClientModel:
-    """What ``client_model`` returned; a TaskError if it is no ClientModel of parameters."""
+    """Return the result of ``client_model``; raise TaskError if it is no ClientModel of parameters."""
     name = f"{type(method).__name__}.client_model"
     if not isinstance(result, ClientModel):
         raise TaskError(
@@ -45,7 +45,7 @@ def check_client_model(method: Any, result: Any) -> ClientModel:
 
 
 def check_passes(method: Any, passes: Any) -> dict[str, Pass]:
-    """What ``passes`` returned; a TaskError if it is no dict of passes."""
+    """Return the result of ``passes``; raise TaskError if it is no dict of passes."""
     if isinstance(passes, dict) and passes and all(isinstance(value, Pass) for value in passes.values()):
         return passes
     raise TaskError(
@@ -55,7 +55,7 @@ def check_passes(method: Any, passes: Any) -> dict[str, Pass]:
 
 
 def check_server_state(method: Any, before: Any, state: Any) -> Any:
-    """What ``server_update`` returned; a TaskError if the server's state is lost."""
+    """Return the result of ``server_update``; raise TaskError if the server's state is lost."""
     if state is None and before is not None:
         raise TaskError(
             f"{type(method).__name__}.server_update returned None, which would be the server's next state. Return the "
@@ -65,7 +65,7 @@ def check_server_state(method: Any, before: Any, state: Any) -> Any:
 
 
 def check_start(start: Any, path: str = "") -> None:
-    """Refuse a number that training would leave as it is.
+    """Refuse a float in the tree to train, because training would not change it.
 
     Raises:
         TaskError: if the tree to train holds a float; the message names its place.
@@ -82,13 +82,13 @@ def check_start(start: Any, path: str = "") -> None:
 def check_function(
     title: str, function: Callable[..., Any], first_arguments: Sequence[str], constants: Any
 ) -> None:
-    """Raise TaskError if a function that a method passes on cannot take what it is called with.
+    """Raise TaskError if a function that a method passes on cannot take its arguments.
 
     Args:
-        title: how the argument is called.
-        function: of the method; only plain functions are examined, and by their code, in a microsecond.
-        first_arguments: the names of its arguments before the constants.
-        constants: that follow; must be a tuple or a list.
+        title: name of the argument that the function is passed as.
+        function: function of the method; only plain functions are examined, by their code, which takes a microsecond.
+        first_arguments: names of its arguments before the constants.
+        constants: trees that are passed after these arguments; must be a tuple or a list.
     """
     if not isinstance(constants, (tuple, list)):
         raise TaskError(f"constants must be a tuple of trees, such as (down,); it is {_kind(constants)}")
@@ -106,7 +106,7 @@ def check_function(
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in words."""
+    """Describe the type of a value in words."""
     if isinstance(value, dict) and value:
         return f"a dict of {_kind(next(iter(value.values())))}"
     return "None" if value is None else f"a {type(value).__name__}"

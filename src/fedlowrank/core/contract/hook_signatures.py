@@ -1,4 +1,4 @@
-"""The class of a method is compared with the contract before anything runs: names, kinds and arguments of its hooks."""
+"""Checks of a method's class against the contract before anything runs: names, kinds and arguments of its hooks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from .class_title import InheritedTitle
 from .update import KeepsSumOfUploads
 
 _TYPO_LIKENESS = 0.85
-"""Likeness to the name of a hook from which a name is taken for a misspelt one."""
+"""Similarity to the name of a hook at which a name is treated as a misspelling of it."""
 _SUBSTITUTE_LIKENESS = 0.6
-"""The same where a hook that is needed is missing, so that any name may stand for it."""
+"""The same similarity if a required hook is missing, since any name may stand for it."""
 _VALUES = (bool, int, float, str, tuple, list, dict, type(None))
-"""Types of values that a setting may have, beside settings themselves."""
+"""Types of values that a setting may have, besides settings themselves."""
 
 
 def check_class(cls: type[Any], contract: Any) -> None:
     """Refuse a class whose hooks or fields do not fit the contract.
 
-    What counts as a hook is what the contract defines. Helpers may have any name that is not nearly that of a hook
-    which their class leaves out.
+    The contract defines which functions are hooks. Helpers may have any name that does not resemble a hook that their
+    class leaves out.
 
     Args:
-        cls: a subclass of the contract.
-        contract: the class that defines all hooks and class variables.
+        cls: subclass of the contract.
+        contract: class that defines all hooks and class variables.
 
     Raises:
-        ConfigError: with a line for each mistake: what is wrong, where, and what to write.
+        ConfigError: if the class does not fit; the message has a line for each mistake: what is wrong, where, and
+            what to write.
     """
     classes = [c for c in cls.__mro__ if issubclass(c, contract) and c is not contract]
     mistakes = [*_find_missing(cls, contract, classes), *_find_unfit(cls, contract)]
@@ -48,14 +49,14 @@ def check_class(cls: type[Any], contract: Any) -> None:
 
 @functools.cache
 def _hooks(contract: Any) -> dict[str, Any]:
-    """The functions of the contract by name, with those that a method may have beside them."""
+    """Functions of the contract by name, with the optional hooks that a method may add."""
     functions = {**vars(contract), **vars(KeepsSumOfUploads)}
     return {n: v for n, v in functions.items() if n[0] != "_" and inspect.isfunction(v)}
 
 
 @functools.cache
 def _variables(contract: Any) -> dict[str, Any]:
-    """The types of the class variables of the contract by name."""
+    """Types of the contract's class variables by name."""
     hints = typing.get_type_hints(contract)
     return {
         n: typing.get_args(hints[n])[0] for n, a in _annotations(contract).items() if _is_class_variable(a)
@@ -64,27 +65,27 @@ def _variables(contract: Any) -> dict[str, Any]:
 
 @functools.cache
 def _arguments(hook: Any) -> list[str]:
-    """The names of what a hook is called with, itself first."""
+    """Names of the arguments that a hook is called with, including ``self``."""
     return list(inspect.signature(hook).parameters)
 
 
 def _defined(cls: type[Any], name: str) -> Any:
-    """What stands in the body of a class or of the nearest of its bases that has the name; None if none has."""
+    """Attribute of that name in the body of a class or of its nearest base that has it; None if no class has it."""
     return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
 
 
 def _is_stated(cls: type[Any], name: str) -> bool:
-    """Whether a name stands in the body of a class."""
+    """Whether the body of a class defines a name."""
     return name in vars(cls) and not isinstance(vars(cls)[name], InheritedTitle)
 
 
 def _format_signature(function: Any) -> str:
-    """How the definition of a hook begins."""
+    """First line of a hook's definition."""
     return f"def {function.__name__}({', '.join(_arguments(function))})"
 
 
 def _find_missing(cls: type[Any], contract: Any, classes: Iterable[type[Any]]) -> Iterator[str]:
-    """The title and the hooks without a default that a class lacks, with the function that may have been meant."""
+    """Find the title and the required hooks that a class lacks, with the function that may have been meant."""
     hooks, names = _hooks(contract), {n for c in classes for n, v in vars(c).items() if inspect.isfunction(v)}
     if (
         _defined(cls, "title") is None
@@ -95,14 +96,14 @@ def _find_missing(cls: type[Any], contract: Any, classes: Iterable[type[Any]]) -
         helpers = [n for n in names - hooks.keys() if n[0] != "_"]
         helper = _nearest(name, helpers, _SUBSTITUTE_LIKENESS)
         if helper is not None and _nearest(helper, hooks, _TYPO_LIKENESS) is not None:
-            # named as a misspelt one
+            # already reported as a misspelling
             continue
         hint = f"; if {helper} is meant, rename it" if helper is not None else ""
         yield f"{name} is missing. Write {_format_signature(hooks[name])}{hint}"
 
 
 def _find_unfit(cls: type[Any], contract: Any) -> Iterator[str]:
-    """The hooks that are no methods or cannot take what they are called with, and class variables of a wrong type."""
+    """Find hooks that are no methods or cannot take their arguments, and class variables of a wrong type."""
     for name, hook in _hooks(contract).items():
         value = _defined(cls, name)
         is_left_out = (
@@ -130,7 +131,7 @@ def _find_unfit(cls: type[Any], contract: Any) -> Iterator[str]:
 
 
 def _wrong_arguments(function: Any, hook: Any) -> str:
-    """Why a function cannot be called as a hook is; empty if it can."""
+    """Say why a function cannot be called as its hook is; empty if it can."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         return (
             f"{'is async' if inspect.iscoroutinefunction(function) else 'yields'} and must return its result"
@@ -139,15 +140,15 @@ def _wrong_arguments(function: Any, hook: Any) -> str:
     if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
         code = function.__code__
         if code.co_varnames[: code.co_argcount] == tuple(argument_names) and not code.co_kwonlyargcount:
-            # as nearly all are; a signature takes 0.1 ms
+            # true of nearly all functions; a signature takes 0.1 ms
             return ""
     try:
         signature = inspect.signature(function)
     except ValueError:
-        # of a function in C nothing is known
+        # the signature of a function in C is not known
         return ""
     if not hasattr(function, "__get__"):
-        # an object that is called is not bound to the method, so that it gets no self
+        # an object with __call__ is not bound to the method, so it gets no self
         argument_names = argument_names[1:]
     moved_names = [
         n
@@ -165,7 +166,7 @@ def _wrong_arguments(function: Any, hook: Any) -> str:
 
 
 def _find_misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
-    """What a class defines under a name that is nearly that of a hook or class variable which it leaves out."""
+    """Find attributes whose name resembles a hook or class variable that the class leaves out."""
     hooks, variables = _hooks(contract), _variables(contract)
     for name, value in vars(cls).items():
         if name[0] == "_" or hasattr(contract, name) or name in variables or isinstance(value, type):
@@ -182,7 +183,7 @@ def _find_misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
 
 
 def _find_bare_fields(cls: type[Any], contract: Any) -> Iterator[str]:
-    """The settings that a class means to have and does not."""
+    """Find attributes that are meant as settings and are none."""
     is_dataclass = "__dataclass_fields__" in vars(cls)
     if "__init__" in vars(cls) and not is_dataclass:
         return
@@ -200,7 +201,7 @@ def _find_bare_fields(cls: type[Any], contract: Any) -> Iterator[str]:
         if any(_is_class_variable(_annotations(base).get(name)) for base in cls.__mro__):
             continue
         if _nearest(name, variables, _TYPO_LIKENESS) is not None:
-            # named as a misspelt one
+            # already reported as a misspelling
             continue
         type_name = "None" if value is None else type(value).__name__
         constant = (
@@ -213,7 +214,7 @@ def _find_bare_fields(cls: type[Any], contract: Any) -> Iterator[str]:
 
 
 def _nearest(name: str, known_names: Iterable[str], cutoff: float) -> str | None:
-    """The likest known name, whatever the order of words in it; None if none is as like as the cutoff."""
+    """Most similar known name, whatever the order of its words; None if none reaches the cutoff."""
     by_words = {_words(n): n for n in known_names}
     matches = difflib.get_close_matches(name, by_words.values(), 1, cutoff)
     if not matches:
@@ -222,24 +223,24 @@ def _nearest(name: str, known_names: Iterable[str], cutoff: float) -> str | None
 
 
 def _words(name: str) -> str:
-    """The words of a name in alphabetical order; ``localUpdate`` has two."""
+    """Words of a name in alphabetical order; ``localUpdate`` has two."""
     return "_".join(sorted(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")))
 
 
 def _annotations(cls: type[Any]) -> Mapping[str, Any]:
-    """The annotations in the body of a class."""
+    """Annotations in the body of a class."""
     return inspect.get_annotations(cls)
 
 
 def _is_class_variable(annotation: Any) -> bool:
-    """Whether an annotation, perhaps as text, is ClassVar."""
+    """Whether an annotation, which may be a string, is ClassVar."""
     if isinstance(annotation, str):
         return re.match(r"(\w+\.)?ClassVar\b", annotation) is not None
     return annotation is ClassVar or typing.get_origin(annotation) is ClassVar
 
 
 def _line_of(function: Any) -> str:
-    """The line of a function, in parentheses; nothing where it is not known."""
+    """Line of a function, in parentheses; empty if it is not known."""
     function = getattr(function, "fget", getattr(function, "__func__", function))
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f" (line {code.co_firstlineno})"

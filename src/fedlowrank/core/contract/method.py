@@ -1,4 +1,4 @@
-"""The contract of a federated method: pure functions of explicit state, and the views they work with."""
+"""The contract of a federated method: pure functions of explicit state, and the views passed to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..learning.optimizer import SGD, Optimizer, refuse_keep
 from ..tree import Params
 from .class_title import inherit_title
 from .client_model import ClientModel
-from .contribution import Mean
+from .contribution import Contribution, Mean
 from .hook_results import check_function, check_passes, check_start
 from .hook_signatures import check_class
 from .model import Model
@@ -43,14 +43,14 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     from no other method; a user's method may.
 
     Attributes:
-        epochs: E, epochs of local training in a round.
-        batch_size: B, examples a local step.
-        optimizer: of local training.
-        drop_last: whether an epoch of local training leaves out an incomplete last batch, as PyTorch's
-            ``DataLoader`` does; other examples each time. A client with fewer examples than a batch trains on
-            them as one batch. The weight of a client stays its number of examples n_k.
-        steps: local steps of a round instead of epochs, as many at every client; None for epochs. A client with few
-            examples sees them several times, in a new order each time.
+        epochs: E, number of epochs of local training in a round.
+        batch_size: B, number of examples in a local step.
+        optimizer: optimizer of local training.
+        drop_last: whether an epoch of local training leaves out an incomplete last batch, as PyTorch's ``DataLoader``
+            does; each epoch leaves out other examples. A client with fewer examples than a batch trains on them as
+            one batch. The weight of a client stays its number of examples n_k.
+        steps: number of local steps in a round, equal for all clients and used instead of epochs; None for epochs. A
+            client with few examples sees them several times, in a new order each time.
     """
 
     epochs: int = 1
@@ -60,28 +60,28 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     steps: int | None = None
 
     title: ClassVar[str]
-    """Its name, as its paper writes it. A class outside this package that states none is called after its base and itself,
-    such as ``FedAvg (mine:Own)``."""
+    """Name of the method, as its paper writes it. A class outside this package that states none is named after its base and
+    itself, such as ``FedAvg (mine:Own)``."""
     citation: ClassVar[str] = ""
     """Authors, venue and year, and the arXiv number."""
     bounds: ClassVar[Mapping[str, str]] = {}
-    """Of numeric fields, such as ``{"lam": ">= 0"}``; see :func:`fedlowrank.core.arguments.bounds.check_bounds`."""
+    """Bounds of numeric fields, such as ``{"lam": ">= 0"}``; see :func:`fedlowrank.core.arguments.bounds.check_bounds`."""
     heterogeneous: ClassVar[bool] = False
     """Whether clients may have models of different architectures."""
     needs_classes: ClassVar[bool] = False
-    """Whether it works on class labels or scores, so that it cannot learn a regression."""
+    """Whether the method needs class labels or their scores, so that it cannot learn a regression."""
     uses_rounds: ClassVar[bool] = False
     """Whether rounds depend on their total number (``task.rounds``), so that a run cannot be extended."""
     couples_examples: ClassVar[bool] = False
-    """Whether the loss of a batch is no mean over its examples, so that a batch cannot be taken in parts."""
+    """Whether the loss of a batch is no mean over its examples, so that a batch cannot be split into parts."""
     one_model: ClassVar[bool] = False
-    """Whether all clients train and infer by one model, the server's, as they are sent it. A server can then average
+    """Whether all clients train and infer with one model, the server's, as they receive it. A server can then average
     the running statistics of its batch normalizations, and one model is evaluated for all clients."""
     keep_refusal: ClassVar[str] = ""
-    """Why the state of an optimizer means nothing in the next round, so that ``optimizer.keep`` is refused; empty where
-    it does."""
+    """Why the state of an optimizer cannot be used in the next round, so that ``optimizer.keep`` is refused; empty if
+    it can be used."""
     zero_step_settings: ClassVar[Mapping[str, Any]] = {}
-    """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
+    """Settings with which a learning rate of 0 changes no model, for methods whose penalties act without training."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -103,20 +103,20 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         check_class(cls, Method)
 
     def remarks(self, task: Task) -> list[str]:
-        """What a user should know of the settings on this task, such as a rank other than the one set."""
+        """List what a user should know about the settings on this task, such as a rank other than the one set."""
         return []
 
     @property
     def main_pass(self) -> Pass:
-        """The pass that ``epochs`` or ``steps``, and ``batch_size`` describe."""
+        """The pass that ``batch_size`` and ``epochs`` or ``steps`` describe."""
         return Pass(self.epochs if self.steps is None else None, self.batch_size, self.steps)
 
     def passes(self) -> dict[str, Pass]:
-        """Named passes over the local data in one round."""
+        """Passes over the local data in one round, by name."""
         return {"local": self.main_pass}
 
     def local_passes(self) -> dict[str, Pass]:
-        """:meth:`passes` with ``drop_last`` applied; what engines execute. Override :meth:`passes`."""
+        """Return :meth:`passes` with ``drop_last`` applied, as engines execute them. Override :meth:`passes` instead."""
         passes = check_passes(self, self.passes())
         if self.steps is not None and all(p.epochs is not None for p in passes.values()):
             raise ConfigError(
@@ -126,101 +126,101 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         return {n: replace(p, drop_last=p.drop_last or self.drop_last) for n, p in passes.items()}
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
-        """Which clients train in a round, by default the clients that the protocol sampled."""
+        """Choose the clients that train in a round, by default those that the protocol sampled."""
         return sampled
 
     @abstractmethod
     def server_init(self, task: Task) -> S:
-        """State of the server before the first round; raises TaskError if the task does not suit."""
+        """State of the server before the first round; raises TaskError if the method cannot learn the task."""
 
     def client_init(self, client: ClientInfo, task: Task) -> C:
         """State of a client before its first round; by default a client keeps nothing."""
         return cast(C, None)
 
     def download(self, server: S, client: ClientInfo) -> D:
-        """What is sent to this client, by default the server's state. Selects; computes nothing costly."""
+        """Message to this client, by default the server's state. It selects and computes nothing costly."""
         return cast(D, server)
 
     @abstractmethod
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
-        """Local training of one client in one round: its next state, and what it sends back."""
+        """Train one client in one round; returns its next state and its upload."""
 
-    def contribution(self, server: S, upload: U, client: ClientInfo) -> Any:
-        """What an upload adds to the round: dicts and lists of :mod:`fedlowrank.core.contract.contribution` leaves.
+    def contribution(self, server: S, upload: U, client: ClientInfo) -> Contribution:
+        """Contribution of an upload to the round: dicts and lists of :mod:`fedlowrank.core.contract.contribution` leaves.
 
-        By default the upload in a mean weighted by the client's number of training examples n_k.
+        By default it is the upload in a mean weighted by the client's number of training examples n_k.
 
         Args:
-            server: its state, as the client's download was made from it.
-            upload: of the client.
-            client: who sent it.
+            server: state of the server from which the client's download was made.
+            upload: upload of the client.
+            client: client that sent the upload.
         """
         return Mean(upload, client.example_count)
 
     def describe_update(self, down: D, client: ClientInfo, task: Task) -> Update:
-        """What in an upload of this client is its update; by default the upload minus the download.
+        """Describe which part of this client's upload is its update; by default the upload minus the download.
 
-        Both sides call it, the server in rounds without replies, too: it depends on the client's architecture, rank
-        and cluster and on what the client was sent, and on no upload.
+        Both sides call it, the server also in rounds without replies. The result depends on the client's
+        architecture, rank and cluster and on its download, but on no upload.
 
         Args:
-            down: what the client was sent.
-            client: who it is.
-            task: what is to be learnt.
+            down: download that the client received.
+            client: the client.
+            task: the task to learn.
         """
         return Update(down)
 
     @abstractmethod
     def server_update(self, server: S, total: Any, view: ServerView) -> S:
-        """The server's next state.
+        """Compute the server's next state.
 
         Args:
-            server: its state.
-            total: the contributions of the round reduced: a tree of the same structure, with the mean for
-                each Mean (None if all weights are zero), the sum for each Sum, and ``{client id: value}`` for
-                each Each. Without any reply this function is not called and the server keeps its state.
-            view: the task, and who replied.
+            server: current state of the server.
+            total: contributions of the round, reduced: a tree of the same structure, with the mean for each Mean
+                (None if all weights are zero), the sum for each Sum, and ``{client id: value}`` for each Each. In a
+                round without replies this function is not called and the server keeps its state.
+            view: the task, and the clients that replied.
         """
 
     def client_model(self, state: C, down: D, view: ClientView) -> ClientModel:
-        """The model that a client would use now; by default the download is its parameters.
+        """Model that a client would use now; by default its parameters are the download.
 
-        Costly work is done here once and not in a predictor, which is called for every chunk of examples.
+        Costly work belongs here and not in a predictor, which is called for every chunk of examples.
 
         Args:
-            state: of the client.
-            down: what it was sent last.
-            view: of the client; its training data may be used, as for a step of adaptation.
+            state: state of the client.
+            down: last download that the client received.
+            view: view of the client; its training data may be used, for example for a step of adaptation.
         """
         params: Any = down
         return ClientModel(params)
 
     def server_model(self, server: S, state: C, view: ClientView) -> Params | None:
-        """Parameters of the server's own model, where it is not what clients are sent; None where it is.
+        """Parameters of the server's own model if it differs from what clients receive, else None.
 
-        Evaluated on every client's data as the series ``server``; ``state`` is for what only the client has,
-        such as a personal head.
+        The model is evaluated on every client's data as the series ``server``; ``state`` provides what only the
+        client has, such as a personal head.
         """
         return None
 
     def server_metrics(self, server: S) -> dict[str, dict[str, float]]:
-        """Numbers to record of the server after a round, by name and key; ``ranks`` holds its ranks."""
+        """Numbers to record about the server after a round, by name and key; ``ranks`` holds its ranks."""
         return {}
 
 
 @dataclass(frozen=True)
 class ClientView:
-    """What a client may use besides its state: the code of its model, its data, and its randomness.
+    """A client's view in one round: the code of its model, its data, and its randomness.
 
-    It reaches its data through :meth:`train` and :meth:`sum_over_data`.
+    Methods reach the data through :meth:`train` and :meth:`sum_over_data`.
 
     Attributes:
-        info: what the server knows of it, too.
-        task: what is to be learnt.
-        model: the code of its model.
-        round: counted from 0.
-        key: randomness of this client in this round.
-        trainer: the engine's way to execute training; call the functions below.
+        info: record of the client that the server has, too.
+        task: the task to learn.
+        model: code of the client's model.
+        round: index of the round, from 0.
+        key: key of this client's randomness in this round.
+        trainer: object by which the engine executes training; call the functions below instead.
     """
 
     info: ClientInfo
@@ -245,30 +245,32 @@ class ClientView:
     ) -> T:
         """Train a tree of parameters by one pass over the local training data.
 
-        An engine may execute this for many clients at once; what differs between clients belongs in ``constants``.
+        An engine may execute this for many clients at once; values that differ between clients belong in
+        ``constants``.
 
         Args:
-            loss: ``loss(params, batch, *constants)``, a scalar; pure; averages by :meth:`Batch.mean`.
-            start: where to begin, a tree of floating-point tensors; left untouched.
-            name: which of the method's :meth:`Method.passes`.
-            optimizer: what to do with the gradient; its schedule is applied by the engine.
-            constants: further trees for the functions; no gradient is taken for them.
-            precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before
-                clipping, weight decay and momentum.
-            prox: ``prox(params, lr, *constants)``, applied after every step with its learning rate, that of
+            loss: pure loss function ``loss(params, batch, *constants)`` that returns a scalar and averages by
+                :meth:`Batch.mean`.
+            start: initial values, a tree of floating-point tensors; left unchanged.
+            name: name of the pass in the method's :meth:`Method.passes`.
+            optimizer: optimizer that applies the gradients; the engine applies its schedule.
+            constants: further trees passed to the functions; no gradient is taken for them.
+            precondition: function ``precondition(grads, params, *constants)`` that returns the gradient to use
+                instead, before clipping, weight decay and momentum.
+            prox: function ``prox(params, lr, *constants)`` applied after every step with the step's learning rate for
                 parameters outside ``optimizer.groups``. With momentum β, a penalty keeps its weight λ if the
-                threshold is lr λ / (1 - β). Of half precision all of it is in float32, and a step with its prox
+                threshold is lr λ / (1 - β). Half-precision parameters are passed in float32, and a step with its prox
                 is rounded once.
-            proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
-                before the rest.
-            padded: dimensions in which clients differ, such as the LoRA rank, and are trained together all the same.
+            proximal_term: quadratic whose derivative is added to the gradient, after ``precondition`` and before
+                clipping, weight decay and momentum.
+            padded: dimensions in which clients may differ and still train together, such as the LoRA rank.
 
         Returns:
             The trained tree, detached and contiguous.
 
         Raises:
             NonFiniteError: if a loss or a parameter becomes NaN or infinite.
-            TaskError: if one of the functions takes other arguments, or a number in ``start`` is no tensor.
+            TaskError: if one of the functions takes other arguments, or ``start`` holds a number that is no tensor.
         """
         check_start(start)
         check_function("loss", loss, ("params", "batch"), constants)
@@ -286,27 +288,27 @@ class ClientView:
     ) -> T:
         """Sum ``statistic(params, batch, *constants)``, a tree, over the training data, without gradients.
 
-        The statistic must itself sum over the batch by :meth:`Batch.sum`. Sums of half precision come in
+        The statistic must itself sum over the batch by :meth:`Batch.sum`. Half-precision sums are returned in
         float32.
         """
         check_function("statistic", statistic, ("params", "batch"), constants)
         return self.trainer.sum_over_data(statistic, params, constants)
 
     def steps(self, name: str) -> int:
-        """Number of optimizer steps that :meth:`train` takes in the pass of that name."""
+        """Number of optimizer steps that :meth:`train` takes in the named pass."""
         return self.trainer.steps(name)
 
 
 @dataclass(frozen=True)
 class ServerView:
-    """What a server may use besides its state.
+    """The server's view in one round: the task, the clients that replied, and its randomness.
 
     Attributes:
-        task: what is to be learnt.
-        round: counted from 0.
-        key: randomness of the server in this round.
+        task: the task to learn.
+        round: index of the round, from 0.
+        key: key of the server's randomness in this round.
         replied: clients whose replies contributed to the total, in the order of their identifiers.
-        planned: number of clients in a round as it is planned, where the number of replies is private.
+        planned: planned number of clients in a round, given where the number of replies is private.
         unseen: identifiers of clients that never train.
     """
 
@@ -319,15 +321,15 @@ class ServerView:
 
     @property
     def trainable(self) -> list[ClientInfo]:
-        """The clients that can train, absentees of the round included: those that a mean over all clients counts."""
+        """Clients that can train, including those absent from the round: those that a mean over all clients counts."""
         return [c for c in self.task.clients if c.id not in self.unseen]
 
     @property
     def share(self) -> float:
-        """Share of the clients that can train whose replies contributed."""
+        """Share of the clients that can train whose replies contributed to the round."""
         count = len(self.replied) if self.planned is None else self.planned
         return count / (len(self.task.clients) - len(self.unseen))
 
 
 AnyMethod: TypeAlias = Method[Any, Any, Any, Any]
-"""A method, whatever its states and messages are."""
+"""A method with any types of states and messages."""

@@ -1,4 +1,4 @@
-"""What a method may use of a client's model: its code as functions of parameters."""
+"""The parts of a client's model that a method may use: its code as functions of parameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..tree import Params
 
 
 class Model(Protocol):
-    """What a method may use of a model: functions of its parameters, and their split into a body and a head.
+    """A model as a method may use it: functions of its parameters, and their split into a body and a head.
 
     Attributes:
-        name: of the architecture.
-        module: its code; its own parameters are never trained.
-        initial: initial values of the trained parameters, the same for all clients; complex ones as real
+        name: name of the architecture.
+        module: the module whose code is used; its own parameters are never trained.
+        initial: initial values of the trained parameters, the same for all clients; complex parameters as real
             numbers ``[..., 2]``.
         complex: names of the complex parameters.
         parameter_count: number of parameters, frozen ones included.
-        head_name: dotted name of the submodule that is the head, or None.
-        cache: values derived from the module, kept for all clients.
+        head_name: dotted name of the submodule that is the head, or None without a head.
+        cache: values derived from the module and shared by all clients.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Model(Protocol):
         ...
 
     def apply(self, params: Params, x: Any) -> Tensor:
-        """Scores ``[b, classes]`` of inputs ``[b, ...]``; missing parameters are the module's own."""
+        """Scores ``[b, classes]`` of inputs ``[b, ...]``; parameters missing in ``params`` are taken from the module."""
         ...
 
     def represent(self, params: Params, x: Any) -> Tensor:
@@ -59,32 +59,32 @@ class Model(Protocol):
         ...
 
     def head_of(self, params: Params) -> Params:
-        """The parameters of the head."""
+        """Parameters of the head."""
         ...
 
     def body_of(self, params: Params) -> Params:
-        """The parameters of everything before the head."""
+        """Parameters of all layers before the head."""
         ...
 
     def head_layers(self) -> list[nn.Linear]:
-        """The linear layers of the head, in order."""
+        """Linear layers of the head, in order."""
         ...
 
     def reinitialize(self, key: Key) -> Params:
-        """Other initial parameters, drawn by the layers' own rules."""
+        """New initial parameters, drawn by the layers' own rules."""
         ...
 
 
 class EngineModel(Model, Protocol):
-    """What engines and evaluation use of a model beside that: its buffers, its statistics, and how it is coded.
+    """A model as engines and evaluation use it: also its buffers, its statistics, and properties of its code.
 
     Implemented by :class:`fedlowrank.models.architecture.Architecture`.
 
     Attributes:
-        example: one input.
-        couples: whether the scores of an example depend on the batch that it is in.
+        example: one input example.
+        couples: whether the scores of an example depend on the other examples of its batch.
         buffers: initial values of the buffers that ``forward`` may change.
-        factory: makes the module anew, of the user; None if the user gave a module.
+        factory: the user's function that makes a new module; None if the user gave a module.
     """
 
     example: Any
@@ -94,38 +94,38 @@ class EngineModel(Model, Protocol):
 
     @property
     def is_standard(self) -> bool:
-        """Whether all layers are standard ones of torch without hooks."""
+        """Whether all layers are standard torch layers without hooks."""
         ...
 
     @property
     def has_hooks(self) -> bool:
-        """Whether user code runs in a hook of a layer."""
+        """Whether a hook of a layer runs user code."""
         ...
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens that a model of transformers knows; None for others."""
+        """Number of tokens in the vocabulary of a transformers model; None for other models."""
         ...
 
     def probe(self, x: Any) -> Tensor:
-        """Scores of a few inputs by the initial parameters."""
+        """Scores of a few inputs with the initial parameters."""
         ...
 
     def inference_params(self, params: Params) -> Params:
-        """The parameters as the module holds them, with the client's own statistics and changed buffers."""
+        """Parameters in the module's form, with the client's own statistics and changed buffers."""
         ...
 
     def with_local_statistics(self, chunks: Callable[[], Iterator[Any]], owner: str = "") -> EngineModel:
-        """The model of a client that infers: batch normalizations use statistics of these inputs."""
+        """Model of a client for inference, whose batch normalizations use the statistics of these inputs."""
         ...
 
     def with_buffers(self, client_buffers: Params) -> EngineModel:
-        """The model of a client whose buffers have other values than the initial ones."""
+        """Model of a client whose buffers differ from the initial values."""
         ...
 
     @property
     def running_statistics(self) -> Params:
-        """Running statistics of batch normalizations as they are now, where they travel; else none."""
+        """Current running statistics of batch normalizations if they are exchanged; empty otherwise."""
         ...
 
     @property
@@ -134,7 +134,7 @@ class EngineModel(Model, Protocol):
         ...
 
     def set_buffers(self, values: Params) -> None:
-        """Exchange values of the client's own buffers."""
+        """Set the values of the client's own buffers."""
         ...
 
 
@@ -142,14 +142,14 @@ M = TypeVar("M", bound=EngineModel)
 
 
 def without_data(model: M) -> M:
-    """A copy of the model that can be sent elsewhere: its code and parameters, and no client's data.
+    """Copy a model for sending: its code and parameters, without any client's data.
 
-    The example is mostly a view of a client's data, and a view is pickled with all that it is a view of.
+    The example is usually a view of a client's data, and pickling a view pickles the whole tensor behind it.
     """
     bare_copy = copy.copy(model)
     bare_copy.example, bare_copy.cache = tree.map_leaves(Tensor.clone, model.example), {}
     if model.factory is not None:
-        # it may hold anything
+        # the factory may hold anything
         bare_copy.factory = _refuse_to_draw
     return bare_copy
 

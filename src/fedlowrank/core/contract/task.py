@@ -1,4 +1,4 @@
-"""What both sides know of a federated task: examples of a step, passes over data, clients, models."""
+"""Types that describe a federated task: batches, passes over data, clients, models."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Batch:
 
     Attributes:
         x: inputs, a tensor ``[b, ...]`` or a dict of such tensors.
-        y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; labels of tokens, int64 ``[b,
-            T]``, -100 where none counts; or labels or real values of pixels ``[b, H, W]``.
-        mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
-        step: index among the steps of its pass, counted from 0, for what a method draws anew at each of them.
-        client_count: K where the rows are those of K clients, as many of each, one client after another; then sums
-            and means are those of each client, ``[K, ...]``. None for the batch of one client.
-        loss: of the task, by which ``task_loss`` of :mod:`..learning.batch_losses` goes.
-        example_weight: the mean weight of an example in the whole batch, where this is a part of it whose loss
-            has weights; see :func:`..learning.batch_losses.mean_loss`.
+        y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; int64 token labels ``[b, T]``, with -100
+            for tokens that do not count; or labels or real values of pixels ``[b, H, W]``.
+        mask: boolean mask ``[b]``: True for an example, False for padding; None if nothing is padded.
+        step: index of the step in its pass, from 0, for values that a method draws anew at every step.
+        client_count: K if the batch stacks the rows of K clients, one client after another with equally many rows
+            each; sums and means are then those of each client, ``[K, ...]``. None for the batch of one client.
+        loss: loss of the task, which ``task_loss`` of :mod:`..learning.batch_losses` computes.
+        example_weight: mean weight of an example in the whole batch, set if this is a part of a batch whose loss has
+            weights; see :func:`..learning.batch_losses.mean_loss`.
     """
 
     x: Any
@@ -47,16 +47,16 @@ class Batch:
 
     @property
     def weights(self) -> Tensor | None:
-        """Weight of each example in a mean ``[b]``: its predicted tokens; None where all weigh 1."""
+        """Weights of the examples in a mean ``[b]``: their numbers of predicted tokens; None if all weights are 1."""
         if not self.loss.predicts_tokens(self.y):
             return None
         return (self.y[:, 1:] >= 0).sum(1)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over the examples, padding left out, of ``values [b]``. Every loss must average by this.
+        """Mean of ``values [b]`` over the examples without padding. Every loss must average by this.
 
-        Where examples are sequences of tokens it is the mean over tokens, if each value is a mean over its
-        own. Values in half precision are added up in float32, and their mean is rounded once.
+        For sequences of tokens it is the mean over tokens, if each value is a mean over its own tokens.
+        Half-precision values are accumulated in float32, and their mean is rounded once.
         """
         weights = self.weights
         if weights is not None:
@@ -67,16 +67,16 @@ class Batch:
         return (self.sum(values) / self.sum(self.mask.long()).clamp(min=1)).to(values.dtype)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the examples, padding left out, of ``values [b, ...]``; in float32 of half precision."""
+        """Sum of ``values [b, ...]`` over the examples without padding; half precision is summed in float32."""
         values = values.to(wide_type(values.dtype))
         if self.mask is not None:
             mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
-            # where, not a product: padding may hold infinities, and 0 * inf is NaN
+            # torch.where instead of a product: padding may hold infinities, and 0 * inf is NaN
             values = torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
         return values.sum(0) if self.client_count is None else self._by_client(values).sum(1)
 
     def _by_client(self, values: Tensor) -> Tensor:
-        """Values of all rows by client, ``[K, b, ...]``."""
+        """Reshape the values of all rows to ``[K, b, ...]``, by client."""
         client_count = self.client_count or 1
         return values.reshape(client_count, len(values) // client_count, *values.shape[1:])
 
@@ -86,12 +86,13 @@ class Pass:
     """One training of a tree at a client: its epochs or steps, and its batch size.
 
     Attributes:
-        epochs: times every example is seen; None for as many as ``steps`` take.
-        batch_size: examples a step; the last step of an epoch takes the remaining ones.
-        steps: end after so many steps, or None.
-        share: of the examples, in (0, 1]. Below 1, each pass of a round sees its own random part of them.
-        drop_last: whether an epoch ends before an incomplete batch. Fewer examples than a batch are one batch
-            all the same, so that every client takes a step.
+        epochs: number of times that every example is seen; None for as many as ``steps`` need.
+        batch_size: number of examples in a step; the last step of an epoch takes the remaining ones.
+        steps: number of steps after which the pass ends, or None.
+        share: share of the examples that the pass uses, in (0, 1]. Below 1, each pass of a round sees its own random
+            subset.
+        drop_last: whether an epoch ends before an incomplete batch. Fewer examples than a batch still form one batch,
+            so that every client takes a step.
     """
 
     epochs: int | None = 1
@@ -109,25 +110,25 @@ class Pass:
         return max(min(1, total), int(self.share * total))
 
     def steps_over(self, total: int) -> int:
-        """Optimizer steps of the pass at a client with so many examples."""
+        """Number of optimizer steps of the pass at a client with ``total`` examples."""
         full_batches, remainder = self._batches(total)
         steps = None if self.epochs is None else self.epochs * (full_batches + (remainder > 0))
         return min(n for n in (steps, self.steps) if n is not None)
 
     def has_batch_of_one(self, total: int) -> bool:
-        """Whether a step at a client with so many examples sees a single one."""
+        """Whether a step at a client with ``total`` examples sees a single example."""
         full_batches, remainder = self._batches(total)
         return (self.batch_size == 1 and full_batches > 0) or (
             remainder == 1 and (self.steps is None or self.steps > full_batches)
         )
 
     def _batches(self, total: int) -> tuple[int, int]:
-        """Full batches of an epoch, and the examples of an incomplete one after them, or 0."""
+        """Number of full batches of an epoch, and number of examples of the incomplete batch after them, or 0."""
         full_batches, remainder = divmod(self.examples_of(total), self.batch_size)
         return full_batches, 0 if self.drop_last and full_batches else remainder
 
     def complete(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """The batches of an epoch that are taken; an incomplete one may be anywhere among them."""
+        """Select the batches of an epoch that are used; an incomplete one may be anywhere among them."""
         if not self.drop_last or len(batches) == 1:
             return list(batches)
         return [batch for batch in batches if len(batch) == self.batch_size]
@@ -135,16 +136,16 @@ class Pass:
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """What both sides know of a client.
+    """Record of a client that both sides know.
 
     Attributes:
-        id: identifier, its index in the federation.
-        example_count: training examples, the usual weight of its reply.
-        architecture: name of its model.
-        rank: rank of its low-rank parts, or None where the method decides.
-        cluster: which of the ground-truth tasks its data come from, or None if unknown. Methods with optimal
-            routing use it, and reports compare learned routes with it.
-        name: as the user calls it, such as a hospital; empty where clients have only numbers.
+        id: identifier of the client, its index in the federation.
+        example_count: number of training examples, the usual weight of the client's reply.
+        architecture: name of the client's architecture.
+        rank: rank of the client's low-rank parts, or None if the method decides.
+        cluster: index of the ground-truth task of the client's data, or None if unknown. Methods with optimal routing
+            use it, and reports compare learned routes with it.
+        name: name that the user gave the client, such as a hospital; empty if clients have only numbers.
     """
 
     id: int
@@ -160,28 +161,28 @@ class ClientInfo:
 
     @property
     def title(self) -> str:
-        """The client in a message, such as ``client 2 (north)``."""
+        """Name of the client in messages, such as ``client 2 (north)``."""
         return client_title(self.id, self.name)
 
 
 def client_title(client_id: int, name: str = "") -> str:
-    """A client in a message: its number, and its name if it has one."""
+    """Name of a client in messages: its number, and its name if it has one."""
     return f"client {client_id} ({name})" if name else f"client {client_id}"
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learnt: the models on offer, the clients, the number of classes and rounds.
+    """A federated task: the available models, the clients, and the numbers of classes and rounds.
 
     Attributes:
-        architectures: by name, each with its initial parameters.
+        architectures: architectures by name, each with its initial parameters.
         clients: all clients of the federation.
         classes: number of classes; 0 for a regression.
-        rounds: rounds of the whole run, for methods whose settings depend on progress.
-        key: randomness of initial values, common to server and clients.
-        loss: what is minimized; batches carry it, too.
-        target: an empty tensor ``[0, ...]`` with the shape and type of targets; None if targets are labels ``[n]``
-            or have the shape of the scores.
+        rounds: number of rounds of the whole run, for methods whose settings depend on progress.
+        key: key of the initial values' randomness, common to server and clients.
+        loss: loss that is minimized; batches carry it, too.
+        target: empty tensor ``[0, ...]`` with the shape and type of targets; None if targets are labels ``[n]`` or
+            have the shape of the scores.
     """
 
     architectures: Mapping[str, EngineModel]
@@ -193,14 +194,14 @@ class Task:
     target: Tensor | None = None
 
     def model(self, client: ClientInfo) -> EngineModel:
-        """The architecture of a client."""
+        """Architecture of a client."""
         return self.architectures[client.architecture]
 
     def common_model(self, method: str) -> EngineModel:
-        """The one architecture of all clients.
+        """The one architecture that all clients share.
 
         Raises:
-            TaskError: if the clients hold different ones.
+            TaskError: if the clients have different architectures.
         """
         if len(self.architectures) > 1:
             owners = {c.architecture: c for c in reversed(self.clients)}
@@ -215,10 +216,10 @@ class Task:
         return next(iter(self.architectures.values()))
 
     def common_width(self, method: str) -> int:
-        """The width of the representation, equal in all architectures.
+        """Width of the representation, which must be equal in all architectures.
 
         Raises:
-            TaskError: if it differs; the message names clients and widths.
+            TaskError: if the widths differ; the message names clients and widths.
         """
         first_client = self.clients[0]
         for client in self.clients:
@@ -232,7 +233,7 @@ class Task:
         return self.model(first_client).width
 
     def common_type(self, method: str) -> torch.dtype:
-        """The type in which numbers of all architectures are exchanged: float32 for half precision.
+        """Type in which architectures exchange numbers: float32 for half precision.
 
         Raises:
             TaskError: if architectures have parameters of different types; float16, bfloat16 and float32 are one type.
@@ -250,7 +251,7 @@ class Task:
         return next(iter(types.values()))
 
     def smallest_model(self, name: str | None = None) -> EngineModel:
-        """The architecture of that name, or the one with the fewest parameters."""
+        """The named architecture, or the one with the fewest parameters if no name is given."""
         if name is None:
             return min(self.architectures.values(), key=lambda a: a.parameter_count)
         if name not in self.architectures:

@@ -1,4 +1,4 @@
-"""What a method asks of a client's data: a training pass as a value, and who executes it."""
+"""A method's request for a training pass on a client's data as a value, and the interface that executes it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PaddedDimensions:
-    """Dimensions in which clients differ and which zeros may pad without changing loss or gradients.
+    """Dimensions in which clients differ and that can be padded with zeros without changing loss or gradients.
 
-    Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and Adam leave them 0.
+    The LoRA rank is such a dimension: zero rows of A beside zero columns of B add nothing to B A, and plain SGD,
+    momentum and Adam leave them 0.
 
     Attributes:
-        start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in it have it.
-        constants: likewise of each of the constants, in their order; those at the end may be left out.
+        start: padded dimension by the path (JSON pointer) of a part of the trained tree; all tensors in that part
+            have it.
+        constants: the same mapping for each of the constants, in their order; the last ones may be left out.
     """
 
     start: Mapping[str, int] = field(default_factory=dict)
@@ -37,16 +39,16 @@ class Request:
     """One call of :meth:`.method.ClientView.train`, which describes the arguments.
 
     Attributes:
-        loss: of a batch, given what is trained and the constants.
-        start: the tree that is trained.
-        name: of the pass.
-        optimizer: of the steps.
-        constants: trees that the functions take besides.
-        precondition: of the gradient, or None.
-        prox: after each step, or None.
-        proximal_term: of the loss, or None.
-        padded: dimensions in which clients may differ and are trained together all the same.
-        kept: where the optimizer's state comes from and goes to; None if it starts afresh and is not kept.
+        loss: loss function ``loss(params, batch, *constants)``.
+        start: initial values of the trained tree.
+        name: name of the pass.
+        optimizer: optimizer that takes the steps.
+        constants: further trees that the functions take as arguments.
+        precondition: function that replaces the gradient, or None.
+        prox: function applied after each step, or None.
+        proximal_term: quadratic added to the loss, or None.
+        padded: dimensions in which clients may differ and still train together.
+        kept: holder of the optimizer state of the round before and of the next one; None if the state is not kept.
     """
 
     loss: Callable[..., Tensor]
@@ -69,9 +71,9 @@ class ProximalTerm:
     differentiation.
 
     Attributes:
-        strength: at least 0.
-        center: a tree like the one that is trained; None where the strength is 0.
-        linear: a tree like it, or None for none.
+        strength: weight of the quadratic, at least 0.
+        center: tree like the trained one, or None if the strength is 0.
+        linear: tree like the trained one, or None for no linear term.
     """
 
     strength: float = 0.0
@@ -81,17 +83,17 @@ class ProximalTerm:
 
 @dataclass
 class KeptState:
-    """The state of an optimizer that goes on from the round before.
+    """State of an optimizer that continues from the round before.
 
     Attributes:
-        state: of the round before, or None; once the pass is over, the next one.
+        state: state after the round before, or None; after the pass, the new state.
     """
 
     state: OptimizerState | None = None
 
 
 class Trainer(Protocol):
-    """How an engine executes what a method asks of a client's data; see :class:`.method.ClientView`."""
+    """The engine's execution of what a method asks of a client's data; see :class:`.method.ClientView`."""
 
     def train(self, request: Request) -> Any:
         """Execute a training pass; returns a tree like its start."""

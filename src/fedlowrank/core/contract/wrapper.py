@@ -8,7 +8,7 @@ from ..arguments.user_code import is_of_package
 from .method import AnyMethod, C, D, Method, S, U
 from .task import Pass, Task
 
-# those of the fields are the wrapper's own
+# bounds and keep_refusal belong to the wrapper's own fields
 _DESCRIPTION = [
     name
     for name, kind in Method.__annotations__.items()
@@ -18,18 +18,18 @@ _DESCRIPTION = [
 
 @dataclass(frozen=True)
 class MethodWrapper(Method[S, C, D, U]):
-    """A method that changes what travels between the clients and the server of another one.
+    """A method that changes the messages between the clients and the server of another method.
 
-    Passes, participants and what the class says of itself are those of the method within.
+    Passes, participants and the class variables that describe the method are those of the wrapped method.
 
     Attributes:
-        inner: the method within.
+        inner: the wrapped method.
     """
 
     inner: AnyMethod = field(kw_only=True)
 
     title = "Wrapper"
-    """Of the class alone; an object has that of the method within, if its class is of this package."""
+    """Title of the class; an object of a class of this package has the title of its wrapped method instead."""
 
     def __post_init__(self) -> None:
         for name in _DESCRIPTION:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ J = TypeVar("J", dict[str, Any], list[Any])
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write a file whole or not at all: temporary file, fsync, rename, fsync of the folder.
+    """Write a file completely or not at all: temporary file, fsync, rename, fsync of the folder.
 
     Args:
-        path: of the file.
-        data: what it is to hold, whole or in parts.
+        path: path of the file.
+        data: content of the file, in one piece or in parts.
 
     Raises:
-        CheckpointError: if the disk is full or the folder cannot be written; the old file is then untouched.
+        CheckpointError: if the disk is full or the folder cannot be written; the old file is then unchanged.
     """
     temporary_path = path.with_name(path.name + ".part")
     with as_checkpoint_error(f"cannot write {path}"):
@@ -36,7 +36,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
             temporary_path.replace(path)
             sync_folder(path.parent)
         except (OSError, CheckpointError):
-            # a disk that cannot write may not remove either; the first error is the one to tell
+            # a disk that cannot write may also fail to remove; report the first error
             with contextlib.suppress(OSError):
                 temporary_path.unlink(missing_ok=True)
             raise
@@ -44,7 +44,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 @contextlib.contextmanager
 def as_checkpoint_error(action: str) -> Iterator[None]:
-    """Turn errors of the disk within the block into a :class:`CheckpointError` that names the action."""
+    """Turn disk errors within the block into a :class:`CheckpointError` that names the action."""
     try:
         yield
     except OSError as error:
@@ -61,7 +61,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically, one level of indentation for a person to read."""
+    """Write JSON atomically, indented by one level for a person to read."""
     write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
@@ -69,8 +69,8 @@ def append_event(path: Path | None, event: str, **fields: Any) -> None:
     """Append a line of JSON to a log: the time (UTC), the event and its fields; it is on the disk on return.
 
     Args:
-        path: of the log; made if it does not exist. None: nothing is written.
-        event: what happened.
+        path: path of the log, which is created if it does not exist; None to write nothing.
+        event: name of the event.
         fields: further entries of the line.
 
     Raises:
@@ -83,7 +83,7 @@ def append_event(path: Path | None, event: str, **fields: Any) -> None:
     with as_checkpoint_error(f"cannot write {path}"), path.open("a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
-            # a machine that lost power may have kept a part of the last line
+            # after a loss of power only a part of the last line may exist
             line = line if file.read(1) == b"\n" else f"\n{line}"
         file.write(f"{line}\n".encode())
         file.flush()
@@ -91,7 +91,7 @@ def append_event(path: Path | None, event: str, **fields: Any) -> None:
 
 
 def encode_json_rows(rows: Iterable[Any]) -> bytes:
-    """A JSON array, one row a line: ten times faster than with indentation."""
+    """Encode rows as a JSON array with one row a line, ten times faster than with indentation."""
     return ("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n").encode()
 
 
@@ -99,11 +99,11 @@ def read_json(path: Path, kind: type[J]) -> J:
     """Read a JSON file of this package.
 
     Args:
-        path: of the file.
-        kind: what it must hold: ``dict`` for a table, ``list`` for an array.
+        path: path of the file.
+        kind: type that the file must hold: ``dict`` for a table, ``list`` for an array.
 
     Raises:
-        CheckpointError: if it is missing, no JSON, or holds something else; the message names the file.
+        CheckpointError: if the file is missing, is no JSON, or holds another type; the message names the file.
     """
     with as_checkpoint_error(f"cannot read {path}"):
         data = path.read_bytes()
@@ -115,7 +115,7 @@ def parse_json(data: bytes, path: Path, kind: type[J]) -> J:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        # bytes that are no text are an error of value, too
+        # bytes that are no text raise a ValueError, too
         raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy.") from error
     if not isinstance(value, kind):
         expected_kind, actual_kind = _JSON_KINDS[kind], _JSON_KINDS.get(type(value), json.dumps(value)[:40])

@@ -17,7 +17,7 @@ _OTHERS = 0o077
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Let only the owner read what this process, and those that it starts, write within the block."""
+    """Let only the owner read files that this process and its child processes write within the block."""
     previous_mask = os.umask(_OTHERS)
     os.umask(previous_mask | _OTHERS)
     try:
@@ -27,11 +27,11 @@ def private_umask() -> Iterator[None]:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that only its owner can read, or check that an existing one is such a folder.
+    """Make a folder that only its owner can read, or check that an existing folder is private.
 
     Raises:
-        ConfigError: if it exists, and group or others can read it.
-        CheckpointError: if it cannot be made.
+        ConfigError: if the folder exists, and group or others can read it.
+        CheckpointError: if the folder cannot be made.
     """
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -39,17 +39,17 @@ def make_private_folder(folder: Path) -> None:
 
 
 def is_readable_by_others(path: Path) -> bool:
-    """Whether group or others may read a file or folder; what protects it above is not looked at."""
+    """Whether group or others may read a file or folder; parent folders that protect it are not examined."""
     return os.name == "posix" and path.exists() and bool(path.stat().st_mode & 0o044)
 
 
 def refuse_readable(*paths: Path) -> None:
-    """Refuse files and folders that group or others can read, write or enter; one that is missing is passed over.
+    """Refuse files and folders that group or others can read, write or enter; missing paths are skipped.
 
-    A folder that only its owner can enter protects all that is in it, whatever the modes of its files.
+    A folder that only its owner can enter protects all its content, whatever the modes of its files.
 
     Raises:
-        ConfigError: if there is one; the message names it, and what to type.
+        ConfigError: if one of the paths is not private; the message names it and what to type.
     """
     for path in paths:
         try:

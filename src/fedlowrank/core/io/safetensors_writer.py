@@ -1,7 +1,7 @@
-"""Tensors as the bytes of a safetensors file, in one buffer: no large message is in memory three times.
+"""Tensors as the bytes of a safetensors file in one buffer, so that a large message is not in memory three times.
 
-``safetensors.torch.save`` gives the same bytes, but copies every tensor before it copies all of them into its
-result. The format: https://github.com/huggingface/safetensors (length of the header, header as JSON, data).
+``safetensors.torch.save`` gives the same bytes, but copies every tensor before it copies all of them into its result.
+The format: https://github.com/huggingface/safetensors (length of the header, header as JSON, data).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TYPES = {
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a safetensors file.
+    """Encode tensors as a safetensors file.
 
     Args:
-        tensors: by name; contiguous, on the CPU. Several may share memory; each is written.
-        metadata: texts by name.
+        tensors: tensors by name; contiguous, on the CPU. Tensors that share memory are each written.
+        metadata: texts of the header by name.
 
     Raises:
         KeyError: if a tensor has a type that the format does not know.
@@ -49,7 +49,7 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     out = io.BytesIO()
-    # the whole size at once, for a buffer that grows is copied
+    # allocate the whole size at once, because a growing buffer is copied
     out.seek(8 + len(text) + offset - 1)
     out.write(b"\0")
     out.seek(0)
@@ -57,6 +57,6 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     out.write(text)
     for name in order:
         t = tensors[name].detach()
-        # torch calls one element contiguous whatever its strides, but cannot view it as bytes then
+        # torch calls a tensor of one element contiguous whatever its strides, but then cannot view it as bytes
         out.write(t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy().data)
     return out.getvalue()

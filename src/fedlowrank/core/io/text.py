@@ -14,14 +14,14 @@ _OTHER_MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"""Byte order marks of other encodings; those of UTF-32 come first, for one begins with the one of UTF-16."""
+"""Byte order marks of other encodings; those of UTF-32 come first, because one of them begins with a mark of UTF-16."""
 
 
 def decode_text(data: bytes) -> str:
     """Decode the content of a text file in UTF-8, with or without a byte order mark.
 
     Raises:
-        ValueError: if it is in another encoding or no text; the message says in which line, and what to do.
+        ValueError: if the content is in another encoding or no text; the message names the line and says what to do.
     """
     for mark, name in _OTHER_MARKS.items():
         if data.startswith(mark):
@@ -41,7 +41,7 @@ def decode_text(data: bytes) -> str:
 
 
 def explain_encoding(path: Path) -> str:
-    """Say why a file, maybe compressed by gzip, is no text in UTF-8; empty where it is."""
+    """Say why a file, which may be compressed by gzip, is no text in UTF-8; empty if it is."""
     data = path.read_bytes()
     try:
         decode_text(gzip.decompress(data) if path.suffix == ".gz" else data)
@@ -51,7 +51,7 @@ def explain_encoding(path: Path) -> str:
 
 
 def on_one_line(text: object, limit: int = 0) -> str:
-    """A name as one line without control characters, cut to ``limit`` characters if that is not 0."""
+    """Format a name as one line without control characters, cut to ``limit`` characters if that is not 0."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return line[: limit - 1].rstrip() + "…" if limit and len(line) > limit else line
 
@@ -69,5 +69,5 @@ def list_first(names: Collection[object], limit: int, noun: str = "") -> str:
 
 
 def format_count(n: int, noun: str, plural: str = "") -> str:
-    """Write a number with its noun, such as ``1 client`` and ``3 classes``."""
+    """Format a number with its noun, such as ``1 client`` and ``3 classes``."""
     return f"{n} {noun if n == 1 else plural or noun + 's'}"

@@ -1,6 +1,6 @@
-"""The contrastive loss of pairs of texts: each anchor finds its positive among those of its batch.
+"""The contrastive loss of pairs of texts: each anchor must find its positive among the positives of its batch.
 
-Scores are embeddings ``[b, 2, d]``, of the anchor and of the positive of each pair; see
+Scores are embeddings ``[b, 2, d]`` of the anchor and the positive of each pair; see
 :mod:`fedlowrank.language.objectives.text_embeddings`.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 EVALUATION_BATCH = 32
-"""Pairs that are compared with each other in an evaluation: consecutive ones, the last batch of a set the rest."""
+"""Number of consecutive pairs that an evaluation compares with each other; the last batch of a set has the rest."""
 
 
 def contrastive_losses(
@@ -20,10 +20,11 @@ def contrastive_losses(
     """-log softmax_j(cos(a_i, p_j) / τ)_i of each pair i ``[b]``, over the positives p_j of its batch.
 
     Args:
-        embeddings: of anchors a and positives p, ``[b, 2, d]``.
-        temperature: τ > 0.
-        mask: False where a pair is padding and no negative, ``[b]``.
-        client_count: of how many clients the pairs are, one client after another; each has a batch of its own.
+        embeddings: embeddings of anchors a and positives p, ``[b, 2, d]``.
+        temperature: temperature τ > 0.
+        mask: boolean mask ``[b]``, False for a pair that is padding and no negative.
+        client_count: number of clients whose pairs are stacked, one client after another; each client has a batch of
+            its own.
 
     Source:
         van den Oord et al. 2018, arXiv:1807.03748, eq. 4, with in-batch negatives (``MultipleNegativesRankingLoss`` of
@@ -35,14 +36,14 @@ def contrastive_losses(
 
 
 def similarities(embeddings: Tensor, mask: Tensor | None = None, client_count: int | None = None) -> Tensor:
-    """Cosines of every anchor with every positive of its batch, ``[K, b, b]`` of K clients; -∞ with padding."""
+    """Cosines of every anchor with every positive of its batch, ``[K, b, b]`` for K clients; -∞ for padding."""
     unit_vectors = functional.normalize(embeddings, dim=-1).unflatten(0, (client_count or 1, -1))
     anchors, positives = unit_vectors.unbind(2)
     cosines: Tensor = anchors @ positives.mT
     if mask is None:
         return cosines
     is_pair = mask.reshape(len(cosines), 1, -1)
-    # a padding pair still has itself, so that its loss is a number
+    # a padding pair keeps its own positive, so that its loss is finite
     is_own = torch.eye(cosines.shape[-1], dtype=torch.bool, device=cosines.device)
     return cosines.masked_fill(~(is_pair | is_own), -torch.inf)
 

@@ -1,20 +1,21 @@
-"""What a task minimizes: a loss by name with its options, or a function of the user's own.
+"""The loss that a task minimizes: a named loss with its options, or a function of the user.
 
-A loss gives one number for each example, and a weight for each where its mean is no plain mean over examples. On
-one batch the means equal those of ``torch.nn.functional`` with ``reduction="mean"``:
+A loss gives one number for each example, and a weight for each if its mean is no plain mean over examples. On one
+batch the means equal those of ``torch.nn.functional`` with ``reduction="mean"``:
 
 - ``cross_entropy``: over all labels that count, weighted by the weights of their classes, as PyTorch divides by the
-  sum of these weights; labels of ``ignore_index`` do not count. Without such a label the mean is 0, not NaN.
-- ``focal``: of labels the same mean of -w_y (1 - p_y)^γ log p_y, so that γ = 0 is ``cross_entropy``; of real targets
-  the mean over all entries of the binary form, so that γ = 0 is ``bce`` (Lin et al. 2017, arXiv:1708.02002, eq. 5).
+  sum of these weights; labels of ``ignore_index`` do not count. If no label counts, the mean is 0, not NaN.
+- ``focal``: for labels the same mean of -w_y (1 - p_y)^γ log p_y, so that γ = 0 is ``cross_entropy``; for real
+targets
+  the mean of the binary form over all entries, so that γ = 0 is ``bce`` (Lin et al. 2017, arXiv:1708.02002, eq. 5).
 - ``bce``, ``mse``, ``huber``: over all entries of the targets. ``mse`` is ‖s - y‖²/d for d targets an example, where
   ``auto`` is ½ ‖s - y‖².
 - ``next_token``: over all tokens that are predicted.
 - ``dpo``, ``orpo``: over the pairs of responses; see :mod:`.preference_losses`.
 - ``contrastive``: over the pairs of texts of a batch; see :mod:`.contrastive_losses`.
-- a function of the user's own: over the examples.
+- a function of the user: over the examples.
 
-Of scores in half precision a loss is computed in float32; a function of the user's own gets them as they are.
+Losses of half-precision scores are computed in float32; a function of the user receives the scores unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ IGNORE_INDEX = -100
 """Label that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""``loss(scores, targets)``, one number for each example ``[b]``."""
+"""Function ``loss(scores, targets)`` that returns one number for each example, ``[b]``."""
 
 KINDS: Mapping[str, str] = {
     "auto": "cross-entropy of labels, half the squared error of real targets, next token of texts",
@@ -66,23 +67,24 @@ class Loss(CheckedFields):
     """The loss of a task; every method minimizes it, and every evaluation reports it.
 
     Attributes:
-        kind: auto, cross_entropy, next_token, bce, mse, huber, focal, dpo, orpo or contrastive (:data:`KINDS`);
-            or ``module:function`` of your own ``loss(scores, targets)``, which gives one number for each example
-            ``[b]``.
-        class_weights: weight of each class; of ``cross_entropy`` and ``focal``.
-        label_smoothing: share of the target that is spread evenly over the classes, in [0, 1], of
-            ``cross_entropy``; of ``dpo`` the probability that a pair is labeled the wrong way round, in [0, 0.5).
-        pos_weight: weight of positive targets, one number or one for each class (dimension 1 of the targets); of
-            ``bce`` and ``focal``.
-        ignore_index: label that does not count; of ``cross_entropy`` and ``focal``.
-        gamma: γ ≥ 0 of ``focal``.
-        delta: δ > 0 of ``huber``.
-        beta: β > 0 of ``dpo``: how strongly the model is kept near its base.
-        temperature: τ > 0 of ``contrastive``, by which cosines are divided.
-        odds_ratio_weight: λ ≥ 0 of ``orpo``: weight of the odds ratio beside the likelihood of the chosen response.
+        kind: name of the loss: auto, cross_entropy, next_token, bce, mse, huber, focal, dpo, orpo or contrastive
+            (:data:`KINDS`); or ``module:function`` of your own ``loss(scores, targets)``, which gives one number for
+            each example ``[b]``.
+        class_weights: weight of each class, for ``cross_entropy`` and ``focal``.
+        label_smoothing: share of the target in [0, 1] that ``cross_entropy`` spreads evenly over the classes; for
+            ``dpo`` the probability in [0, 0.5) that a pair is labeled the wrong way round.
+        pos_weight: weight of positive targets for ``bce`` and ``focal``: one number, or one for each class (dimension
+            1 of the targets).
+        ignore_index: label that does not count, for ``cross_entropy`` and ``focal``.
+        gamma: exponent γ ≥ 0 of ``focal``.
+        delta: threshold δ > 0 of ``huber``.
+        beta: coefficient β > 0 of ``dpo``, which sets how strongly the model is kept near its base.
+        temperature: temperature τ > 0 of ``contrastive``, by which cosines are divided.
+        odds_ratio_weight: weight λ ≥ 0 of the odds ratio in ``orpo`` beside the likelihood of the chosen response.
 
     Raises:
-        ConfigError: if there is no such kind, a number is out of range, or the kind does not read an option.
+        ConfigError: if the kind does not exist, a number is out of range, or an option is set that the kind does not
+            read.
     """
 
     kind: str = "auto"
@@ -138,20 +140,20 @@ class Loss(CheckedFields):
 
     @property
     def is_custom(self) -> bool:
-        """Whether it is a function of the user's own."""
+        """Whether the loss is a function of the user."""
         return ":" in self.kind
 
     @property
     def function(self) -> LossFunction | None:
-        """The user's own function, once :func:`as_loss` or :meth:`with_function` has set it."""
+        """The user's function, once :func:`as_loss` or :meth:`with_function` has set it."""
         function: LossFunction | None = vars(self).get("_function")
         return function
 
     def with_function(self) -> Loss:
-        """The loss with its function, if that is one of the user's own and only named yet; this runs its module.
+        """Return the loss with its function; a function of the user that is only named yet is imported, which runs its module.
 
         Raises:
-            ConfigError: if it cannot be imported, or is no function.
+            ConfigError: if the function cannot be imported or is no function.
         """
         if not self.is_custom or self.function is not None:
             return self
@@ -159,7 +161,7 @@ class Loss(CheckedFields):
 
     @property
     def is_preference(self) -> bool:
-        """Whether it compares the two responses of a pair."""
+        """Whether the loss compares the two responses of a pair."""
         return self.kind in PREFERENCE_LOSSES
 
     @property
@@ -169,11 +171,11 @@ class Loss(CheckedFields):
 
     @property
     def compares_texts(self) -> bool:
-        """Whether an example is a pair of texts, without a class."""
+        """Whether an example is a pair of texts without a class."""
         return self.is_preference or self.couples
 
     def mix_preferences(self, scores: Tensor, log_shares: Tensor) -> Tensor:
-        """Scores of a mixture of models of preferences; see :func:`.preference_losses.mix_preferences`."""
+        """Scores of a mixture of preference models; see :func:`.preference_losses.mix_preferences`."""
         return mix_preferences(scores, log_shares, self.beta if self.kind == "dpo" else None)
 
     def predicts_tokens(self, y: Tensor) -> bool:
@@ -181,20 +183,20 @@ class Loss(CheckedFields):
         return self.kind == "next_token" or (self.kind == "auto" and y.ndim == 2 and _is_labels(y))
 
     def is_binary(self, y: Tensor) -> bool:
-        """Whether every entry of the targets is a class of its own, present or absent."""
+        """Whether every entry of the targets is a class of its own that is present or absent."""
         return self.kind in OF_BINARY_TARGETS and not _is_labels(y)
 
     def each(self, scores: Tensor, y: Tensor) -> Tensor:
-        """The loss of each example ``[b]``, the mean over its labels or targets that count.
+        """Loss of each example ``[b]``, the mean over its labels or targets that count.
 
-        Class weights are factors of it, as in PyTorch with ``reduction="none"``.
+        Class weights multiply the losses, as in PyTorch with ``reduction="none"``.
 
         Args:
-            scores: of a model; see :func:`class_axis` for where the classes are.
+            scores: scores of a model; :func:`class_axis` gives the dimension of the classes.
             y: targets, as in :class:`fedlowrank.core.contract.task.Batch`.
 
         Raises:
-            LossError: if a function of the user's own gives anything else.
+            LossError: if a function of the user returns anything but a tensor ``[b]``.
         """
         if self.is_custom:
             return self._own(scores, y)
@@ -218,10 +220,10 @@ class Loss(CheckedFields):
         return values.flatten(1).sum(1) / (y != self.ignore_index).flatten(1).sum(1).clamp(min=1)
 
     def weigh(self, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Count the labels of each example ``[b]`` that matter, and weigh them in the mean of a batch ``[b]``.
+        """Count the labels of each example that matter ``[b]``, and return their weights in the mean of a batch ``[b]``, too.
 
-        The weight is the sum of the class weights of these labels. None where all examples weigh 1. Texts whose next
-        tokens are predicted are weighed by :attr:`fedlowrank.core.contract.task.Batch.weights`.
+        The weight of an example is the sum of the class weights of these labels. None if all examples weigh 1. Texts
+        whose next tokens are predicted are weighted by :attr:`fedlowrank.core.contract.task.Batch.weights`.
         """
         if (
             self.is_custom
@@ -240,14 +242,14 @@ class Loss(CheckedFields):
         return count, weight.reshape(len(y), -1).sum(1)
 
     def describe(self) -> dict[str, Any]:
-        """The kind and the options that are not at their defaults, as JSON."""
+        """Return the kind and the options that are not at their defaults, as JSON."""
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.init}
         return {
             name: value for name, (value, default) in values.items() if name == "kind" or value != default
         }
 
     def _of_labels(self, scores: Tensor, y: Tensor) -> Tensor:
-        """The loss of each label, in the shape of the labels."""
+        """Loss of each label, in the shape of the labels."""
         scores = _widen(scores)
         by_class = scores.movedim(class_axis(scores), 1)
         weight = (
@@ -264,7 +266,7 @@ class Loss(CheckedFields):
         )
         if not is_focal:
             return values
-        # 1 - p of the label, never 0: a power below 1 has no derivative there
+        # 1 - p of the label, never 0: a power below 1 has no derivative at 0
         complement = (-torch.expm1(-values)).clamp(min=torch.finfo(values.dtype).tiny)
         focal = complement.pow(self.gamma) * values
         if weight is None:
@@ -272,7 +274,7 @@ class Loss(CheckedFields):
         return weight[y.where(y != self.ignore_index, torch.zeros_like(y))] * focal
 
     def _of_real_targets(self, scores: Tensor, y: Tensor) -> Tensor:
-        """The loss of each entry of the targets."""
+        """Loss of each entry of the targets."""
         scores = _widen(scores)
         if self.kind == "mse":
             return (scores - y).square()
@@ -313,14 +315,14 @@ class Loss(CheckedFields):
 
 
 AUTO = Loss()
-"""The loss that follows from the targets alone."""
+"""The loss that follows from the targets."""
 
 
 def as_loss(value: Any) -> Loss:
-    """A loss from what a user gives: a loss, a name, a table of fields, or a function of one's own.
+    """Convert a user's value to a loss: a loss, a name, a table of fields, or a function.
 
     Raises:
-        ConfigError: if it is none of these.
+        ConfigError: if the value is none of these.
     """
     if isinstance(value, Loss):
         return value
@@ -338,10 +340,10 @@ def as_loss(value: Any) -> Loss:
 
 
 def class_axis(scores: Tensor) -> int:
-    """Where scores have their classes.
+    """Dimension of scores that holds the classes.
 
-    Of one label an example ``[b, C]`` and of one a token ``[b, T, C]`` it is the last dimension, of one a pixel
-    ``[b, C, H, W]`` the dimension 1, as in PyTorch.
+    It is the last dimension for one label an example ``[b, C]`` and one label a token ``[b, T, C]``, and dimension 1
+    for one label a pixel ``[b, C, H, W]``, as in PyTorch.
     """
     return 1 if scores.ndim > 3 else scores.ndim - 1
 
@@ -351,10 +353,11 @@ def _is_labels(y: Tensor) -> bool:
 
 
 def _next_token(scores: Tensor, y: Tensor) -> Tensor:
-    """The mean over the tokens of each text that count; the scores at position t - 1 predict the token at t.
+    """Mean over the tokens of each text that count; the scores at position t - 1 predict the token at t.
 
-    On a CPU only the scores of tokens that count are looked at: of answers to long questions they are few, and over a large
-    vocabulary the others take most of the memory and time of a loss. To find them on a GPU would wait for all work before.
+    On a CPU only the scores of tokens that count are used: answers to long questions have few, and over a large
+    vocabulary the others take most of the memory and time of a loss. On a GPU, finding these tokens would wait for
+    all earlier work.
     """
     targets = y[:, 1:]
     counts = targets != IGNORE_INDEX
@@ -372,24 +375,24 @@ def _next_token(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def _widen(scores: Tensor) -> Tensor:
-    """Scores of half precision in float32, of which losses are computed; others as they are."""
+    """Convert half-precision scores to float32, in which losses are computed; others are unchanged."""
     return scores.to(wide_type(scores.dtype))
 
 
 def finds_tokens(scores: Tensor) -> bool:
-    """Whether the positions of tokens may be looked up without waiting for the device."""
+    """Whether positions of tokens can be found without waiting for the device."""
     return scores.device.type == "cpu"
 
 
 @functools.lru_cache(maxsize=64)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor, copied to a device once."""
+    """Convert numbers to a tensor on a device, once."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _with_function(loss: Loss, function: Any) -> Loss:
-    """A loss of the user's own with its function."""
+    """Attach a function of the user to its loss."""
     if isinstance(function, type) or not callable(function):
         raise ConfigError(f"loss: {loss.kind!r} is {function!r} and not a function loss(scores, targets)")
     loss_of_user = Loss(loss.kind)

@@ -1,9 +1,8 @@
-"""Optimizers as values: what to do with a gradient, with a learning rate that may change from round to round.
+"""Optimizers as values: update rules for a gradient, with a learning rate that may change from round to round.
 
-The update rules are those of ``torch.optim.SGD`` and ``torch.optim.AdamW``. They work in place on lists of
-tensors, so that a pass over local data needs no optimizer object, and on tensors with a leading client axis,
-so that many clients can step at once. Engines hand in float32 copies of parameters in half precision and round
-them after the step.
+The update rules are those of ``torch.optim.SGD`` and ``torch.optim.AdamW``. They work in place on lists of tensors,
+so that a pass over local data needs no optimizer object, and on tensors with a leading client axis, so that many
+clients can step together. Engines pass in float32 copies of half-precision parameters and round them after the step.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class Schedule(CheckedFields):
     """How the learning rate changes from round to round; within a round, :class:`LocalSchedule` changes it.
 
     Attributes:
-        kind: constant; exponential: ``factor ** round``; step: ``factor ** (round // every)``; cosine: from 1
-            to ``floor`` in ``rounds`` rounds by half a cosine, then ``floor``.
-        factor: of exponential and step.
-        every: of step, in rounds.
-        rounds: of cosine.
-        floor: of cosine, as a share of the learning rate.
-        warmup: rounds of linear growth from ``1 / (warmup + 1)`` before the above begins.
+        kind: kind of the schedule: constant; exponential: ``factor ** round``; step: ``factor ** (round // every)``;
+            cosine: from 1 to ``floor`` in ``rounds`` rounds by half a cosine, then ``floor``.
+        factor: factor of the kinds exponential and step.
+        every: number of rounds between two changes, for the kind step.
+        rounds: number of rounds until ``floor``, for the kind cosine.
+        floor: lowest share of the learning rate, for the kind cosine.
+        warmup: number of rounds of linear growth from ``1 / (warmup + 1)`` before the schedule begins.
     """
 
     kind: Literal["constant", "exponential", "step", "cosine"] = "constant"
@@ -58,28 +57,29 @@ class Schedule(CheckedFields):
         return _scale(self, round, self.rounds)
 
     def is_over(self, round: int) -> bool:
-        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays there."""
+        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays 0."""
         return self.kind == "cosine" and self.floor == 0 and round >= self.warmup + self.rounds
 
 
 @dataclass(frozen=True)
 class LocalSchedule(CheckedFields):
-    """How the learning rate changes over the local steps of a pass; it begins again in every round, or goes on for ``rounds``.
+    """How the learning rate changes over the local steps of a pass; it begins again in every round, or continues for ``rounds``.
 
-    It is a factor beside that of :class:`Schedule`, the same for all parameters.
+    The factor multiplies that of :class:`Schedule` and is the same for all parameters.
 
     Attributes:
-        kind: constant; exponential: ``factor ** step``; step: ``factor ** (step // every)``; cosine: from 1 to
-            ``floor`` by half a cosine, then ``floor``; linear: from 1 to ``floor`` by a line, then ``floor``. As
-            ``torch.optim.lr_scheduler`` has them, with a step of the schedule after each step of the optimizer.
-        factor: of exponential and step.
-        every: of step, in local steps.
-        steps: of cosine and linear, local steps until ``floor``; None for those of the client's pass that follow the
-            warm-up, so that clients with fewer examples fall faster.
-        floor: of cosine and linear, as a share of the learning rate.
-        warmup: local steps of linear growth from ``1 / (warmup + 1)`` before the above begins.
-        rounds: how many rounds the schedule goes on, as that of a trainer over a whole run; None to begin again in every
-            round. Its progress is that of the round, however often the client took part.
+        kind: kind of the schedule: constant; exponential: ``factor ** step``; step: ``factor ** (step // every)``;
+            cosine: from 1 to ``floor`` by half a cosine, then ``floor``; linear: from 1 to ``floor`` on a line, then
+            ``floor``. The kinds follow ``torch.optim.lr_scheduler``, with a step of the schedule after each step of
+            the optimizer.
+        factor: factor of the kinds exponential and step.
+        every: number of local steps between two changes, for the kind step.
+        steps: number of local steps until ``floor``, for the kinds cosine and linear; None for the steps of the
+            client's pass after the warm-up, so that the learning rate falls faster for clients with fewer examples.
+        floor: lowest share of the learning rate, for the kinds cosine and linear.
+        warmup: number of local steps of linear growth from ``1 / (warmup + 1)`` before the schedule begins.
+        rounds: number of rounds over which the schedule continues, as that of a trainer over a whole run; None to
+            begin again in every round. Its progress follows the round, however often the client took part.
     """
 
     kind: Literal["constant", "exponential", "step", "cosine", "linear"] = "constant"
@@ -112,30 +112,30 @@ class LocalSchedule(CheckedFields):
 
     @property
     def is_constant(self) -> bool:
-        """Whether it changes no learning rate."""
+        """Whether the schedule leaves every learning rate unchanged."""
         return self.kind == "constant" and not self.warmup
 
     @property
     def depends_on_total(self) -> bool:
-        """Whether clients with other numbers of steps have other learning rates."""
+        """Whether clients with different numbers of steps have different learning rates."""
         return self.kind in ("cosine", "linear") and self.steps is None
 
     def scale(self, step: int, total: int, round: int = 0) -> float:
         """Factor on the learning rate at a step.
 
         Args:
-            step: of the pass, counted from 0.
-            total: steps of the pass.
-            round: counted from 0.
+            step: index of the step in the pass, from 0.
+            total: number of steps of the pass.
+            round: index of the round, from 0.
         """
         if self.rounds is not None:
             step, total = round * total + step, self.rounds * total
         return _scale(self, step, max(1, total - self.warmup) if self.steps is None else self.steps)
 
     def is_over(self, round: int) -> bool:
-        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays there.
+        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays 0.
 
-        With ``steps`` it depends on the steps of a client, and is not told: False.
+        False if ``steps`` is set, because the answer then depends on the number of steps of each client.
         """
         is_finite = self.rounds is not None and round >= self.rounds and self.depends_on_total
         return is_finite and self.floor == 0
@@ -145,9 +145,9 @@ def _check_schedule(schedule: Schedule | LocalSchedule, title: str, length: str)
     """Refuse numbers out of range, fields that the kind does not read, and a factor that changes nothing.
 
     Args:
-        schedule: from its ``__post_init__``.
-        title: of the setting.
-        length: name of the field that says how long it takes until ``floor``.
+        schedule: schedule to check in its ``__post_init__``.
+        title: title of the setting.
+        length: name of the field that holds the duration until ``floor``.
     """
     s, duration = schedule, getattr(schedule, length)
     is_long = duration is None or duration >= 1
@@ -165,7 +165,7 @@ def _check_schedule(schedule: Schedule | LocalSchedule, title: str, length: str)
 
 
 def _scale(schedule: Schedule | LocalSchedule, step: int, length: int) -> float:
-    """Factor on the learning rate in a round or step, counted from 0; after the warm-up, length of them until floor."""
+    """Factor on the learning rate at a round or step, from 0; after the warm-up, ``floor`` is reached in ``length`` of them."""
     if step < schedule.warmup:
         return (step + 1) / (schedule.warmup + 1)
     t = step - schedule.warmup
@@ -181,12 +181,12 @@ def _scale(schedule: Schedule | LocalSchedule, step: int, length: int) -> float:
 
 @tree_dataclass
 class OptimizerState:
-    """What an optimizer keeps of the parameters of a pass.
+    """State of an optimizer for the parameters of a pass.
 
     Attributes:
         slots: trees like the parameters, in float32 for half precision: the momentum, or the running means of
-            gradients and of their squares. Without content for a parameter that has taken no step.
-        step_counts: steps of each parameter, as :meth:`_Optimizer.count_kept` counts them.
+            gradients and of their squares. A parameter that has taken no step has an empty entry.
+        step_counts: number of steps of each parameter, as :meth:`_Optimizer.count_kept` counts them.
     """
 
     slots: list[Any]
@@ -195,7 +195,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Group(CheckedFields):
-    """Settings of some of the parameters that differ from the optimizer's.
+    """Settings for some of the parameters that differ from the optimizer's.
 
     Attributes:
         lr: learning rate, or None for the optimizer's.
@@ -208,14 +208,14 @@ class Group(CheckedFields):
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rate and weight decay of each tensor of a list."""
+    """Learning rate and weight decay of each tensor in a list."""
 
     lr: list[float]
     weight_decay: list[float]
 
 
 class _Optimizer(CheckedFields):
-    """What SGD and AdamW share: learning rates."""
+    """Base class of SGD and AdamW: their common settings and learning rates."""
 
     lr: float
     weight_decay: float
@@ -226,7 +226,7 @@ class _Optimizer(CheckedFields):
     local_schedule: LocalSchedule
 
     def count_kept(self, steps: int) -> int:
-        """Number of steps that a kept state says were taken; what the next step depends on, and no more."""
+        """Reduce the number of steps taken to what the next step depends on, for a kept state."""
         return steps
 
     def rates(self, paths: Sequence[str], round: int) -> Rates:
@@ -234,7 +234,7 @@ class _Optimizer(CheckedFields):
 
         Args:
             paths: JSON pointer of each parameter in the tree that is trained (``/router/theta``).
-            round: counted from 0.
+            round: index of the round, from 0.
 
         Raises:
             ConfigError: if a group matches no parameter.
@@ -253,11 +253,11 @@ class _Optimizer(CheckedFields):
         )
 
     def learning_rate(self, round: int) -> float:
-        """Learning rate of parameters outside every group, in a round counted from 0, before the local schedule."""
+        """Learning rate of parameters outside every group in a round, counted from 0, before the local schedule."""
         return self.lr * self.schedule.scale(round)
 
     def total_rate(self, round: int, steps: int) -> float:
-        """Sum of the learning rates of all local steps of a pass, of parameters outside every group."""
+        """Sum of the learning rates over all local steps of a pass, for parameters outside every group."""
         if self.local_schedule.is_constant:
             return steps * self.learning_rate(round)
         return self.learning_rate(round) * sum(
@@ -295,14 +295,14 @@ class _Optimizer(CheckedFields):
     def step(
         self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
     ) -> None:
-        """Move ``params`` in place.
+        """Update ``params`` in place.
 
         Args:
-            params: the parameters.
-            grads: their gradients, left as they are (autograd may hand out one tensor for two parameters).
-            memory: lists of tensors kept from step to step; empty at the first one.
-            rates: of each parameter.
-            count: steps taken before in this pass.
+            params: parameters to update.
+            grads: gradients of the parameters, left unchanged (autograd may return one tensor for two parameters).
+            memory: lists of tensors kept from step to step; empty at the first step.
+            rates: learning rate and weight decay of each parameter.
+            count: number of steps taken before in this pass.
         """
 
 
@@ -312,15 +312,15 @@ class SGD(_Optimizer):
 
     Attributes:
         lr: learning rate.
-        momentum: factor on the running sum of gradients; it starts afresh with every pass, unless it is kept.
+        momentum: factor on the running sum of gradients, which is reset at the start of every pass unless it is kept.
         weight_decay: multiple of the parameters added to their gradient.
-        nesterov: look ahead along the momentum.
+        nesterov: whether to use Nesterov momentum.
         clip: upper bound on the norm of the whole gradient, or None.
         schedule: change of the learning rate from round to round.
         groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
-        keep: whether each client keeps the momentum of every pass from round to round, as one
-            ``torch.optim.SGD`` for all rounds would; else it is 0 at the start of every pass. It is that of the
-            gradient with all that a method adds to it.
+        keep: whether each client keeps the momentum of every pass from round to round, as one ``torch.optim.SGD`` for
+            all rounds would; otherwise it is 0 at the start of every pass. The momentum includes all terms that a
+            method adds to the gradient.
         local_schedule: change of the learning rate over the local steps of a pass.
         kind: always ``sgd``.
     """
@@ -349,7 +349,7 @@ class SGD(_Optimizer):
             )
 
     def count_kept(self, steps: int) -> int:
-        """Whether there was a step: the momentum does not depend on how many."""
+        """Return 1 if there was a step, else 0, because the momentum does not depend on their number."""
         return min(steps, 1)
 
     def step(
@@ -377,14 +377,14 @@ class AdamW(_Optimizer):
         lr: learning rate.
         beta1: decay of the running mean of gradients.
         beta2: decay of the running mean of squared gradients.
-        eps: added to the root of the latter.
-        weight_decay: share ``lr * weight_decay`` of each parameter taken away at every step.
+        eps: term added to the root of the running mean of squared gradients.
+        weight_decay: weight decay; every step subtracts the share ``lr * weight_decay`` of each parameter.
         clip: upper bound on the norm of the whole gradient, or None.
         schedule: change of the learning rate from round to round.
         groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
-        keep: whether each client keeps the running means and the number of steps of every pass from round to
-            round, as one ``torch.optim.AdamW`` for all rounds would; else they start afresh with every pass.
-            They are those of the gradient with all that a method adds to it.
+        keep: whether each client keeps the running means and the number of steps of every pass from round to round,
+            as one ``torch.optim.AdamW`` for all rounds would; otherwise they are reset at the start of every pass.
+            The running means include all terms that a method adds to the gradient.
         local_schedule: change of the learning rate over the local steps of a pass.
         kind: always ``adamw``.
     """
@@ -432,7 +432,7 @@ def _kind(value: Any) -> str:
 
 
 class _ByKind:
-    """How pydantic chooses between the optimizers; it imports pydantic only where a file is read."""
+    """Tells pydantic how to choose between the optimizers; pydantic is imported only if a file is read."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic import Discriminator, Tag
@@ -442,33 +442,33 @@ class _ByKind:
 
 
 Optimizer = Annotated[SGD | AdamW, _ByKind()]
-"""One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
+"""One of the optimizers above; ``kind`` selects it in a configuration file, with the default ``sgd``."""
 
 
 def refuse_keep(path: str, optimizer: Any, title: str, reason: str) -> None:
-    """Refuse an optimizer that is to keep its state where a method cannot make use of it.
+    """Refuse ``keep`` of an optimizer whose state a method cannot use in the next round.
 
     Args:
-        path: of the setting.
-        optimizer: its value; anything but an optimizer is accepted.
-        title: of the method.
-        reason: why it cannot.
+        path: path of the setting.
+        optimizer: value of the setting; anything but an optimizer is accepted.
+        title: title of the method.
+        reason: reason why the method cannot use the state.
 
     Raises:
-        ConfigError: naming the setting and the reason.
+        ConfigError: if the optimizer keeps its state; the message names the setting and the reason.
     """
     if isinstance(optimizer, _Optimizer) and optimizer.keep:
         raise ConfigError(f"{title}: {path}.keep = true is refused, because {reason}. Leave {path}.keep out")
 
 
 def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
-    """Gradients scaled so that the norm of all together is at most ``bound``."""
+    """Scale gradients so that their joint norm is at most ``bound``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
 
 
 def _add_scaled(targets: list[Tensor], tensors: list[Tensor], scales: list[float]) -> None:
-    """``to += scale * what``, in one call where all scales are equal."""
+    """Compute ``targets += scales * tensors`` in place, in one call if all scales are equal."""
     if all(s == scales[0] for s in scales):
         if scales and scales[0] != 0:
             torch._foreach_add_(targets, tensors, alpha=scales[0])

@@ -1,4 +1,4 @@
-"""What a server does with the mean of the replies: take it, or step towards it by an optimizer.
+"""How a server uses the mean of the replies: it takes the mean, or steps towards it by an optimizer.
 
 Reddi et al., "Adaptive Federated Optimization", arXiv:2003.00295: the gradient is the old value minus the
 mean.
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 @tree_dataclass
 class ServerOptimizerState:
-    """What a server's optimizer keeps from round to round.
+    """State of a server's optimizer, kept from round to round.
 
     Attributes:
-        tensors: its running means, in float32 for parameters of half precision.
-        count: steps taken.
+        tensors: running means of the optimizer, in float32 for half-precision parameters.
+        count: number of steps taken.
     """
 
     tensors: list[list[Tensor]]
@@ -33,20 +33,20 @@ class ServerOptimizerState:
 
 
 def initial_optimizer_state() -> ServerOptimizerState:
-    """Before the first step."""
+    """State of the optimizer before the first step."""
     return ServerOptimizerState([], 0)
 
 
 def check_server_optimizer(path: str, optimizer: Optimizer, title: str) -> None:
-    """Refuse settings of a client's optimizer that a server's does not read.
+    """Refuse settings of a client's optimizer that a server's optimizer does not read.
 
     Args:
-        path: of the setting.
-        optimizer: of the server.
-        title: of the method.
+        path: path of the setting.
+        optimizer: optimizer of the server.
+        title: title of the method.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: if such a setting is used; the message names it.
     """
     refuse_keep(path, optimizer, title, "the server's optimizer always goes on from round to round")
     if not optimizer.local_schedule.is_constant:
@@ -58,14 +58,14 @@ def check_server_optimizer(path: str, optimizer: Optimizer, title: str) -> None:
 def server_step(
     optimizer: Optimizer, old: T, mean: T, state: ServerOptimizerState, round: int
 ) -> tuple[T, ServerOptimizerState]:
-    """One step on the pseudo-gradient old - mean, computed in float32 for parameters of half precision.
+    """Take one step on the pseudo-gradient old - mean, in float32 for half-precision parameters.
 
     Args:
-        optimizer: of the server; SGD with lr 1 and nothing else takes the mean, bit for bit.
-        old: the server's tree.
-        mean: of the replies, a tree like it; it may be of a wider type.
-        state: of the optimizer.
-        round: counted from 0, for its schedule.
+        optimizer: optimizer of the server; SGD with lr 1 and no other settings returns the mean, bit for bit.
+        old: tree of the server before the step.
+        mean: mean of the replies, a tree like ``old``; it may be of a wider type.
+        state: state of the optimizer.
+        round: index of the round, from 0, for the optimizer's schedule.
     """
     if isinstance(optimizer, SGD) and optimizer == SGD(lr=1.0):
         return tree.cast_like(mean, old), state
@@ -86,6 +86,6 @@ def server_step(
 
 
 def _moved(old: Tensor, mean: Tensor) -> Tensor:
-    """Old minus mean; 0 where they differ by rounding alone, which adaptive optimizers would enlarge."""
+    """Old minus mean; 0 where they differ only by rounding, because adaptive optimizers would enlarge such differences."""
     gap = old - mean
     return torch.where(gap.abs() <= 4 * torch.finfo(gap.dtype).eps * old.abs(), 0.0, gap)

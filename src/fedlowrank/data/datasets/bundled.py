@@ -1,4 +1,4 @@
-"""Data sets that come with scikit-learn: nothing to download."""
+"""Data sets that are included in scikit-learn and need no download."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class _Bundled(CheckedFields):
     name: ClassVar[str]
 
     def load(self) -> Dataset:
-        """The examples as float32."""
-        # Imported here, because that takes as long as all other imports of the package.
+        """Load the examples as float32."""
+        # imported here, because it takes as long as all other imports of the package
         import sklearn.datasets
 
         bunch = getattr(sklearn.datasets, f"load_{self.name}")()

@@ -42,7 +42,7 @@ class Cifar10(CheckedFields):
     path: str
 
     def load(self) -> Dataset:
-        """The images as [n, 3, 32, 32] in [0, 1].
+        """Load the images as [n, 3, 32, 32] in [0, 1].
 
         Raises:
             DataError: if files are missing, cut short, of different sizes, or a pickle holds more than data.
@@ -72,14 +72,14 @@ class Cifar100(CheckedFields):
 
     Attributes:
         path: folder with the files, or a folder at most two levels above it.
-        labels: ``fine`` for the 100 classes, ``coarse`` for the 20.
+        labels: ``fine`` for the 100 fine classes, ``coarse`` for the 20 coarse classes.
     """
 
     path: str
     labels: Literal["fine", "coarse"] = "fine"
 
     def load(self) -> Dataset:
-        """The images as [n, 3, 32, 32] in [0, 1].
+        """Load the images as [n, 3, 32, 32] in [0, 1].
 
         Raises:
             DataError: if files are missing or cut short, or a pickle holds more than data.
@@ -96,7 +96,7 @@ class Cifar100(CheckedFields):
 
 
 def _find_version(path: str, names: Sequence[str], description: str) -> tuple[Path, str]:
-    """The folder and the ending of its file names: ``.bin`` in the binary version, else empty."""
+    """Find the folder and the ending of its file names: ``.bin`` in the binary version, else empty."""
 
     def contains(folder: Path, suffix: str) -> bool:
         return all((folder / (name + suffix)).is_file() for name in names)
@@ -114,7 +114,7 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def _read_binary(file: Path, label_bytes: int, column: int) -> Images:
-    """Records of label bytes, of which one column counts, and pixels."""
+    """Read records of label bytes, of which one column is used, and pixels."""
     data = np.frombuffer(_read_bytes(file), dtype=np.uint8)
     record_size = label_bytes + _IMAGE_BYTES
     if len(data) == 0 or len(data) % record_size:
@@ -155,7 +155,7 @@ def _to_text(value: object) -> str:
 
 
 def _read_names(file: Path, key: str | None, default_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the classes: lines of a file, or the list under a key of a pickle; default: no file."""
+    """Read the names of the classes from the lines of a file, or from a list in a pickle; the default names without a file."""
     if not file.is_file():
         return default_names
     if key is None:
@@ -170,7 +170,7 @@ def _read_names(file: Path, key: str | None, default_names: tuple[str, ...]) -> 
 
 
 def _make_examples(files: list[Images]) -> Examples:
-    """The images of several files, converted one after the other straight into the result."""
+    """Convert the images of several files one after the other, directly into the result."""
     sizes = [len(y) for _, y in files]
     x = torch.empty((sum(sizes), *_IMAGE_SHAPE), dtype=torch.float32)
     for out, (pixels, _) in zip(torch.split(x, sizes), files, strict=True):

@@ -1,4 +1,4 @@
-"""Class names of CIFAR, for folders without the files of names."""
+"""Class names of CIFAR, for folders without the files that list them."""
 
 from __future__ import annotations
 

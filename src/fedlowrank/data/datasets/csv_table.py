@@ -1,4 +1,4 @@
-"""Tables in CSV or Parquet files: a column with the label, one with the client, the others are features."""
+"""Tables in CSV or Parquet files: one column is the label, one may be the client, the others are features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_CATEGORIES = 100
 _MISSING_CATEGORY = "missing"
-# Share of a text column's values, above which they are taken for numbers that pandas could not read.
+# share of comma numbers in a text column from which they are treated as numbers that pandas could not read
 _MIN_NUMBER_SHARE = 0.9
 _COMMA_NUMBER = re.compile(r"\s*[+-]?\d*(,\d+)?([eE][+-]?\d+)?\s*")
 _THOUSANDS = re.compile(r"\s*[+-]?(\d{1,3}(,\d{3})+|\d{1,3})\s*")
@@ -39,7 +39,7 @@ class TableDataset(Dataset):
     """A data set from a table.
 
     Attributes:
-        columns: name of each input after the encoding: that of the column, or ``column=value`` of a column of text.
+        columns: name of each input after the encoding: the name of its column, or ``column=value`` for a text column.
     """
 
     columns: tuple[str, ...] = ()
@@ -49,30 +49,29 @@ class TableDataset(Dataset):
 class Csv(CheckedFields):
     """A table in a ``.csv``, ``.tsv`` or ``.parquet`` file, with a row for each example.
 
-    Numbers stay as they are (``data.normalize`` scales them); a column of text becomes a 0/1 feature for each
-    of its values.
+    Numbers stay unchanged (``data.normalize`` scales them); a text column becomes a 0/1 feature for each of its
+    values.
 
     Attributes:
-        path: the file, also with ``.gz``. Parquet needs ``pip install 'fedlowrank[huggingface]'``.
-        label: column of the targets. Text, truth values and whole numbers are classes, in sorted order; real
-            numbers are a regression.
-        client: column of the natural clients (a hospital, a writer), for partition ``natural``, or None. It is
-            read as text: 1 and 01 are two clients.
-        features: columns of the inputs, in this order; by default all but the label and the client, in the
-            order of the file.
-        test: a file with the test part, with the same columns, or None.
-        classes: names of the classes in the order of their numbers; by default the values of the label,
-            sorted. Set it where each client of a network reads a file of its own, which may lack a class.
-        task: ``auto`` decides by the type of the label, as above; ``classification`` and ``regression``
-            decide.
-        missing: what is done to empty cells of features: ``refuse`` them; ``drop`` their rows; ``mean`` puts
-            in the mean of the column over the training part of all clients, and makes "missing" a value of
-            its own in columns of text. The mean is information on all clients that a real federation would
-            have to compute together; with join --data it is the mean of the client's own file. Empty labels
-            and clients are always refused.
-        decimal: the character between whole digits and decimals, a point, or a comma as in "1,5". Parquet
-            files hold numbers, so there it changes nothing.
-        separator: the character between cells, as ";" where decimals have a comma; by default a tab in
+        path: path of the file, also with ``.gz``. Parquet needs ``pip install 'fedlowrank[huggingface]'``.
+        label: column of the targets. Text, booleans and whole numbers are classes, in sorted order; real numbers are
+            a regression.
+        client: column of the natural clients (a hospital, a writer), for partition ``natural``, or None. It is read
+            as text: 1 and 01 are two clients.
+        features: columns of the inputs, in this order; by default all but the label and the client, in the order of
+            the file.
+        test: path of a file with the test part, with the same columns, or None.
+        classes: names of the classes in the order of their numbers; by default the sorted values of the label. Set it
+            if each client of a network reads its own file, which may lack a class.
+        task: kind of the task: ``auto`` decides by the type of the label, as above; ``classification`` and
+            ``regression`` set it.
+        missing: treatment of empty cells of features: ``refuse`` raises an error; ``drop`` removes their rows;
+            ``mean`` fills in the mean of the column over the training part of all clients, and makes "missing" a
+            separate value in text columns. The mean is information on all clients that a real federation would have
+            to compute together; with join --data it is the mean of the client's own file. Empty labels and clients
+            are always refused.
+        decimal: decimal separator, a point, or a comma as in "1,5". Parquet files hold numbers and ignore it.
+        separator: character between cells, such as ";" if the decimal separator is a comma; by default a tab in
             ``.tsv`` files and a comma in others.
     """
 
@@ -88,11 +87,11 @@ class Csv(CheckedFields):
     separator: Literal[",", ";", "\t", "|"] | None = None
 
     def load(self) -> TableDataset:
-        """The rows as inputs float32 [n, features].
+        """Load the rows as inputs float32 [n, features].
 
         Raises:
-            DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the
-                message names the column and the row.
+            DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the message names
+                the column and the row.
         """
         tables = [self._read(path) for path in (self.path, self.test) if path is not None]
         features = self._choose_features(tables[0])
@@ -134,13 +133,13 @@ class Csv(CheckedFields):
         )
 
     def load_with_rows(self, path: str) -> tuple[TableDataset, tuple[str, ...] | None]:
-        """The training part, with the rows of another file as its test part, encoded as the training part is.
+        """Load the training part, with the rows of another file as its test part, in the training part's encoding.
 
         Args:
-            path: a file with the columns of the inputs, matched by name; further columns are not read.
+            path: path of a file with the columns of the inputs, matched by name; further columns are ignored.
 
         Returns:
-            The data set, whose test part has targets that mean nothing; and the client of each row, None if the file
+            The data set, whose test part has placeholder targets, and the client of each row, or None if the file
             does not have the column ``client``.
 
         Raises:
@@ -158,7 +157,7 @@ class Csv(CheckedFields):
         checker._check_cells(rows, features, ())
         if self.missing == "drop":
             train = train.dropna(subset=list(features)).reset_index(drop=True)
-        # of the test part, messages name the file
+        # messages about the test part name its file
         encode = replace(self, test=path)._encode
         encoded_columns = [encode(name, [train[name], rows[name]]) for name in features]
         inputs = [torch.cat([values[k] for values, _ in encoded_columns], dim=1) for k in range(2)]
@@ -173,7 +172,7 @@ class Csv(CheckedFields):
         ), row_clients
 
     def _choose_features(self, table: DataFrame) -> tuple[str, ...]:
-        """The columns of the inputs."""
+        """Choose the columns of the inputs."""
         features = self.features or tuple(
             str(name) for name in table.columns if name not in (self.label, self.client)
         )
@@ -219,7 +218,7 @@ class Csv(CheckedFields):
             _refuse_infinities(table[name], source)
 
     def _read_cell(self, path: str, name: str, row: int) -> str:
-        """The text of a cell that counts as empty; empty for one without text."""
+        """Text of a cell that counts as empty; "" for a cell without text."""
         if ".parquet" in Path(path).suffixes:
             return ""
         import pandas
@@ -236,7 +235,7 @@ class Csv(CheckedFields):
         return str(texts[name].iloc[row - 1]).strip() if len(texts) == row else ""
 
     def _encode(self, name: str, parts: list[Series]) -> tuple[list[Tensor], list[str]]:
-        """The inputs of one column, [n, 1] of numbers or [n, values] of text, and their names."""
+        """Encode one column: inputs [n, 1] of numbers or [n, values] of text, and the names of the inputs."""
         if all(_is_number(part) for part in parts):
             mean = parts[0].astype("float64").mean() if self.missing == "mean" else None
             if mean is not None and np.isnan(mean):
@@ -269,7 +268,7 @@ class Csv(CheckedFields):
         return inputs, [f"{name}={value}" for value in categories]
 
     def _convert_targets(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
-        """Targets [n, 1] of a regression, or the numbers of classes [n] and their names."""
+        """Convert the targets: [n, 1] of a regression, or the numbers of classes [n] with the names of the classes."""
         is_real = any(part.dtype.kind == "f" for part in parts)
         if self.task == "classification" or (self.task == "auto" and not is_real):
             if self.task == "auto":
@@ -288,7 +287,7 @@ class Csv(CheckedFields):
         return [torch.from_numpy(part.to_numpy(dtype=np.float32)[:, None].copy()) for part in parts], ()
 
     def _refuse_decimal_commas(self, column: Series) -> None:
-        """Refuse a text column of which nearly all values are numbers with a decimal comma."""
+        """Refuse a text column in which nearly all values are numbers with a decimal comma."""
         if _is_number(column):
             return
         values = [(row, str(value)) for row, value in enumerate(column, 1) if not _is_missing(value)]
@@ -311,7 +310,7 @@ class Csv(CheckedFields):
         )
 
     def _refuse_thousands(self, column: Series, values: Sequence[str]) -> None:
-        """Refuse a text column of whole numbers whose commas may separate thousands."""
+        """Refuse a text column of whole numbers whose commas may be thousands separators."""
         example = next((value.strip() for value in values if "," in value), None)
         if example is None or not all(_THOUSANDS.fullmatch(value) for value in values):
             return
@@ -335,7 +334,7 @@ class Csv(CheckedFields):
 
 
 def _number_values(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """The number of each value among the sorted ones of all parts, int64 [n], and these values as text."""
+    """Replace values by their index among the sorted values of all parts, int64 [n]; also return these values as text."""
     arrays = [part.to_numpy() if _is_number(part) else part.astype(str).to_numpy(dtype=str) for part in parts]
     if len({array.dtype.kind == "U" for array in arrays}) > 1:
         arrays = [array.astype(str) for array in arrays]
@@ -344,7 +343,7 @@ def _number_values(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
 
 
 def _number_clients(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """The number of each client, int64 [n], and the clients' names; numbers are in their order, text is sorted.
+    """Number the clients, int64 [n], and return their names; numbers are sorted by value, text alphabetically.
 
     Names that are equal as numbers, such as "1" and "01", are different clients.
     """
@@ -366,7 +365,7 @@ def _number_clients(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]
 
 
 def _find_wide_columns(tables: Sequence[DataFrame], columns: Sequence[str]) -> tuple[WideColumn, ...]:
-    """The columns of numbers whose values float32 cannot tell apart."""
+    """Find the numeric columns whose values float32 cannot distinguish."""
     wide_columns = []
     for index, name in enumerate(columns):
         if name not in tables[0].columns or not all(_is_number(table[name]) for table in tables):
@@ -392,7 +391,7 @@ def _refuse_lists(column: Series, source: str) -> None:
 
 
 def _refuse_infinities(column: Series, source: str) -> None:
-    """Refuse a column of numbers with an infinity, or a number too large for float32."""
+    """Refuse a numeric column with an infinity, or a number too large for float32."""
     if not _is_number(column):
         return
     values = column.to_numpy(dtype=np.float64, na_value=np.nan)
@@ -432,7 +431,7 @@ def _choose_separator(path: str, separator: str | None) -> str:
 
 
 def _read_table(path: str, decimal: str, separator: str | None, client: str | None) -> DataFrame:
-    # Imported here, because that takes as long as many other imports of the package.
+    # imported here, because it takes as long as many other imports of the package
     import pandas
 
     file = Path(expand_path(path))
@@ -446,7 +445,8 @@ def _read_table(path: str, decimal: str, separator: str | None, client: str | No
         else:
             sep = _choose_separator(file.name, separator)
             with warnings.catch_warnings():
-                # of cells that are dropped, unless they are empty; without index_col, the first cells would be names of the rows
+                # the warning reports dropped cells unless they are empty; without index_col=False the first cells
+                # would become row names
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
                 table = pandas.read_csv(
                     file,
@@ -476,7 +476,7 @@ def _read_table(path: str, decimal: str, separator: str | None, client: str | No
 
 
 def _convert_decimals(table: DataFrame) -> DataFrame:
-    """A table of a Parquet file with its decimal numbers as float64."""
+    """Convert decimal numbers of a Parquet file's table to float64."""
     for name in table.columns:
         if table[name].dtype.kind != "O":
             continue
@@ -487,7 +487,7 @@ def _convert_decimals(table: DataFrame) -> DataFrame:
 
 
 def _refuse_single_column(table: DataFrame, file: Path) -> None:
-    """Refuse a table whose cells have another separator."""
+    """Refuse a table with a single column whose name contains another separator."""
     if len(table.columns) == 1 and (
         separator := next((c for c in ";|\t," if c in str(table.columns[0])), None)
     ):

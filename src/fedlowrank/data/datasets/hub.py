@@ -1,4 +1,4 @@
-"""Opening data sets with the library ``datasets``: from the hub, saved to disk, or files."""
+"""Opens data sets with the library ``datasets``: from the hub, saved to disk, or from files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..download.data_files import expand_path, explain_missing
 
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
 
-# The library passes on the errors of a dozen readers; those of the network are all kinds of OSError.
+# the library passes on the errors of a dozen readers; network errors are all subclasses of OSError
 _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, RuntimeError)
 
 
@@ -18,16 +18,15 @@ def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> 
     """Open a data set.
 
     Args:
-        path: a folder written by ``save_to_disk``; a folder of files, sorted into splits as by
-            ``datasets.load_dataset``; one file; or, if no such path exists, a name on the hub. ``~`` and
-            environment variables are replaced.
+        path: folder written by ``save_to_disk``; folder of files, sorted into splits as by ``datasets.load_dataset``;
+            one file; or, if no such path exists, a name on the hub. ``~`` and environment variables are replaced.
         name: configuration of the data set, or None.
-        cache: folder of the library's cache, or None for its usual one.
+        cache: folder of the library's cache, or None for the default folder.
         extra: optional dependency of this package that installs the library, for the message.
 
     Returns:
-        The module ``datasets``, and a ``DatasetDict``; of one file, or of a data set saved without splits, a
-        ``Dataset``.
+        The module ``datasets``, and a ``DatasetDict``, or a ``Dataset`` for one file or a data set saved without
+        splits.
     """
     try:
         import datasets as library
@@ -35,12 +34,12 @@ def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> 
         raise DataError(f"{path!r} needs the library datasets: pip install 'fedlowrank[{extra}]'") from error
     expanded_path = expand_path(path)
     local_path = Path(expanded_path)
-    # A misspelt path must not be looked up on the hub.
+    # a misspelt path must not be searched on the hub
     if not local_path.exists() and (local_path.is_absolute() or path.startswith((".", "~", "$"))):
         raise DataError(explain_missing(local_path))
     try:
         if local_path.is_file():
-            # the library itself unpacks .gz
+            # the library itself decompresses .gz
             suffix = Path(local_path.name.removesuffix(".gz")).suffix
             if suffix not in _BUILDERS:
                 raise DataError(
@@ -55,6 +54,6 @@ def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> 
             return library, library.load_from_disk(expanded_path)
         return library, library.load_dataset(expanded_path, name, cache_dir=cache)
     except (*_READ_ERRORS, library.exceptions.DatasetsError) as error:
-        # an error of generating a data set says only that it failed; its cause says where and why
+        # the error of generating a data set says only that it failed; its cause says where and why
         cause = error.__cause__ or error
         raise DataError(f"datasets cannot read {expanded_path!r}: {type(cause).__name__}: {cause}") from error

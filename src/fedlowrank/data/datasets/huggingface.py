@@ -26,21 +26,19 @@ class HuggingFace(CheckedFields):
     Needs ``pip install 'fedlowrank[huggingface]'``.
 
     Attributes:
-        path: a folder written by ``save_to_disk``; a folder of parquet, csv, json or image files, sorted into
-            splits as by ``datasets.load_dataset``; one such file; or, if no such path exists, a name on the
-            hub.
-        name: configuration of the data set, for those that have several.
-        train_split: split for training.
-        test_split: split for the test part, or None for no test part. A data set saved without splits, or a
-            single file, is the training part and has no test part, whatever the setting.
-        features: columns of the inputs. By default the one image column, or else all numeric columns but the
-            label and the client. One column of lists or arrays gives [n, ...], several columns of numbers [n,
-            columns].
-        label: column of the labels: classes, whole numbers from 0 on, truth values, or text.
+        path: folder written by ``save_to_disk``; folder of parquet, csv, json or image files, sorted into splits as
+            by ``datasets.load_dataset``; one such file; or, if no such path exists, a name on the hub.
+        name: configuration of the data set, for data sets that have several.
+        train_split: name of the split for training.
+        test_split: name of the split for the test part, or None for no test part. A data set saved without splits, or
+            a single file, is the training part and has no test part, whatever this setting is.
+        features: columns of the inputs. By default the one image column, or else all numeric columns but the label
+            and the client. One column of lists or arrays gives [n, ...], several columns of numbers [n, columns].
+        label: column of the labels: classes, whole numbers from 0 on, booleans, or text.
         client: column of natural clients, whole numbers or text, or None.
-        size: for images: height and width to which every image is resized, or None to keep the common size.
-        channels: for images: 3 for color, 1 for gray levels.
-        cache: folder of the library's cache, or None for its usual one.
+        size: height and width to which every image is resized, or None to keep the common size.
+        channels: number of channels of images: 3 for color, 1 for gray levels.
+        cache: folder of the library's cache, or None for the default folder.
     """
 
     path: str
@@ -58,13 +56,12 @@ class HuggingFace(CheckedFields):
         check_image_settings(self.size, self.channels)
 
     def load(self) -> Dataset:
-        """The examples: images as [n, channels, height, width] in [0, 1], numbers unchanged.
+        """Load the examples: images as [n, channels, height, width] in [0, 1], numbers unchanged.
 
         A column of lists of unsigned bytes holds pixels, too, and is divided by 255.
 
         Raises:
-            DataError: if ``datasets`` is missing, nothing can be read from the path, or splits or columns do
-                not fit.
+            DataError: if ``datasets`` is missing, nothing can be read from the path, or splits or columns do not fit.
         """
         library, dataset = open_dataset(self.path, self.name, self.cache, "huggingface")
         parts = [dataset] if isinstance(dataset, library.Dataset) else self._choose_splits(dataset)
@@ -88,11 +85,11 @@ class HuggingFace(CheckedFields):
     def read_parts(
         self, library: Any, parts: Sequence[Any]
     ) -> tuple[list[Examples], tuple[str, ...], tuple[str, ...]]:
-        """The examples of several ``datasets.Dataset`` with the same columns, names of the classes, and notes.
+        """Read the examples of several ``datasets.Dataset`` with the same columns, the names of the classes, and notes.
 
         Args:
             library: the module ``datasets``.
-            parts: what to read; classes are numbered over all of them.
+            parts: data sets to read; classes are numbered over all of them.
 
         Raises:
             DataError: if a column is missing or cannot be used.
@@ -110,7 +107,7 @@ class HuggingFace(CheckedFields):
         return [Examples(x, y) for x, y in zip(inputs, labels, strict=True)], classes, notes
 
     def _choose_splits(self, splits: Any) -> list[Any]:
-        """The training part, and the test part if there is one."""
+        """Choose the training part, and the test part if there is one."""
         names = [name for name in (self.train_split, self.test_split) if name is not None]
         for name in names:
             if name not in splits:
@@ -119,7 +116,7 @@ class HuggingFace(CheckedFields):
         return [splits[name] for name in names]
 
     def _choose_columns(self, library: Any, part: Any) -> list[str]:
-        """Columns of the inputs."""
+        """Choose the columns of the inputs."""
         if self.features:
             return list(self.features)
         candidates = {
@@ -152,7 +149,7 @@ class HuggingFace(CheckedFields):
         if values[0].ndim == 1:
             # a table may store a feature in a byte
             return to_float32(np.stack(values, axis=1), description)
-        # The library returns all whole numbers as int64, so the type on disk decides.
+        # the library returns all whole numbers as int64, so the stored type decides
         x, stored_type = values[0], _find_stored_type(part.features[columns[0]])
         return convert_array(x.astype(np.uint8) if stored_type == "uint8" else x, description, types)
 
@@ -168,7 +165,7 @@ class HuggingFace(CheckedFields):
 
 
 def _read_column(part: Any, column: str) -> np.ndarray:
-    """A column as an array."""
+    """Read a column as an array."""
     array = np.asarray(part.select_columns([column]).with_format("numpy")[:][column])
     if array.dtype.kind == "O":
         texts = array.tolist()

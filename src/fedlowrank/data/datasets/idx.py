@@ -38,10 +38,10 @@ class Mnist(CheckedFields):
     classes: tuple[str, ...] = ()
 
     def load(self) -> Dataset:
-        """The images as [n, 1, height, width] in [0, 1].
+        """Load the images as [n, 1, height, width] in [0, 1].
 
         Raises:
-            DataError: if a file is missing, of another format, cut short, or too long.
+            DataError: if a file is missing, has another format, or is cut short or too long.
         """
         prefixes = ("train", "t10k")
         folder = find_folder(
@@ -67,7 +67,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
                 raise DataError(f"{source}: expected a header of {4 + 4 * dims} bytes, found {len(header)}.")
             shape = struct.unpack(f">{dims}I", header[4:])
             size = math.prod(shape)
-            # One more byte than the header says shows that a file is too long.
+            # one byte more than the header says, to detect a file that is too long
             content = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{source} cannot be read or is cut short: {error}.") from error

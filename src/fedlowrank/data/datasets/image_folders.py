@@ -1,14 +1,14 @@
 """Finds the image files of a data set: in a folder for each class, or for each client and class.
 
-A part of the data set is laid out as ``CLASS/file`` or as ``CLIENT/CLASS/file``; below the folder of a class,
-files may lie in further folders. Which of the two it is follows from where the images lie:
+A part of the data set has the layout ``CLASS/file`` or ``CLIENT/CLASS/file``; below the folder of a class, files may
+be in further folders. The locations of the images decide which layout it is:
 
-- There are images directly in every folder of the first level: ``CLASS/file``.
-- There are none, and all these folders have one and the same subfolder, e.g. ``images``: ``CLASS/file``.
-- There are none, and several of these folders have a subfolder of the same name: ``CLIENT/CLASS/file``.
-- Anything else is an error, which asks for the layout.
+- Images are directly in every folder of the first level: ``CLASS/file``.
+- No folder holds images directly, and all have one and the same subfolder, e.g. ``images``: ``CLASS/file``.
+- No folder holds images directly, and several have a subfolder of the same name: ``CLIENT/CLASS/file``.
+- Anything else is an error, whose message asks for the layout.
 
-The test part has the clients of the training part if its folders have their names, and else folders of classes.
+The test part has the training part's clients if its folders have their names; otherwise its folders are classes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...core.errors import DataError
 from ...core.io.text import format_count, list_first
 
 FolderLayout = Literal["auto", "class", "client_class"]
-"""``CLASS/file``, ``CLIENT/CLASS/file``, or the one that follows from where the images lie."""
+"""Layout ``CLASS/file`` or ``CLIENT/CLASS/file``, or ``auto`` to detect it from the locations of the images."""
 
 IMAGE_ENDINGS = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
 """Endings of the image files that are read."""
@@ -36,12 +36,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image file and what its folders say of it.
+    """An image file, and its class and client according to its folders.
 
     Attributes:
-        path: the file.
-        label: its class.
-        client: its client, or None in the layout ``CLASS/file``.
+        path: path of the file.
+        label: class of the image.
+        client: client of the image, or None in the layout ``CLASS/file``.
     """
 
     path: Path
@@ -54,11 +54,11 @@ class FoundImages:
     """The image files of a data set.
 
     Attributes:
-        train: of the training part.
-        test: of the test part, or None if there is none.
+        train: image files of the training part.
+        test: image files of the test part, or None if there is none.
         classes: names of the classes of the training part, in alphabetical order.
-        clients: names of the clients, numbers in them in the order of numbers; empty without clients.
-        notes: what was found.
+        clients: names of the clients, with numbers in them sorted by value; empty without clients.
+        notes: notes on the files that were found.
     """
 
     train: Sequence[ImageFile]
@@ -71,18 +71,18 @@ class FoundImages:
 def find_images(root: Path, layout: FolderLayout) -> FoundImages:
     """Find the image files below a folder.
 
-    Parts are the folders ``train`` and ``test``, of the whole data set or of every client.
+    Parts are folders named ``train`` and ``test``, of the whole data set or of every client.
 
     Raises:
-        DataError: if the layout does not follow from the folders, a folder of a client or class is empty, or
-            the test part has a class that the training part lacks.
+        DataError: if the folders do not determine the layout, a folder of a client or class is empty, or the test
+            part has a class that the training part lacks.
     """
     train_folder, test_folder, unused_folders = _find_part_folders(root, _list_folders(root))
     if train_folder is not None:
         train, detected_layout = _read_part(train_folder, layout)
         test = None
         if test_folder is not None:
-            # the test part may belong to the clients, or be one for all
+            # the test part may be divided by client, or be common to all
             has_clients = {f.name for f in _list_folders(test_folder)} <= {f.client for f in train}
             test_layout: FolderLayout = "client_class" if has_clients else "class"
             test, _ = _read_part(test_folder, test_layout if layout == "auto" else layout)
@@ -174,7 +174,7 @@ def _read_clients_with_parts(root: Path) -> tuple[list[ImageFile], list[ImageFil
 
 
 def _find_part_folders(folder: Path, folders: Iterable[Path]) -> tuple[Path | None, Path | None, list[str]]:
-    """The folders of the training and test part, and the names of the others, which are not used."""
+    """Find the folders of the training and test part, and the names of the others, which are not used."""
     by_name = {f.name.lower(): f for f in folders}
     train = next((by_name[name] for name in _TRAIN_NAMES if name in by_name), None)
     test_folders = [by_name[name] for name in _TEST_NAMES if name in by_name]
@@ -189,7 +189,7 @@ def _find_part_folders(folder: Path, folders: Iterable[Path]) -> tuple[Path | No
 
 
 def _find_client_images(folder: Path, client: str) -> list[ImageFile]:
-    """The images of a client, in folders of its classes, of which some may be empty."""
+    """Find the images of a client in the folders of its classes, some of which may be empty."""
     images = [
         ImageFile(path, f.name, client)
         for f in _list_folders(folder, required=False)
@@ -228,7 +228,7 @@ def _is_image(file: Path) -> bool:
 
 
 def _is_hidden(names: Sequence[str]) -> bool:
-    # macOS packs a folder of that name into archives
+    # macOS adds a folder of that name to archives
     return any(name.startswith(".") or name == "__MACOSX" for name in names)
 
 
@@ -240,7 +240,7 @@ def _describe(
     train: Sequence[ImageFile],
     test: Sequence[ImageFile] | None,
 ) -> tuple[str, ...]:
-    """What was found, and image files that belong to no class."""
+    """Describe the files that were found, and image files that belong to no class."""
     pattern = "CLASS/file" if folder_layout == "class" else "CLIENT/CLASS/file"
     listed_clients = (
         f"{format_count(len(clients), 'client')} ({list_first(clients, _SHOWN)}), " if clients else ""
@@ -272,5 +272,5 @@ def _describe(
 
 
 def _split_numbers(name: str) -> list[tuple[int, str]]:
-    """Sorts ``client10`` after ``client9``."""
+    """Sort key that puts ``client10`` after ``client9``."""
     return [(int(s), "") if s.isdigit() else (-1, s) for s in re.split(r"(\d+)", name)]

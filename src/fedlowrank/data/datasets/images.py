@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _ORIENTATION_TAG = 0x0112
-"""The EXIF tag of how a camera was held."""
+"""EXIF tag of the camera's orientation."""
 
 _MAX_DARK_VALUE = 2**15
 """Largest value of dark 16-bit images: below it, the upper 8 bits use less than half of the levels."""
@@ -31,13 +31,13 @@ _MAX_DARK_VALUE = 2**15
 
 @dataclass
 class ImageLosses:
-    """What is lost of images when they become bytes, over all parts of a data set.
+    """Counts of information lost when images become bytes, over all parts of a data set.
 
     Attributes:
         animated: number of images with several frames, of which the first is used.
         transparent: number of images with transparency, which is dropped.
-        deep: number of images of 16 bits, whose lower 8 bits are dropped.
-        max_16_bit: largest value of the images of 16 bits.
+        deep: number of 16-bit images, whose lower 8 bits are dropped.
+        max_16_bit: largest value of the 16-bit images.
     """
 
     animated: int = 0
@@ -46,7 +46,7 @@ class ImageLosses:
     max_16_bit: int = 0
 
     def add(self, image: Image) -> None:
-        """Count an image, as it was opened."""
+        """Count an opened image."""
         self.animated += getattr(image, "n_frames", 1) > 1
         self.transparent += image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
         if image.mode.startswith("I;16"):
@@ -54,7 +54,7 @@ class ImageLosses:
             self.max_16_bit = max(self.max_16_bit, int(np.asarray(image).max()))
 
     def report(self) -> tuple[str, ...]:
-        """Notes on what was lost; warns of images that become nearly black."""
+        """Return notes on the losses; warn of images that become nearly black."""
         if self.deep and self.max_16_bit < _MAX_DARK_VALUE:
             warn_user(
                 f"the {self.deep} images of 16 bits have no value above {self.max_16_bit}, and of 16 bits the upper 8 are kept: "
@@ -71,21 +71,21 @@ class ImageLosses:
 class Folder(CheckedFields):
     """Image files in a folder for each class, or for each client and class.
 
-    Either ``CLASS/file``, as in ImageNet, or ``CLIENT/CLASS/file``, whose clients partition ``natural`` takes;
-    clients may lack classes. Both may lie in ``train/...`` with ``test/...`` (or ``testing``, ``val``,
-    ``valid``, ``validation``, in this order) as the test part, and clients may have parts of their own,
-    ``CLIENT/train/CLASS/file``. Classes are in alphabetical order. Hidden files and folders, and files without
-    the ending of an image, are ignored. Needs ``pip install 'fedlowrank[images]'``.
+    The layout is ``CLASS/file``, as in ImageNet, or ``CLIENT/CLASS/file``, whose clients partition ``natural`` uses;
+    clients may lack classes. Both may be in ``train/...`` with ``test/...`` (or ``testing``, ``val``, ``valid``,
+    ``validation``, in this order) as the test part, and clients may have their own parts,
+    ``CLIENT/train/CLASS/file``. Classes are in alphabetical order. Hidden files and folders, and files without the
+    ending of an image, are ignored. Needs ``pip install 'fedlowrank[images]'``.
 
     Attributes:
-        path: the folder.
-        size: height and width to which every image is resized (bilinear; the aspect ratio is not kept), or
-            None if all images have the same size already.
-        channels: 3 for color, 1 for gray levels.
-        layout: ``class`` for CLASS/file; ``client_class`` for CLIENT/CLASS/file; ``auto`` decides by where the
-            images lie. It takes the folders of the first level for classes if they hold images directly, or
-            all hold one and the same subfolder; and for clients if several hold a subfolder of the same name.
-            Anything else is an error.
+        path: path of the folder.
+        size: height and width to which every image is resized (bilinear; the aspect ratio is not kept), or None if
+            all images have the same size already.
+        channels: number of channels of images: 3 for color, 1 for gray levels.
+        layout: ``class`` for CLASS/file; ``client_class`` for CLIENT/CLASS/file; ``auto`` decides by the locations of
+            the images. It treats the folders of the first level as classes if they hold images directly, or all hold
+            one and the same subfolder; and as clients if several hold a subfolder of the same name. Anything else is
+            an error.
     """
 
     path: str
@@ -97,12 +97,11 @@ class Folder(CheckedFields):
         check_image_settings(self.size, self.channels)
 
     def load(self) -> Dataset:
-        """The images as [n, channels, height, width] in [0, 1].
+        """Load the images as [n, channels, height, width] in [0, 1].
 
         Raises:
-            DataError: if pillow is missing, the layout does not follow from the folders, a class has no
-                images, an image is broken, sizes differ, or the test part has a class that the training part
-                lacks.
+            DataError: if pillow is missing, the folders do not determine the layout, a class has no images, an image
+                is broken, sizes differ, or the test part has a class that the training part lacks.
         """
         root = check_folder(self.path)
         images, losses = find_images(root, self.layout), ImageLosses()
@@ -124,7 +123,7 @@ class Folder(CheckedFields):
     def _read_part(
         self, found_images: FoundImages, files: Sequence[ImageFile], losses: ImageLosses
     ) -> tuple[Examples, torch.Tensor | None]:
-        """The images of a part, and the number of each one's client."""
+        """Read the images of a part, and the number of each image's client."""
         pillow = import_pillow()
         names = [f"image {str(file.path)!r}" for file in files]
         images = (pillow.open(file.path) for file in files)
@@ -160,14 +159,14 @@ def stack_images(
     channels: int,
     losses: ImageLosses,
 ) -> torch.Tensor:
-    """Convert images of pillow, opened one at a time, to float32 [n, channels, height, width] in [0, 1].
+    """Convert pillow images, opened one at a time, to float32 [n, channels, height, width] in [0, 1].
 
     Args:
-        images: n images.
-        names: their names for messages.
+        images: iterator over n images.
+        names: names of the images, for messages.
         size: height and width of the result, or None to keep the common size.
-        channels: 3 for color, 1 for gray levels.
-        losses: counts what is lost.
+        channels: number of channels: 3 for color, 1 for gray levels.
+        losses: counter to which the losses of these images are added.
 
     Raises:
         DataError: if an image cannot be decoded, or if sizes differ and ``size`` is None.
@@ -181,7 +180,7 @@ def stack_images(
                 converted_image = _to_bytes(image, name).convert("L" if channels == 1 else "RGB")
             if size is not None and converted_image.size != (size, size):
                 converted_image = converted_image.resize((size, size), pillow.Resampling.BILINEAR)
-        # Pillow's decoders report broken files by any of these.
+        # Pillow's decoders report broken files by any of these errors
         except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
             raise DataError(f"{name} cannot be decoded: {error}") from error
         values = np.asarray(converted_image, dtype=np.uint8)
@@ -198,18 +197,18 @@ def stack_images(
 
 
 def image_to_array(image: Image, name: str) -> np.ndarray:
-    """Bytes [channels, height, width] of an image of pillow; palettes as colors, one bit a pixel as 0 and 255.
+    """Convert a pillow image to bytes [channels, height, width]; palettes become colors, one-bit pixels 0 and 255.
 
     Args:
-        image: of any mode with 8 bits a channel, or 16 bits of gray.
-        name: of the image, for messages.
+        image: image of any mode with 8 bits a channel, or 16 bits of gray.
+        name: name of the image, for messages.
 
     Raises:
-        DataError: if it has 32 bits a pixel, or cannot be decoded.
+        DataError: if the image has 32 bits a pixel, or cannot be decoded.
     """
     try:
         converted_image = _to_bytes(image, name)
-        # other modes have bytes of their own
+        # other modes already have bytes
         if mode := {"P": "RGB", "PA": "RGBA", "1": "L"}.get(converted_image.mode):
             converted_image = converted_image.convert(mode)
     except (OSError, SyntaxError, ValueError) as error:
@@ -219,8 +218,8 @@ def image_to_array(image: Image, name: str) -> np.ndarray:
 
 
 def _to_bytes(image: Image, name: str) -> Image:
-    """An upright image of 8 bits a channel; of 16 bits the upper 8 are kept, where pillow would clip at 255."""
-    # the call alone would copy the pixels
+    """Convert to an upright image of 8 bits a channel; 16-bit values keep their upper 8 bits, where pillow would clip at 255."""
+    # calling exif_transpose alone would copy the pixels
     if image.getexif().get(_ORIENTATION_TAG, 1) != 1:
         image = import_module("PIL.ImageOps").exif_transpose(image)
     if image.mode.startswith("I;16"):

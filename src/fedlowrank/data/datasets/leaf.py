@@ -21,21 +21,21 @@ CHARACTERS = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwx
 """Classes of FEMNIST, in LEAF's order."""
 
 UserData = dict[str, dict[str, list[Any]]]
-"""The lists ``x`` and ``y`` of each user."""
+"""Lists ``x`` and ``y`` of each user."""
 
 
 @dataclass(frozen=True)
 class Femnist(CheckedFields):
     """FEMNIST in LEAF's JSON files: handwritten characters of 62 classes; every writer is a natural client.
 
-    Use it with partition ``natural``. Other data sets of LEAF with lists of 784 numbers as inputs are read as
-    well, if their labels are 0 to 61. White is 1, black is 0. Source: Caldas et al., "LEAF: A Benchmark for
-    Federated Settings" (2018).
+    Use it with partition ``natural``. Other LEAF data sets whose inputs are lists of 784 numbers can be read, too, if
+    their labels are 0 to 61. White is 1, black is 0. Source: Caldas et al., "LEAF: A Benchmark for Federated
+    Settings" (2018).
 
     Attributes:
-        path: a folder with the folders ``train`` and ``test`` of LEAF (``data/femnist/data``), a folder of
-            ``.json`` files, or one such file. Without ``train`` and ``test`` there is no test part.
-        writers: read only so many writers, the first ones, or None for all.
+        path: folder with the folders ``train`` and ``test`` of LEAF (``data/femnist/data``), a folder of ``.json``
+            files, or one such file. Without ``train`` and ``test`` there is no test part.
+        writers: number of writers to read, the first ones, or None for all.
     """
 
     path: str
@@ -46,10 +46,10 @@ class Femnist(CheckedFields):
             check_minimum("writers", self.writers, 1)
 
     def load(self) -> Dataset:
-        """The images as [n, 1, 28, 28] in [0, 1].
+        """Load the images as [n, 1, 28, 28] in [0, 1].
 
         Raises:
-            DataError: if a file is not of LEAF's form; the message names the file and the user.
+            DataError: if a file does not have LEAF's form; the message names the file and the user.
         """
         parts = read_leaf(self.path)
         names = list(parts[0])[: self.writers]
@@ -72,7 +72,7 @@ def read_leaf(path: str) -> list[UserData]:
     """Read the JSON files of LEAF.
 
     Args:
-        path: a folder with ``train`` and ``test``, a folder of ``.json`` files, or one such file.
+        path: folder with ``train`` and ``test``, a folder of ``.json`` files, or one such file.
 
     Returns:
         The users of the training part, and of the test part if there is one, in the order of the files.

@@ -20,13 +20,13 @@ from ..text.table import read_file
 from .leaf import read_leaf
 
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""LEAF's 80 characters, in its order."""
+"""The 80 characters of LEAF, in its order."""
 
 CLASSES = (*map(repr, ALPHABET), "other")
 """One class for each character, and a last one for all others."""
 
 Roles = dict[str, list[str]]
-"""The speeches of each role, in order."""
+"""Speeches of each role, in order."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Shakespeare(CheckedFields):
     al., "LEAF: A Benchmark for Federated Settings" (2018).
 
     Attributes:
-        path: ``shakespeare.sqlite`` as ``fedlowrank data get shakespeare`` leaves it; the JSON files of LEAF
-            (a file, a folder of them, or one with ``train`` and ``test``); or a ``.jsonl``, ``.json`` or
-            Parquet file, also with ``.gz``, with a row for each speech or role.
-        length: characters of an input, at least 1; of LEAF's files 80, whatever the setting.
-        step: a new example begins so many characters after the one before. LEAF uses 1, which makes as many
+        path: ``shakespeare.sqlite`` as ``fedlowrank data get shakespeare`` saves it; the JSON files of LEAF (a file,
+            a folder of files, or a folder with ``train`` and ``test``); or a ``.jsonl``, ``.json`` or Parquet file,
+            also with ``.gz``, with a row for each speech or role.
+        length: number of characters of an input, at least 1; always 80 for LEAF's files.
+        step: number of characters between the starts of two consecutive examples. LEAF uses 1, which makes as many
             examples as there are characters.
-        roles: read only so many roles, the first ones with enough text, or None for all.
-        speaker: of files with rows: columns that together name a role.
-        text: of files with rows: column of the text.
+        roles: number of roles to read, the first ones with enough text, or None for all.
+        speaker: columns that together name a role, for files with rows.
+        text: column of the text, for files with rows.
     """
 
     path: str
@@ -62,7 +62,7 @@ class Shakespeare(CheckedFields):
             check_minimum("roles", self.roles, 1)
 
     def load(self) -> Dataset:
-        """The examples: numbers of characters, float32 [n, length], and that of the next one, int64 [n].
+        """Load the examples: indices of characters, float32 [n, length], and the index of the next one, int64 [n].
 
         Raises:
             DataError: if the file cannot be read, or no role has more than ``length`` characters.
@@ -84,7 +84,7 @@ class Shakespeare(CheckedFields):
         return Dataset("shakespeare", joined_parts[0][0], test, CLASSES, joined_parts[0][1], test_clients)
 
     def _cut(self, roles: Roles) -> dict[str, np.ndarray]:
-        """Windows [n, length + 1] of the text of each role that has enough."""
+        """Cut the text of each role with enough text into windows [n, length + 1]."""
         windows = {}
         for name, speeches in roles.items():
             codes = encode_characters("\n".join(speeches))
@@ -103,13 +103,13 @@ class Shakespeare(CheckedFields):
 
 
 def encode_characters(text: str) -> np.ndarray:
-    """The numbers of the characters of a text, uint8 [n]."""
+    """Encode a text as indices of its characters, uint8 [n]."""
     numbers = {character: k for k, character in enumerate(ALPHABET)}
     return np.fromiter((numbers.get(c, len(ALPHABET)) for c in text), dtype=np.uint8, count=len(text))
 
 
 def _join_roles(part: dict[str, np.ndarray], names: list[str], path: str) -> tuple[Examples, torch.Tensor]:
-    """The examples of the named roles, and the number of the role of each."""
+    """Join the examples of the named roles, and return the number of each example's role."""
     windows_of_roles = [(k, part[name]) for k, name in enumerate(names) if name in part]
     if not windows_of_roles:
         raise DataError(f"{path!r}: none of the {len(names)} roles has enough text for test examples.")
@@ -120,7 +120,7 @@ def _join_roles(part: dict[str, np.ndarray], names: list[str], path: str) -> tup
 
 
 def _encode_leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dict[str, np.ndarray]:
-    """Windows [n, 81] of LEAF's pairs: a text and the next character."""
+    """Encode LEAF's pairs of a text and the next character as windows [n, 81]."""
     windows = {}
     for name, user in users.items():
         pairs = list(zip(user["x"], user["y"], strict=True))
@@ -136,7 +136,7 @@ def _encode_leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dic
 
 
 def _read_sqlite(file: Path, split: str) -> Roles:
-    """The speeches of a part in TensorFlow Federated's database, a ``tf.train.Example`` in each row."""
+    """Read the speeches of a part from TensorFlow Federated's database, with a ``tf.train.Example`` in each row."""
     columns = "client_id, serialized_example_proto"
     query = f"SELECT {columns} FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
     roles: Roles = {}
@@ -156,7 +156,7 @@ def _read_sqlite(file: Path, split: str) -> Roles:
 
 
 def _parse_example(message: bytes) -> Iterator[bytes]:
-    """The byte strings of a ``tf.train.Example``: features > entry > feature > list of bytes > value."""
+    """Yield the byte strings of a ``tf.train.Example``: features > entry > feature > list of bytes > value."""
     for features in _parse_fields(message, 1):
         for entry in _parse_fields(features, 1):
             for feature in _parse_fields(entry, 2):
@@ -165,7 +165,7 @@ def _parse_example(message: bytes) -> Iterator[bytes]:
 
 
 def _parse_fields(message: bytes, field_number: int) -> Iterator[bytes]:
-    """The contents of the length-delimited fields of a number in a message of Protocol Buffers."""
+    """Yield the contents of the length-delimited fields with a number in a Protocol Buffers message."""
     offset = 0
     while offset < len(message):
         tag, offset = _parse_varint(message, offset)
@@ -180,7 +180,7 @@ def _parse_fields(message: bytes, field_number: int) -> Iterator[bytes]:
 
 
 def _parse_varint(message: bytes, offset: int) -> tuple[int, int]:
-    """An integer of 7 bits a byte, the lowest first, and the position after it."""
+    """Parse an integer of 7 bits a byte, lowest first; returns it with the position after it."""
     value = shift = 0
     while True:
         byte = message[offset]

@@ -1,12 +1,11 @@
-"""Synthetic data whose truth is known: FLoRAL's regressions, and a linear classifier of a chosen rank.
+"""Synthetic data with known ground truth: FLoRAL's regressions, and a linear classifier of a chosen rank.
 
 The regressions have a common weight with a low-rank update per cluster. Source: Almansoori et al. (FLoRAL),
-Appendices G.1 and G.2. The paper draws every parameter from N(0, 1/√d_in), where d_in is the input dimension
-of the layer, and does not say whether 1/√d_in is the variance or the standard deviation; here it is the
-standard deviation (the usual initialization). d_in is ``inputs`` for W, U and V, which make up one layer, and
-``hidden`` for Φ. Clients are natural ones: use partition ``natural``, split ``own_test`` with val = 0, concept
-``natural`` with as many clusters, and data.normalize = "none", since x is standard normal and y is a function
-of x.
+Appendices G.1 and G.2. The paper draws every parameter from N(0, 1/√d_in), where d_in is the input dimension of the
+layer, and does not say whether 1/√d_in is the variance or the standard deviation; here it is the standard deviation
+(the usual initialization). d_in is ``inputs`` for W, U and V, which make up one layer, and ``hidden`` for Φ. Clients
+are natural ones: use partition ``natural``, split ``own_test`` with val = 0, concept ``natural`` with as many
+clusters, and data.normalize = "none", since x is standard normal and y is a function of x.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from ..dataset import Dataset, Examples
 from ..partitioning.checks import check_positive
 
 PixelTarget: TypeAlias = Callable[[Tensor, int], Tensor]
-"""Maps inputs [n, inputs] and a cluster to targets [n, outputs], both float64."""
+"""Function from inputs [n, inputs] and a cluster to targets [n, outputs], both float64."""
 
 
 @dataclass(frozen=True)
 class Synthetic(CheckedFields):
-    """A regression without noise whose clients are of cluster c = k mod C, with x ~ N(0, I).
+    """A regression without noise, with x ~ N(0, I), in which client k belongs to cluster c = k mod C.
 
     Attributes:
         clients: number K of natural clients, at least 1.
@@ -39,10 +38,11 @@ class Synthetic(CheckedFields):
         inputs: width of x.
         outputs: width of y.
         rank: rank of the update of each cluster.
-        alpha: α, factor of the updates, above 0.
-        share: training examples of a client as a share of d, above 0.
-        test: test examples of each client, at least 1.
-        seed: of all draws, so that the data do not depend on the seed of the run; ``"run"`` takes that one.
+        alpha: factor α of the updates, above 0.
+        share: number of training examples of a client as a share of d, above 0.
+        test: number of test examples of each client, at least 1.
+        seed: seed of all draws, so that the data do not depend on the seed of the run; ``"run"`` uses the seed of the
+            run.
     """
 
     clients: int = 10
@@ -68,12 +68,12 @@ class Synthetic(CheckedFields):
 class SyntheticLinear(Synthetic):
     """Linear regressions y = (W + α U_c V_cᵀ) x, where x ~ N(0, I) and client k is of cluster c = k mod C.
 
-    Each client has N = share·d training examples (rounded, half up), d = outputs·inputs being the size of W:
-    too few to find W alone, enough together. There is no noise.
+    Each client has N = share·d training examples (rounded, half up), where d = outputs·inputs is the size of W: too
+    few to find W alone, enough together. There is no noise.
     """
 
     def load(self) -> Dataset:
-        """The examples of all clients, x [n, inputs] and y [n, outputs]."""
+        """Draw the examples of all clients, x [n, inputs] and y [n, outputs]."""
         key = _make_key("synthetic_linear", self.seed)
         weights = _draw_weights(self, self.outputs, key)
         size = self.outputs * self.inputs
@@ -84,12 +84,12 @@ class SyntheticLinear(Synthetic):
 class SyntheticMLP(Synthetic):
     """Regressions y = Φ relu((W + α U_c V_cᵀ) x), where x ~ N(0, I) and client k is of cluster c = k mod C.
 
-    Each client has N = share·d training examples (rounded, half up), where d is taken to be hidden·inputs,
-    the size of W: the layer in which clusters differ. The paper's models are twice as wide as this target,
-    model.hidden = [20]. There is no noise.
+    Each client has N = share·d training examples (rounded, half up), where d = hidden·inputs is the size of W, the
+    layer in which clusters differ. The paper's models are twice as wide as this target, model.hidden = [20]. There is
+    no noise.
 
     Attributes:
-        alpha: α, factor of the updates, above 0; eq. 44 of the paper has none, which is 1.
+        alpha: factor α of the updates, above 0; eq. 44 of the paper has no factor, which is α = 1.
         hidden: width of the target's hidden layer.
     """
 
@@ -104,7 +104,7 @@ class SyntheticMLP(Synthetic):
         check_minimum("data.hidden", self.hidden, 1)
 
     def load(self) -> Dataset:
-        """The examples of all clients, x [n, inputs] and y [n, outputs]."""
+        """Draw the examples of all clients, x [n, inputs] and y [n, outputs]."""
         key = _make_key("synthetic_mlp", self.seed)
         weights = _draw_weights(self, self.hidden, key)
         top_weight = _draw_normal(key / "phi", self.outputs, self.hidden) / self.hidden**0.5
@@ -118,17 +118,17 @@ class SyntheticMLP(Synthetic):
 class LowRankTeacher(CheckedFields):
     """Classes y = argmax W x with x ~ N(0, I), where W has rank R and equal singular values.
 
-    A linear model that starts at W = 0 needs an update of rank R, no less: clients whose LoRA rank is below R
-    cannot hold it. There is no noise, so the best accuracy is 1. The data have one training and one test part,
-    which any partition and split may divide.
+    A linear model that starts at W = 0 needs an update of rank R, no less: clients whose LoRA rank is below R cannot
+    represent it. There is no noise, so the best accuracy is 1. The data have one training and one test part, which
+    any partition and split may divide.
 
     Attributes:
         inputs: width of x.
         classes: number of classes, at least 2.
-        rank: R, at most the smaller of both.
-        examples: for training, at least 1.
-        test: for testing, at least 1.
-        seed: of all draws; ``"run"`` takes the seed of the run, so that every run has a teacher of its own.
+        rank: rank R of W, at most the smaller of ``inputs`` and ``classes``.
+        examples: number of training examples, at least 1.
+        test: number of test examples, at least 1.
+        seed: seed of all draws; ``"run"`` uses the seed of the run, so that every run has its own teacher.
     """
 
     inputs: int = 64
@@ -148,7 +148,7 @@ class LowRankTeacher(CheckedFields):
             )
 
     def load(self) -> Dataset:
-        """The examples, x [n, inputs] and y [n] of int64."""
+        """Draw the examples, x [n, inputs] and y [n] of int64."""
         key = _make_key("low_rank_teacher", self.seed)
         left_vectors, right_vectors = (
             torch.linalg.qr(_draw_normal(key / name, size, self.rank))[0]
@@ -164,14 +164,14 @@ class LowRankTeacher(CheckedFields):
 
 
 def _make_key(name: str, seed: int | Literal["run"]) -> Key:
-    """Where the draws of a source begin."""
+    """Root key of a source's draws."""
     if seed == "run":
         raise ConfigError('data.seed is "run", but there is no run. Give a number.')
     return Key((name, seed))
 
 
 def _draw_weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:
-    """The first layer of each cluster, [outputs, inputs]."""
+    """Draw the first layer of each cluster, [outputs, inputs]."""
     scale = source.inputs**-0.5
     common_weight = _draw_normal(key / "W", outputs, source.inputs) * scale
     weights = []
@@ -194,5 +194,5 @@ def _draw_dataset(source: Synthetic, name: str, size: int, target: PixelTarget, 
 
 
 def _draw_normal(key: Key, *shape: int) -> Tensor:
-    """Standard normal draws, float64."""
+    """Draw standard normal numbers, float64."""
     return torch.randn(shape, generator=key.generator(), dtype=torch.float64)

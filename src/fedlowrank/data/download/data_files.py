@@ -1,4 +1,4 @@
-"""Finding and reading the files of a data set, with errors that say what was expected and what was found."""
+"""Finds and reads the files of a data set, with errors that say what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...core.errors import DataError
 
 
 def expand_path(path: str) -> str:
-    """Replace ``~`` and environment variables in a path; a variable that is not set is a DataError."""
+    """Replace ``~`` and environment variables in a path; raise DataError if a variable is not set."""
     text = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 - a name on the hub is no path
     if (match := re.search(r"\$(\w+|\{\w+\})", text)) and not Path(text).exists():
         raise DataError(f"the path {path!r} needs the environment variable {match[0]}, which is not set.")
@@ -19,7 +19,7 @@ def expand_path(path: str) -> str:
 
 
 def explain_missing(path: Path) -> str:
-    """Say that nothing is at a path, with the absolute path that was looked for, and where a relative one begins."""
+    """Explain that nothing is at a path, with its absolute form and the folder to which a relative path refers."""
     return f"{str(path.absolute())!r} does not exist.{_explain_beginning(path)}"
 
 
@@ -28,7 +28,7 @@ def _explain_beginning(path: Path) -> str:
 
 
 def check_file(file: Path) -> None:
-    """Refuse a path that is no file, with the absolute path that was looked for."""
+    """Refuse a path that is no file; the message has its absolute form."""
     if not file.exists():
         raise DataError(f"there is no file {str(file.absolute())!r}.{_explain_beginning(file)}")
     if file.is_dir():
@@ -36,7 +36,7 @@ def check_file(file: Path) -> None:
 
 
 def check_folder(path: str) -> Path:
-    """The folder at a path, which must exist."""
+    """Return the folder at a path, or raise DataError if there is none."""
     folder = Path(expand_path(path))
     if not folder.is_dir():
         if not folder.exists():
@@ -46,15 +46,15 @@ def check_folder(path: str) -> Path:
 
 
 def find_folder(path: str, contains: Callable[[Path], bool], description: str) -> Path:
-    """The folder of a data set: the one at the path, or the only one at most two levels below it.
+    """Find the folder of a data set: the one at the path, or the only one at most two levels below it.
 
     Args:
-        path: folder that the user names.
-        contains: whether a folder contains the data set.
-        description: of the data set, for messages.
+        path: path of the folder that the user names.
+        contains: function that says whether a folder contains the data set.
+        description: description of the data set, for messages.
 
     Raises:
-        DataError: if no folder or several contain it.
+        DataError: if no folder or several folders contain the data set.
     """
     root = check_folder(path)
     if contains(root):

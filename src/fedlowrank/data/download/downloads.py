@@ -32,12 +32,12 @@ class DataDownload:
     """A data set that can be downloaded.
 
     Attributes:
-        title: description in one line.
-        files: its files.
-        license: the license, if its authors state one.
-        settings: the section ``[data]`` of an experiment that reads it; ``{folder}`` stands for the folder.
-        size: of all files together, for the list.
-        prepare: unpacks or converts the files in the folder, or None.
+        title: description of the data set in one line.
+        files: files to download.
+        license: license of the data set, if its authors state one.
+        settings: section ``[data]`` of an experiment that reads the data set; ``{folder}`` stands for the folder.
+        size: size of all files together, for the list.
+        prepare: function that unpacks or converts the files in the folder, or None.
     """
 
     title: str
@@ -49,15 +49,15 @@ class DataDownload:
 
 
 def download_dataset(name: str, folder: Path, report: ProgressReport) -> str:
-    """Download a data set; files that are complete already are only checked.
+    """Download a data set; files that are already complete are only checked.
 
     Args:
-        name: its name in :data:`DOWNLOADS`.
-        folder: where its files go; made if it does not exist.
-        report: told of the progress.
+        name: name of the data set in :data:`DOWNLOADS`.
+        folder: folder for the files, which is created if it does not exist.
+        report: receiver of progress reports.
 
     Returns:
-        The section ``[data]`` of an experiment that reads it.
+        The section ``[data]`` of an experiment that reads the data set.
 
     Raises:
         DataError: if there is no such data set, a host cannot be reached, or a file is damaged.
@@ -113,7 +113,7 @@ def _convert_ag_news(folder: Path) -> None:
 
 
 def _list_idx_files(host: str, *checksums: tuple[str, int]) -> tuple[RemoteFile, ...]:
-    """The four files of MNIST's format, with the MD5 and the bytes of each in the order of ``_IDX_NAMES``."""
+    """List the four files of MNIST's format, with the MD5 and the size in bytes of each in the order of ``_IDX_NAMES``."""
     return tuple(
         RemoteFile(f"{host}{name}-ubyte.gz", f"md5:{md5}", size)
         for name, (md5, size) in zip(_IDX_NAMES, checksums, strict=True)
@@ -134,7 +134,7 @@ def _describe_cifar(class_count: int, md5: str, size: int) -> DataDownload:
 
 # MD5 of MNIST, Fashion-MNIST and CIFAR: torchvision.datasets (CIFAR: also the authors' page); of AG News:
 # torchtext.datasets; SHA-256 of GSM8K and Dolly: the data sets' pages on the Hugging Face hub. FEMNIST: name,
-# revision and SHA-256 as public code checks them that trains on this file.
+# revision and SHA-256 as checked by public code that trains on this file.
 DOWNLOADS: dict[str, DataDownload] = {
     "mnist": DataDownload(
         "handwritten digits, 60,000 + 10,000 images 28×28",

@@ -1,4 +1,4 @@
-"""Downloading one file: resumable, checked, and complete under its name or not there at all."""
+"""Downloads one file: resumable, checked, and either complete under its name or absent."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RemoteFile:
     """A file to download.
 
     Attributes:
-        url: its address.
+        url: address of the file.
         checksum: ``md5:...`` or ``sha256:...`` as published by a trustworthy source; empty if none is known.
-        size: in bytes, or None if it is not published.
+        size: size in bytes, or None if it is not published.
     """
 
     url: str
@@ -41,7 +41,7 @@ class ProgressReport(Protocol):
     """Shows the progress of downloads."""
 
     def progress(self, name: str, byte_count: int, total: int | None) -> None:
-        """Show how many bytes of a file are there; the total is None where the server states none."""
+        """Show how many bytes of a file have arrived; the total is None if the server states none."""
         ...
 
     def message(self, text: str) -> None:
@@ -50,21 +50,20 @@ class ProgressReport(Protocol):
 
 
 def download_file(file: RemoteFile, folder: Path, report: ProgressReport) -> Path:
-    """Download a file to a folder, going on with what an interrupted download left.
+    """Download a file to a folder, continuing an interrupted download.
 
     The bytes go to ``NAME.part``, which is renamed to ``NAME`` once its size and checksum are right.
 
     Args:
-        file: what to download.
-        folder: where it goes; made if it does not exist.
-        report: told of the progress.
+        file: file to download.
+        folder: folder for the file, which is created if it does not exist.
+        report: receiver of progress reports.
 
     Returns:
         The path of the complete file.
 
     Raises:
-        DataError: if the host cannot be reached, the connection ends early, or the content is not as
-            published.
+        DataError: if the host cannot be reached, the connection ends early, or the content is not as published.
     """
     target = folder / file.name
     partial_file = folder / (file.name + ".part")
@@ -91,7 +90,7 @@ def download_file(file: RemoteFile, folder: Path, report: ProgressReport) -> Pat
 
 
 def _receive(file: RemoteFile, partial_file: Path, target: Path, report: ProgressReport) -> int | None:
-    """Append what is missing to the part; returns the size of the whole file if the server states it."""
+    """Append missing bytes to the partial file; returns the size of the whole file if the server states it."""
     byte_count = partial_file.stat().st_size if partial_file.exists() else 0
     request = urllib.request.Request(file.url, headers={"User-Agent": "fedlowrank"})
     if byte_count:
@@ -135,7 +134,7 @@ def _describe_early_end(host: str, partial_file: Path, reason: str) -> str:
 
 
 def _verify(file: RemoteFile, path: Path, total: int | None) -> None:
-    """Reject content whose size or checksum differs from what is published; nothing is deleted."""
+    """Reject content whose size or checksum differs from the published one; nothing is deleted."""
     retry_hint = f"Delete {str(path)!r} and run the command again."
     advice = f"The file is damaged, or another one is at {file.url} now. {retry_hint}"
     size, expected_size = path.stat().st_size, file.size if file.size is not None else total

@@ -1,8 +1,8 @@
-"""Reading pickled data without running code from the file.
+"""Reads pickled data without running code from the file.
 
-The python version of CIFAR is a pickled dictionary, and unpickling can call anything that a file names. This
-reader accepts bytes, text, numbers, lists and dictionaries, which need no calls, and the few functions by
-which numpy arrays are pickled. It replaces those by its own, so a file never runs other code.
+The python version of CIFAR is a pickled dictionary, and unpickling can call anything that a file names. This reader
+accepts bytes, text, numbers, lists and dictionaries, which need no calls, and the few functions by which numpy arrays
+are pickled. It replaces those by its own, so a file never runs other code.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def unpickle(data: bytes, source: str) -> Any:
     """Read a pickle of plain data and numpy arrays.
 
     Args:
-        data: a pickle of any protocol, of Python 2 or 3; strings of Python 2 become bytes.
+        data: pickle of any protocol, of Python 2 or 3; strings of Python 2 become bytes.
         source: name of the file, for messages.
 
     Returns:
         Dictionaries, lists, tuples, bytes, text, numbers; arrays as `PickledArray` (see its ``value``).
 
     Raises:
-        DataError: if the pickle is damaged or names anything else; nothing of it is called then.
+        DataError: if the pickle is damaged or names anything else; nothing that it names is called then.
     """
     try:
         return _Reader(data, source).load()
@@ -41,7 +41,7 @@ def unpickle(data: bytes, source: str) -> Any:
 
 
 class PickledArray:
-    """An array from a pickle; ``value`` is read-only, of integers, floats or booleans."""
+    """An array from a pickle; ``value`` is a read-only array of integers, floats or booleans."""
 
     __slots__ = ("value",)
 
@@ -81,7 +81,7 @@ class _Reader(pickle.Unpickler):
 
 
 class _Function:
-    """A function that a pickle can call but not change: a pickle may set attributes of what it names."""
+    """A function that a pickle can call but not change: a pickle may set attributes of objects that it names."""
 
     __slots__ = ("_call",)
     _call: Callable[..., Any]
@@ -96,7 +96,7 @@ class _Function:
         return self._call(*arguments)
 
 
-# Stands for `numpy.ndarray`, which a pickle only passes on. A bare object has no attributes to set.
+# stands for `numpy.ndarray`, which a pickle only passes on; a bare object has no attributes to set
 _NDARRAY = object()
 
 

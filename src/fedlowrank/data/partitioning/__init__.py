@@ -1,1 +1,1 @@
-"""How examples are divided among clients and into training, validation and test sets."""
+"""Rules that divide examples among clients and into training, validation and test sets."""

@@ -14,7 +14,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 Parts: TypeAlias = list[IntArray]
-"""The sorted positions of each client's examples."""
+"""Sorted positions of each client's examples."""
 
 
 def round_shares(weights: npt.ArrayLike, total: int) -> IntArray:
@@ -25,8 +25,8 @@ def round_shares(weights: npt.ArrayLike, total: int) -> IntArray:
         total: sum of the result, at least 0.
 
     Returns:
-        Integers [k] in proportion to the weights; each differs from its exact share by less than 1. Among
-        equal remainders the first is rounded up.
+        Integers [k] in proportion to the weights; each differs from its exact share by less than 1. Among equal
+        remainders the first is rounded up.
     """
     w = np.asarray(weights, dtype=np.float64)
     exact_shares = w / w.sum() * total
@@ -42,11 +42,11 @@ def shuffle_classes(labels: np.ndarray, class_count: int, generator: np.random.G
 
 
 def spread_classes(shares: FloatArray, totals: IntArray) -> IntArray:
-    """Examples of each class that each client gets, by shares of the classes.
+    """Compute the number of examples of each class for each client, from shares of the classes.
 
     Args:
-        shares: [classes, clients]; each row adds up to 1, or is 0 where the class has no examples.
-        totals: examples of each class, [classes].
+        shares: shares of each class, [classes, clients]; each row adds up to 1, or is 0 if the class has no examples.
+        totals: number of examples of each class, [classes].
 
     Returns:
         Integers [clients, classes] that add up to the totals; rounding gives each example to exactly one client.
@@ -63,12 +63,12 @@ def redraw_until_large(
     """Draw counts until every client is large enough.
 
     Args:
-        draw: gives examples per client and class, [clients, classes].
+        draw: function that draws examples per client and class, [clients, classes].
         n: number of all examples.
         client_count: number of clients.
         min_size: smallest number of examples of a client.
         max_redraws: number of draws before giving up.
-        alpha: concentration by which the counts are drawn, for messages.
+        alpha: concentration with which the counts are drawn, for messages.
 
     Raises:
         DataError: if no draw is large enough.
@@ -98,7 +98,7 @@ def deal_classes(positions: Sequence[IntArray], counts: IntArray) -> Parts:
 
     Args:
         positions: positions of each class in the order in which clients take them, one array per class.
-        counts: examples per client and class, [clients, classes]; what they leave stays unused.
+        counts: examples per client and class, [clients, classes]; remaining examples stay unused.
 
     Returns:
         The sorted positions of each client.

@@ -28,7 +28,7 @@ def check_labels(
     """Reject examples without the class labels that a partition needs, and more clients than examples.
 
     Args:
-        labels: one row per example.
+        labels: labels, one row per example.
         class_count: number of classes; 0 for a regression.
         client_count: number of clients.
         ignores_labels: whether the partition ignores labels.
@@ -49,13 +49,13 @@ def check_labels(
 
 
 def describe_array(x: Any) -> str:
-    """Type and shape of a tensor or an array, e.g. ``float32 [3, 2]``, for messages."""
+    """Describe type and shape of a tensor or an array for messages, e.g. ``float32 [3, 2]``."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def check_finite_values(name: str, x: Tensor) -> None:
-    """Reject values [n, ...] with a NaN or an infinity, by a DataError with their number and the first."""
-    # a sum is finite only if all its terms are; where it overflows, the terms decide
+    """Reject values [n, ...] with a NaN or an infinity; the DataError has their number and the first one."""
+    # a sum is finite only if all its terms are; if it is not, the terms are tested, because the sum may overflow
     if not x.is_floating_point() or math.isfinite(x.sum().item()):
         return
     invalid_rows = [
@@ -72,7 +72,7 @@ def check_finite_values(name: str, x: Tensor) -> None:
 
 
 def split_rows(x: Tensor, max_values: int = 2**20) -> Iterator[tuple[int, Tensor]]:
-    """Consecutive rows of x with at most that many values, each with the position of its first row.
+    """Yield consecutive rows of x with at most ``max_values`` values, each with the position of its first row.
 
     Temporary results of a chunk stay small beside a data set of many hundred megabytes.
     """

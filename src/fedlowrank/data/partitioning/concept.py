@@ -28,7 +28,7 @@ class Concept(CheckedFields):
     """No concept: all clients see their examples unchanged, and there are no clusters."""
 
     def cluster(self, client_id: int) -> int | None:
-        """The ground-truth task of a client, or None if there are no clusters."""
+        """Index of a client's ground-truth task, or None if there are no clusters."""
         return None
 
     def check(self, partition: Partition, augment: Augment) -> None:
@@ -39,11 +39,11 @@ class Concept(CheckedFields):
         return 0
 
     def transform(self, examples: Examples, cluster: int, class_count: int) -> Examples:
-        """The examples as a cluster sees them; the same object if nothing changes.
+        """Transform examples to those that a cluster sees; the same object if nothing changes.
 
         Args:
-            examples: of one client, any number.
-            cluster: from 0 on.
+            examples: examples of one client, any number.
+            cluster: index of the cluster, from 0.
             class_count: number of classes; 0 for a regression.
 
         Raises:
@@ -52,7 +52,7 @@ class Concept(CheckedFields):
         return examples
 
     def note(self, cluster: int) -> str:
-        """What to append to notes about a client's classes; may be empty."""
+        """Text to append to notes about a client's classes; may be empty."""
         return ""
 
 
@@ -84,8 +84,8 @@ class Rotation(ClusteredConcept):
 
     Attributes:
         fill: value outside of the image for other angles than quarter turns, in the units of the inputs after
-            normalization: black. That is 0 with data.normalize = "none" or "scale" (if the training part has
-            black pixels), but not with "standard".
+            normalization. 0 is black with data.normalize = "none" or "scale" (if the training part has black pixels),
+            but not with "standard".
     """
 
     fill: float = 0.0
@@ -162,8 +162,8 @@ class LabelShift(ClusteredConcept):
 class NaturalClusters(ClusteredConcept):
     """The clients' tasks differ already; nothing is changed, but their clusters become known.
 
-    Use it with partition ``label_groups`` and as many groups; or with ``natural`` and all clients, if client
-    k in the order of the ids is of cluster k mod C, as in the synthetic sources.
+    Use it with partition ``label_groups`` and as many groups; or with ``natural`` and all clients, if client k in the
+    order of the ids belongs to cluster k mod C, as in the synthetic sources.
     """
 
     def check(self, partition: Partition, augment: Augment) -> None:
@@ -196,14 +196,14 @@ CONCEPTS: dict[str, type] = {
 
 
 def apply_concept(concept: Concept, clients: Sequence[ClientData], class_count: int) -> list[ClientData]:
-    """Transform the examples of every client as its cluster sees them; ``class_count`` is 0 for a regression.
+    """Transform the examples of every client to those that its cluster sees; ``class_count`` is 0 for a regression.
 
     Clients of one cluster still share the tensors that they shared before.
 
     Raises:
         DataError: if the concept does not apply to the examples.
     """
-    # A test part that all clients share is transformed once per cluster, not once per client, to save memory.
+    # a test part that all clients share is transformed once per cluster, not once per client, to save memory
     cache: dict[tuple[int, int], Examples] = {}
     transformed_clients = []
     for k, data in enumerate(clients):
@@ -224,17 +224,17 @@ def rotate_images(x: Tensor, angle: float, fill: float) -> Tensor:
     """Rotate images [n, channels, height, width] about their center by bilinear interpolation.
 
     Args:
-        x: the images; they stay unchanged.
-        angle: in radians, counter-clockwise.
+        x: images to rotate; they stay unchanged.
+        angle: angle in radians, counter-clockwise.
         fill: value outside of the images.
     """
     if len(x) == 0:
         return x
     height, width = x.shape[2:]
     cos, sin = math.cos(angle), math.sin(angle)
-    # Source of each pixel, in units of half the height and half the width; rows count downwards.
+    # source of each pixel, in units of half the height and half the width; rows count downwards
     theta = torch.tensor([[cos, -sin * height / width, 0], [sin * width / height, cos, 0]], device=x.device)
     grid = functional.affine_grid(theta[None].to(x.dtype), [1, 1, height, width], align_corners=False)
-    # grid_sample can only pad with 0.
+    # grid_sample can only pad with 0
     out = functional.grid_sample(x - fill, grid.expand(len(x), -1, -1, -1), align_corners=False) + fill
     return out.contiguous()

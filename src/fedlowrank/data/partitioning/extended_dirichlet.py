@@ -1,4 +1,4 @@
-"""A partition that limits the classes of each client and draws how much of them it gets."""
+"""A partition that limits the classes of each client and draws its share of each class."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class ExtendedDirichlet(CheckedFields):
 
     - Each client draws its classes uniformly without replacement. All clients draw again until every class that occurs
       belongs to at least one of them.
-    - Each class is spread over its clients alone, in proportions drawn from a symmetric Dirichlet distribution. All
+    - Each class is spread only over its clients, in proportions drawn from a symmetric Dirichlet distribution. All
       classes are spread again until every client is large enough.
 
     All examples are used. A small ``alpha`` may give a client no example of one of its classes. Source: Li & Lyu,
     "Convergence Analysis of Sequential Federated Learning on Heterogeneous Data" (NeurIPS 2023, arXiv:2311.03154),
-    whose ExDir(C, α) this is; both redraws are this package's.
+    where it is ExDir(C, α); both redraws are additions of this package.
 
     Attributes:
         clients: number of clients, at least 1.
         classes_per_client: number k of classes of each client (C of the paper), from 1 to the number of classes;
             ``clients`` times k must be at least the number of classes.
-        alpha: concentration α, above 0; small: of its clients, one gets most of a class; large: equal parts.
+        alpha: concentration α, above 0; small: one of its clients gets most of a class; large: equal parts.
         min_size: smallest number of examples of a client, at least 1.
         max_redraws: number of draws of classes, and of proportions, before giving up, at least 1.
     """
@@ -75,7 +75,7 @@ class ExtendedDirichlet(CheckedFields):
     def _draw_owners(
         self, nonempty_classes: IntArray, class_count: int, generator: np.random.Generator
     ) -> np.ndarray:
-        """Whether each client has each class, bool [clients, classes]."""
+        """Draw whether each client has each class, bool [clients, classes]."""
         k, nonempty_count = self.classes_per_client, len(nonempty_classes)
         if k > nonempty_count:
             raise DataError(

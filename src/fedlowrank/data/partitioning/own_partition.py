@@ -1,4 +1,4 @@
-"""A partition by a function of the user's own, and the check of what it returns."""
+"""A partition by a function of the user, and the check of what it returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .apportion import IntArray, Parts
 from .checks import check_labels
 
 PartitionFunction = Callable[..., Any]
-"""``function(labels, natural, generator, **options)``, which gives the positions of each client's examples."""
+"""Function ``function(labels, natural, generator, **options)`` that returns the positions of each client's examples."""
 
 _SIGNATURE = "function(labels, natural, generator, **options)"
 
@@ -27,15 +27,15 @@ _SIGNATURE = "function(labels, natural, generator, **options)"
 class OwnPartition(CheckedFields):
     """A function of your own assigns the examples: ``function(labels, natural, generator, **options)``.
 
-    It gets the labels of all examples, integers ``[n]`` (of a regression the targets ``[n, d]``); their natural
-    clients, integers ``[n]`` with a negative number for none, or None where the data name none; and a NumPy generator
-    seeded by the run, the only source of randomness that makes a run repeatable. It returns a list with the positions
-    of each client's examples, from 0 to n - 1. No position may occur twice; those that do not occur stay unused.
+    The function gets the labels of all examples, integers ``[n]`` (the targets ``[n, d]`` for a regression); their
+    natural clients, integers ``[n]`` with a negative number for none, or None if the data have none; and a NumPy
+    generator seeded by the run, the only source of randomness that makes a run repeatable. It returns a list with the
+    positions of each client's examples, from 0 to n - 1. No position may occur twice; missing positions stay unused.
 
     Attributes:
-        kind: ``module:function``.
-        options: further entries of the table, which the function gets as keyword arguments. With ``clients`` it must
-            return as many clients.
+        kind: name of the function, ``module:function``.
+        options: further entries of the table, which the function gets as keyword arguments. If ``clients`` is among
+            them, the function must return that many clients.
     """
 
     repeatable: ClassVar[bool] = False
@@ -51,21 +51,21 @@ class OwnPartition(CheckedFields):
 
     @property
     def clients(self) -> int | None:
-        """Number of clients, where the options say it."""
+        """Number of clients, if the options contain it."""
         count = self.options.get("clients")
         return count if isinstance(count, int) else None
 
     def with_function(self) -> OwnPartition:
-        """The partition with its function; this runs the module of one that is only named.
+        """Return the partition with its function; a function that is only named is imported, which runs its module.
 
         Raises:
-            ConfigError: if it cannot be imported, is no function, or takes other arguments.
+            ConfigError: if the function cannot be imported, is no function, or takes other arguments.
         """
         function = self.function or import_named(self.kind, "partition.kind")
         return _set_function(self, function)
 
     def to_dict(self) -> dict[str, Any]:
-        """The table that it is read from."""
+        """The table from which the partition is read."""
         return {"kind": self.kind, **self.options}
 
     def assign(
@@ -74,13 +74,13 @@ class OwnPartition(CheckedFields):
         """See :meth:`fedlowrank.data.partitioning.partition.Partition.assign`.
 
         Raises:
-            DataError: if the function returns something else than the positions of each client.
+            DataError: if the function returns anything but the positions of each client.
         """
         n = check_labels(labels, class_count, 1, ignores_labels=True)
         function = self.with_function().function
         if function is None:
             raise AssertionError("an imported partition has a function")
-        # copies: what the function does to them is its own affair
+        # copies, because the function may modify them
         arguments = (
             labels.copy(),
             None if natural_clients is None else natural_clients.copy(),
@@ -89,7 +89,7 @@ class OwnPartition(CheckedFields):
         return self._check_positions(function(*arguments, **self.options), n)
 
     def _check_positions(self, result: Any, n: int) -> Parts:
-        """The sorted positions of each client."""
+        """Check the function's result and return the sorted positions of each client."""
         name = f"partition {self.kind!r}"
         if isinstance(result, (str, Mapping)) or not hasattr(result, "__iter__"):
             raise DataError(
@@ -145,10 +145,10 @@ class OwnPartition(CheckedFields):
 
 
 def as_partition(value: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """A partition from what a user gives: a partition, or a function that assigns the examples.
+    """Convert a user's value to a partition: a partition, or a function that assigns the examples.
 
     Args:
-        value: a partition is returned as it is.
+        value: partition, which is returned unchanged, or function.
         options: keyword arguments of the function.
 
     Raises:
@@ -164,15 +164,15 @@ def as_partition(value: Any, options: Mapping[str, Any] | None = None) -> Any:
 
 
 def is_own_function(kind: Any) -> bool:
-    """Whether the kind of a partition is a function of the user's own."""
+    """Whether the kind of a partition is a function of the user."""
     return callable(kind) or ":" in str(kind)
 
 
 def read_own_partition(table: Mapping[str, Any]) -> Any:
-    """The partition of a table whose ``kind`` is ``module:function``, or a function.
+    """Make the partition of a table whose ``kind`` is ``module:function`` or a function.
 
     Raises:
-        ConfigError: if the name has not two parts.
+        ConfigError: if the name does not have two parts.
     """
     kind, options = table["kind"], {name: value for name, value in table.items() if name != "kind"}
     if callable(kind):
@@ -190,7 +190,7 @@ def _set_function(partition: OwnPartition, function: Any) -> OwnPartition:
     try:
         inspect.signature(function).bind(None, None, None, **partition.options)
     except ValueError:
-        # a function without a signature that can be read is called as it is
+        # a function whose signature cannot be read is called without this check
         pass
     except TypeError as error:
         options_text = "".join(f", {name}={value!r}" for name, value in partition.options.items())

@@ -1,7 +1,7 @@
 """Partitions: rules that assign the examples of a data set to clients.
 
-A partition sees labels and natural client ids, never inputs. It returns positions, so that it can be tested,
-plotted and compared without the data.
+A partition sees labels and natural client ids, never inputs. It returns positions, so it can be tested, plotted and
+compared without the data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Partition(Protocol):
     """A rule that assigns examples to clients.
 
     Attributes:
-        repeatable: whether the rule can assign further examples: no client draws a class mixture.
+        repeatable: whether the rule can assign further examples, which requires that no client draws a class mixture.
     """
 
     repeatable: ClassVar[bool]
@@ -47,9 +47,9 @@ class Partition(Protocol):
         """Assign n examples to clients.
 
         Args:
-            labels: label of each example, integers [n] in 0..classes-1; the targets [n, d] of a regression.
+            labels: label of each example, integers [n] in 0..classes-1, or the targets [n, d] of a regression.
             class_count: number of classes; 0 for a regression, which only ``iid`` and ``natural`` accept.
-            key: randomness.
+            key: key of the randomness.
             natural_clients: natural client of each example, integers [n], or None. A negative id means no client.
 
         Returns:
@@ -181,11 +181,11 @@ class EqualDirichlet(CheckedFields):
         size: int,
         generator: np.random.Generator,
     ) -> IntArray:
-        """Counts of each class among ``size`` draws without replacement, [classes].
+        """Draw ``size`` examples without replacement and count them by class, [classes].
 
-        Draws beyond the remaining examples of a class are drawn again, which has the distribution of single
-        draws. Where the mixture of all remaining classes underflows, it is drawn anew from their Dirichlet
-        distribution, in log space: the renormalized mixture of some classes does not depend on the others.
+        Draws beyond the remaining examples of a class are repeated, which gives the distribution of single draws. If
+        the mixture of all remaining classes underflows, it is redrawn from their Dirichlet distribution, in log
+        space: the renormalized mixture of some classes does not depend on the others.
         """
         counts, log_gammas = np.zeros_like(available_counts), None
         while (missing_count := size - int(counts.sum())) > 0:
@@ -201,7 +201,7 @@ class EqualDirichlet(CheckedFields):
 
 
 def _draw_log_gamma(shape: FloatArray, generator: np.random.Generator) -> FloatArray:
-    """Logarithms of gamma variates: log G(a) = log G(a + 1) + log(U) / a, at least the smallest float64."""
+    """Draw logarithms of gamma variates: log G(a) = log G(a + 1) + log(U) / a, at least the smallest float64."""
     minimum = np.finfo(np.float64).min
     logs = np.full(len(shape), minimum)
     a = shape[shape > 0]
@@ -256,8 +256,8 @@ class Pathological(CheckedFields):
                     f"class {c} has {totals[c]} examples for {len(owners)} clients. "
                     "Lower partition.clients or partition.classes_per_client."
                 )
-            # With at least as many examples as owners, every owner gets one: weights differ by a factor below
-            # 1.5, so a share below 1 has a larger remainder than any share above 1.
+            # with at least as many examples as owners, every owner gets one: weights differ by a factor below
+            # 1.5, so a share below 1 has a larger remainder than any share above 1
             counts[owners, c] = round_shares(weight_generator.uniform(0.4, 0.6, len(owners)), int(totals[c]))
             class_positions[c] = order_generator.permutation(np.flatnonzero(labels == c))
         return deal_classes(class_positions, counts)
@@ -265,14 +265,14 @@ class Pathological(CheckedFields):
     def _draw_owners(
         self, nonempty_classes: IntArray, class_count: int, generator: np.random.Generator
     ) -> np.ndarray:
-        """Whether each client owns each class, bool [clients, classes]."""
+        """Draw whether each client owns each class, bool [clients, classes]."""
         slots, extra = divmod(self.clients * self.classes_per_client, len(nonempty_classes))
         free_slots = np.full(len(nonempty_classes), slots)
         free_slots[generator.permutation(len(nonempty_classes))[:extra]] += 1
         is_owner = np.zeros((self.clients, class_count), dtype=bool)
         for client_id in range(self.clients):
             ties = generator.random(len(nonempty_classes))
-            # Free slots differ by at most one at any time, so k classes always have one.
+            # free slots differ by at most one at any time, so k classes always have one
             class_indices = np.lexsort((ties, -free_slots))[: self.classes_per_client]
             free_slots[class_indices] -= 1
             is_owner[client_id, nonempty_classes[class_indices]] = True
@@ -329,9 +329,9 @@ class Natural(CheckedFields):
 class LabelGroups(CheckedFields):
     """Groups of clients with disjoint classes; random assignment within a group. Uses all examples.
 
-    The classes are divided into groups of equal size, in order: with 100 classes and 10 groups, classes 0 to
-    9 are group 0. Clients k with k mod groups = g share the examples of group g. Use it with concept
-    ``natural`` and as many clusters. This is how FLoRAL partitions CIFAR-100.
+    The classes are divided into groups of equal size, in order: with 100 classes and 10 groups, classes 0 to 9 are
+    group 0. Clients k with k mod groups = g share the examples of group g. Use it with concept ``natural`` and as
+    many clusters. FLoRAL partitions CIFAR-100 in this way.
 
     Attributes:
         groups: number of groups, at least 1; it must divide the number of classes.

@@ -1,4 +1,4 @@
-"""Partitions of a data set as flwr-datasets and the library ``datasets`` make them, one for each client."""
+"""Partitions of a data set made by flwr-datasets or the library ``datasets``, one for each client."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SPLITS = ("train", "val", "test")
 def read_partitions(
     partitions: Any, label: str, features: Sequence[str], split: str, size: int | None, channels: int
 ) -> tuple[list[ArrayPair | Mapping[str, ArrayPair]], tuple[str, ...]]:
-    """The arrays of each partition, and the names of the classes; see ``Federation.from_partitions``.
+    """Read the arrays of each partition, and the names of the classes; see ``Federation.from_partitions``.
 
     Returns:
-        For each client a pair of inputs and labels, or a dict of such pairs by split.
+        A pair of inputs and labels for each client, or a dict of such pairs by split; and the names of the classes.
 
     Raises:
-        DataError: if ``datasets`` is missing or a partition does not fit.
+        DataError: if ``datasets`` is missing or a partition does not fit the others.
     """
     try:
         import datasets as library
@@ -53,7 +53,7 @@ def read_partitions(
 
 
 def _load_partitions(partitions: Any, split: str) -> list[Any]:
-    """A list of the partitions; those of a ``FederatedDataset`` are loaded one after the other."""
+    """List the partitions; those of a ``FederatedDataset`` are loaded one after the other."""
     if not hasattr(partitions, "load_partition"):
         if isinstance(partitions, Mapping) or not isinstance(partitions, Sequence):
             raise DataError(
@@ -79,7 +79,7 @@ def _load_partitions(partitions: Any, split: str) -> list[Any]:
 
 
 def _list_splits(library: Any, partition: Any, client_id: int) -> dict[str, Any]:
-    """The splits of a partition by name; a single data set has the empty name."""
+    """Splits of a partition by name; a single data set has the empty name."""
     if isinstance(partition, library.Dataset):
         return {"": partition}
     if not isinstance(partition, library.DatasetDict):

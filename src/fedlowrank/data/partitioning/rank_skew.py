@@ -17,12 +17,12 @@ from .checks import check_labels, check_positive
 
 # ruff: noqa: ARG002 - the rule ignores natural clients
 
-# The iterative fit stops after this many iterations, or when all sizes have this relative error. Whole
-# examples are then added where some are missing.
+# The iterative fit stops after this many iterations, or once all sizes have this relative error. Missing
+# whole examples are added afterwards.
 _MAX_ITERATIONS = 500
 _MAX_RELATIVE_ERROR = 1e-4
 
-# Share of the data's own mixture in every client's, so that sizes and class totals can be met together.
+# share of the data's mixture in every client's mixture, so that sizes and class totals can be met together
 _MIN_PRIOR_SHARE = 1e-9
 
 
@@ -30,9 +30,9 @@ _MIN_PRIOR_SHARE = 1e-9
 class RankSkew(CheckedFields):
     """Clients of larger rank get more examples and a more skewed class mixture. Uses all examples.
 
-    Source: Peng et al., "FedHL", Section VI-A, Case 2: 100 clients, Dirichlet with 0.3, ranks scaled to them
-    with mean 16; "clients with larger LoRA ranks are assigned more data and a more skewed local
-    distribution". The paper gives no formula; the rule here is:
+    Source: Peng et al., "FedHL", Section VI-A, Case 2: 100 clients, Dirichlet with 0.3, ranks scaled to them with
+        mean 16; "clients with larger LoRA ranks are assigned more data and a more skewed local distribution". The
+        paper gives no formula; the rule here is:
 
     - Client k of K has rank r_k = ranks[floor(k·len(ranks)/K)]. The mean is kept if len(ranks) divides K.
     - Its size n_k is proportional to r_k^size_exponent, rounded by the largest remainder to add up to n.
@@ -41,15 +41,16 @@ class RankSkew(CheckedFields):
       symmetric Dir(α_k).
     - The table of counts, clients by classes, starts at n_k times the mixture. Its rows are scaled to the
       sizes and its columns to the class totals in turn (iterative proportional fitting), and it is rounded to
-      integers with exactly these sums. So no client has to take what the others left.
+      integers with exactly these sums. No client is therefore limited to examples that the others left.
     - The examples of a class are assigned at random.
 
     Attributes:
         clients: number of clients K, at least the number of ranks.
         ranks: ranks in the order of the clients, each at least 1; repeated evenly over the clients.
         alpha: concentration of the mixture at the mean rank, above 0; small: few classes per client.
-        size_exponent: how sizes grow with the rank, at least 0; 1: in proportion; 0: equal sizes.
-        skew: how the concentration falls with the rank, at least 0; 1: in inverse proportion; 0: not at all.
+        size_exponent: exponent of the growth of sizes with the rank, at least 0; 1: in proportion; 0: equal sizes.
+        skew: exponent of the fall of the concentration with the rank, at least 0; 1: in inverse proportion; 0: no
+            fall.
         min_size: smallest number of examples of a client, at least 1.
     """
 
@@ -88,7 +89,7 @@ class RankSkew(CheckedFields):
         return deal_classes(shuffle_classes(labels, class_count, (key / "order").numpy()), counts)
 
     def _draw_mixtures(self, ranks: FloatArray, totals: IntArray, key: Key) -> FloatArray:
-        """Class mixture of each client, [clients, classes]; rows add up to 1."""
+        """Draw the class mixture of each client, [clients, classes]; rows add up to 1."""
         nonempty_classes = np.flatnonzero(totals)
         prior = totals[nonempty_classes] / totals.sum()
         alphas = self.alpha * (ranks.mean() / ranks) ** self.skew
@@ -111,7 +112,7 @@ def assign_ranks(ranks: Sequence[int], client_count: int) -> list[int]:
 
 
 def _fit_counts(mixtures: FloatArray, sizes: IntArray, totals: IntArray) -> IntArray:
-    """Integers [clients, classes] near the mixtures, with the sizes as row and the totals as column sums."""
+    """Fit integers [clients, classes] to the mixtures, with the sizes as row sums and the totals as column sums."""
     table = mixtures * sizes[:, None]
     is_nonempty = totals > 0
     for _ in range(_MAX_ITERATIONS):
@@ -120,7 +121,7 @@ def _fit_counts(mixtures: FloatArray, sizes: IntArray, totals: IntArray) -> IntA
         if (np.abs(row_sums - sizes) <= _MAX_RELATIVE_ERROR * sizes).all():
             break
         table *= (sizes / row_sums)[:, None]
-    # No sum may exceed its target, so that examples need only be added.
+    # no sum may exceed its target, so that examples need only be added
     table *= np.minimum(1, sizes / table.sum(1))[:, None]
     table[:, is_nonempty] *= np.minimum(1, totals[is_nonempty] / table[:, is_nonempty].sum(0))
     counts: IntArray = np.floor(table).astype(np.int64)
@@ -140,7 +141,7 @@ def _add_missing(counts: IntArray, fractions: FloatArray, sizes: IntArray, total
         client_id, label = divmod(int(cell), counts.shape[1])
         if missing_by_client[client_id] > 0 and missing_by_class[label] > 0:
             add(client_id, label, 1)
-    # One more per cell may not be enough. If a client misses examples, so does a class.
+    # one more example per cell may not be enough; if a client lacks examples, so does a class
     while missing_by_client.any():
         client_id, label = int(missing_by_client.argmax()), int(missing_by_class.argmax())
         add(client_id, label, min(missing_by_client[client_id], missing_by_class[label]))

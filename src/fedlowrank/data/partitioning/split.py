@@ -27,10 +27,10 @@ class Pool(CheckedFields):
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
-        """What partitions use, of all examples: strata [n] if there are any, else labels [n].
+        """Values of all examples that partitions use: strata [n] if there are any, else labels [n].
 
-        A regression gives its targets [n, d]. Labels of pixels or tokens, which no partition can use, become zeros
-        [n, 1].
+        For a regression they are its targets [n, d]. Labels of pixels or tokens, which no partition can use, become
+        zeros [n, 1].
         """
         train, test = self.dataset.train, self.dataset.test
         if self.dataset.strata is not None:
@@ -65,9 +65,9 @@ class Pool(CheckedFields):
 TestUse: TypeAlias = Literal["unused", "merged", "shared", "whole"]
 """Use of the official test part.
 
-``unused``: nothing. ``merged``: the partition assigns it together with the training part, if there is one.
-``shared``: the partition assigns it separately, by the same rule. ``whole``: every client sees all of it. The
-last two need a test part.
+``unused``: it is not used. ``merged``: the partition assigns it together with the training part, if there is one.
+``shared``: the partition assigns it separately, by the same rule. ``whole``: every client sees all of it. The last
+two need a test part.
 """
 
 
@@ -92,11 +92,11 @@ class Split(Protocol):
         """Divide the examples of one client.
 
         Args:
-            pool: the whole data set.
-            positions: sorted positions that the partition assigned to the client; test examples are among them if
-                the official test part is merged or shared.
-            client_id: its number, for messages.
-            key: randomness of this client.
+            pool: pool of the whole data set.
+            positions: sorted positions that the partition assigned to the client, including test examples if the
+                official test part is merged or shared.
+            client_id: number of the client, for messages.
+            key: key of this client's randomness.
 
         Raises:
             DataError: if the client has too few examples; the message names it.
@@ -110,11 +110,11 @@ class LocalSplit(CheckedFields):
 
     Attributes:
         train: share for training, above 0.
-        val: share for validation; with 0 there is none.
-        test: share for the test, above 0. The three add up to 1. A client has at least one example in each
+        val: share for validation; 0 for no validation part.
+        test: share for the test, above 0. The three shares add up to 1. A client has at least one example in each
             part whose share is above 0.
-        pool: ``train`` partitions the official training part and leaves the official test part unused;
-            ``all`` partitions both together.
+        pool: ``train`` partitions the official training part and leaves the official test part unused; ``all``
+            partitions both together.
     """
 
     train: float = 0.8
@@ -150,7 +150,7 @@ class LocalSplit(CheckedFields):
 
     @lru_cache(maxsize=1024)  # noqa: B019 - clients of one size are divided alike; a split is small
     def _find_ends(self, size: int) -> tuple[int, int]:
-        """Where training and validation examples end, of that many examples in random order."""
+        """Positions at which training and validation examples end, among ``size`` examples in random order."""
         shares = np.array([self.train, self.val, self.test])
         counts, min_counts = round_shares(shares, size), shares > 0
         while (is_missing := counts < min_counts).any():
@@ -164,7 +164,7 @@ class _OfficialTest(CheckedFields):
     """Tests on the official test part; a share of the client's own examples is for validation.
 
     Attributes:
-        val: share of the client's training examples for validation, from 0 to below 1; above 0 at least one.
+        val: share of the client's training examples for validation, from 0 to below 1; above 0 at least one example.
     """
 
     official_test: ClassVar[TestUse] = "whole"
@@ -176,7 +176,7 @@ class _OfficialTest(CheckedFields):
             raise ConfigError(f"split.val must be a share from 0 to below 1, not {self.val!r}.")
 
     def _hold_out(self, positions: IntArray, client_id: int, key: Key) -> tuple[IntArray, IntArray]:
-        """Sorted positions for training and for validation."""
+        """Split sorted positions into those for training and for validation."""
         val = self.val
         if val == 0:
             return positions, positions[:0]
@@ -194,13 +194,13 @@ class _OfficialTest(CheckedFields):
 class Matched(_OfficialTest):
     """Test examples from the official test part, in the class mixture of the client's own examples.
 
-    The test examples of one client are distinct, but two clients may have some in common. The mixture is that
-    of all training and validation examples of the client, rounded by the largest remainder. This is how
-    FedSLR tests personalized models.
+    The test examples of one client are distinct, but two clients may have some in common. The mixture is that of all
+    training and validation examples of the client, rounded by the largest remainder. FedSLR tests personalized models
+    in this way.
 
     Attributes:
-        test_per_client: number of test examples of each client, at least 1; fewer if the test part has too
-            few of a class, which the client's notes then report.
+        test_per_client: number of test examples of each client, at least 1; fewer if the test part has too few of a
+            class, which the client's notes then report.
     """
 
     test_per_client: int = 100

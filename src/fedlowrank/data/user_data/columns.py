@@ -9,12 +9,12 @@ from typing import Any
 from ...core.errors import DataError, did_you_mean
 
 _TARGET_NAMES = ("label", "labels", "target", "targets", "y")
-"""Names by which a target is recognized if the user names none."""
+"""Names of columns that are recognized as targets if the user names none."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a table that the user names.
+    """Columns of a table that the user names.
 
     Attributes:
         client: column of the clients of a data frame.
@@ -29,15 +29,15 @@ class Columns:
     split: Any = None
 
     def choose(self, keys: Sequence[Any], prefix: str, description: str) -> tuple[Any, list[Any]]:
-        """The target and the inputs among the keys of a dict.
+        """Choose the target and the inputs among the keys of a dict.
 
         Args:
-            keys: the keys.
-            prefix: begins a message.
-            description: what has the keys, for messages.
+            keys: keys of the dict.
+            prefix: beginning of the message.
+            description: description of the object that has the keys, for messages.
 
         Raises:
-            DataError: if a key does not exist, or none is named as targets usually are.
+            DataError: if a key does not exist, or no key has a usual name of targets.
         """
         target = self.target
         if target is None:
@@ -58,7 +58,7 @@ class Columns:
         return target, features
 
     def refuse(self, prefix: str, description: str) -> None:
-        """Reject a choice of columns where there are none."""
+        """Reject a choice of columns for data that have none."""
         for name, value in (("target", self.target), ("features", self.features)):
             if value is not None:
                 raise DataError(

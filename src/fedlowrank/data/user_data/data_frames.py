@@ -1,4 +1,4 @@
-"""Data frames of pandas as clients: columns of numbers as inputs, a column of the client and one of the target."""
+"""Pandas data frames as clients: numeric columns as inputs, a column of the client and one of the target."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ SPLITS = ("train", "val", "test")
 
 
 def is_frame(value: Any) -> bool:
-    """Whether this is a ``pandas.DataFrame``; does not import pandas."""
+    """Whether a value is a ``pandas.DataFrame``; does not import pandas."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(value, pandas.DataFrame)
 
 
 def read_frame_clients(frame: DataFrame, columns: Columns) -> list[tuple[str, dict[str, tuple[Any, Any]]]]:
-    """The clients of one data frame, sorted by name.
+    """Read the clients of one data frame, sorted by name.
 
     Returns:
-        For each client its name, and a pair of a data frame of inputs ``[n, features]`` and targets by part; under
-        the empty name if the frame has no column of parts.
+        The name of each client, with a pair of a data frame of inputs ``[n, features]`` and targets by part; the
+        part's name is empty if the frame has no column of parts.
 
     Raises:
-        DataError: if a column does not exist, is no column of numbers, or has empty cells.
+        DataError: if a column does not exist, is not numeric, or has empty cells.
     """
     column_names = [*frame.columns]
     if columns.client is None or columns.target is None:
@@ -78,16 +78,16 @@ def read_frame_clients(frame: DataFrame, columns: Columns) -> list[tuple[str, di
 
 
 def read_frame_pair(frame: DataFrame, columns: Columns, title: str) -> tuple[Any, Any]:
-    """Inputs, a data frame, and targets of one client's data frame; ``title`` is the client, for messages."""
+    """Inputs (a data frame) and targets of one client's data frame; ``title`` names the client in messages."""
     targets, features = _choose_columns(frame, columns, [], f"{title}: its DataFrame")
     return _take_pair(frame, targets, features, f"{title}: ")
 
 
 def convert_frame(frame: DataFrame, prefix: str = "") -> Any:
-    """All columns as an array: int64 if they hold whole numbers, else float64.
+    """Convert all columns to an array: int64 if all hold whole numbers, else float64.
 
     Raises:
-        DataError: if a column holds no numbers, or has empty cells; the message names it.
+        DataError: if a column is not numeric, or has empty cells; the message names it.
     """
     kinds = [_check_numbers(frame.iloc[:, i], prefix) for i in range(frame.shape[1])]
     return frame.to_numpy(dtype=np.int64 if all(kind in "iu" for kind in kinds) else np.float64)
@@ -96,7 +96,7 @@ def convert_frame(frame: DataFrame, prefix: str = "") -> Any:
 def _choose_columns(
     frame: DataFrame, columns: Columns, key_columns: list[Any], title: str
 ) -> tuple[list[Any], list[Any]]:
-    """Columns of targets and of inputs."""
+    """Choose the columns of targets and of inputs."""
     column_names = [*frame.columns]
     targets = [*columns.target] if isinstance(columns.target, list | tuple) else [columns.target]
     required_names = [*key_columns, *targets, *(columns.features or ())]
@@ -130,8 +130,8 @@ def _take_pair(
 
 
 def _check_numbers(column: Series, prefix: str) -> str:
-    """The kind of numpy of a column of numbers."""
-    # the type below pandas' own types of numbers, which know empty cells
+    """Check a numeric column and return the numpy kind of its type."""
+    # the numpy type behind pandas' own numeric types, which support empty cells
     kind = str(getattr(column.dtype, "numpy_dtype", column.dtype).kind)
     name = column.name
     if kind not in "biuf" or str(column.dtype) == "category":
@@ -162,13 +162,13 @@ def _check_splits(column: Series) -> None:
 
 
 def _find_first_row(mask: Series) -> Any:
-    """The index of the first row where the column is true."""
+    """Index of the first row where a boolean column is true."""
     row = mask.index[mask.to_numpy()][0]
     return row.item() if isinstance(row, np.generic) else row
 
 
 def _advise_encoding(column: Series) -> str:
-    """How to make numbers of a column that holds none."""
+    """Advise how to convert a column that holds no numbers."""
     if column.dtype.kind == "M":
         difference = (
             f"(frame[{column.name!r}] - pandas.Timestamp('2020-01-01', tz={_name_time_zone(column)!r}))"
@@ -185,7 +185,7 @@ def _advise_encoding(column: Series) -> str:
 
 
 def _name_time_zone(column: Series) -> str | None:
-    """The name of the time zone of a column of times, or None."""
+    """Name of the time zone of a column of times, or None."""
     zone = getattr(column.dt, "tz", None)
     return None if zone is None else str(zone)
 

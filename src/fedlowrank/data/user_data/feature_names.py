@@ -23,13 +23,13 @@ def match_columns(clients: Sequence[GivenClient]) -> tuple[list[GivenClient], Fe
     """Put the columns of all data frames in the order of the first one.
 
     Args:
-        clients: as they were given.
+        clients: clients as the user gave them.
 
     Returns:
-        The clients, and the names of the columns of their inputs. Arrays have no names and stay as they are.
+        The clients, and the names of the columns of their inputs. Arrays have no names and stay unchanged.
 
     Raises:
-        DataError: if a data frame has other columns than the first one, or several of one name.
+        DataError: if a data frame has other columns than the first one, or several with one name.
     """
     inputs: dict[str, tuple[Any, ...]] = {}
     targets: dict[str, tuple[Any, ...]] = {}
@@ -47,15 +47,15 @@ def match_columns(clients: Sequence[GivenClient]) -> tuple[list[GivenClient], Fe
 
 
 def order_columns(frame: DataFrame, names: Sequence[Any], title: str) -> DataFrame:
-    """The columns of a data frame in the order of these names.
+    """Put the columns of a data frame in the order of given names.
 
     Args:
-        frame: the data frame.
-        names: of all columns, each once.
-        title: whose columns they are; the message begins with it.
+        frame: data frame to reorder.
+        names: names of all columns, each once.
+        title: description of the columns, with which the message begins.
 
     Raises:
-        DataError: if it has other columns, or several of one name.
+        DataError: if the data frame has other columns, or several with one name.
     """
     columns = [*frame.columns]
     if columns == [*names]:
@@ -80,7 +80,7 @@ def order_columns(frame: DataFrame, names: Sequence[Any], title: str) -> DataFra
 
 
 def _match_all(values: Any, names_by_input: dict[str, tuple[Any, ...]], title: str) -> Any:
-    """Inputs or targets with ordered columns; notes the names of those that are seen first."""
+    """Order the columns of inputs or targets; names that are seen for the first time are recorded."""
     if isinstance(values, Mapping):
         return {
             name: _match_one(value, names_by_input, name, f"{title} {name!r}")

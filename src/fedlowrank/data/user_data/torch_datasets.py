@@ -1,4 +1,4 @@
-"""Data sets of torch read into arrays: map-style ones, whose examples are pairs or dicts."""
+"""Reads map-style torch data sets, whose examples are pairs or dicts, into arrays."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from .columns import Columns
 
 
 def is_torch_data(value: Any) -> bool:
-    """Whether this is a data set or a loader of torch."""
+    """Whether a value is a torch data set or loader."""
     return isinstance(value, Dataset | DataLoader)
 
 
 def read_dataset(dataset: Any, title: str, columns: Columns, key: Key) -> tuple[Any, Any]:
-    """Every example of a data set, read once in order, as inputs and targets ``[n, ...]``.
+    """Read every example of a data set once, in order, as inputs and targets ``[n, ...]``.
 
-    Images of pillow become bytes ``[channels, height, width]``, as torchvision's ``PILToTensor`` makes them.
-    What a data set draws at random (augmentations) is drawn once, from ``key``.
+    Pillow images become bytes ``[channels, height, width]``, as by torchvision's ``PILToTensor``. Random draws of a
+    data set (augmentations) are made once, from ``key``.
 
     Args:
-        dataset: a ``torch.utils.data.Dataset`` with a length, whose examples are ``(x, y)``, where x may be a
-            dict of inputs, or dicts.
-        title: the client, for messages.
-        columns: which keys of examples that are dicts are target and inputs.
-        key: root of all randomness.
+        dataset: ``torch.utils.data.Dataset`` with a length, whose examples are dicts or pairs ``(x, y)``, where x may
+            be a dict of inputs.
+        title: name of the client, for messages.
+        columns: keys of the target and of the inputs, for examples that are dicts.
+        key: root key of all randomness.
 
     Raises:
-        DataError: if it is a stream or a loader, is empty, fails, or its examples do not fit together.
+        DataError: if the data set is a stream or a loader, is empty, fails, or its examples do not fit together.
     """
     type_name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -70,7 +70,7 @@ def read_dataset(dataset: Any, title: str, columns: Columns, key: Key) -> tuple[
 
 
 def _stack_pairs(examples: Sequence[Any], prefix: str, type_name: str, columns: Columns) -> tuple[Any, Any]:
-    """Stacked inputs and targets of examples."""
+    """Stack the inputs and the targets of examples."""
     first_example = examples[0]
     for i, example in enumerate(examples):
         is_pair = isinstance(example, tuple | list) and len(example) == 2
@@ -99,7 +99,7 @@ def _stack_pairs(examples: Sequence[Any], prefix: str, type_name: str, columns: 
 
 
 def _stack(values: list[Any], title: str) -> Any:
-    """Values of examples as one array or tensor ``[n, ...]``, or a dict of them."""
+    """Stack values of examples into one array or tensor ``[n, ...]``, or a dict of them."""
     if isinstance(values[0], Mapping):
         keys = values[0].keys()
         if invalid_indices := [

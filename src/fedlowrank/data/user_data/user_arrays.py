@@ -1,4 +1,4 @@
-"""Arrays from Python code as examples of a client, with errors that say what to pass instead."""
+"""Converts arrays from Python code to examples of a client, with errors that say what to pass instead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .user_clients import GivenClient
 
 Array = np.ndarray[Any, Any] | Tensor
 ArrayPair = tuple[Array | Mapping[str, Array], Array]
-"""Inputs and targets."""
+"""Pair of inputs and targets."""
 
 ONE_HOT_WARNING = (
     "the targets are one-hot rows, so they are learnt as a regression with the squared error. For a "
@@ -40,11 +40,11 @@ BINARY_WARNING = (
 )
 
 TARGET_WARNINGS = ONE_HOT_WARNING, MULTI_HOT_WARNING, BINARY_WARNING
-"""Warnings of targets that another loss than the default fits better."""
+"""Warnings about targets that fit another loss better than the default."""
 
 
 _MAX_SHOWN_CLIENTS = 5
-"""Clients that a message lists."""
+"""Largest number of clients that a message lists."""
 
 
 def make_client(
@@ -56,16 +56,16 @@ def make_client(
     types: InputTypes,
     loss: Loss = AUTO,
 ) -> ClientData:
-    """The data of one client.
+    """Make the data of one client.
 
     Args:
-        user_client: its arrays, one pair to divide at random or several by part.
-        client_id: its number, which with ``key`` determines the division.
+        user_client: arrays of the client, one pair to divide at random or several pairs by part.
+        client_id: number of the client, which determines the division together with ``key``.
         val: share for validation, if there is one pair.
-        test: share for the test, likewise.
-        key: root of all randomness.
-        types: converts the inputs.
-        loss: of the task; says what the targets are.
+        test: share for the test, if there is one pair.
+        key: root key of all randomness.
+        types: converter of the inputs.
+        loss: loss of the task, which determines the kind of the targets.
     """
     title = user_client.title
     parts = {part: make_examples(pair, title, types, part, loss) for part, pair in user_client.parts.items()}
@@ -88,12 +88,12 @@ def make_client(
 def find_untested_warning(
     user_clients: Sequence[GivenClient], data: Sequence[ClientData], test: float
 ) -> str | None:
-    """What a user should know of clients whose share for the test rounds to no example, or None.
+    """Warn of clients whose share for the test rounds to no example; None if there are none.
 
     Args:
-        user_clients: the clients as the user passed them.
-        data: their data.
-        test: the share.
+        user_clients: clients as the user passed them.
+        data: data of the clients.
+        test: share of the examples for the test.
     """
     if not test:
         return None
@@ -115,11 +115,11 @@ def find_untested_warning(
 def make_examples(
     pair: tuple[Any, Any], title: str, types: InputTypes | None = None, part: str = "", loss: Loss = AUTO
 ) -> Examples:
-    """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
+    """Make examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
 
-    These are tensors, numpy arrays, data frames or lists of numbers. :func:`name_classes` checks the range of
-    the labels, of all clients at once. ``types`` converts the inputs; by default no model looks them up. The loss
-    says whether whole numbers are labels or real targets.
+    Inputs and targets are tensors, numpy arrays, data frames or lists of numbers. :func:`name_classes` checks the
+    range of the labels, of all clients together. ``types`` converts the inputs; by default no model looks them up.
+    The loss determines whether whole numbers are labels or real targets.
     """
     types = InputTypes() if types is None else types
     part_title = title + (f" ({part})" if part else "")
@@ -141,7 +141,7 @@ def make_examples(
 
 
 def to_tensor(array: Any, title: str) -> Tensor:
-    """Convert whatever numpy accepts as an array of real numbers."""
+    """Convert any value that numpy accepts as an array of real numbers."""
     if isinstance(array, Tensor):
         if array.is_complex():
             raise DataError(f"{title} must be real numbers, not {array.dtype}")
@@ -153,7 +153,7 @@ def to_tensor(array: Any, title: str) -> Tensor:
                 f"{title} must be an array of numbers, not {_describe_type(array)} of {values.dtype}; "
                 + _advise_conversion(array, values)
             )
-        # torch needs writable memory; a data frame gives a read-only array
+        # torch needs writable memory; the array of a data frame is read-only
         is_usable = values.flags.writeable and values.flags.c_contiguous
         return torch.as_tensor(values if is_usable else values.copy("C"))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -162,7 +162,7 @@ def to_tensor(array: Any, title: str) -> Tensor:
 
 
 def _advise_conversion(array: Any, values: np.ndarray) -> str:
-    """What to pass instead of an array that holds no numbers."""
+    """Advise what to pass instead of an array that holds no numbers."""
     if hasattr(array, "toarray"):
         return "a sparse matrix is given as toarray()"
     if values.dtype.kind in "mM":
@@ -177,7 +177,7 @@ def _advise_conversion(array: Any, values: np.ndarray) -> str:
 
 
 def take_first_input(user_client: GivenClient) -> Tensor | dict[str, Tensor] | None:
-    """The first input ``[1, ...]`` of a client as it was given, or dict of them; None if it is no array."""
+    """First input ``[1, ...]`` of a client before conversion, or a dict of them; None if it is no array."""
     x, _ = user_client.parts["train" if "train" in user_client.parts else ""]
     try:
         inputs = (
@@ -186,7 +186,7 @@ def take_first_input(user_client: GivenClient) -> Tensor | dict[str, Tensor] | N
             else to_input_tensor(x, "x")
         )
     except DataError:
-        # the conversion of all clients reports it with the client
+        # the conversion of all clients reports the error with the client
         return None
     if isinstance(inputs, Tensor):
         return inputs[:1] if inputs.ndim and len(inputs) else None
@@ -194,7 +194,7 @@ def take_first_input(user_client: GivenClient) -> Tensor | dict[str, Tensor] | N
 
 
 def to_input_tensor(array: Any, title: str) -> Tensor:
-    """Inputs as a tensor of their own type; of a data frame int64 or float64, also where it stores bytes."""
+    """Convert inputs to a tensor of their own type; a data frame to int64 or float64, even if it stores bytes."""
     return to_tensor(convert_frame(array) if is_frame(array) else array, title)
 
 
@@ -204,11 +204,11 @@ def name_classes(
     titles: Sequence[str],
     loss: Loss = AUTO,
 ) -> tuple[str, ...]:
-    """Names of the classes: the given ones, or the numbers up to the largest label; none for real targets.
+    """Names of the classes: the given ones, or the numbers up to the largest label; empty for real targets.
 
-    Neither are there any where the loss is that of next tokens.
+    They are also empty if the loss predicts next tokens.
 
-    ``titles`` are those of the clients, for messages.
+    ``titles`` are the names of the clients in messages.
 
     Raises:
         DataError: if clients mix regression and classification, or a label is negative or too large.
@@ -258,14 +258,14 @@ def name_classes(
 
 
 def concatenate_labels(clients: Sequence[ClientData]) -> Tensor:
-    """All labels of all clients, one after another."""
+    """Concatenate all labels of all clients."""
     labels = [e.y for c in clients for e in (c.train, c.val, c.test) if not e.is_regression]
-    # one concatenation, for min and max of every part of every client take longer
+    # one concatenation, because min and max of every part of every client take longer
     return torch.cat([y.cpu() if y.ndim == 1 else y.cpu().flatten() for y in labels])
 
 
 def _reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str], loss: Loss) -> None:
-    """Name the first client with a negative class label, if there is one."""
+    """Raise an error for the first client with a negative class label, if there is one."""
     for title, data in zip(titles, clients, strict=True):
         for examples in (data.train, data.val, data.test):
             if examples.is_regression:
@@ -281,7 +281,7 @@ def _reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str]
 
 
 def _advise_to_ignore(label: int, loss: Loss) -> str:
-    """What to set so that a label does not count."""
+    """Advise what to set so that a label does not count."""
     if loss.kind in ("cross_entropy", "focal"):
         return f"set loss.ignore_index = {label}"
     if label == IGNORE_INDEX:
@@ -297,7 +297,7 @@ def is_one_hot(y: Tensor) -> bool:
 
 
 def find_target_warning(parts: Sequence[Tensor]) -> str | None:
-    """What a user should know of real targets [n, d] of all clients that mean classes, or None."""
+    """Warn of real targets [n, d] of all clients that mean classes; None if they do not."""
     parts = [y for y in parts if len(y)]
     if not parts or not parts[0].is_floating_point():
         return None
@@ -310,7 +310,7 @@ def find_target_warning(parts: Sequence[Tensor]) -> str | None:
 
 
 def find_label_warning(parts: Sequence[Tensor]) -> str | None:
-    """What a user should know of class labels of all clients that do not count from 0, or None."""
+    """Warn of class labels of all clients that do not begin at 0; None if they do."""
     labels = [y for y in parts if len(y) and y.ndim == 1 and not y.is_floating_point()]
     min_label = min((int(y.min()) for y in labels), default=0)
     if min_label <= 0:
@@ -322,7 +322,7 @@ def find_label_warning(parts: Sequence[Tensor]) -> str | None:
 
 
 def find_target_hint(y: Tensor) -> str:
-    """What to pass instead of targets of this type and shape; empty if they are fine."""
+    """Advise what to pass instead of targets of this type and shape; empty if they are fine."""
     if y.is_floating_point() and y.ndim == 1:
         return "For classes give whole numbers, y.long(); for a regression give targets [n, 1], y[:, None]."
     if y.ndim == 2 and y.shape[1] == 1 and not y.is_floating_point():
@@ -333,10 +333,10 @@ def find_target_hint(y: Tensor) -> str:
 
 
 def _convert_targets(y: Tensor, has_named_inputs: bool, loss: Loss) -> Tensor:
-    """Targets in the type of `Examples.y`."""
+    """Convert targets to the type of `Examples.y`."""
     is_real = y.is_floating_point()
     if loss.kind in OF_REAL_TARGETS and (is_real or loss.kind not in OF_LABELS):
-        # numbers of one output
+        # one-dimensional numbers are targets of one output
         return _to_type(y if y.ndim != 1 else y[:, None], torch.float32)
     if is_real and y.ndim >= 2:
         return _to_type(y, torch.float32)
@@ -348,7 +348,7 @@ def _convert_targets(y: Tensor, has_named_inputs: bool, loss: Loss) -> Tensor:
 
 
 def _to_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # the call alone, which does nothing, takes longer than the question
+    # calling .to, even without effect, takes longer than the comparison
     return x if x.dtype == dtype else x.to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Reads the clients that a user passes: arrays, data sets of torch, data frames, by name or in a list."""
+"""Reads the clients that a user passes: arrays, torch data sets or data frames, by name or in a list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .data_frames import SPLITS, is_frame, read_frame_clients, read_frame_pair
 from .torch_datasets import is_torch_data, read_dataset
 
 _TUPLE_PARTS = {2: ("train", "test"), 3: SPLITS}
-"""Parts of a client that is a tuple of them."""
+"""Names of the parts of a client that is a tuple of parts."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class GivenClient:
     """Arrays of one client as the user gave them.
 
     Attributes:
-        title: of the client, for messages.
-        name: as the user calls it; empty if the clients are a list.
-        parts: pairs of inputs and targets by part, ``train``, ``val`` and ``test``; or one pair under the
-            empty name, to be divided at random.
+        title: name of the client in messages.
+        name: name that the user gave the client; empty if the clients are a list.
+        parts: pairs of inputs and targets by part, ``train``, ``val`` and ``test``; or one pair under the empty name,
+            to be divided at random.
     """
 
     title: str
@@ -34,10 +34,10 @@ class GivenClient:
 
 
 def read_user_clients(clients: Any, columns: Columns, key: Key) -> list[GivenClient]:
-    """The clients, in the order of a list or dict, or of the sorted values of a frame's column.
+    """Read the clients, in the order of a list or dict, or of the sorted values of a frame's column.
 
     Raises:
-        DataError: if they are none of the kinds that ``Federation.from_arrays`` lists.
+        DataError: if the clients have none of the forms that ``Federation.from_arrays`` lists.
     """
     if is_frame(clients):
         frame_clients = read_frame_clients(clients, columns)
@@ -82,7 +82,7 @@ def read_user_clients(clients: Any, columns: Columns, key: Key) -> list[GivenCli
 
 
 def _read_parts(value: Any, title: str, columns: Columns, key: Key) -> dict[str, tuple[Any, Any]]:
-    """The pairs of one client by part."""
+    """Read the pairs of one client by part."""
     if (
         isinstance(value, tuple | list)
         and (names := _TUPLE_PARTS.get(len(value)))
@@ -101,7 +101,7 @@ def _read_parts(value: Any, title: str, columns: Columns, key: Key) -> dict[str,
 
 
 def _are_parts(values: tuple[Any, ...] | list[Any], columns: Columns) -> bool:
-    """Whether these are data sets, frames with a target, or pairs of arrays, and not one pair (x, y)."""
+    """Whether the values are parts (data sets, frames with a target, or pairs of arrays), and not one pair (x, y)."""
     return all(
         is_torch_data(value)
         or (columns.target is not None and is_frame(value))
@@ -115,7 +115,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _read_pair(value: Any, title: str, columns: Columns, key: Key) -> tuple[Any, Any]:
-    """Inputs and targets of one part of a client."""
+    """Read the inputs and targets of one part of a client."""
     if is_torch_data(value):
         return read_dataset(value, title, columns, key)
     if is_frame(value) and columns.target is not None:
@@ -131,7 +131,7 @@ def _read_pair(value: Any, title: str, columns: Columns, key: Key) -> tuple[Any,
 
 
 def _describe(value: Any) -> str:
-    """What was given, and how to give it."""
+    """Describe what was given, and how to give it."""
     value_type = type(value)
     if is_frame(value):
         return f"a {value_type.__name__}; name its column of targets, target=..., for a frame as a client"

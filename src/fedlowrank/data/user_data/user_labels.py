@@ -1,4 +1,4 @@
-"""Labels as users have them, text, truth values or any whole numbers, as numbers of classes from 0 on."""
+"""Converts users' labels (text, booleans or any whole numbers) to numbers of classes from 0 on."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .user_arrays import concatenate_labels
 from .user_clients import GivenClient
 
 _MAX_SHOWN_LABELS = 6
-"""Labels that a message lists."""
+"""Largest number of labels that a message lists."""
 
 
 def number_text_labels(
     clients: Sequence[GivenClient], classes: Sequence[str] | int | None
 ) -> tuple[list[GivenClient], Sequence[str] | int | None]:
-    """Replace labels that are text or truth values by the numbers of their classes, over all clients.
+    """Replace labels that are text or booleans by the numbers of their classes, over all clients.
 
     Args:
-        clients: arrays as they were given.
+        clients: clients with arrays as the user gave them.
         classes: names or number of the classes, if the user gave them.
 
     Returns:
-        The clients, and the classes: as given, or of text the sorted labels, of truth values False and True.
+        The clients, and the classes: as given, or the sorted labels for text, or False and True for booleans.
 
     Raises:
-        DataError: if labels are missing, text at some clients only, or no given class; the message names the
+        DataError: if labels are missing, are text at some clients only, or are no given class; the message names the
             client.
     """
     labels = {
@@ -61,7 +61,7 @@ def number_text_labels(
         }
         return _replace_labels(clients, numbered_labels), names
     if classes is None and {*kinds.values()} == {"b"} and all(labels[p].ndim == 1 for p in kinds):
-        # their numbers are 0 and 1
+        # numbers of the labels are 0 and 1
         classes = ("False", "True")
     return _replace_labels(clients, labels), classes
 
@@ -72,13 +72,13 @@ def number_labels(
     """Number whole labels from 0 on, in their order, if a label is no index of the scores of the models.
 
     Args:
-        data: of all clients.
-        output_count: number of scores that the models make.
-        loss: of the task; labels of which some do not count stay as they are.
+        data: data of all clients.
+        output_count: number of scores of the models.
+        loss: loss of the task; if some labels do not count in it, labels stay unchanged.
 
     Returns:
-        The data; the classes, which are the labels as text, and what to tell the user; None for both where
-        the labels stay. Negative ones stay for :func:`.user_arrays.name_classes`, which names the client.
+        The data; the classes, which are the labels as text; and a note for the user. The last two are None if the
+        labels stay unchanged. Negative labels stay for :func:`.user_arrays.name_classes`, which names the client.
     """
     if any(e.is_regression or e.y.ndim != 1 for c in data for e in (c.train, c.val, c.test)):
         return list(data), None, None
@@ -101,13 +101,13 @@ def number_labels(
 
 
 def _to_labels(y: Any, title: str) -> Any:
-    """Labels as a tensor or an array without objects; anything else as it was."""
+    """Convert labels to a tensor or an array without objects; other values are returned unchanged."""
     if isinstance(y, Tensor):
         return y
     try:
         array = np.asarray(y)
     except ValueError:
-        # the conversion of numbers reports it
+        # the conversion of numbers reports the error
         return y
     if array.dtype.kind == "S":
         raise DataError(f"the labels of {title} are bytes; decode them: y.astype(str)")
@@ -121,14 +121,14 @@ def _to_labels(y: Any, title: str) -> Any:
 
 
 def _find_kind(y: Any) -> str:
-    """The kind of numpy of labels; of tensors only truth values have one."""
+    """Numpy kind of labels; "" for tensors other than booleans."""
     if isinstance(y, Tensor):
         return "b" if y.dtype == torch.bool else ""
     return y.dtype.kind if isinstance(y, np.ndarray) else ""
 
 
 def _convert_objects(array: np.ndarray, title: str) -> np.ndarray:
-    """An array of objects, such as a column of pandas, as one of text or numbers."""
+    """Convert an array of objects, such as a pandas column, to one of text or numbers."""
     values = array.tolist()
     missing_rows = [
         i

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 class CharLSTM(nn.Module):
     """An LSTM that reads characters and scores the next one.
 
-    Source: Caldas et al., "LEAF: A Benchmark for Federated Settings" (2018): an embedding of 8 numbers for
-    each character, two LSTM layers of 256 units, a linear layer on the last output.
+    Source: Caldas et al., "LEAF: A Benchmark for Federated Settings" (2018): an embedding of 8 numbers for each
+    character, two LSTM layers of 256 units, a linear layer on the last output.
 
     Args:
-        characters: size of the alphabet, which is the number of classes, too.
-        embedding: numbers for each character.
-        hidden: units of each LSTM layer.
+        characters: size of the alphabet, which is also the number of classes.
+        embedding: width of the embedding of each character.
+        hidden: number of units of each LSTM layer.
         layers: number of LSTM layers.
     """
 
@@ -27,7 +27,7 @@ class CharLSTM(nn.Module):
         self.head = nn.Linear(hidden, characters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, characters]`` of the numbers of characters ``[b, length]``, integers in any type."""
+        """Compute scores ``[b, characters]`` of the numbers of characters ``[b, length]``, integers in any type."""
         outputs, _ = self.lstm(self.embed(x.long()))
         scores: Tensor = self.head(outputs[:, -1])
         return scores

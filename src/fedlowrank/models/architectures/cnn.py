@@ -15,14 +15,13 @@ FAMILY: dict[str, tuple[tuple[int, int], tuple[int, ...]]] = {
     "cnn5": ((16, 32), (500, 500)),
     "cnn": ((16, 32), (500,)),
 }
-"""Filters of the two convolutions and widths of the hidden layers. The last is not in the paper."""
+"""Filters of the two convolutions and widths of the hidden layers, by model. The last model is not in the paper."""
 
 
 def pool_relu(size: int) -> tuple[nn.MaxPool2d, nn.ReLU]:
-    """ReLU → max-pool as the papers write it, executed the other way round.
+    """Make the papers' ReLU → max-pool in reverse order.
 
-    The two commute, values and gradients alike, and after the pool there are ``size²`` times fewer numbers to
-    rectify.
+    The two commute, values and gradients alike, and after the pool there are ``size²`` times fewer numbers to rectify.
     """
     return nn.MaxPool2d(size), nn.ReLU()
 
@@ -34,11 +33,11 @@ class CNN(nn.Module):
     as 8×8 digits) keep the form with 3×3 kernels padded by one.
 
     Args:
-        shape: of one image, channels × height × width.
+        shape: shape of one image, channels × height × width.
         classes: number of classes.
-        filters: of the two convolutions.
+        filters: numbers of filters of the two convolutions.
         hidden: widths of FC1, FC2, ...
-        split: the layer whose output, after ReLU, is the representation: ``fc1``, ``fc2`` (500 wide in all
+        split: name of the layer whose output, after ReLU, is the representation: ``fc1``, ``fc2`` (500 wide in all
             five models of the family), ...; None for the last hidden layer.
     """
 
@@ -79,7 +78,7 @@ class CNN(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
+        """Compute scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
         scores: Tensor = self.head(self.hidden(self.features(x)))
         return scores
 
@@ -93,7 +92,7 @@ class FloralCNN(nn.Module):
     padding by 2 and 1. The representation is the input of the last layer.
 
     Args:
-        shape: of one image, channels × height × width, at least 6×6.
+        shape: shape of one image, channels × height × width, at least 6×6.
         classes: number of classes.
     """
 
@@ -116,6 +115,6 @@ class FloralCNN(nn.Module):
         self.head = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
+        """Compute scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
         scores: Tensor = self.head(self.hidden(self.features(x)))
         return scores

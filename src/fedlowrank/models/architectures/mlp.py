@@ -12,9 +12,9 @@ class MLP(nn.Module):
 
     Args:
         inputs: number of input features; inputs of more dimensions are flattened.
-        hidden: widths of the hidden layers, at least one; the last is the representation.
+        hidden: widths of the hidden layers, at least one; the output of the last one is the representation.
         classes: number of classes, or width of a regression's target.
-        bias: whether every layer adds a constant.
+        bias: whether every layer adds a bias.
     """
 
     head_name = "head"
@@ -32,7 +32,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(hidden[-1], classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, classes]`` of inputs ``[b, ...]``."""
+        """Compute scores ``[b, classes]`` of inputs ``[b, ...]``."""
         scores: Tensor = self.head(self.body(x))
         return scores
 
@@ -43,7 +43,7 @@ class LinearModel(nn.Module):
     Args:
         inputs: number of input features; inputs of more dimensions are flattened.
         classes: number of classes, or width of a regression's target.
-        bias: whether a constant is added.
+        bias: whether the layer adds a bias.
     """
 
     head_name = None
@@ -53,6 +53,6 @@ class LinearModel(nn.Module):
         self.linear = nn.Linear(inputs, classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, classes]`` of inputs ``[b, ...]``."""
+        """Compute scores ``[b, classes]`` of inputs ``[b, ...]``."""
         scores: Tensor = self.linear(x.flatten(1))
         return scores

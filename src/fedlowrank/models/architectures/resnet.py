@@ -33,9 +33,9 @@ class ResidualBlock(nn.Module):
     """Two 3×3 convolutions with a shortcut around them.
 
     Args:
-        inputs: channels that come in.
-        outputs: channels that go out.
-        stride: of the first convolution.
+        inputs: number of input channels.
+        outputs: number of output channels.
+        stride: stride of the first convolution.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -51,7 +51,7 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Feature maps ``[b, outputs, height / stride, width / stride]``."""
+        """Compute feature maps ``[b, outputs, height / stride, width / stride]``."""
         y = functional.relu(self.norm1(self.conv1(x)))
         return functional.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
@@ -62,12 +62,12 @@ class ResNet18(nn.Module):
     At width 64 and 3 input channels it has 11,173,952 parameters for 10 classes and 11,220,032 for 100.
 
     Args:
-        shape: of one image, channels × height × width.
+        shape: shape of one image, channels × height × width.
         classes: number of classes.
-        width: channels of the first stage, doubled by each further stage; even, for two groups. The
+        width: number of channels of the first stage, doubled by each further stage; even, for two groups. The
             representation is 8 times as wide.
-        large: the stem for large images, a 7×7 convolution of stride 2 and a max-pool, instead of a 3×3 one
-            of stride 1.
+        large: whether the stem is the one for large images, a 7×7 convolution of stride 2 and a max-pool, instead of
+            a 3×3 convolution of stride 1.
     """
 
     head_name = "head"
@@ -101,6 +101,6 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
+        """Compute scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
         scores: Tensor = self.head(self.pool(self.stages(self.stem(x))))
         return scores

@@ -19,7 +19,7 @@ class VGG8(nn.Module):
     classes; batch normalization adds 1,504. The representation is the input of the last layer.
 
     Args:
-        shape: of one image, channels × height × width, at least 32×32.
+        shape: shape of one image, channels × height × width, at least 32×32.
         classes: number of classes.
         batch_norm: whether a BatchNorm2d follows each convolution.
     """
@@ -49,6 +49,6 @@ class VGG8(nn.Module):
         self.head = nn.Linear(WIDTH, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
+        """Compute scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
         scores: Tensor = self.head(self.hidden(self.features(x)))
         return scores

@@ -1,9 +1,8 @@
-"""Buffers that forward passes change: they belong to the client, beside its method's state.
+"""Buffers that forward passes change; they belong to the client, beside its method's state.
 
-A module may update a buffer in ``forward``: a moving average, the vectors of ``spectral_norm``, a counter.
-Methods know nothing of buffers. So an engine gives every client buffers of its own, which start at the
-module's values, go on from round to round, and are neither averaged nor sent. Inference begins with a copy,
-so evaluation changes no later result.
+A module may update a buffer in ``forward``: a moving average, the vectors of ``spectral_norm``, a counter. Methods do
+not see buffers. An engine gives every client its own buffers, which start at the module's values, persist from round
+to round, and are neither averaged nor sent. Inference works on a copy, so evaluation changes no later result.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from ...core.tree import Params, tree_dataclass
 
 @tree_dataclass
 class StateWithBuffers:
-    """What a client keeps when its forward passes have changed buffers.
+    """A client's stored state if its forward passes have changed buffers.
 
     Attributes:
-        state: of the method.
-        buffers: that differ from the module's initial ones, by architecture and name.
+        state: state of the method.
+        buffers: buffers that differ from the module's initial ones, by architecture and name.
     """
 
     state: Any
@@ -29,11 +28,11 @@ class StateWithBuffers:
 
 
 def install_buffers(task: Task, client_state: Any) -> tuple[Any, Task]:
-    """Separate what a client keeps into the method's state and a task whose models use the client's buffers.
+    """Separate a client's stored state into the method's state and a task whose models use the client's buffers.
 
     Args:
-        task: as the server sees it.
-        client_state: the state of a method, or a :class:`StateWithBuffers`.
+        task: task as the server sees it.
+        client_state: state of a method, or a :class:`StateWithBuffers`.
     """
     buffers: dict[str, Params] = {}
     if isinstance(client_state, StateWithBuffers):
@@ -45,7 +44,7 @@ def install_buffers(task: Task, client_state: Any) -> tuple[Any, Task]:
 
 
 def collect_buffers(task: Task, state: Any) -> Any:
-    """What a client stores: the method's state, and the buffers that its models have changed, if any."""
+    """Combine the method's state with the buffers that the client's models have changed, if any, for storage."""
     changed_buffers = {n: a.changed_buffers for n, a in task.architectures.items()}
     changed_buffers = {n: buffers for n, buffers in changed_buffers.items() if buffers}
     return StateWithBuffers(state, changed_buffers) if changed_buffers else state

@@ -1,4 +1,4 @@
-"""Statistics of batch normalizations where a client infers: those of its training data."""
+"""Statistics of batch normalizations for inference at a client, computed from its training data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .normalization import FunctionalModule
 from .pooled_statistics import Chunks
 
 MAX_KEPT_STATISTICS = 8
-"""Models whose statistics are kept: as many as a method compares, such as those of its clusters."""
+"""Maximum number of models whose statistics are kept: as many as a method compares, such as those of its clusters."""
 
 
 class LocalStatistics:
     """Statistics of one client's training data under the parameters with which it infers.
 
     Args:
-        chunks: inputs of the data.
-        owner: the client, for errors.
+        chunks: inputs of the training data, a few at a time.
+        owner: name of the client, for errors.
     """
 
     def __init__(self, chunks: Chunks, owner: str = "") -> None:
@@ -31,12 +31,12 @@ class LocalStatistics:
         self._known: list[tuple[FunctionalModule, Params, Params]] = []
 
     def complete(self, code: FunctionalModule, params: Params, buffers: Params) -> Params:
-        """The parameters with their statistics.
+        """Add the statistics of the data to parameters.
 
         Args:
-            code: of the model.
-            params: of the model.
-            buffers: the client's own, by name; left as they are.
+            code: code of the model.
+            params: parameters of the model.
+            buffers: the client's own buffers by name, which are not changed.
         """
         for known_code, known_params, statistics in self._known:
             if (
@@ -57,7 +57,7 @@ _OF_TOTALS: ContextVar[LocalStatistics | None] = ContextVar("statistics of total
 
 @contextlib.contextmanager
 def infer_by(chunks: Chunks, owner: str = "") -> Iterator[None]:
-    """Within this block, every model normalizes by the statistics of these data, as a client does where it infers."""
+    """Normalize every model within this block by the statistics of these data, as a client does when it infers."""
     token = _OF_TOTALS.set(LocalStatistics(chunks, owner))
     try:
         yield
@@ -66,7 +66,7 @@ def infer_by(chunks: Chunks, owner: str = "") -> Iterator[None]:
 
 
 def current_statistics() -> LocalStatistics | None:
-    """The statistics of the block :func:`infer_by` around the call; None outside of such a block."""
+    """Get the statistics of the enclosing block :func:`infer_by`; None outside of such a block."""
     return _OF_TOTALS.get()
 
 

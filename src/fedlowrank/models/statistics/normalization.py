@@ -1,8 +1,8 @@
 """Batch normalization without running statistics: by the batch in training, by local data at inference.
 
-Running statistics are neither averaged nor sent. Where a client trains, a batch is normalized by itself.
-Where it infers, the statistics are those that its own training data give under the very parameters it infers
-by: nothing to keep in a state, nothing that is out of date, and the same in every engine.
+Running statistics are neither averaged nor sent. In training at a client, a batch is normalized by its own
+statistics. For inference, the statistics are computed from the client's own training data under the very parameters
+it infers by. They need no place in a state, are never out of date, and are the same in every engine.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ _INSTANCE = nn.modules.instancenorm._InstanceNorm
 
 
 class FunctionalModule:
-    """A module as a function of parameters, and of statistics where they are among the parameters.
+    """A module as a function of parameters, and of statistics if they are among the parameters.
 
-    The module itself is called, so its hooks run and attributes that the user sets later count.
+    The module itself is called, so its hooks run and later changes of its attributes take effect.
 
     Args:
-        module: left as it is, but for what its own ``forward`` changes.
-        skipped_name: dotted name of a submodule that passes its input on instead, such as the head. It stays in
-            place: ``forward`` may read its attributes. Its hooks do not run.
-        frozen_layers: batch normalizations that the module keeps in evaluation mode, and which are therefore left
-            alone.
-        backward_slots: the module's slots before a backward pass, shared by all that call the same module.
-        track_running_stats: whether batch normalizations use and change their running statistics as in PyTorch, like any
-            other buffer.
+        module: module to call; only its own ``forward`` may change it.
+        skipped_name: dotted name of a submodule that is replaced by the identity, such as the head. It stays in
+            place, because ``forward`` may read its attributes. Its hooks do not run.
+        frozen_layers: batch normalizations that the module keeps in evaluation mode, and which are therefore not changed.
+        backward_slots: slots of the module before a backward pass, shared by all functions that call the same module.
+        track_running_stats: whether batch normalizations use and change their running statistics as in PyTorch, like
+            any other buffer.
 
     Attributes:
-        names: of the running statistics, as in ``state_dict``.
+        names: names of the running statistics, as in ``state_dict``.
     """
 
     def __init__(
@@ -67,17 +66,17 @@ class FunctionalModule:
         self.names = tuple(s for n in self._layers for s in _statistics_of(n))
         self._aliases = tied_names(module)
         self._complex = complex_names(module)
-        # the module itself: its __dict__ would be another object after pickling
+        # the module itself, because its __dict__ would be another object after pickling
         self._skipped = None if skipped_name is None else module.get_submodule(skipped_name)
         self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots
 
     def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
-        """Scores of inputs; a dict of inputs is passed as keyword arguments.
+        """Compute scores of inputs; a dict of inputs is passed as keyword arguments.
 
         Args:
-            params: parameters, and statistics of batch normalizations or none.
-            x: inputs.
-            buffers: further buffers by name; replaced by what ``forward`` makes of them.
+            params: parameters, with or without statistics of batch normalizations.
+            x: inputs ``[b, ...]``, or a dict of inputs.
+            buffers: further buffers by name; ``forward`` replaces their values.
         """
         self.release()
         saved_slots: SavedSlots = []
@@ -107,11 +106,11 @@ class FunctionalModule:
         return scores
 
     def keep_for_backward(self, scores: Tensor, params: Params) -> None:
-        """Let a backward pass find the parameters of this forward pass in the module again.
+        """Let a backward pass find the parameters of this forward pass in the module.
 
-        ``torch.utils.checkpoint`` computes activations a second time when the gradient is taken. By then the
-        module holds its own parameters again, so the gradient would silently be that of another model. They
-        are installed once more when the gradient reaches these scores, and stay until :meth:`release`.
+        ``torch.utils.checkpoint`` recomputes activations when the gradient is taken. By then the module holds its own
+        parameters again, so the gradient would silently be that of another model. The parameters of the forward pass
+        are therefore installed again when the gradient reaches these scores, and stay until :meth:`release`.
         """
         if scores.requires_grad and scores.grad_fn is not None:
 
@@ -122,7 +121,7 @@ class FunctionalModule:
             scores.register_hook(install)
 
     def release(self) -> None:
-        """Give the module its own tensors back after a backward pass."""
+        """Restore the module's own tensors after a backward pass."""
         restore_slots(self._backward_slots)
 
     def _with_aliases(self, params: Params) -> Params:
@@ -133,10 +132,10 @@ class FunctionalModule:
         return params | tied_params if tied_params else params
 
     def _install(self, params: Params, saved_slots: SavedSlots) -> None:
-        """Exchange tensors, the head, and the mode of batch normalizations."""
+        """Replace tensors, the head, and the mode of batch normalizations."""
         uses_batch = bool(self.names) and self.names[0] not in params
         for layer in self._layers.values():
-            # by the batch, and without a change to the running statistics; or by the statistics that are
+            # normalizes by the batch without changing the running statistics, or by the statistics that are
             # given
             for flag, value in (("training", uses_batch), ("track_running_stats", not uses_batch)):
                 saved_slots.append((layer.__dict__, flag, layer.__dict__[flag]))
@@ -153,9 +152,9 @@ class FunctionalModule:
         self._stateless.install(params, saved_slots)
 
     def neutral(self) -> Params:
-        """Statistics that change nothing: mean 0 and variance 1, for inputs that are no batch.
+        """Make statistics that change nothing, mean 0 and variance 1, for inputs that are no batch.
 
-        Those of normalizations without running statistics are included.
+        They include those of normalizations without running statistics.
         """
         reference = next(self._module.parameters(), torch.zeros(()))
         statistics = {n: torch.zeros_like(self._stateless.current(n)) for n in self.names}
@@ -168,11 +167,11 @@ class FunctionalModule:
         return {n: t + 1 if n.endswith("running_var") else t for n, t in statistics.items()}
 
     def statistics(self, params: Params, chunks: Chunks) -> Params:
-        """Running statistics of data under these parameters; see :mod:`.pooled_statistics`.
+        """Compute the running statistics of data under these parameters; see :mod:`.pooled_statistics`.
 
         Args:
-            params: of the module.
-            chunks: of the data; neither their sizes nor the order of examples matter.
+            params: parameters of the module.
+            chunks: chunks of the data; neither their sizes nor the order of examples matter.
 
         Raises:
             SingleValueError: if a layer sees one value of each channel, which has no variance.
@@ -190,7 +189,7 @@ class FunctionalModule:
         return {n: statistics[n] for n in self.names}
 
     def layer_with_single_value(self, params: Params, x: Any) -> str | None:
-        """Name of the first batch normalization for which these inputs are one value of each channel."""
+        """Find the name of the first batch normalization for which these inputs are one value of each channel."""
         saved_slots: SavedSlots = []
         try:
             self._stateless.install(self._with_aliases(params), saved_slots)
@@ -200,7 +199,7 @@ class FunctionalModule:
 
 
 def refuse_instance_statistics(name: str, module: nn.Module) -> None:
-    """Raise TaskError if an InstanceNorm keeps running statistics, which have no owner."""
+    """Raise TaskError if an InstanceNorm keeps running statistics, which belong neither to client nor server."""
     for layer_name, m in module.named_modules():
         if isinstance(m, _INSTANCE) and m.track_running_stats:
             raise TaskError(
@@ -210,7 +209,7 @@ def refuse_instance_statistics(name: str, module: nn.Module) -> None:
 
 
 def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
-    """Batch normalizations that the module's own ``train`` keeps in evaluation mode."""
+    """Find the batch normalizations that the module's own ``train`` keeps in evaluation mode."""
     module.train()
     frozen_layers = frozenset(m for m in module.modules() if _has_statistics(m) and not m.training)
     module.eval()
@@ -218,17 +217,17 @@ def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
 
 
 def batch_normalizations(module: nn.Module) -> dict[str, nn.Module]:
-    """Batch normalizations of a module by name, those that it keeps in evaluation mode included."""
+    """Find the batch normalizations of a module by name, including those that it keeps in evaluation mode."""
     return {n: m for n, m in module.named_modules() if isinstance(m, _BATCH)}
 
 
 def normalization_parameters(module: nn.Module, layers: Literal["batch", "all"] = "all") -> set[str]:
-    """Names of the scales and shifts of a module's normalization layers.
+    """Find the names of the scales and shifts of a module's normalization layers.
 
     Args:
-        module: of which the names are, as in ``named_parameters``.
-        layers: batch normalizations, those of PyTorch and subclasses of them; or also all other normalization
-            layers of PyTorch, and classes named ``...Norm``.
+        module: module whose names are listed, as in ``named_parameters``.
+        layers: kinds of layers: batch normalizations, those of PyTorch and subclasses of them; or also all other
+            normalization layers of PyTorch, and classes named ``...Norm``.
     """
     ids = {
         id(p)
@@ -241,7 +240,7 @@ def normalization_parameters(module: nn.Module, layers: Literal["batch", "all"] 
 
 
 def zero_normalizations(params: Params, module: nn.Module) -> Params:
-    """Parameters of a module, with zero for the scales and shifts of its normalization layers."""
+    """Set the scales and shifts of normalization layers to zero in the parameters of a module."""
     names = normalization_parameters(module)
     return {n: torch.zeros_like(p) if n in names else p for n, p in params.items()}
 

@@ -1,12 +1,12 @@
-"""Statistics of batch normalizations over all examples of a client, found from chunks of them.
+"""Statistics of batch normalizations over all examples of a client, computed from chunks of them.
 
-The definition is one forward pass over all examples as a single batch, in training mode: a layer's mean and
-unbiased variance are those of all its inputs, and a deeper layer's inputs are those that the layers before it
-have normalized by all examples. It depends neither on the order of the examples nor on the size of chunks.
+The definition is one forward pass over all examples as a single batch, in training mode: a layer's mean and unbiased
+variance are those of all its inputs, and a deeper layer's inputs have been normalized over all examples by the layers
+before it. The result depends neither on the order of the examples nor on the size of chunks.
 
-The moments of chunks are pooled exactly (Chan, Golub, LeVeque, 1979), in float64. What a chunk gives a deeper
-layer is known only once the layers before it are, so data of several chunks take one sweep for each call of a
-batch normalization; data of one chunk take a single sweep.
+The moments of chunks are pooled exactly (Chan, Golub, LeVeque, 1979), in float64. A deeper layer's inputs from a
+chunk are known only once the statistics of the layers before it are, so data of several chunks take one sweep for
+each call of a batch normalization; data of one chunk take a single sweep.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Chunks = Callable[[], Iterable[Any]]
 """The inputs of a client's training data, a few at a time."""
 
 Call = tuple[str, int]
-"""A layer's name, and how often the forward pass has called it before."""
+"""A layer's name, with the number of earlier calls of the layer in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Moments:
     """Moments of a normalization's inputs, in float64.
 
     Attributes:
-        count: values of each channel.
-        mean: of each channel ``[d]``.
-        squares: sums of squared deviations from the mean ``[d]``.
+        count: number of values of each channel.
+        mean: means of the channels ``[d]``.
+        squares: sums of squared deviations from the means ``[d]``.
     """
 
     count: int
@@ -46,14 +46,14 @@ class Moments:
 
     @staticmethod
     def of(x: Tensor) -> Moments:
-        """Those of inputs ``[b, d, ...]``."""
+        """Compute the moments of inputs ``[b, d, ...]``."""
         x = x if x.dtype == torch.float64 else x.float()
         variance, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
         count = x.numel() // max(1, x.shape[1])
         return Moments(count, mean.double(), variance.double() * count)
 
     def pooled_with(self, other: Moments) -> Moments:
-        """Those of the inputs of both."""
+        """Pool the moments of two sets of inputs."""
         count, difference = self.count + other.count, other.mean - self.mean
         mean = self.mean + difference * (other.count / count)
         squares = self.squares + other.squares + difference.square() * (self.count * other.count / count)
@@ -63,18 +63,17 @@ class Moments:
 def pooled_statistics(
     module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunks
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and unbiased variance of each layer's inputs, for all examples as a single batch.
+    """Compute mean and unbiased variance of each layer's inputs, for all examples as a single batch.
 
-    A layer that is called several times has the mean over its calls, as PyTorch's running statistics without
-    momentum.
+    A layer that is called several times gets the mean over its calls, as PyTorch's running statistics without momentum.
 
     Args:
-        module: in evaluation mode, with the parameters that count.
-        layers: its batch normalizations by name, those without running statistics included.
-        chunks: of the data.
+        module: module in evaluation mode, with the parameters to use.
+        layers: batch normalizations of the module by name, including those without running statistics.
+        chunks: chunks of the data.
 
     Returns:
-        Of each layer that the forward pass calls, mean and variance ``[d]`` in float64.
+        Mean and variance ``[d]`` in float64 of each layer that the forward pass calls.
 
     Raises:
         SingleValueError: if a layer sees one value of each channel, which has no variance.
@@ -94,19 +93,19 @@ def pooled_statistics(
 
 
 def single_value(module: nn.Module, layers: Mapping[str, nn.Module], x: Any) -> str | None:
-    """Name of the first layer for which these inputs are one value of each channel, or None.
+    """Find the name of the first layer for which these inputs are one value of each channel, or None.
 
     Args:
-        module: in evaluation mode.
-        layers: its batch normalizations by name.
-        x: inputs.
+        module: module in evaluation mode.
+        layers: batch normalizations of the module by name.
+        x: inputs ``[b, ...]``, or a dict of inputs.
     """
     calls = _all_calls(module, layers, lambda: [x])
     return next((name for (name, _), moments in calls.items() if moments.count < 2), None)
 
 
 def _all_calls(module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunks) -> dict[Call, Moments]:
-    """The moments of all calls of the layers, in their order."""
+    """Compute the moments of all calls of the layers, in order."""
     slots = [
         (table, name, value)
         for layer in layers.values()
@@ -119,7 +118,7 @@ def _all_calls(module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunk
     with exchange_slots(slots), torch.no_grad():
         while True:
             new_moments, count = _sweep(module, layers, chunks, moments_by_call)
-            # what a later call sees is right only once all calls before it are known
+            # the inputs of a later call are right only once all calls before it are known
             final_moments = dict(list(new_moments.items())[: None if count == 1 else 1])
             moments_by_call |= final_moments
             if len(final_moments) == len(new_moments):
@@ -132,7 +131,7 @@ def _sweep(
     chunks: Chunks,
     moments_by_call: Mapping[Call, Moments],
 ) -> tuple[dict[Call, Moments], int]:
-    """The moments of all calls that are not known yet, in the order of calls, and the number of chunks."""
+    """Compute the moments of all calls that are not known yet, in the order of calls, and count the chunks."""
     new_moments: dict[Call, Moments] = {}
     calls: Counter[str] = Counter()
 
@@ -147,7 +146,7 @@ def _sweep(
         layer._buffers["running_mean"] = moments.mean.to(reference)
         layer._buffers["running_var"] = (moments.squares / moments.count).to(reference)
 
-    # before there are hooks: how data are cut may depend on what the module is
+    # read before hooks are installed, because the division of data may depend on the module's class
     count, inputs = 0, iter(chunks())
     hooks = [
         layer.register_forward_pre_hook(partial(normalize_by_moments, name), with_kwargs=True)

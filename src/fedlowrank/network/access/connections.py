@@ -1,4 +1,4 @@
-"""Limits the connections of a server: in all, by address and by client, and the time until one proves who it is."""
+"""Limits on a server's connections: in total, by address and by client, and on the time to prove an identity."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections import Counter
 from collections.abc import Hashable
 
 MAX_UNPROVEN = 128
-"""Connections in all whose callers have not proven who they are."""
+"""Largest total number of connections whose callers have not proven an identity."""
 
 MAX_UNPROVEN_BY_ADDRESS = 32
-"""Connections that have not proven who they are, of one address (IPv6: of one network of 64 bits)."""
+"""Largest number of such unproven connections from one address (IPv6: from one network of 64 bits)."""
 
 MAX_BY_CLIENT = 16
-"""Connections of one client; its node uses about four."""
+"""Largest number of connections of one client; its node uses about four."""
 
 PROOF_SECONDS = 15.0
-"""Seconds in which a connection has to prove who it is: TLS and the headers of the first call."""
+"""Seconds within which a caller has to prove its identity: TLS and the headers of the first call."""
 
 MAX_KNOWN_ADDRESSES = 4096
-"""Addresses that are remembered as those of clients."""
+"""Largest number of addresses that are remembered as those of clients."""
 
 RESET_OPTION = struct.pack("ii", 1, 0)
-"""Closes at once, so that the caller sees a reset connection, after which Flower tries again."""
+"""Socket option that closes at once, so that the caller sees a reset connection, after which Flower tries again."""
 
 
 class Connections:
@@ -37,22 +37,22 @@ class Connections:
         self._known: dict[str, None] = {}
 
     def admits(self, address: str) -> bool:
-        """Whether one more connection of an address is accepted."""
+        """Whether one more connection from an address is accepted."""
         unproven_counts = Counter(
             connection.network for connection in self._open.values() if connection.owner is None
         )
         network = find_network(address)
-        # strangers cannot keep out clients that have called before
+        # unknown callers cannot keep out clients that have called before
         return unproven_counts[network] < MAX_UNPROVEN_BY_ADDRESS and (
             network in self._known or unproven_counts.total() < MAX_UNPROVEN
         )
 
     def add(self, connection: CountedConnection, address: tuple[str, int]) -> None:
-        """Note a connection by its address and port."""
+        """Record a connection by its address and port."""
         self._open[address] = connection
 
     def remove(self, address: tuple[str, int]) -> None:
-        """Forget a connection that is closed."""
+        """Remove a connection that is closed."""
         self._open.pop(address, None)
 
     def prove(self, address: tuple[str, int] | None, owner: Hashable) -> bool:
@@ -75,11 +75,11 @@ class Connections:
 
 
 SERVER_OWNER = "server"
-"""The owner of connections of the server's own processes, which are not limited."""
+"""Owner of the connections of the server's own processes, which are not limited."""
 
 
 def find_network(address: str) -> str:
-    """An IPv4 address, or the network of an IPv6 address, whose owner has all of its addresses."""
+    """An IPv4 address, or the 64-bit network of an IPv6 address, all of whose addresses belong to one owner."""
     try:
         ip_address = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -102,7 +102,7 @@ class CountedConnection(socket.socket):
     _timer: asyncio.TimerHandle | None = None
 
     def watch(self, connections: Connections, address: tuple[str, int]) -> None:
-        """Count it, and end it if it has not proven who it is in time."""
+        """Count the connection, and end it if its caller has not proven an identity in time."""
         self._all, self._place, self.network = connections, address, find_network(address[0])
         connections.add(self, address)
         self._timer = asyncio.get_running_loop().call_later(PROOF_SECONDS, self._expire)
@@ -119,7 +119,7 @@ class CountedConnection(socket.socket):
         if self.owner is None:
             with contextlib.suppress(OSError):
                 self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_OPTION)
-                # its transport sees the end, and closes it
+                # the connection's transport notices the end and closes it
                 self.shutdown(socket.SHUT_RD)
 
 
@@ -130,7 +130,7 @@ class Listener(socket.socket):
 
     @classmethod
     def open(cls, host: str, port: int, connections: Connections) -> Listener:
-        """Listen on an address."""
+        """Open a socket that listens on an address."""
         with socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         ) as server_socket:
@@ -142,7 +142,7 @@ class Listener(socket.socket):
         return listener
 
     def accept(self) -> tuple[CountedConnection, tuple[str, int]]:
-        """Accept the next connection that is not beyond the limits; see the base class."""
+        """Accept the next connection that is within the limits; see the base class."""
         client_socket, address = super().accept()
         connection = CountedConnection(
             client_socket.family, client_socket.type, client_socket.proto, fileno=client_socket.detach()

@@ -1,4 +1,4 @@
-"""Checks the calls of clients: the signature before the body is read, and that a client acts for itself only."""
+"""Checks the calls of clients: the signature before the body is read, and that a client acts only for itself."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
 P = TypeVar("P", bound=Protobuf)
 
 CLIENT_PATHS = "/v1/fleet/"
-"""Paths of calls by clients."""
+"""Prefix of the paths of calls by clients."""
 
 SERVER_PATHS = "/v1/runtime/"
-"""Paths of calls by the server's half."""
+"""Prefix of the paths of calls by the server's half."""
 
 MAX_BODY_BYTES = 1 << 20
-"""Bytes of a call by a client."""
+"""Largest size in bytes of a call by a client."""
 
 MAX_PIECE_BODY_BYTES = CHUNK_BYTES + (64 << 10)
-"""Bytes of a call that sends a piece of a reply."""
+"""Largest size in bytes of a call that sends a piece of a reply."""
 
 MAX_PAUSE_SECONDS = 20.0
-"""Seconds for which a caller may send nothing in the middle of a call."""
+"""Seconds for which a caller may pause in the middle of a call."""
 
 MAX_BODY_SECONDS = 300.0
-"""Seconds that the body of a call may take: 18 KiB/s for the largest one."""
+"""Seconds that reading the body of a call may take: 18 KiB/s for the largest body."""
 
 LOG_INTERVAL_SECONDS = 60.0
-"""Seconds for which a refusal that was logged is not logged again."""
+"""Seconds during which a refusal that was logged is not logged again."""
 
 _UNREGISTERED_CALLS: dict[str, type[Protobuf]] = {
     "register-node": RegisterNodeFleetRequest,
@@ -81,15 +81,15 @@ _CALLS: dict[str, type[Protobuf]] = {
     "confirm-message-received": ConfirmMessageReceivedRequest,
 }
 _ACTIVATION_FAILED_CODE = 2004
-"""Flower's number of the error of which its SuperNode prints the details, before it ends."""
+"""Flower's code of the error whose details its SuperNode prints before it ends."""
 
 
 class Refusal(Exception):  # noqa: N818 - no error of the program
-    """An answer to a call that is not passed on.
+    """A refusal of a call, which is answered but not passed on.
 
     Args:
-        status: of HTTP.
-        reason: for the caller.
+        status: HTTP status of the answer.
+        reason: text for the caller.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -98,14 +98,14 @@ class Refusal(Exception):  # noqa: N818 - no error of the program
 
 
 class Gate:
-    """Answers for Flower's web application, and passes on what a client may call.
+    """Answers for Flower's web application, and passes on the calls that clients may make.
 
     Args:
         app: Flower's web application (ASGI).
-        roster: the registered clients; None on a server without keys: every signature is taken, and whether a
-            node acts for itself is left to Flower.
-        connections: those that are open; None if they are not counted.
-        audit: file of the audit log, or None.
+        roster: registered clients; None on a server without keys, which accepts every signature and leaves it to Flower
+            to check that a node acts for itself.
+        connections: open connections; None if they are not counted.
+        audit: path of the audit log, or None.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Gate:
         self._logged: dict[str, float] = {}
 
     async def answer_client(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
-        """Answer a call to a path of clients."""
+        """Answer a call whose path is one of the clients'."""
         name = str(scope["path"]).removeprefix(CLIENT_PATHS)
         try:
             caller = self._identify(scope, name)
@@ -134,12 +134,12 @@ class Gate:
             if (reason := self._find_objection(caller, request)) is not None:
                 if self.log(f"{caller} was refused: {reason} ({name})"):
                     append_event(self.audit, "denied", client=caller.client, call=name, why=reason)
-                # by 403, Flower's SuperNode takes its run to be over, and passes on no text
+                # after a 403, Flower's SuperNode assumes that its run is over, and passes on no text
                 raise Refusal(413 if reason.startswith(TOO_LARGE_PREFIX) else 403, reason)
         except Refusal as refusal:
             await send_answer(send, refusal.status, str(refusal))
             return
-        # other answers may be large
+        # answers to other calls may be large
         is_kept = isinstance(request, (PushMessagesRequest, PushObjectRequest))
         reply = await self._forward(scope, body, receive, send, is_kept)
         if reply is None:
@@ -150,7 +150,7 @@ class Gate:
             self.instructions.note_arrival(request.node.node_id, request.object_id)
 
     async def answer_server(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
-        """Pass on a call of the server's own processes, and note which instructions they send."""
+        """Pass on a call of the server's own processes, and record which instructions they send."""
         path = str(scope["path"])
         if path == f"{SERVER_PATHS}push-messages":
             body = await read_body(scope, receive)
@@ -164,7 +164,7 @@ class Gate:
                 self.instructions.note_sent(_parse(PushObjectRequest, body).object_id)
         elif path == f"{SERVER_PATHS}pull-messages":
             request = _parse(PullAppMessagesRequest, await read_body(scope, receive))
-            # Flower hands out a reply once it is announced, and the server would wait for its pieces
+            # Flower hands out a reply as soon as it is announced, and the server would wait for its pieces
             complete_names = [
                 name for name in request.message_ids if not self.instructions.is_incomplete(name)
             ]
@@ -198,14 +198,14 @@ class Gate:
                     "extra": str(error),
                 }
                 raise Refusal(412, json.dumps(error_body)) from error
-            # which ends Flower's SuperNode, and the next one is told why
+            # this ends Flower's SuperNode; the next one gets the reason when it activates its node
             raise Refusal(401, str(error)) from error
         if not self.prove(scope, caller.key):
             raise Refusal(503, "this client has too many connections")
         return caller
 
     def prove(self, scope: AsgiMessage, owner: Hashable) -> bool:
-        """Note whose connection a call came by; False if that has too many."""
+        """Record the owner of the connection of a call; False if the owner has too many connections."""
         return self.connections is None or self.connections.prove(scope.get("client"), owner)
 
     def _find_objection(self, caller: Caller, request: Any) -> str | None:
@@ -216,7 +216,7 @@ class Gate:
             int(request.node.node_id if hasattr(request, "node") else request.node_id),
             self.instructions,
         )
-        # without keys, Flower alone knows whose node it is
+        # without keys, only Flower knows the owner of a node
         if caller.node not in (None, node_id):
             return "it spoke for another node"
         if isinstance(request, PushMessagesRequest):
@@ -232,7 +232,7 @@ class Gate:
         return None
 
     def log(self, text: str, key: str = "") -> bool:
-        """Log a refusal, those of one key (by default the text) at most once a minute; whether it was logged."""
+        """Log a refusal, at most once a minute for one key (by default the text); return whether it was logged."""
         current_time, key = time.monotonic(), key or text
         self._logged = {
             logged_key: log_time
@@ -248,7 +248,7 @@ class Gate:
     async def _forward(
         self, scope: AsgiMessage, body: bytes, receive: Receive, send: Send, is_kept: bool = True
     ) -> bytes | None:
-        """Pass a call on whose body was read; returns the answer if it is a good one, and to be kept."""
+        """Pass on a call whose body has been read; returns the answer if it is successful and ``is_kept``."""
         is_passed, status, answer_body = False, 0, bytearray()
 
         async def receive_body() -> AsgiMessage:
@@ -274,13 +274,13 @@ async def read_body(scope: AsgiMessage, receive: Receive, max_bytes: int | None 
     """Read the body of a call.
 
     Args:
-        scope: of the call.
-        receive: brings the next part of the body.
-        max_bytes: bytes that it may have; None for a call of the server's own processes, which may also take its
-            time.
+        scope: ASGI scope of the call.
+        receive: function that receives the next part of the body.
+        max_bytes: largest size of the body in bytes; None for a call of the server's own processes, whose duration is
+            not limited either.
 
     Raises:
-        Refusal: if the body is too large or too slow, or does not come.
+        Refusal: if the body is too large, too slow or incomplete.
     """
     lengths = [
         int(v) for n, v in scope.get("headers", ()) if bytes(n).lower() == b"content-length" and v.isdigit()
@@ -316,14 +316,14 @@ def _parse(message_type: type[P], body: bytes) -> P:
 
 
 async def send_answer(send: Send, status: int, text: str, content_type: str = "text/plain") -> None:
-    """Answer a call, and end its connection unless all is well."""
+    """Answer a call, and end its connection unless the status is a success."""
     body = text.encode()
     headers = [(b"content-length", str(len(body)).encode())]
     if body:
         content_type = "application/json" if text.startswith("{") else content_type
         headers.append((b"content-type", content_type.encode()))
     if status >= 400:
-        # the body of the call may not have been read
+        # part of the call's body may be unread
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

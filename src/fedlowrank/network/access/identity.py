@@ -1,4 +1,4 @@
-"""Identifies callers: the registered clients, and the signature of a call, checked before its body is read."""
+"""Identification of callers: registered clients, and the signature of a call, checked before its body is read."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 
 MAX_CLOCK_ERROR = 300.0
-"""Seconds by which the clocks of a client and of the server may differ, in either direction."""
+"""Largest difference in seconds between the clocks of a client and of the server, in either direction."""
 
 MIN_SETTLED_AGE = 0.1
-"""Age in seconds of a change of a file beyond which a second change has another time stamp."""
+"""Age in seconds of a file's change beyond which a second change has another time stamp."""
 
 
 class Caller(NamedTuple):
-    """A client whose signature is good.
+    """A client whose signature is valid.
 
     Attributes:
-        client: its number; None on a server without keys.
-        node: its number at Flower, by which it must act; None on a server without keys.
-        key: its public key in PEM.
+        client: identifier of the client; None on a server without keys.
+        node: Flower's number of its node, for which alone it may act; None on a server without keys.
+        key: public key of the client in PEM.
     """
 
     client: int | None
@@ -44,16 +44,16 @@ class Caller(NamedTuple):
     key: bytes
 
     def __str__(self) -> str:
-        """How logs name it."""
+        """The caller's name in logs."""
         return "a client" if self.client is None else f"client {self.client}"
 
 
 class RefusedCallerError(Exception):
-    """A call is not answered; the text says why.
+    """A call is refused; the text gives the reason.
 
     Args:
-        reason: for the caller, who has not proven anything yet.
-        client_id: whose key it was, or None if the key is unknown.
+        reason: text for the caller, who has not proven an identity yet.
+        client_id: identifier of the client that owns the key, or None if the key is unknown.
     """
 
     def __init__(self, reason: str, client_id: int | None = None) -> None:
@@ -62,7 +62,7 @@ class RefusedCallerError(Exception):
 
 
 class Member(NamedTuple):
-    """A registered client: its number, its number at Flower, and its key."""
+    """A registered client: its identifier, Flower's number of its node, and its public key."""
 
     client: int
     node: int
@@ -70,11 +70,11 @@ class Member(NamedTuple):
 
 
 class Roster:
-    """The registered clients, read again whenever a file changes: a key that is removed is refused at once.
+    """The registered clients, read again whenever a file changes, so that a removed key is refused at once.
 
     Args:
-        folder: of the public keys, each a file ``3.pub`` for client 3.
-        nodes_path: file of Flower's numbers of the public keys, in JSON.
+        folder: folder of the public keys, with a file ``3.pub`` for client 3.
+        nodes_path: path of a JSON file with Flower's numbers of the public keys.
     """
 
     def __init__(self, folder: Path, nodes_path: Path) -> None:
@@ -83,11 +83,11 @@ class Roster:
         self._state: tuple[int, int] | None = None
 
     def get(self, key: bytes) -> Member | None:
-        """The client of a public key in PEM, or None if it has none."""
+        """Look up the client with a public key in PEM; None if no client has the key."""
         state = (_read_change_time(self.folder), _read_change_time(self.nodes))
         if state != self._state:
             self._members = self._read()
-            # a second change in the same tick of the file system's clock would go unnoticed
+            # a second change in the same tick of the file system's clock would otherwise be missed
             self._state = state if max(state) < time.time_ns() - MIN_SETTLED_AGE * 1e9 else None
         return self._members.get(key)
 
@@ -95,7 +95,7 @@ class Roster:
         members = {}
         node_ids = json.loads(self.nodes.read_text()) if self.nodes.exists() else {}
         for path in self.folder.glob("*.pub"):
-            # it may be revoked while it is read, or not be registered yet; a file that is no key admits nobody
+            # a key may be revoked while it is read, or not be registered yet; a file that is no key admits nobody
             with contextlib.suppress(OSError, ValueError, LookupError):
                 line = path.read_text().strip()
                 key = load_ssh_public_key(line.encode())
@@ -106,7 +106,7 @@ class Roster:
 
 
 def allow_clocks() -> None:
-    """Make Flower, which checks signatures too, take clocks that are :data:`MAX_CLOCK_ERROR` seconds off."""
+    """Make Flower, which checks signatures too, accept clocks that differ by up to :data:`MAX_CLOCK_ERROR` seconds."""
     from flwr.superlink.routers.fleet import node_auth
 
     for name, seconds in (("SYSTEM_TIME_TOLERANCE", MAX_CLOCK_ERROR), ("TIMESTAMP_TOLERANCE", 0)):
@@ -116,7 +116,7 @@ def allow_clocks() -> None:
 
 
 def _read_change_time(path: Path) -> int:
-    """When a file or a folder changed, in ns; 0 if it does not exist."""
+    """Time of the last change of a file or folder, in ns; 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -124,14 +124,14 @@ def _read_change_time(path: Path) -> int:
 
 
 def identify_caller(headers: Iterable[tuple[bytes, bytes]], roster: Roster | None) -> Caller:
-    """Check the signature of a call, as Flower does after it has read the body.
+    """Check the signature of a call in the same way as Flower does after reading the body.
 
     Args:
-        headers: of the call: a public key, a time, and the signature of the time.
-        roster: of the registered clients; None if every key is taken.
+        headers: headers of the call: a public key, a time, and the signature of the time.
+        roster: registered clients; None if every key is accepted.
 
     Raises:
-        RefusedCallerError: if a header is missing, the key is not registered, the clock is too far off, or
+        RefusedCallerError: if a header is missing, the key is not registered, the clock differs too much, or
             the signature is wrong.
     """
     fields = {bytes(name).lower().decode("latin-1"): bytes(value) for name, value in headers}
@@ -155,7 +155,7 @@ def identify_caller(headers: Iterable[tuple[bytes, bytes]], roster: Roster | Non
     except InvalidSignature:
         raise RefusedCallerError("the signature is wrong", client_id) from None
     clock_error = (signed_at - datetime.datetime.now(datetime.UTC)).total_seconds()
-    # only now: who has no key is not told the time
+    # checked last, so that callers without a key do not learn the server's time
     if abs(clock_error) >= MAX_CLOCK_ERROR:
         direction = "ahead of" if clock_error > 0 else "behind"
         raise RefusedCallerError(

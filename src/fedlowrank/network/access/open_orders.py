@@ -1,4 +1,4 @@
-"""The open instructions of the server: what each node may fetch, what it may reply, and how many bytes."""
+"""The open instructions of the server: what each node may fetch and reply, and how many bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REMEMBERED_SECONDS = 600.0
 """Seconds for which an instruction is remembered after it has expired."""
 
 TOO_LARGE_PREFIX = "it has"
-"""Beginning of the reasons for refusing a reply that is too large."""
+"""Prefix of the reasons for refusing a reply that is too large."""
 
 
 @dataclass
@@ -26,15 +26,15 @@ class OpenOrder:
 
     Attributes:
         node: Flower's number of the node.
-        limit: bytes that its reply may have; None for no limit.
-        expires: when it expires, in seconds since 1970.
-        pieces: its objects, which its node may fetch.
-        is_closed: whether the server takes no reply any more.
+        limit: largest size of the reply in bytes; None for no limit.
+        expires: time at which the message expires, in seconds since 1970.
+        pieces: identifiers of the message's objects, which the node may fetch.
+        is_closed: whether the server accepts no reply any more.
         reply: identifier of the reply, or "".
-        announced: objects of the reply.
-        missing: those of them that have not arrived.
-        sizes: bytes of those that were sent.
-        refusal_reason: why the reply is refused, or "".
+        announced: identifiers of the reply's objects.
+        missing: identifiers of the announced objects that have not arrived.
+        sizes: sizes in bytes of the objects that were sent, by identifier.
+        refusal_reason: the reason why the reply is refused, or "".
     """
 
     node: int
@@ -50,7 +50,7 @@ class OpenOrder:
 
 
 class OpenOrders:
-    """The instructions that have not expired. Nothing of it is stored: a run ends with the process of its server."""
+    """The instructions that have not expired. They are not stored, since a run ends with the process of its server."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenOrder] = {}
@@ -62,7 +62,7 @@ class OpenOrders:
         self._limits |= limits
 
     def add(self, request: PushAppMessagesRequest) -> None:
-        """Note what the server's half sends."""
+        """Record the messages that the server's half sends."""
         current_time = time.time()
         self._open = {
             name: order
@@ -78,22 +78,22 @@ class OpenOrders:
             )
 
     def note_unsent(self, response: PushAppMessagesResponse) -> None:
-        """Note the objects that the server's half will send now; it sends the next message after the last of them."""
+        """Record the objects that the server's half will send now; it sends the next message after the last of them."""
         self._unsent = set(response.objects_to_push)
 
     def note_sent(self, object_id: str) -> None:
-        """Note that the server's half has sent an object."""
+        """Record that the server's half has sent an object."""
         self._unsent.discard(object_id)
 
     def close(self, names: Iterable[str]) -> list[str]:
-        """Take no more of the replies to these instructions; returns the replies that were announced."""
+        """Accept no more replies to these instructions; returns the replies that were announced."""
         orders = [self._open[name] for name in names if name in self._open]
         for order in orders:
             order.is_closed = True
         return [order.reply for order in orders if order.reply]
 
     def take_refused(self) -> dict[str, tuple[str, str]]:
-        """Identifier and reason of every refused reply, by the instruction; each is returned once."""
+        """Identifier and reason of every refused reply, by instruction; each is returned once."""
         orders = {
             name: order for name, order in self._open.items() if order.refusal_reason and not order.is_closed
         }
@@ -110,7 +110,7 @@ class OpenOrders:
         return any(object_id in order.pieces for order in self._open.values() if order.node == node_id)
 
     def may_delete(self, node_id: int, name: str) -> bool:
-        """Whether an instruction is to a node, and there: the server's half fails if it is deleted before."""
+        """Whether an instruction to a node is fully sent; if it were deleted earlier, the server's half would fail."""
         order = self._open.get(name)
         return order is not None and order.node == node_id and not order.pieces & self._unsent
 
@@ -146,7 +146,7 @@ class OpenOrders:
         return None
 
     def note_missing(self, request: PushMessagesRequest, response: PushMessagesResponse) -> None:
-        """Record which objects of a reply Flower lacks; it has the others from other replies."""
+        """Record the objects of a reply that Flower lacks; it has the others from other replies."""
         order = self._open[request.messages_list[0].metadata.reply_to_message_id]
         order.missing = set(response.objects_to_push)
 
@@ -161,7 +161,7 @@ class OpenOrders:
         if all(order.is_closed for order in orders):
             return "its reply comes too late"
         for order in orders:
-            # one that is sent twice is stored once
+            # an object that is sent twice is stored once
             order.sizes[object_id] = size
             if order.limit is not None and sum(order.sizes.values()) > (
                 max_bytes := order.limit + FRAME_BYTES
@@ -170,7 +170,7 @@ class OpenOrders:
         return next((order.refusal_reason for order in orders if order.refusal_reason), None)
 
     def note_arrival(self, node_id: int, object_id: str) -> None:
-        """Note that an object is stored."""
+        """Record that an object is stored."""
         for order in self._open.values():
             if order.node == node_id:
                 order.missing.discard(object_id)

@@ -1,4 +1,4 @@
-"""Finds the process that uses a run folder or a port. It runs before slow imports, so that the error comes at once."""
+"""Finds the process that uses a run folder or a port. Run it before slow imports, so that the error comes at once."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s:/@\[\]]+):([0-9]{1,5
 
 
 def refuse_second(run_path: Path | None, host: str, port: int) -> None:
-    """Refuse to serve where another server does.
+    """Refuse to serve if another server already uses the run folder or the port.
 
     Args:
-        run_path: run folder, if it is known yet.
+        run_path: path of the run folder, if it is already known.
         host: address to listen on.
-        port: to listen on.
+        port: port to listen on.
 
     Raises:
-        FolderInUseError: if a server of this run folder lives.
-        ProcessError: if the port is in use, unless by what a killed server left, which the next start ends; or if
+        FolderInUseError: if a server of this run folder is running.
+        ProcessError: if the port is in use, except by processes of a killed server, which the next start ends; or if
             there is no such port or address.
     """
     if not 0 < port < PORT_COUNT:
@@ -47,8 +47,8 @@ def refuse_second(run_path: Path | None, host: str, port: int) -> None:
 
 
 def make_listen_error(host: str, port: int, error: OSError) -> ProcessError:
-    """The error of an address that cannot be listened on, with the process that has it."""
-    # the numbers of errors of names are not those of the system
+    """Make the error for an address that cannot be listened on, naming the process that uses it."""
+    # the error codes of name resolution are not those of the system
     is_name = isinstance(error, socket.gaierror)
     reason = error.strerror if is_name else os.strerror(error.errno or 0)
     problem = f"cannot listen on {host}, port {port}: {reason}"
@@ -59,10 +59,10 @@ def make_listen_error(host: str, port: int, error: OSError) -> ProcessError:
 
 
 def check_address(address: str) -> None:
-    """Refuse what is no address of a server.
+    """Refuse a text that is not the address of a server.
 
     Raises:
-        ConfigError: unless it is HOST:PORT, with brackets around an IPv6 address.
+        ConfigError: if it is not HOST:PORT, with brackets around an IPv6 address.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match[1]) < PORT_COUNT:
@@ -78,8 +78,8 @@ def flower_home(run_path: Path) -> Path:
 
 
 def _describe_listener(port: int) -> str | None:
-    """The process that listens on a port, as the end of a sentence; None if it is a server that was killed."""
-    # psutil names processes of other users to root only
+    """Describe the process that listens on a port, as the end of a sentence; None if it is a server that was killed."""
+    # psutil shows processes of other users only to root
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if (
@@ -98,6 +98,6 @@ def _describe_listener(port: int) -> str | None:
 
 
 def _find_server(process_folder: Path) -> int | None:
-    """The living process that has the folder of a server, or None."""
+    """Find the living process that uses the folder of a server; None if there is none."""
     holder = read_holder(process_folder)
     return int(holder["pid"]) if is_alive(holder) else None

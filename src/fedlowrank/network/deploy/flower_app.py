@@ -1,4 +1,4 @@
-"""The folder of a Flower app, which is one ``pyproject.toml``, and settings in TOML."""
+"""The folder of a Flower app, which consists of one ``pyproject.toml``, and settings in TOML."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
     message. Flower takes an app of at most 10 MiB.
 
     Args:
-        folder: made if it does not exist; Flower sends whatever else is in it.
-        name: a letter, then letters, digits and hyphens; 32 characters at most.
-        server_ref: the ``ServerApp`` as ``package.module:name``; the module must assign it by a plain ``name
+        folder: folder of the app, made if it does not exist; Flower sends all other files in it, too.
+        name: name of the app: a letter, then letters, digits and hyphens; 32 characters at most.
+        server_ref: reference to the ``ServerApp`` as ``package.module:name``; the module must assign it by a plain ``name
             = ...``.
-        client_ref: the ``ClientApp``, likewise.
-        config: becomes ``context.run_config``.
+        client_ref: reference to the ``ClientApp``, in the same form.
+        config: settings that become ``context.run_config``.
 
     Raises:
         CheckpointError: if the file cannot be written.
@@ -49,7 +49,7 @@ def write_own_app(folder: Path) -> str:
 
 
 def as_toml(settings: Mapping[str, Value]) -> str:
-    """Settings as lines of TOML."""
-    # JSON writes these values as TOML does, but for one control character
+    """Format settings as lines of TOML."""
+    # JSON writes these values in the same way as TOML, except for one control character
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items()]
     return "".join(lines).replace("\x7f", "\\u007f")

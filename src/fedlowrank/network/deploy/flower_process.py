@@ -32,36 +32,36 @@ class ProcessError(FedlowrankError):
 
 
 def make_environment(process_folder: Path) -> dict[str, str]:
-    """The environment that keeps Flower's processes quiet, private and offline; home is their folder."""
+    """Make the environment that keeps Flower's processes quiet, private and offline; HOME is their folder."""
     environment = os.environ
-    # processes of one machine talk over loopback, which no proxy reaches; where both spellings are set, the
-    # first counts
+    # processes on one machine communicate over loopback, which no proxy reaches; if both spellings are set, the
+    # first is used
     direct_hosts = environment.get("no_proxy") or environment.get("NO_PROXY")
     no_proxy = ",".join(filter(None, [direct_hosts, "localhost", "127.0.0.1", "::1"]))
     overrides = {
         "FLWR_HOME": str(process_folder.absolute()),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # or the server installs the app's dependencies from the internet for every run
+        # otherwise the server installs the app's dependencies from the internet for every run
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # or the server would listen on two more ports, which have no guard
+        # otherwise the server listens on two more ports, which have no guard
         "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
         "FLWR_INTERNAL_GRPC_FLEET_API": "0",
         # Flower's processes start one another by name
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), environment.get("PATH", os.defpath)]),
-        # the log should hold what a process printed before it was killed
+        # the log should contain what a process printed before it was killed
         "PYTHONUNBUFFERED": "1",
         "no_proxy": no_proxy,
         "NO_PROXY": no_proxy,
     }
-    # the second is the pause in seconds between two looks for work, which every message waits for; it is 1 by
-    # default
+    # the second variable is the pause in seconds between two polls for work, which delays every message; its
+    # default is 1
     return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **environment, **overrides}
 
 
 def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
-    """Open a listening socket (port 0: a free port), waiting so many seconds for a port that is in use."""
+    """Open a listening socket (port 0: a free port), waiting up to ``seconds`` for a port that is in use."""
     deadline = time.monotonic() + seconds
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
@@ -74,7 +74,7 @@ def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine that is not in use."""
+    """Find a port of this machine that is not in use."""
     with listen(host, 0) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -84,10 +84,10 @@ class FlowerProcess:
     """A subprocess that runs one of Flower's commands.
 
     Args:
-        process_folder: folder of its log and of what Flower stores; made readable by its owner only.
-        name: of the command, which also names the log.
-        address: of the server. A child of the server's process has it on its command line.
-        variables: for its environment and that of its process tree, in addition to :func:`make_environment`.
+        process_folder: folder of the process's log and of Flower's files, readable only by its owner.
+        name: name of the command, which is also the name of the log.
+        address: address of the server. A child of the server's process has it on its command line.
+        variables: environment variables of the process and its process tree, in addition to :func:`make_environment`.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class FlowerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Number of its process, or None before the first start."""
+        """Identifier of the process, or None before the first start."""
         return None if self._process is None else self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Exit code of its last process, negative for a signal; None while it runs or was never started."""
+        """Exit code of the last process, negative for a signal; None while it runs or if it was never started."""
         return None if self._process is None else self._process.poll()
 
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process is running."""
         return self._process is not None and self.code is None
 
     def tail(self, line_count: int = 20) -> str:
-        """The last lines of its log since its last start, without empty ones."""
+        """The last lines of the log since the last start, without empty ones."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:
@@ -129,22 +129,22 @@ class FlowerProcess:
         return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-line_count:])
 
     def kill(self) -> None:
-        """Kill it and its process tree; raises ProcessError if a process survives."""
+        """Kill the process and its process tree; raises ProcessError if a process survives."""
         self._end(signal.SIGKILL, 0)
         self._release()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Ask it to end, and kill it and its process tree after so many seconds; raises as :meth:`kill`."""
+        """Terminate the process, and kill its process tree after ``seconds``; raises the same errors as :meth:`kill`."""
         self._end(signal.SIGTERM, seconds)
         self._release()
 
     def reserve(self) -> None:
-        """Make and lock its home, and end the remaining processes of an earlier start; :meth:`close` unlocks it.
+        """Make and lock the process's home, and end remaining processes of an earlier start; :meth:`close` unlocks it.
 
         Raises:
             FolderInUseError: if another process holds the lock.
             ConfigError: if other users can read the home.
-            CheckpointError: if it cannot be written.
+            CheckpointError: if the home cannot be written.
         """
         make_private_folder(self.process_folder)
         if self._lock is None:
@@ -154,21 +154,21 @@ class FlowerProcess:
             self._end_orphans()
 
     def _prepare(self) -> None:
-        """End its last process, and lock its home."""
+        """End the last process, and lock the home."""
         if self.alive():
             raise ProcessError(f"{self.name} runs already, as process {self.pid}")
         self._end(signal.SIGKILL, 0)
         self.reserve()
 
     def _release(self) -> None:
-        """Remove the record of its process and unlock its home."""
+        """Remove the record of the process and unlock the home."""
         self._record.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def _end_orphans(self) -> None:
-        """End what a killed process has started in this home; the lock shows that it is gone."""
+        """End the processes that a killed process started in this home; the lock shows that it is gone."""
         try:
             record = json.loads(self._record.read_text())
             pid, address = int(record["pid"]), str(record["address"])
@@ -227,7 +227,7 @@ class FlowerProcess:
         if self._process is None:
             return
         if self.alive() and sent_signal == signal.SIGKILL:
-            # so that it starts nothing more while its children are listed
+            # stopped first, so that it starts no more processes while its children are listed
             self._process.send_signal(signal.SIGSTOP)
         groups = _find_groups(self._process.pid, self.address, self.alive())
         if self.alive():
@@ -238,8 +238,8 @@ class FlowerProcess:
 
 
 def _find_groups(pid: int, address: str, is_running: bool) -> set[int]:
-    """Process groups of a process tree, with its root's only if that runs: its number may be reused."""
-    # a child that outlives the root, and the child's own tree, are one group
+    """Process groups of a process tree, without its root's group if the root has ended, as its number may be reused."""
+    # a child that outlives the root forms one group with its own tree
     child_arguments = f" --runtime-api-address {address} --parent-pid {pid} "
     groups = {
         p.group for p in process_tree.list_living_processes().values() if child_arguments in f"{p.command} "

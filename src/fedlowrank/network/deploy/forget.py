@@ -1,4 +1,4 @@
-"""Removes what a client's folder holds: data, states and models. Logs, counts and the account of privacy stay."""
+"""Removes the data, states and models in a client's folder. Logs, counts and the account of privacy stay."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ...storage.lock import FolderInUseError, exclusive
 from ..client import CLIENT_FILE, REJECTION_FILE
 
 _RUN, _STATE = re.compile(r"[0-9a-f]{16}"), re.compile(r"\d{6}\.tree(\.part)?|model")
-"""The name of a run, as a server draws it, and names in the folder of a client's states in a run."""
+"""Patterns of the names of a run, as a server draws it, and of the files in a client's folder of a run."""
 
 
 def forget(folder: Path, client_id: int) -> tuple[list[Path], list[Path]]:
     """Remove the data, states and models of a client from its folder.
 
-    Files are removed as by ``rm``: their blocks are not overwritten, and copies elsewhere are not found.
+    Files are removed as by ``rm``: their blocks are not overwritten, and copies elsewhere are not removed.
 
     Args:
-        folder: of the client.
-        client_id: its number.
+        folder: folder of the client.
+        client_id: identifier of the client.
 
     Returns:
-        What was removed, and what is still there: the account of privacy, logs, and what is not the client's.
+        The removed paths, and the remaining ones: the account of privacy, logs, and files that are not the client's.
 
     Raises:
-        ConfigError: if it is no client's folder, or that of another client. Nothing is removed then.
-        FolderInUseError: if ``join`` runs on it.
+        ConfigError: if the folder is not that of this client. Nothing is removed then.
+        FolderInUseError: if ``join`` is running on the folder.
         CheckpointError: if something cannot be removed.
     """
     if not (folder / CLIENT_FILE).exists():
@@ -48,7 +48,7 @@ def forget(folder: Path, client_id: int) -> tuple[list[Path], list[Path]]:
         except Timeout:
             raise FolderInUseError(f"{folder} is in use: the client trains. End `fedlowrank join`") from None
         runs = [path for path in folder.iterdir() if path.is_dir() and _is_run(path)]
-        # the file that says whose folder it is goes last, so that this can be done again after a kill
+        # the file that identifies the folder's client is removed last, so that this can be repeated after a kill
         names = (
             "data.tree",
             "data.tree.part",

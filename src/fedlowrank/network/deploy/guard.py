@@ -6,14 +6,14 @@ authenticate the last two, so anyone who reaches the port could register a key, 
 upload. Loopback is no protection: other users of the machine, tunnels and TCP proxies all call from it.
 
 Therefore every call that is not a client's must carry a token in a header. The server makes a new token for
-every SuperLink and passes it on by an environment variable, which other users of a machine cannot read.
-(Flower's own tokens are on command lines, which they can.) The commands that may call are started by this
-module, too, which adds the header to what they send.
+every SuperLink and passes it on in an environment variable, which other users of a machine cannot read.
+(Flower's own tokens are on command lines, which other users can read.) This module also starts the commands that may
+call, and adds the header to their calls.
 
-Of a client, Flower checks the key after it has read the whole call, and does not compare the sender of a message
+For a client, Flower checks the key after it has read the whole call, and does not compare the sender of a message
 with the key. :mod:`..access` checks both, and limits connections, calls and replies.
 
-What this module imports stays in memory beside Flower's, so that is little of fedlowrank.
+The imports of this module stay in memory beside Flower's, so they include little of fedlowrank.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ..access.gate import App, AsgiMessage, Gate, Receive, Send
 
 PROBE_PATH = "/fedlowrank-guard"
-"""A path that answers 204 to a caller with the token, which shows that the guard is installed."""
+"""Path that answers 204 to a caller with the token, which shows that the guard is installed."""
 REPLIES_PATH = "/fedlowrank-guard/replies"
-"""A path by which the server's half limits replies, and learns which were refused."""
+"""Path at which the server's half limits replies, and gets the list of refused ones."""
 TOKEN_VARIABLE = "FEDLOWRANK_TOKEN"
 """Name of the environment variable that holds the token."""
 CLIENT_KEYS, CLIENT_NODES, AUDIT = "FEDLOWRANK_CLIENT_KEYS", "FEDLOWRANK_CLIENT_NODES", "FEDLOWRANK_AUDIT"
@@ -40,18 +40,18 @@ CLIENT_KEYS, CLIENT_NODES, AUDIT = "FEDLOWRANK_CLIENT_KEYS", "FEDLOWRANK_CLIENT_
 TOKEN_HEADER = "x-fedlowrank-token"
 """Name of the header that holds the token."""
 MODULE = "fedlowrank.network.deploy.guard"
-"""This module, which is another one where it runs as a program."""
+"""Name of this module, whose ``__name__`` differs if it runs as a script."""
 CALLBACK_PROGRAMS = ("flower-superexec", "flwr-serverapp")
-"""Programs that the SuperLink starts, directly or not, and that call it back."""
+"""Names of the programs that the SuperLink starts, directly or not, and that call it back."""
 
 
 def guard_app(gate: Gate, token: str) -> App:
-    """Wrap the web application (ASGI) of a gate: 403 to calls that are not a client's and lack the token."""
+    """Wrap the web application (ASGI) of a gate: it answers 403 to calls without the token that are not a client's."""
     from ..access.connections import SERVER_OWNER
     from ..access.gate import CLIENT_PATHS, send_answer
 
     async def guard(scope: AsgiMessage, receive: Receive, send: Send) -> None:
-        # the start and the end of the application itself are no calls
+        # the start and the end of the application are not calls
         if scope["type"] == "lifespan":
             await gate.app(scope, receive, send)
         elif str(scope["path"]).startswith(CLIENT_PATHS):
@@ -83,7 +83,7 @@ def has_token(scope: AsgiMessage, token: str) -> bool:
 
 
 def make_command(program: str) -> list[str]:
-    """The command line that runs one of Flower's commands by this module."""
+    """Make the command line that runs one of Flower's commands through this module."""
     return [sys.executable, "-P", "-m", MODULE, program]
 
 
@@ -107,8 +107,8 @@ def _guard_server(token: str) -> None:
     def run_guarded(app: App, **settings: Any) -> None:
         connections = Connections()
         gate = Gate(app, roster, connections, None if audit_path is None else Path(audit_path))
-        # h11 bounds the headers of a call; the other loop does not let us count connections; a header of a
-        # caller does not say where it calls from; lines for every call would fill the disk
+        # h11 limits the headers of a call; connections cannot be counted with the other event loop; a caller's headers
+        # must not override its address; log lines for every call would fill the disk
         fixed_settings = {
             "http": "h11",
             "loop": "asyncio",
@@ -138,7 +138,7 @@ def _send_token(token: str) -> None:
 
 
 class _Popen(subprocess.Popen[bytes]):
-    """Starts the commands that call the SuperLink by this script."""
+    """Starts the commands that call the SuperLink through this script."""
 
     def __init__(self, args: Any, **settings: Any) -> None:
         if isinstance(args, list) and args[0] in CALLBACK_PROGRAMS:
@@ -147,7 +147,7 @@ class _Popen(subprocess.Popen[bytes]):
 
 
 def main() -> None:
-    """Run the command of Flower that the first argument names, with the other arguments."""
+    """Run the command of Flower that the first argument names, with the remaining arguments."""
     program, token = sys.argv[1], os.environ[TOKEN_VARIABLE]
     if program == "flower-superlink":
         _guard_server(token)

@@ -1,11 +1,11 @@
-"""Certificates and keys of a federation: who may join, and how the server proves its identity.
+"""Certificates and keys of a federation: which clients may join, and how the server proves its identity.
 
 The server shows a certificate, signed by an authority that is made here and given to every client. A client
 proves its identity by a signature: its public key is registered at the server. Its private key is made on its
 own machine (:mod:`..enrollment`) and never leaves it, or, for a trial, is made here with all others. The
-authority also signs the roster, by which all clients know each other's keys and their ends.
+authority also signs the roster, which tells all clients each other's keys and their expiry dates.
 
-FOLDER/ca.key         signs certificates of the server, and the roster; stays with whoever made the folder
+FOLDER/ca.key         signs certificates of the server, and the roster; stays with the person who made the folder
 FOLDER/server/        for the server's machine: ca.crt, server.pem, server.key, clients/3.pub for client 3,
                       roster.json, and orders.key, which signs orders to clients, with its public half orders.pub
 FOLDER/client-3/      for the machine of client 3: ca.crt, orders.pub, roster.json; client.key if made here
@@ -53,13 +53,13 @@ _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """Files of the machine that runs the server.
+    """Paths of the files on the machine that runs the server.
 
     Attributes:
-        authority: certificate that vouches for the server's.
-        certificate: of the server.
+        authority: certificate of the authority that signed the server's certificate.
+        certificate: certificate of the server.
         key: private key of the certificate.
-        clients: public key of every client that may join, by the client's number.
+        clients: public key of every client that may join, by client.
         orders: private key that signs orders to clients.
     """
 
@@ -73,11 +73,11 @@ class ServerKeys:
     def read(cls, folder: Path) -> ServerKeys:
         """Find the files in the folder ``server``.
 
-        Keys that have expired by the roster are left out. Without a roster, no key expires.
+        Keys that have expired according to the roster are left out. Without a roster, no key expires.
 
         Raises:
-            ConfigError: if one is missing or misnamed, others can read the folder or a private key in it, or the
-                roster is not that of the authority or has another key of a client.
+            ConfigError: if a file is missing or misnamed, others can read the folder or a private key in it, or the
+                roster is not signed by the authority or has another key of a client.
         """
         names = ("ca.crt", "server.pem", "server.key", "orders.key")
         authority, certificate, key, order_key = find_key_files(folder, *names)
@@ -114,12 +114,12 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """Files of the machine that runs one client.
+    """Paths of the files on the machine that runs one client.
 
     Attributes:
-        authority: certificate that vouches for the server's.
+        authority: certificate of the authority that signed the server's certificate.
         key: private key of the client.
-        orders: public key of the server's orders.
+        orders: public key that verifies the server's orders.
     """
 
     authority: Path
@@ -136,7 +136,7 @@ class ClientKeys:
         """Find the files in a folder such as ``client-3``.
 
         Raises:
-            ConfigError: if one is missing, or others can read the folder or its private key.
+            ConfigError: if a file is missing, or others can read the folder or its private key.
         """
         authority, key, order_key = find_key_files(folder, "ca.crt", "client.key", "orders.pub")
         refuse_readable(folder, key)
@@ -144,14 +144,14 @@ class ClientKeys:
 
 
 def make_keys(folder: Path, client_count: int, hosts: Sequence[str], days: int = 365) -> None:
-    """Make the keys of a federation with clients 0, 1, ..., for a trial: whoever calls this knows all of them.
+    """Make the keys of a federation with clients 0, 1, ..., for a trial: the caller knows all private keys.
 
     Args:
-        folder: made by this; the module's description lists its files.
-        client_count: number of clients; 0 where each makes its own key (:mod:`..enrollment.key_request`).
+        folder: folder to make; the module's description lists its files.
+        client_count: number of clients; 0 if each makes its own key (:mod:`..enrollment.key_request`).
         hosts: names and IP addresses of the server, without a port; localhost, 127.0.0.1 and ::1 are always
             added.
-        days: life of the server's certificate and of the clients' keys, at most :data:`AUTHORITY_DAYS`.
+        days: lifetime of the server's certificate and of the clients' keys in days, at most :data:`AUTHORITY_DAYS`.
 
     Raises:
         ConfigError: if the folder exists, or an argument is not as described. Nothing is written then.
@@ -193,15 +193,15 @@ def add_client(folder: Path, client_id: int, days: int = 365) -> bool:
     """Make the key of one more client, read at the server's next start.
 
     Args:
-        folder: made by :func:`make_keys`.
-        client_id: its number.
-        days: life of the key.
+        folder: folder made by :func:`make_keys`.
+        client_id: identifier of the client.
+        days: lifetime of the key in days.
 
     Returns:
         Whether the client was entered into the roster, which needs ``ca.key``.
 
     Raises:
-        ConfigError: if the client has a key, or an argument is not as described.
+        ConfigError: if the client already has a key, or an argument is not as described.
     """
     check_days(days)
     if client_id < 0:
@@ -235,19 +235,19 @@ def _make_client_key(folder: Path, client_id: int) -> None:
 def revoke_client(
     folder: Path, client_id: int, reason: Literal["revoked", "expired"] = "revoked"
 ) -> tuple[Path, bool]:
-    """Move a client's public key away: from now on the server refuses the client, also one that runs.
+    """Move a client's public key away, so that the server refuses the client from now on, even if it is running.
 
     Args:
-        folder: made by :func:`make_keys`, or its part ``server``.
-        client_id: whose key it is. :func:`add_client` makes a new one once the client's old folder is removed.
-        reason: names the folder that it is moved to. A key that was revoked is never accepted again.
+        folder: folder made by :func:`make_keys`, or its subfolder ``server``.
+        client_id: identifier of the client. :func:`add_client` makes a new key once the client's old folder is removed.
+        reason: name of the folder to which the key is moved. A key that was revoked is never accepted again.
 
     Returns:
-        Where the public key is now, and whether the client was taken from the roster, which needs ``ca.key``.
+        The new path of the public key, and whether the client was removed from the roster, which needs ``ca.key``.
 
     Raises:
         ConfigError: if the server has no key of the client.
-        CheckpointError: if it cannot be moved.
+        CheckpointError: if the key cannot be moved.
     """
     server_folder = folder / "server" if (folder / "server").is_dir() else folder
     public_path = server_folder / "clients" / f"{client_id}.pub"
@@ -265,7 +265,7 @@ def revoke_client(
 
 
 def find_expired_clients(folder: Path) -> list[int]:
-    """Clients whose public keys the folder ``server`` has, and which have expired by its roster."""
+    """Clients whose public keys are in the folder ``server`` and have expired according to its roster."""
     if not (folder / ROSTER_FILE).exists():
         return []
     entries = KeyRoster.read(folder / ROSTER_FILE, folder / "ca.crt").clients
@@ -278,7 +278,7 @@ def find_expired_clients(folder: Path) -> list[int]:
 
 
 def name_revoked(server_folder: Path, key: str) -> str:
-    """The client of a public key that was revoked, for logs; ``server_folder`` is the server's part of the keys."""
+    """Name the client of a revoked public key, for logs; ``server_folder`` is the server's part of the keys."""
     for path in (server_folder / "revoked").glob("*.pub"):
         if path.read_text().strip() == key:
             return f"client {path.stem.partition('-')[0]}"
@@ -289,9 +289,9 @@ def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
     """Replace the server's certificate and key by new ones of the same authority; clients need no change.
 
     Args:
-        folder: made by :func:`make_keys`, its ``ca.key`` included.
-        hosts: names and IP addresses of the server; empty for the old ones.
-        days: life of the certificate.
+        folder: folder made by :func:`make_keys`, including ``ca.key``.
+        hosts: names and IP addresses of the server; empty to keep the old ones.
+        days: lifetime of the certificate in days.
 
     Raises:
         ConfigError: if a file is missing, an argument is not as described, or the authority has expired.
@@ -337,7 +337,7 @@ def _certify(
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(signer, hashes.SHA384())
     )
-    # the two belong together, so each replaces its predecessor whole, and the certificate last
+    # key and certificate belong together, so each replaces its predecessor atomically, and the certificate comes last
     write_key_file(folder / "server" / "server.key", _to_pem(key), PRIVATE_MODE)
     write_key_file(folder / "server" / "server.pem", certificate.public_bytes(Encoding.PEM))
 
@@ -356,7 +356,7 @@ def _build_certificate(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # clocks of organizations differ
+        # the clocks of organizations differ
         .not_valid_before(issue_time - datetime.timedelta(days=1))
         .not_valid_after(issue_time + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -381,7 +381,7 @@ def _make_key_usage(signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _parse_hosts(hosts: Iterable[str]) -> list[x509.GeneralName]:
-    """The hosts as names and IP addresses, without repetition."""
+    """Parse the hosts into names and IP addresses, without duplicates."""
     return [_parse_host(host) for host in dict.fromkeys([*_LOCAL_HOSTS, *hosts])]
 
 
@@ -389,7 +389,7 @@ def _parse_host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        # what looks like an address but is none would pass as a name that nothing can ever reach
+        # a text that resembles an address but is none would pass as a name that can never be reached
         labels = host.split(".")
         if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)) or labels[-1].isdigit():
             raise ConfigError(
@@ -408,5 +408,5 @@ def _to_pem(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> byte
 
 
 def _to_openssh(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
-    """The public half of a key, as one line."""
+    """The public half of a key as one line, in OpenSSH's format."""
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"

@@ -1,4 +1,4 @@
-"""A client's node: pulls messages from the server and answers each by the installed fedlowrank.
+"""A client's node: pulls messages from the server and answers each with the installed fedlowrank.
 
 Flower's own SuperNode unpacks the app that the server names and runs its code. This program speaks the same
 protocol, but never fetches an app. It hands a message to :data:`..flower.client` of the installed package, and
@@ -61,51 +61,52 @@ from .server_processes import WORKING_FILE
 logger = logging.getLogger("fedlowrank.network.deploy.node")
 
 MIN_PAUSE_SECONDS = 0.5
-"""Least pause in seconds between two requests for a message."""
+"""Shortest pause in seconds between two requests for a message."""
 
 MAX_PAUSE_SECONDS = 3.0
 """Longest pause in seconds between two requests for a message."""
 
 
 MAX_PIECE_BYTES = message_bounds.CHUNK_BYTES + (1 << 16)
-"""Bytes of the server's answer to a call for a piece of a message."""
+"""Largest size in bytes of the server's answer to a call for a piece of a message."""
 
 MAX_CALL_BYTES = 1 << 20
-"""Bytes of the server's answer to any other call."""
+"""Largest size in bytes of the server's answer to any other call."""
 
 UNANSWERED_ERRORS = (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPushError)
 """Errors after which a message is not answered: the run may be over, or the message too old."""
 
 
 PIECE_SECONDS = 120.0
-"""Seconds in which a piece of a message must appear at the server; a piece that it lost would be waited for until the
-run ends."""
+"""Seconds within which a piece of a message must appear at the server; without a limit, the node would wait until the
+run ends for a piece that the server lost."""
 
 _MAX_RUNS = 100
 """Number of the server's runs for which the decision to refuse is stored."""
 
 
 def choose_pause(idle_seconds: float) -> float:
-    """Seconds until the next look for a message, given those since the last one.
+    """Choose the seconds until the next request for a message, given those since the last message.
 
-    A twentieth of the wait, so that rounds of minutes take no longer to notice and hundreds of waiting clients leave the server
-    time for its work.
+    The pause is a twentieth of the wait, so that rounds of minutes are noticed promptly and hundreds of waiting clients leave
+    the server time for its work.
     """
     return min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, idle_seconds / 20))
 
 
 class Connection(NamedTuple):
-    """Calls to the server, as Flower's connection gives them.
+    """Calls to the server, as functions of Flower's connection.
 
     Attributes:
-        node: number of this node at the server.
-        receive: the next message without its content, and the tree of its objects; None if there is none.
-        send: announces a reply; returns the objects that the server lacks, and a session to push them by.
-        get_run: the server's description of a run.
-        get_app: the packed app of a run; never called.
-        pull: an object of a message.
-        push: an object of a reply.
-        confirm: reports that all objects of a message have arrived.
+        node: Flower's number of this node at the server.
+        receive: function that returns the next message without its content, and the tree of its objects; None if
+            there is none.
+        send: function that announces a reply; returns the objects that the server lacks, and a session for pushing them.
+        get_run: function that returns the server's description of a run.
+        get_app: function that returns the packed app of a run; never called.
+        pull: function that fetches an object of a message.
+        push: function that sends an object of a reply.
+        confirm: function that reports that all objects of a message have arrived.
     """
 
     node: int
@@ -119,10 +120,10 @@ class Connection(NamedTuple):
 
 
 class PinnedApp(NamedTuple):
-    """The one app whose messages are answered.
+    """Identity of the only app whose messages are answered.
 
     Attributes:
-        name: publisher and name.
+        name: publisher and name of the app.
         digest: SHA-256 of the packed app.
     """
 
@@ -137,7 +138,7 @@ class PinnedApp(NamedTuple):
             return cls(name, hashlib.sha256(build_fab_from_disk(Path(folder))).hexdigest())
 
     def refusal(self, run: Run) -> str | None:
-        """Why messages of a run are refused, or None if they are answered."""
+        """The reason why messages of a run are refused, or None if they are answered."""
         if (run.fab_id, run.fab_hash) == self:
             return None
         app_description = to_one_line(f"{run.fab_id} with the digest {run.fab_hash}", 200)
@@ -152,11 +153,11 @@ class Node:
     """Answers the messages of a server.
 
     Args:
-        connection: to the server.
-        app: answers a message; it belongs to the installed package.
-        pinned_app: the app whose messages are answered.
-        folder: of the client.
-        process_folder: where the file :data:`.server_processes.WORKING_FILE` lies.
+        connection: connection to the server.
+        app: app of the installed package that answers a message.
+        pinned_app: identity of the app whose messages are answered.
+        folder: folder of the client.
+        process_folder: folder of the file :data:`.server_processes.WORKING_FILE`.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Node:
         self._refusals: dict[int, str | None] = {}
 
     def step(self) -> bool:
-        """Answer the next message; whether there was one."""
+        """Answer the next message; return whether there was one."""
         try:
             next_message = self.connection.receive()
             if next_message is None:
@@ -185,12 +186,12 @@ class Node:
             with self._working():
                 start_time = time.monotonic()
                 reply = self._reply(*next_message)
-                # of the server's clock: by this machine's, the reply may have expired before it was made
+                # by the server's clock: by this machine's clock, the reply may have expired before it was made
                 reply.metadata.created_at = next_message[0].metadata.created_at
                 reply.metadata.ttl = next_message[0].metadata.ttl
                 self._send(reply, time.monotonic() - start_time)
         except UNANSWERED_ERRORS as error:
-            # the run may be over, or the message too old; the server asks again for what it still needs
+            # the run may be over, or the message too old; the server asks again if it still needs a reply
             response_text = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
             logger.info("a message was given up: %r %s", error, to_one_line(response_text))
         return True
@@ -216,7 +217,7 @@ class Node:
         except Exception as error:  # noqa: BLE001 - a message that cannot be read does not end the node
             return flower.make_error_reply(message, error, lambda: self.folder)
         try:
-            # the content does not say by which identifier the server knows it
+            # the content lacks the identifier by which the server knows the message
             full_message.metadata.__dict__["_message_id"] = metadata.message_id
             context = Context(run_id, self.connection.node, {"folder": str(self.folder)}, RecordDict(), {})
             return self.app(full_message, context)
@@ -228,10 +229,10 @@ class Node:
         return flower.make_error_reply(message, error, lambda: self.folder, code)
 
     def _fetch(self, message: Message, object_tree: Any) -> Message:
-        """Fetch the content of a message, and stop where it is too large; raises RefusedOrderError then."""
+        """Fetch the content of a message, stopping if it is too large; raises RefusedOrderError then."""
         run_id, lock = message.metadata.run_id, threading.Lock()
         bound = FetchBound(self._max_bytes(message.metadata.message_type), "fedlowrank join --max-download")
-        # a message may name a piece many times, and is not gone through to its end
+        # a message may name a piece many times, so only the allowed number of names is read
         pieces = itertools.islice(iterate_object_tree(object_tree), bound.pieces + 1)
         object_ids = [piece.object_id for piece in pieces]
         bound.expect(len(object_ids))
@@ -249,7 +250,7 @@ class Node:
                 raise RefusedOrderError(f"a message of the server was not read to its end: {bound.problem}")
 
         check()
-        # as long again as a large payload takes at 1 MiB/s, for the server may still be storing it
+        # plus the time that a large payload takes at 1 MiB/s, because the server may still be storing it
         max_seconds = PIECE_SECONDS + bound.max_bytes / 2**20
         contents = pull_objects(list(dict.fromkeys(object_ids)), pull, max_time=max_seconds)
         self.connection.confirm(run_id, message.metadata.message_id)
@@ -259,7 +260,7 @@ class Node:
         return full_message
 
     def _max_bytes(self, message_type: str) -> int:
-        """Bytes that a message of a kind may have; only orders have a payload."""
+        """Largest size in bytes of a message of a type; only orders have a payload."""
         return flower.load_runtime(str(self.folder)).max_download if message_type == flower.ORDER_TYPE else 0
 
     def _send(self, reply: Message, seconds: float) -> None:
@@ -280,11 +281,11 @@ class Node:
 
 
 class TooLargeAnswerError(httpx.HTTPError):
-    """The server's answer to a call is longer than it may be; it was not read to its end."""
+    """The server's answer to a call exceeds its limit and was not read to its end."""
 
 
 class _Counted(httpx.SyncByteStream):
-    """The body of an answer, up to a number of bytes."""
+    """The body of an answer, limited to a number of bytes."""
 
     def __init__(self, stream: httpx.SyncByteStream, max_bytes: int) -> None:
         self._stream, self._most = stream, max_bytes
@@ -302,7 +303,7 @@ class _Counted(httpx.SyncByteStream):
 
 
 def limit_answers(client: httpx.Client) -> None:
-    """Read at most so many bytes of each answer into memory, unpack none, and follow no redirection."""
+    """Limit the bytes of each answer that are read into memory, refuse packed answers, and follow no redirect."""
 
     def limit(response: httpx.Response) -> None:
         coding = response.headers.get("content-encoding", "identity")
@@ -318,7 +319,7 @@ def limit_answers(client: httpx.Client) -> None:
 
 
 def _limit_all_answers() -> None:
-    """Make the clients of Flower's API in this process limit what they read."""
+    """Limit what the clients of Flower's API in this process read."""
     original_init = ProtobufClient.__init__
 
     def make_limited(self: ProtobufClient, *arguments: Any, **settings: Any) -> None:

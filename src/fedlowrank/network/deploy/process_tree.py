@@ -22,10 +22,10 @@ class Process(NamedTuple):
 
 
 def list_living_processes() -> dict[int, Process]:
-    """All living processes of the machine by number, without zombies."""
+    """All living processes of the machine by identifier, without zombies."""
     processes = {}
     for process in psutil.process_iter(["status", "cmdline"]):
-        # it may end while it is looked at
+        # a process may end while it is read
         with contextlib.suppress(OSError):
             group, command = os.getpgid(process.pid), " ".join(process.info["cmdline"] or ())
             if process.info["status"] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
@@ -34,7 +34,7 @@ def list_living_processes() -> dict[int, Process]:
 
 
 def find_descendants(root_pid: int) -> dict[int, Process]:
-    """The children of a process, their children, and so on; not the process itself."""
+    """The children of a process, their children, and so on, without the process itself."""
     try:
         children = {child.pid for child in psutil.Process(root_pid).children(recursive=True)}
     except psutil.NoSuchProcess:
@@ -43,14 +43,14 @@ def find_descendants(root_pid: int) -> dict[int, Process]:
 
 
 def end_groups(groups: set[int], patience: float = 0.0) -> set[int]:
-    """Wait for all processes of some groups to end, and kill those that do not, or that start meanwhile.
+    """Wait for all processes of some groups to end, and kill those that remain, or that start meanwhile.
 
     Args:
-        groups: process groups.
-        patience: seconds before they are killed.
+        groups: identifiers of the process groups.
+        patience: seconds before the processes are killed.
 
     Returns:
-        The processes that survive for ten more seconds.
+        Identifiers of the processes that survive for ten more seconds.
     """
     start_time = time.monotonic()
     while survivors := {pid for pid, process in list_living_processes().items() if process.group in groups}:

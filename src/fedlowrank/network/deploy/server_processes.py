@@ -25,7 +25,7 @@ from .flower_process import FlowerProcess, ProcessError, find_free_port, listen
 from .keys import ClientKeys, ServerKeys
 
 WORKING_FILE = "working"
-"""A file in a node's home while it answers a message."""
+"""Name of a file in a node's home that exists while the node answers a message."""
 _CONNECTION = "federation"
 _ANSWER_SECONDS = 120
 
@@ -48,18 +48,18 @@ class RunStatus(NamedTuple):
 
 
 class SuperLink(FlowerProcess):
-    """The server's process, which clients connect to. As a context manager it is started and closed.
+    """The server's process, to which clients connect. As a context manager it is started and closed.
 
     Its clients, runs and pending messages are stored in its home, so that it can be restarted. Calls other
     than clients' need a token that only this object and its subprocesses have; see :mod:`.guard`.
 
     Args:
-        process_folder: its folder.
-        keys: for TLS and registered clients only; None for trials on one machine: everyone may join, and
+        process_folder: folder of the process.
+        keys: keys for TLS and registered clients; None for trials on one machine, in which everyone may join and
             everything is readable.
-        host: address to listen on; ``0.0.0.0`` for all of this machine's.
-        port: to listen on, or None for a free one.
-        variables: for its environment and the ServerApp's.
+        host: address to listen on; ``0.0.0.0`` for all addresses of this machine.
+        port: port to listen on, or None for a free one.
+        variables: environment variables of the process and of the ServerApp.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class SuperLink(FlowerProcess):
         self.keys = keys
         self.host = host
         self.port = find_free_port(host) if port is None else port
-        # where a process of this machine reaches it
+        # address at which a process of this machine reaches it
         local_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         address = f"[{local_host}]:{self.port}" if ":" in local_host else f"{local_host}:{self.port}"
         super().__init__(process_folder, "superlink", address, variables)
-        # only its subprocesses get it
+        # only its subprocesses get the token
         self.variables[guard.TOKEN_VARIABLE] = secrets.token_hex(32)
         self._database = self.process_folder / "superlink.db"
         self._registered = self.process_folder / "registered.json"
@@ -95,7 +95,7 @@ class SuperLink(FlowerProcess):
         self.close()
 
     def start(self, seconds: float = 60.0) -> None:
-        """Start it and wait until it answers, at most so many seconds.
+        """Start the process and wait until it answers, at most ``seconds``.
 
         Raises:
             ProcessError: if it does not start, or its port is in use.
@@ -118,7 +118,7 @@ class SuperLink(FlowerProcess):
             security = {"root-certificates": str(self.keys.authority)}
             command += ["--enable-supernode-auth", "--ssl-ca-certfile", str(self.keys.authority)]
             command += ["--ssl-certfile", str(self.keys.certificate), "--ssl-keyfile", str(self.keys.key)]
-        # where Flower's commands look for it
+        # the path at which Flower's commands look for it
         config_text = f"[superlink.{_CONNECTION}]\n{as_toml({'address': self.address, **security})}"
         write_atomically(self.process_folder / "config.toml", config_text.encode())
         self._launch(command)
@@ -131,7 +131,7 @@ class SuperLink(FlowerProcess):
             Flower's number of the client.
 
         Raises:
-            ProcessError: if Flower refuses.
+            ProcessError: if Flower refuses the client.
         """
         key, node_ids = public_key.read_text().strip(), self._read_known_keys()
         if key not in node_ids:
@@ -140,10 +140,10 @@ class SuperLink(FlowerProcess):
         return node_ids[key]
 
     def keep_only(self, public_keys: Iterable[Path]) -> list[str]:
-        """Unregister all clients but those with these public keys; returns the keys of the others."""
+        """Unregister all clients except those with these public keys; returns the keys of the unregistered ones."""
         node_ids, allowed_keys = self._read_known_keys(), set()
         for path in public_keys:
-            # one that is revoked meanwhile
+            # a key may be revoked meanwhile
             with contextlib.suppress(FileNotFoundError):
                 allowed_keys.add(path.read_text().strip())
         removed_keys = sorted(node_ids.keys() - allowed_keys)
@@ -153,9 +153,9 @@ class SuperLink(FlowerProcess):
         return removed_keys
 
     def unregister_revoked(self) -> list[str]:
-        """Unregister the clients whose public keys were taken away since the last look; returns these keys.
+        """Unregister the clients whose public keys were removed since the last call; returns these keys.
 
-        The guard refuses them from the moment of the revocation on. This makes rounds not wait for them.
+        The guard refuses them as soon as they are revoked. Unregistering them keeps rounds from waiting for them.
         """
         if self.keys is None:
             return []
@@ -178,16 +178,16 @@ class SuperLink(FlowerProcess):
         return int(self._flwr("run", str(app_folder.absolute()))["run-id"])
 
     def status(self, run_id: int) -> RunStatus:
-        """The status of a run. It costs a second of processor time.
+        """The status of a run. The call takes a second of processor time.
 
-        After a kill the SuperLink takes a run for running for about a minute; stop such a run.
+        After a kill the SuperLink considers a run running for about a minute; stop such a run.
         """
         fields = self._flwr("list", "--run-id", str(run_id))["runs"][0]
         details = fields["status-details"]
         return RunStatus(fields["status"], "" if details == "N/A" else details)
 
     def stop(self, run_id: int) -> None:
-        """End a run; raises ProcessError if there is no such run or it has ended."""
+        """Stop a run; raises ProcessError if there is no such run or it has ended."""
         self._flwr("stop", str(run_id))
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class SuperLink(FlowerProcess):
         return answer
 
     def _is_answering(self) -> bool:
-        """Whether it answers, with its guard."""
+        """Whether the process answers, with its guard."""
         host, _, port = self.address.rpartition(":")
         server_address = (host.strip("[]"), int(port))
         connection = http.client.HTTPConnection(*server_address, timeout=5)
@@ -247,13 +247,13 @@ class SuperLink(FlowerProcess):
 
 
 class SuperNode(FlowerProcess):
-    """A client's process: connects to the server and answers messages; see :mod:`.node`.
+    """A client's process, which connects to the server and answers messages; see :mod:`.node`.
 
     Args:
-        process_folder: its folder.
-        address: of the server, such as ``fl.example.org:8000``.
-        folder: of the client, made by :func:`..client.prepare`.
-        keys: for TLS, and to prove the client's identity to the server; None for trials on one machine.
+        process_folder: folder of the process.
+        address: address of the server, such as ``fl.example.org:8000``.
+        folder: folder of the client, made by :func:`..client.prepare`.
+        keys: keys for TLS, and to prove the client's identity to the server; None for trials on one machine.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class SuperNode(FlowerProcess):
         self.keys = keys
 
     def start(self) -> None:
-        """Start it, maybe before the server: it connects when it can. Raises as :meth:`SuperLink.start`."""
+        """Start the process, even before the server: it connects when it can. Raises the errors of :meth:`SuperLink.start`."""
         self._prepare()
         command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
         command += ["--folder", str(self.folder), "--home", str(self.process_folder)]
@@ -277,7 +277,7 @@ class SuperNode(FlowerProcess):
         self._launch(command)
 
     def read_node_id(self) -> int | None:
-        """Its number at the server; None until it has connected."""
+        """Read the node's number at the server; None until it has connected."""
         if self.pid is None:
             return None
         with self.log.open("rb") as file:
@@ -286,5 +286,5 @@ class SuperNode(FlowerProcess):
         return int(match[1]) if match else None
 
     def is_working(self) -> bool:
-        """Whether it is answering a message now."""
+        """Whether the node is answering a message now."""
         return self.alive() and (self.process_folder / WORKING_FILE).exists()

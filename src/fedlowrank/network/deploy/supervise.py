@@ -26,22 +26,22 @@ def supervise(
     pauses: Sequence[float] = RESTART_PAUSES,
     patience: float = REFUSAL_SECONDS,
 ) -> None:
-    """Keep a SuperNode running until an event is set, and close it then.
+    """Keep a SuperNode running until an event is set, and then close it.
 
-    A server that cannot be reached is no error: the SuperNode waits for it. A server that refuses is asked
-    again for a while: it refuses a client whose SuperNode was killed, for about a minute, as it refuses an
+    A server that cannot be reached is no error: the SuperNode waits for it. If a server refuses, it is asked
+    again for a while, because it refuses a client whose SuperNode was killed for about a minute, in the same way as an
     unregistered one.
 
     Args:
-        node: may run already.
-        stop_event: end when this is set.
-        pauses: seconds before each restart; the last is repeated, and the first comes again after a steady
+        node: SuperNode, which may be running already.
+        stop_event: event that ends the supervision when it is set.
+        pauses: seconds before each restart; the last pause is repeated, and the first one is used again after a stable
             minute.
         patience: seconds for which the server may refuse.
 
     Raises:
         ProcessError: if the server refuses for longer, or the SuperNode ends three times before it reaches
-            the server; with the end of its log.
+            the server; the message has the end of its log.
     """
     restarts, failures, last_connection = 0, 0, time.monotonic()
     try:
@@ -77,7 +77,7 @@ def supervise(
 
 
 def _watch(node: SuperNode, stop_event: threading.Event) -> bool:
-    """Wait until a SuperNode ends or should end; whether it has connected."""
+    """Wait until a SuperNode ends or should end; return whether it has connected."""
     start_time, is_warned = time.monotonic(), False
     node_id: int | None = None
     while node.alive() and not stop_event.wait(0.1):
@@ -91,5 +91,5 @@ def _watch(node: SuperNode, stop_event: threading.Event) -> bool:
                     "no connection to %s yet: check that the server runs, the address and the proxy",
                     node.address,
                 )
-    # it may have connected since the last look
+    # the node may have connected since the last check
     return node_id is not None or node.read_node_id() is not None

@@ -1,1 +1,1 @@
-"""Keys that sites make themselves: requests, their acceptance, and the roster that all compare."""
+"""Keys that sites make themselves: requests, their acceptance, and the roster that all sites compare."""

@@ -1,4 +1,4 @@
-"""The operator's part of keys that sites make themselves: enters public keys, and prolongs them."""
+"""The operator's part of keys that sites make themselves: registers public keys, and extends their lifetime."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from .key_request import KeyRequest
 from .roster import ROSTER_FILE, strip_key_comment, update_roster
 
 PUBLIC_FILES = ("ca.crt", "orders.pub", ROSTER_FILE)
-"""Files that a client needs beside its private key; all are public."""
+"""Names of the files that a client needs beside its private key; all are public."""
 
 
 def accept_request(
     folder: Path, path: Path, days: int = 365, expected_fingerprint: str = ""
 ) -> tuple[KeyRequest, Path]:
-    """Enter the public key of a request, or prolong it if it is the client's key already.
+    """Register the public key of a request, or extend its lifetime if the client already has this key.
 
     Args:
-        folder: made by :func:`..deploy.keys.make_keys`, with its ``ca.key``.
-        path: of the request.
-        days: life of the key.
-        expected_fingerprint: the fingerprint as the client read it aloud; "" compares nothing.
+        folder: folder made by :func:`..deploy.keys.make_keys`, with its ``ca.key``.
+        path: path of the request.
+        days: lifetime of the key in days.
+        expected_fingerprint: fingerprint as the client read it aloud; "" skips the comparison.
 
     Returns:
         The request, and the folder of the files to give to the client.
 
     Raises:
-        ConfigError: if the request is none, has another fingerprint, or the client has another key. Nothing is
+        ConfigError: if the request is invalid or has another fingerprint, or the client has another key. Nothing is
             written then.
-        CheckpointError: if something cannot be written.
+        CheckpointError: if a file cannot be written.
     """
     check_days(days)
     find_key_files(folder, "ca.key")
@@ -77,7 +77,7 @@ def accept_request(
 
 
 def prolong_client(folder: Path, client_id: int, days: int) -> None:
-    """Let a client's key live so many days from now on; ConfigError if there is none, or no ``ca.key``."""
+    """Let a client's key expire ``days`` from now; raises ConfigError if there is no such key, or no ``ca.key``."""
     check_days(days)
     find_key_files(folder, "ca.key")
     if not (folder / "server" / "clients" / f"{client_id}.pub").is_file():

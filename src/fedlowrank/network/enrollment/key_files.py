@@ -1,4 +1,4 @@
-"""Files of keys: finds those that must be there, reads the authority, writes atomically."""
+"""Files of keys: finds required files, reads the authority, writes atomically."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...core.io.atomic_files import as_checkpoint_error
 from ...core.io.private_files import refuse_readable
 
 AUTHORITY_DAYS = 3650
-"""Life of the authority, and so the longest life of a certificate or a client's key that it signs."""
+"""Lifetime of the authority in days, and thus the longest lifetime of a certificate or client's key that it signs."""
 
 PRIVATE_MODE = 0o600
-"""Mode of a file that its owner alone may read."""
+"""Mode of a file that only its owner may read."""
 
 
 def find_key_files(folder: Path, *names: str) -> list[Path]:
@@ -34,7 +34,7 @@ def find_key_files(folder: Path, *names: str) -> list[Path]:
 
 
 def read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """The key and the certificate of the authority; ConfigError if a file is missing, or they do not fit."""
+    """Read key and certificate of the authority; raises ConfigError if a file is missing, or they do not match."""
     (key_path,) = find_key_files(folder, "ca.key")
     (path,) = find_key_files(folder / "server", "ca.crt")
     refuse_readable(key_path)
@@ -46,13 +46,13 @@ def read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certi
 
 
 def check_days(days: int) -> None:
-    """Refuse a life that is not between 1 day and that of the authority."""
+    """Refuse a lifetime that is not between 1 day and that of the authority."""
     if not 1 <= days <= AUTHORITY_DAYS:
         raise ConfigError(f"a certificate or key lives between 1 and {AUTHORITY_DAYS} days; days is {days}")
 
 
 def write_key_file(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file atomically, with a mode that it has from the beginning."""
+    """Write a file atomically, with its final mode from the beginning."""
     temporary_path = path.with_name(f"{path.name}.new")
     with as_checkpoint_error(f"cannot write {path}"):
         temporary_path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""A key that a site makes itself: the private key never leaves its machine; a request carries the public one.
+"""A key that a site makes itself: the private key never leaves its machine; a request carries the public key.
 
 FOLDER/client.key      private key, encrypted if a passphrase was given
-FOLDER/request.json    for the operator: number of the client, public key, and a signature by the private key
+FOLDER/request.json    for the operator: identifier of the client, public key, and a signature by the private key
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _SIGNED_PREFIX = b"fedlowrank request 1\n"
 
 @dataclass(frozen=True)
 class KeyRequest:
-    """What a site asks the operator to enter.
+    """A site's request to register its public key.
 
     Attributes:
-        client: its number.
-        key: its public key, in the form of OpenSSH.
+        client: identifier of the client.
+        key: public key of the client, in OpenSSH's format.
     """
 
     client: int
@@ -53,12 +53,12 @@ class KeyRequest:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of its key."""
+        """Fingerprint of the public key."""
         return compute_fingerprint(parse_public_key(self.key, "the request"))
 
     @classmethod
     def read(cls, path: Path) -> KeyRequest:
-        """Read a request; raises ConfigError if it is none, or whoever made it has not the private key."""
+        """Read a request; raises ConfigError if it is invalid, or not signed with the private key."""
         table: dict[str, Any] = read_json(path, dict)
         try:
             request = cls(table["client"], table["key"])
@@ -83,12 +83,12 @@ def request_key(folder: Path, client_id: int, passphrase: str = "") -> KeyReques
     """Make the key of a client on its own machine, and a request for the operator.
 
     Args:
-        folder: of the client's keys; made by this.
-        client_id: its number.
-        passphrase: encrypts the private key; "" leaves it to the modes of the file.
+        folder: folder of the client's keys, made by this function.
+        client_id: identifier of the client.
+        passphrase: passphrase that encrypts the private key; "" leaves its protection to the mode of the file.
 
     Raises:
-        ConfigError: if the folder has a key already, or the number is none.
+        ConfigError: if the folder already has a key, or the identifier is invalid.
         CheckpointError: if the folder cannot be written.
     """
     if client_id < 0:
@@ -109,7 +109,7 @@ def request_key(folder: Path, client_id: int, passphrase: str = "") -> KeyReques
     request = KeyRequest(client_id, public_key)
     signature = key.sign(request._encode_content(), ec.ECDSA(hashes.SHA384())).hex()
     content = {"client": client_id, "key": public_key, "signature": signature}
-    # the request last: it is only sent where the key is on the disk
+    # the request last, so that it is only sent when the key is on disk
     write_key_file(folder / "client.key", private_bytes, PRIVATE_MODE)
     write_key_file(folder / REQUEST_FILE, (json.dumps(content, indent=1) + "\n").encode())
     return request
@@ -118,7 +118,7 @@ def request_key(folder: Path, client_id: int, passphrase: str = "") -> KeyReques
 def load_key_pair(
     path: Path, passphrase: str = ""
 ) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
-    """The private key of a client and its public half, as Flower takes them; raises as :func:`load_client_key`."""
+    """Read the private key of a client and its public half, as Flower needs them; raises as :func:`load_client_key`."""
     key = load_client_key(path, passphrase)
     return key, key.public_key()
 
@@ -127,12 +127,12 @@ def load_client_key(path: Path, passphrase: str = "") -> ec.EllipticCurvePrivate
     """Read the private key of a client.
 
     Args:
-        path: of the file.
-        passphrase: of a key that is encrypted; a key that is not needs none.
+        path: path of the key file.
+        passphrase: passphrase of an encrypted key; not needed for an unencrypted one.
 
     Raises:
-        ConfigError: if it is no such key, or the passphrase is missing or wrong.
-        CheckpointError: if it cannot be read.
+        ConfigError: if the file is no such key, or the passphrase is missing or wrong.
+        CheckpointError: if the file cannot be read.
     """
     with as_checkpoint_error(f"cannot read {path}"):
         content = path.read_bytes()

@@ -1,7 +1,7 @@
-"""The roster of a federation: public key, fingerprint and end of every client, signed by the authority.
+"""The roster of a federation: public key, fingerprint and expiry date of every client, signed by the authority.
 
-``roster.json`` lies beside the keys of the server and of every client. All who compare its number, or the
-fingerprints in it, by a way that the operator does not control, know that they were shown the same keys.
+``roster.json`` lies beside the keys of the server and of every client. Sites that compare its number, or the
+fingerprints in it, over a channel that the operator does not control, know that they were shown the same keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SIGNED_PREFIX = b"fedlowrank roster 1\n"
 
 
 def compute_fingerprint(key: ec.EllipticCurvePublicKey) -> str:
-    """Thirty digits in groups of five, to be read aloud: of two keys they are equal by a chance of 10⁻³⁰."""
+    """Thirty digits in groups of five, to be read aloud; those of two keys are equal with a probability of 10⁻³⁰."""
     return group_digits(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
@@ -42,7 +42,7 @@ def group_digits(content: bytes) -> str:
 
 
 def parse_public_key(text: str, source: object) -> ec.EllipticCurvePublicKey:
-    """A public key in the form of OpenSSH; raises ConfigError, which names the location, if it is something else."""
+    """Parse a public key in OpenSSH's format; raises ConfigError, which names the source, if it is something else."""
     try:
         key = load_ssh_public_key(text.strip().encode())
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -53,7 +53,7 @@ def parse_public_key(text: str, source: object) -> ec.EllipticCurvePublicKey:
 
 
 def strip_key_comment(text: str) -> str:
-    """A public key in the form of OpenSSH, without a comment."""
+    """A public key in OpenSSH's format, without a comment."""
     return " ".join(text.split()[:2])
 
 
@@ -62,8 +62,8 @@ class RosterEntry:
     """A client that may join.
 
     Attributes:
-        key: its public key, in the form of OpenSSH.
-        expires: when the key ends (UTC).
+        key: public key of the client, in OpenSSH's format.
+        expires: time at which the key expires (UTC).
     """
 
     key: str
@@ -71,27 +71,27 @@ class RosterEntry:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of its key."""
+        """Fingerprint of the public key."""
         return compute_fingerprint(parse_public_key(self.key, "the roster"))
 
     def has_expired(self) -> bool:
-        """Whether the key has ended, by the clock of this machine."""
+        """Whether the key has expired, by the clock of this machine."""
         return self.expires <= datetime.datetime.now(datetime.UTC)
 
 
 @dataclass(frozen=True)
 class KeyRoster:
-    """The clients that may join, by number."""
+    """The clients that may join, by identifier."""
 
     clients: dict[int, RosterEntry]
 
     @property
     def number(self) -> str:
-        """Thirty digits that are equal where all numbers, keys and ends are equal."""
+        """Thirty digits that are equal if all identifiers, keys and expiry dates are equal."""
         return group_digits(self._encode_content())
 
     def sign(self, authority: ec.EllipticCurvePrivateKey) -> bytes:
-        """The content of the file."""
+        """Sign the roster, and return the content of the file."""
         signature = authority.sign(_SIGNED_PREFIX + self._encode_content(), ec.ECDSA(hashes.SHA384()))
         return (
             json.dumps({"clients": self._make_table(), "signature": signature.hex()}, indent=1) + "\n"
@@ -102,12 +102,12 @@ class KeyRoster:
         """Read a roster.
 
         Args:
-            path: of the file.
-            authority: certificate of who signed it.
+            path: path of the file.
+            authority: path of the certificate of the authority that signed it.
 
         Raises:
-            ConfigError: if it is not signed by the authority, or is no roster.
-            CheckpointError: if it cannot be read.
+            ConfigError: if the file is not signed by the authority, or is no roster.
+            CheckpointError: if the file cannot be read.
         """
         table: dict[str, Any] = read_json(path, dict)
         try:
@@ -158,18 +158,18 @@ def _parse_entry(fields: dict[str, str], source: str) -> RosterEntry:
 
 
 def update_roster(folder: Path, days: Mapping[int, int] | None = None) -> bool:
-    """Sign the roster of all clients whose public keys the server has, and give it to their folders here.
+    """Sign the roster of all clients whose public keys the server has, and write it to their folders here.
 
     Args:
-        folder: made by :func:`..deploy.keys.make_keys`.
-        days: life of keys from now on, by client; the other ends stay, and a key that had none ends with the
-            authority.
+        folder: folder made by :func:`..deploy.keys.make_keys`.
+        days: new lifetimes of keys in days from now, by client; other expiry dates stay, and a key without one expires with
+            the authority.
 
     Returns:
-        Whether it was signed; only the folder with ``ca.key`` can do that.
+        Whether the roster was signed; only the folder with ``ca.key`` can do that.
 
     Raises:
-        ConfigError: if a file is missing, or is not what it should be.
+        ConfigError: if a file is missing or invalid.
     """
     if not (folder / "ca.key").is_file():
         return False

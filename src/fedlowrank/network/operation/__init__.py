@@ -1,1 +1,1 @@
-"""How a run over a network is watched and operated: waiting, activity, falls of validation, a site's policy."""
+"""Observation and operation of a run over a network: waiting, activity, falls of validation, a site's policy."""

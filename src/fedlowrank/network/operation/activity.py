@@ -1,4 +1,4 @@
-"""What a server remembers of its clients' last replies, for a person who watches the run."""
+"""A server's record of its clients' last replies, for a person who monitors the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class LastReply:
     """The last reply of a client.
 
     Attributes:
-        round: of the reply, from 1.
-        time: at which it arrived, UTC.
-        bytes: of its header and payload.
-        seconds: from the order to the reply.
-        is_used: whether it was used.
+        round: number of the round of the reply, from 1.
+        time: time at which the reply arrived (UTC).
+        bytes: number of bytes of header and payload.
+        seconds: seconds from the order to the reply.
+        is_used: whether the reply was used.
     """
 
     round: int
@@ -29,7 +29,7 @@ class LastReply:
 
     @classmethod
     def now(cls, round: int, bytes: int, seconds: float, is_used: bool) -> LastReply:
-        """One that has just arrived."""
+        """Make the record of a reply that has just arrived."""
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(round, time, bytes, float(f"{seconds:.3g}"), is_used)
 
@@ -39,15 +39,15 @@ class UpdateShape:
     """Length and direction of an update.
 
     Attributes:
-        length: norm of its longest part over what is usual; None if nothing tells what is usual.
-        cosine: with the mean of the other clients' updates, each at unit length; None if there is none.
+        length: norm of its longest part divided by the usual norm; None if the usual norm is unknown.
+        cosine: cosine with the mean of the other clients' updates, each at unit length; None if there is none.
     """
 
     length: float | None
     cosine: float | None
 
     def describe(self) -> str:
-        """Both in words."""
+        """Describe length and direction in words."""
         length = "of unknown length" if self.length is None else f"{self.length:.2g} times the usual length"
         if self.cosine is None:
             return length

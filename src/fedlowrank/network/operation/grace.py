@@ -1,4 +1,4 @@
-"""How long the last replies of a round are waited for."""
+"""The time for which the server waits for the last replies of a round."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 MIN_WAIT_SECONDS = 60.0
-"""Least waiting time in seconds: a restarted client, or a busy machine, takes that long."""
+"""Shortest waiting time in seconds: a restarted client, or a busy machine, needs that long."""
 
 MAX_REPLY_TIMES = 100
 """Number of last replies whose times are stored."""
@@ -14,23 +14,23 @@ MAX_REPLY_TIMES = 100
 
 @dataclass
 class Grace:
-    """Waits for some medians of past reply times instead of the whole deadline.
+    """Waits for a multiple of the median reply time instead of the whole deadline.
 
     Attributes:
-        factor: how many medians; 0 for the whole deadline.
-        seconds: that past replies took from the order on, the newest last.
+        factor: multiple of the median; 0 for the whole deadline.
+        seconds: seconds from the order to each of the past replies, the newest last.
     """
 
     factor: float
     seconds: list[float] = field(default_factory=list)
 
     def add(self, seconds: float) -> None:
-        """Remember how long a reply took."""
+        """Store the time that a reply took."""
         self.seconds.append(round(seconds, 3))
         del self.seconds[:-MAX_REPLY_TIMES]
 
     def limit(self, deadline: float) -> float:
-        """Seconds from the orders on after which enough replies suffice."""
+        """Seconds after the orders from which enough replies suffice."""
         if not self.factor or not self.seconds:
             return deadline
         return min(deadline, max(MIN_WAIT_SECONDS, self.factor * median(self.seconds)))

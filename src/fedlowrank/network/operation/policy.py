@@ -1,7 +1,7 @@
-"""A site's policy: what an experiment must keep to before the site takes part.
+"""A site's policy: conditions that an experiment must satisfy before the site takes part.
 
 ``fedlowrank join --policy FILE.toml`` compares the experiment with it before anything is sent, and writes the policy and
-its digest into the client's folder. Later joins with that folder are held to it, with or without the option.
+its digest into the client's folder. The policy then applies to later joins with that folder, with or without the option.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _PRIVACY_ORDER = ("none", "central", "local")
 
 @dataclass(frozen=True)
 class Policy(CheckedFields):
-    """What an experiment must keep to.
+    """Conditions that an experiment must satisfy.
 
     Attributes:
-        methods: that may run; empty for any.
-        parts: patterns of the tensors that may leave the site in a reply, such as ``"*lora*"`` or ``"head.*"``; of
+        methods: names of the methods that may run; empty for any.
+        parts: patterns of the tensors that may leave the site in a reply, such as ``"*lora*"`` or ``"head.*"``; they match
             the paths that a refusal lists.
         evaluation: whether the site's accuracies and losses may leave it.
-        min_examples: training examples below which the site takes part in nothing.
-        min_clients: clients that a federation has at least.
-        max_rounds: rounds that a run has at most; None for any number.
-        secure: whether the server may learn sums alone (run.secure.on).
-        privacy: kind of run.privacy that is needed at least; local is more than central.
-        max_epsilon: the largest run.privacy.epsilon; None for any.
-        max_delta: the largest run.privacy.delta; None for any.
+        min_examples: smallest number of training examples with which the site takes part.
+        min_clients: smallest number of clients of a federation.
+        max_rounds: largest number of rounds of a run; None for any number.
+        secure: whether the server may learn only sums (run.secure.on).
+        privacy: weakest kind of run.privacy that is allowed; local is stronger than central.
+        max_epsilon: largest run.privacy.epsilon; None for any.
+        max_delta: largest run.privacy.delta; None for any.
     """
 
     section = "policy"
@@ -81,12 +81,12 @@ class Policy(CheckedFields):
 
     @classmethod
     def read(cls, path: Path) -> Policy:
-        """Read a policy file; raises ConfigError if it cannot be read or something in it is wrong."""
+        """Read a policy file; raises ConfigError if it cannot be read or is invalid."""
         return build(cls, read_toml(path), "policy")
 
     @classmethod
     def of_folder(cls, folder: Path) -> Policy | None:
-        """The policy of a client's folder, or None; raises CheckpointError if it is damaged."""
+        """Read the policy of a client's folder; None if there is none; raises CheckpointError if it is damaged."""
         path = folder / POLICY_FILE
         if not path.exists():
             return None
@@ -97,12 +97,12 @@ class Policy(CheckedFields):
 
     @property
     def digest(self) -> str:
-        """BLAKE2b of its fields, 16 bytes."""
+        """BLAKE2b of the policy's fields, 16 bytes."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def store(self, folder: Path) -> None:
-        """Write it into a client's folder."""
+        """Write the policy into a client's folder."""
         write_sealed(folder / POLICY_FILE, {"policy": dataclasses.asdict(self), "policy_digest": self.digest})
 
     def find_violations(
@@ -113,14 +113,14 @@ class Policy(CheckedFields):
         list_paths: Callable[[], Iterable[str]],
         sends_evaluation: bool = True,
     ) -> list[str]:
-        """What an experiment asks for that the policy does not allow.
+        """List the conditions that an experiment violates.
 
         Args:
-            experiment: with the method that runs.
-            client_count: of the federation.
-            example_count: for training at this site.
-            list_paths: gives the paths of all tensors of a reply; called if the policy names parts.
-            sends_evaluation: whether the client sends evaluations where it is asked for them.
+            experiment: experiment with the method that runs.
+            client_count: number of clients of the federation.
+            example_count: number of training examples at this site.
+            list_paths: function that lists the paths of all tensors of a reply; called if the policy names parts.
+            sends_evaluation: whether the client sends evaluations if it is asked for them.
         """
         run, method = experiment.run, experiment.default_method
         violations = []
@@ -170,14 +170,14 @@ class Policy(CheckedFields):
 def preview_uploads(
     folder: Path, experiment: ExperimentConfig, client_id: int, shares: Shares, site: SiteSettings
 ) -> list[str]:
-    """The paths of :func:`list_upload_paths` of a client whose folder has not been prepared yet.
+    """Result of :func:`list_upload_paths` for a client whose folder has not been prepared yet.
 
     Args:
-        folder: of the client; a temporary folder in it is removed at the end.
-        experiment: that the client would take part in.
-        client_id: its number.
-        shares: the clients' examples.
-        site: what the client allows the server.
+        folder: folder of the client; a temporary folder in it is removed at the end.
+        experiment: experiment in which the client would take part.
+        client_id: identifier of the client.
+        shares: examples of all clients.
+        site: permissions of the server at this client.
     """
     with (
         as_checkpoint_error(f"cannot write {folder}"),
@@ -188,10 +188,10 @@ def preview_uploads(
 
 
 def list_upload_paths(folder: Path) -> list[str]:
-    """The paths of all tensors that a client sends in a reply, found without training.
+    """List the paths of all tensors that a client sends in a reply, without training.
 
     Args:
-        folder: of the client.
+        folder: folder of the client.
     """
     runtime = ClientRuntime(folder)
     run, federation = runtime.experiment.run, runtime.federation

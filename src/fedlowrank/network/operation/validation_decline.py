@@ -1,4 +1,4 @@
-"""Notices that the clients' validation has fallen, and names the clients whose updates may be the cause."""
+"""Detects that the clients' validation has fallen, and names the clients whose updates may be the cause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .activity import UpdateShape
 
 
 class PausedError(FedlowrankError):
-    """A run pauses, for a person has to decide how it goes on."""
+    """A run pauses, because a person has to decide how it continues."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Fall:
     """A fall of the clients' validation.
 
     Attributes:
-        round: after which it was found.
-        best: the round that it is compared with.
-        amount: the median over clients of the fall: of the accuracy, or of a regression the rise of the loss over
+        round: number of completed rounds after which the fall was found.
+        best: number of completed rounds at the best earlier evaluation, with which it is compared.
+        amount: median over clients of the fall: of the accuracy, or for a regression the rise of the loss divided by
             the loss before training.
-        scores: validation after each round that was evaluated, the median over clients.
+        scores: median validation over clients after each evaluated round, by completed rounds.
     """
 
     round: int
@@ -38,15 +38,15 @@ class Fall:
 
 
 def find_fall(records: Sequence[RoundRecord], first_round: int, max_fall: float) -> Fall | None:
-    """The fall after the last round that was evaluated, if it is above a bound.
+    """Find the fall after the last evaluated round, if it is above a bound.
 
-    A minority of clients can neither hide a fall nor feign one, for medians over clients are compared. Best is the
-    earlier round with the highest median.
+    A minority of clients can neither hide nor feign a fall, because medians over clients are compared. The best round is
+    the earlier round with the highest median.
 
     Args:
-        records: of the rounds.
-        first_round: rounds before this one are not compared with.
-        max_fall: the bound; 0 for none.
+        records: records of the rounds.
+        first_round: first round that is compared.
+        max_fall: bound of the fall; 0 for none.
     """
     if not max_fall:
         return None
@@ -81,14 +81,14 @@ def _read_validation(record: RoundRecord, first_record: RoundRecord) -> dict[int
 def find_suspects(
     shapes: Mapping[int, Mapping[int, UpdateShape]], rounds: Collection[int], ratio: float
 ) -> dict[int, UpdateShape]:
-    """The clients whose updates may be the cause of a fall, the likeliest first: a minority, or nobody.
+    """Find the clients whose updates may be the cause of a fall, the likeliest first: a minority, or nobody.
 
-    Those are named whose update points away from the mean of the others, or is longer than a ratio.
+    A client is named if its update points away from the mean of the others, or is longer than the ratio.
 
     Args:
-        shapes: of the updates, by round and client.
-        rounds: in which validation fell.
-        ratio: usual lengths beyond which an update is long; 0 if lengths do not matter.
+        shapes: length and direction of the updates, by round and client.
+        rounds: rounds in which validation fell.
+        ratio: multiple of the usual length beyond which an update is long; 0 to ignore lengths.
     """
     worst_shapes = find_worst_shapes(shapes, rounds)
     outlier_ids = [
@@ -129,10 +129,10 @@ def describe_fall(
     """Describe why a run pauses: the fall, the clients whose updates stand out, and how to go on.
 
     Args:
-        fall: that was found.
-        suspects: the clients that may be the cause.
-        all_shapes: all clients with their updates.
-        run_path: run folder.
+        fall: fall that was found.
+        suspects: updates of the clients that may be the cause, by client.
+        all_shapes: updates of all clients, by client.
+        run_path: path of the run folder.
         checkpoints: rounds whose checkpoints are kept.
     """
     earlier_rounds = [t for t in checkpoints if t < fall.round]

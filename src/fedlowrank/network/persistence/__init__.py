@@ -1,1 +1,1 @@
-"""What a server and a client keep on disk during a run over a network."""
+"""Files that a server and a client store during a run over a network."""

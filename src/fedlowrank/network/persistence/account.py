@@ -1,4 +1,4 @@
-"""``network.json`` in a run folder: what a server needs of its clients to go on with a run."""
+"""``network.json`` in a run folder: what a server needs to know of its clients to resume a run."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ from ..operation.activity import LastReply, UpdateShape
 logger = logging.getLogger(__name__)
 
 MAX_REFUSALS = 100
-"""Number of last refused replies that are listed."""
+"""Largest number of refused replies that are listed, the last ones."""
 
 
 @dataclass
 class Account:
-    """What a server needs of its clients to go on with a run.
+    """What a server needs to know of its clients to resume a run.
 
     Attributes:
-        run: names the run to the clients.
+        run: identifier of the run for the clients.
         clients: numbers of examples in train, val and test, by client.
-        refused: refused replies that count towards the blocklist, by client.
-        branch: how often the run went back to an earlier checkpoint; clients refuse orders of a smaller
+        refused: number of refused replies that count towards the blocklist, by client.
+        branch: number of times that the run went back to an earlier checkpoint; clients refuse orders with a smaller
             number.
-        excluded: clients that an operator excluded, with the round to which the run went back then.
-        silent: missed orders in a row, by client.
-        updates: see :class:`..validation.norms.NormBound`.
+        excluded: round to which the run went back when an operator excluded a client, by client.
+        silent: number of missed orders in a row, by client.
+        updates: medians of the norms of updates, see :class:`..validation.norms.NormBound`.
         refusals: round, client and reason of the last refused replies.
-        settings: the section ``network`` of the experiment.
-        long: whether each of a client's last updates was too long, see :class:`..validation.norm_clipping.Strikes`.
-        replies: the last reply of each client.
-        seconds: see :class:`..operation.grace.Grace`.
+        settings: section ``network`` of the experiment.
+        long: whether each of a client's last updates was too long, by client, see
+            :class:`..validation.norm_clipping.Strikes`.
+        replies: last reply of each client.
+        seconds: times of past replies, see :class:`..operation.grace.Grace`.
         shapes: length and direction of the updates of the last rounds, by round and client.
-        paused: why the run paused; empty if it is not paused.
-        watched_from: the round from which a fall of validation is looked for.
+        paused: the reason why the run paused; empty if it is not paused.
+        watched_from: first round in which a fall of validation is looked for.
     """
 
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -80,7 +81,7 @@ class Account:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
 
     def write(self, folder: Path) -> None:
-        """Write it, with its digest."""
+        """Write the account, with its digest."""
         self.refusals = self.refusals[-MAX_REFUSALS:]
         write_json(folder / ACCOUNT, seal(dataclasses.asdict(self)))
 
@@ -92,12 +93,12 @@ def prepare_resume(folder: Path, round: int | None, excluded_ids: Collection[int
     """Prepare a run folder for ``fedlowrank resume RUN --round N --without CLIENT``.
 
     Args:
-        folder: of the run.
-        round: rounds completed at the checkpoint to go back to; None for the last one.
-        excluded_ids: clients to exclude.
+        folder: folder of the run.
+        round: number of completed rounds at the checkpoint to go back to; None for the last one.
+        excluded_ids: identifiers of the clients to exclude.
 
     Returns:
-        Whether this process can go on with the run; False if a server with remote clients must.
+        Whether this process can resume the run; False if a server with remote clients has to.
 
     Raises:
         ConfigError: if the clients of the run cannot be excluded.
@@ -117,7 +118,7 @@ def prepare_resume(folder: Path, round: int | None, excluded_ids: Collection[int
     logger.info("the run stands after round %d", checkpoint.rounds_kept(folder / "checkpoint")[-1])
     for client_id in sorted(excluded_ids):
         logger.info("client %d is excluded from now on", client_id)
-    # a simulation keeps the folders of its clients beside the run
+    # a simulation stores the folders of its clients beside the run
     if folder.with_name(f"{folder.name}.clients").exists():
         return True
     logger.info(
@@ -140,12 +141,12 @@ def _go_back(folder: Path, round: int | None, excluded_ids: Collection[int]) -> 
         raise ConfigError("--without leaves no client")
     if target_round in checkpoints[:-1]:
         account.branch += 1
-        # the norms of rounds that are done again are measured again
+        # the norms of repeated rounds are measured again
         account.updates = {t: norms for t, norms in account.updates.items() if t < target_round}
         account.shapes = {t: shapes for t, shapes in account.shapes.items() if t <= target_round}
         if account.watched_from > target_round:
             account.watched_from = 0
-    # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
+    # written before the checkpoint: a run whose clients expect to go back may also continue from where it was
     if target_round in checkpoints:
         account.write(folder)
     _restore_checkpoint(folder, target_round)
@@ -156,6 +157,6 @@ def _restore_checkpoint(folder: Path, round: int) -> None:
     checkpoint.go_back(folder / "checkpoint", round)
     best_folder = folder / "best"
     if checkpoint.exists(best_folder) and checkpoint.rounds_kept(best_folder)[-1] > round:
-        # of a round that will be done again
+        # the best state is of a round that will be repeated
         with as_checkpoint_error(f"cannot remove {best_folder}"):
             shutil.rmtree(best_folder)

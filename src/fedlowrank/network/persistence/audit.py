@@ -7,10 +7,10 @@ RUN.audit.jsonl, beside the run folder, is only appended to, also by ``serve --r
 - ``rejected``: client (of the key, or as it had registered; null if neither is known), why
 - ``reply``: client, round (from 1), bytes, digest (BLAKE2b of the upload, 16 bytes), accepted, why
 - ``denied``: client, call, why; a call of a registered client that the server's process refused, such as a
-  message in the name of another client; the same one at most once a minute
+  message in the name of another client; equal ones are logged at most once a minute
 - ``shortened``: client, round, length (in usual norms), kept (the share of its length that is used)
 - ``paused``: round, why
-- ``refused``: client, round, why; also of a reply that was accepted at first, but whose norm is an outlier
+- ``refused``: client, round, why; includes replies that were accepted at first, but whose norm is an outlier
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Audit:
     """Appends events to a file.
 
     Attributes:
-        path: of the file, or None to keep no log.
+        path: path of the file, or None to keep no log.
     """
 
     path: Path | None = None
@@ -68,10 +68,10 @@ class Audit:
         )
 
     def log_pause(self, round: int, reason: str) -> None:
-        """Log that the run pauses after so many rounds."""
+        """Log that the run pauses after ``round`` completed rounds."""
         append_event(self.path, "paused", round=round, why=to_one_line(reason, 2000))
 
 
 def round_digits(number: float) -> float:
-    """A number to four digits."""
+    """Round a number to four significant digits."""
     return float(f"{number:.4g}")

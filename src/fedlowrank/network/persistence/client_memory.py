@@ -1,11 +1,11 @@
-"""A client's states in a run, on its disk: the acknowledged ones, and one that is not acknowledged yet.
+"""A client's states in a run, on its disk: acknowledged ones, and one that is not acknowledged yet.
 
     RUN/000004.tree   the client's state after 4 completed rounds, and the reply that it sent then
 
-A state becomes the one to build on when a later order names its stamp; until then the previous one stays
+A client builds on a state once a later order names its stamp; until then the previous state stays
 beside it. Some older acknowledged states stay, too, for a server that goes back to an earlier checkpoint. A
 file is written atomically, before the reply is sent. Its first line is JSON: digest and branch of the order
-that was answered, header of the answer, sizes and digests of state and upload, which follow.
+that was answered, header of the answer, and sizes and digests of state and upload, which follow.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ClientMemory:
     """The states of one client in one run.
 
     Args:
-        folder: of the run; made if it does not exist.
-        keep: how many acknowledged states to keep.
+        folder: folder of the run, made if it does not exist.
+        keep: number of acknowledged states to keep.
 
     Attributes:
-        stamps: of the states that are kept, ascending; the last may not be acknowledged yet.
+        stamps: stamps of the stored states, ascending; the last may not be acknowledged yet.
 
     Raises:
         CheckpointError: if the folder cannot be made.
@@ -56,7 +56,7 @@ class ClientMemory:
             return int(header["branch"])
 
     def find_answer(self, order_digest: str) -> tuple[str, bytes] | None:
-        """Header and upload of the answer to an order with that digest, or None if it was not answered."""
+        """Header and upload of the answer to the order with a digest, or None if it was not answered."""
         if not self.stamps:
             return None
         path = self._path(self.stamps[-1])
@@ -72,11 +72,11 @@ class ClientMemory:
         """Read the state with a stamp (None for stamp 0), and remove old states.
 
         Raises:
-            ForgottenError: if there is no such state.
-            CheckpointError: if it cannot be read.
+            ForgottenError: if there is no state with that stamp.
+            CheckpointError: if the state cannot be read.
         """
         if stamp == 0:
-            # the client starts again, whatever was acknowledged before
+            # the client starts from the initial state again, whatever was acknowledged before
             return None
         if stamp not in self.stamps:
             stamps = " and ".join(map(str, self.stamps)) or "none"
@@ -104,14 +104,14 @@ class ClientMemory:
         """Store a state and a reply beside the state that it builds on, until the server acknowledges it.
 
         Args:
-            base_stamp: stamp of the state that it builds on; 0 if the client starts, maybe again: then the oldest
+            base_stamp: stamp of the state that it builds on; 0 if the client starts, possibly again: then the oldest
                 states stay.
-            stamp: rounds completed once the reply is accepted.
-            state: the new state.
+            stamp: number of completed rounds once the reply is accepted.
+            state: new state of the client.
             upload: bytes of the reply.
-            order_digest: digest of the order that it answers.
+            order_digest: digest of the order that the reply answers.
             answer: header of the reply.
-            branch: of the order.
+            branch: branch of the order.
 
         Raises:
             CheckpointError: if the disk is full; nothing has changed then.
@@ -126,7 +126,7 @@ class ClientMemory:
             "digests": [digest_of(encoded_state), digest_of(upload)],
         }
         line = json.dumps(seal(header)).encode() + b"\n"
-        # those between base and stamp were never acknowledged, or the server went back to before them
+        # states between base and stamp were never acknowledged, or the server went back to a state before them
         retained_stamps = self._acknowledged(base_stamp) if base_stamp else self.stamps[: self.keep]
         write_atomically(self._path(stamp), [line, encoded_state, upload])
         self.stamps = sorted({*self.stamps, stamp})
@@ -137,7 +137,7 @@ class ClientMemory:
         return [s for s in self.stamps if s <= stamp][-self.keep :]
 
     def _keep(self, stamps: list[int]) -> None:
-        """Remove all other states and partial files; errors are ignored, for the next call tries again."""
+        """Remove all other states and partial files; errors are ignored, because the next call tries again."""
         removed_paths = [self._path(s) for s in self.stamps if s not in stamps]
         for path in [*removed_paths, *self.folder.glob("*.part")]:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Names of the inputs of tables, which all clients must have in the same order."""
+"""Names of the inputs of tables, which must be the same, in the same order, at all clients."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 MAX_CHARACTERS = 1 << 16
-"""Characters of all names, above which a registration has their digest."""
+"""Number of characters of all names above which a registration contains their digest instead."""
 
 _MAX_NAMES = 5
 _DIGEST_PREFIX = "digest "
 
 
 def digest_columns(columns: Sequence[str]) -> str:
-    """The digest of all names, in their order."""
+    """Digest of all names, in their order."""
     text = json.dumps([*columns])
     return _DIGEST_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def shorten_columns(columns: Sequence[str]) -> Sequence[str]:
-    """The names themselves, or their digest if they are too long for a registration."""
+    """Return the names themselves, or their digest if they are too long for a registration."""
     return columns if sum(map(len, columns)) <= MAX_CHARACTERS else [digest_columns(columns)]
 
 
 def describe_other_columns(
     columns: Sequence[str], expected_columns: Sequence[str], *, names_expected: bool
 ) -> str:
-    """What differs between the names of a client's inputs and those of the others, and what to do; "" if nothing.
+    """Describe the differences between a client's input names and those of the others, and what to do; "" if there are none.
 
     Args:
-        columns: names of the client's inputs, or their digest alone.
-        expected_columns: names of the inputs of the others, or their digest alone.
-        names_expected: whether to name the others' inputs, which are not for the client to know.
+        columns: names of the client's inputs, or only their digest.
+        expected_columns: names of the other clients' inputs, or only their digest.
+        names_expected: whether to name the others' inputs, which the client must not know.
     """
     if tuple(columns) == tuple(expected_columns):
         return ""

@@ -1,4 +1,4 @@
-"""The client registry: which node is which client, and whether it may take part."""
+"""The client registry: the client of each node, and whether it may take part."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from ..transport import NodeMessage, Response
 from .input_columns import describe_other_columns
 
 MAX_REGISTRATION_BYTES = 1 << 20
-"""Bytes of a registration."""
+"""Largest size of a registration in bytes."""
 
 MAX_EXAMPLES = 1 << 40
-"""Examples of one part of a client's data; a method could not compute with more."""
+"""Largest number of examples in one part of a client's data; a method could not compute with more."""
 
 
 class UnregisteredNodeError(FedlowrankError):
@@ -41,14 +41,14 @@ class UnregisteredNodeError(FedlowrankError):
 
 
 class DuplicateClientError(UnregisteredNodeError):
-    """Another node is registered as that client."""
+    """Another node is already registered as the client."""
 
 
 class MismatchedClientError(UnregisteredNodeError):
-    """A client's examples or base model are of another form than those of the others.
+    """A client's examples or base model differ in form from those of the others.
 
     Attributes:
-        notice: the reason for the client, without what the others have.
+        notice: the reason as the client may read it, without the others' values.
     """
 
     def __init__(self, reason: str, notice: str) -> None:
@@ -58,12 +58,12 @@ class MismatchedClientError(UnregisteredNodeError):
 
 @dataclass(frozen=True)
 class ExampleForm:
-    """Types and shapes of a client's examples.
+    """Dtypes and shapes of a client's examples.
 
     Attributes:
-        empty: zero examples.
+        empty: zero examples with these dtypes and shapes.
         classes: names of the classes.
-        columns: names of the inputs of a table, or their digest; empty where inputs have no names.
+        columns: names of the inputs of a table, or their digest; empty if inputs have no names.
     """
 
     empty: Examples
@@ -87,7 +87,7 @@ class ExampleForm:
         return form
 
     def describe(self) -> str:
-        """The form as JSON, for comparison and for messages."""
+        """Describe the form as JSON, for comparison and for messages."""
         is_text = isinstance(self.empty.x, dict)
         inputs = self.empty.inputs
 
@@ -106,14 +106,14 @@ class ExampleForm:
 
 @dataclass
 class RegisteredClient:
-    """What a client registered.
+    """The registration of a client.
 
     Attributes:
-        node: by which it is reached, or None if it is disconnected.
-        examples: for training.
-        sizes: of its validation and test parts.
-        form: of its examples; None if it has not registered since the server was restarted.
-        base: digest of each file of its base model; empty without one.
+        node: identifier of the node of the client, or None if it is disconnected.
+        examples: number of training examples.
+        sizes: numbers of validation and test examples.
+        form: form of the examples; None if the client has not registered since the server was restarted.
+        base: digest of each file of the base model, by name; empty without one.
     """
 
     node: int | None
@@ -127,19 +127,19 @@ class ClientRegistry:
     """The clients of a run.
 
     Args:
-        experiment: the experiment.
+        experiment: experiment of the run.
         client_count: number of clients.
-        max_examples: see :class:`fedlowrank.config.sections.network_section.Limits`.
-        keys: the client of each node's key; None if keys are not checked.
-        examples_ratio: see ``Limits``.
-        promised_examples: training examples that each client promised to have; empty if none did.
+        max_examples: largest number of training examples; see :class:`fedlowrank.config.sections.network_section.Limits`.
+        keys: client of each node's key, by node; None if keys are not checked.
+        examples_ratio: bound on the weight of a client relative to the median; see ``Limits``.
+        promised_examples: numbers of training examples that the clients promised to have; empty if none did.
 
     Attributes:
-        registered: registered clients by number, reachable or not.
-        form: of the examples, once :meth:`fix_form` has set it.
-        rejections: why a node was rejected.
-        permanently_rejected: those of them that are not asked again.
-        notices: by node, why its client does not take part, as it is still to be told.
+        registered: registered clients by identifier, reachable or not.
+        form: form of the examples, once :meth:`fix_form` has set it.
+        rejections: the reason why a node was rejected, by node.
+        permanently_rejected: rejected nodes that are not asked again.
+        notices: the reason why a client does not take part, by node, if the client has not been told yet.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ClientRegistry:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Examples by which each client is weighted: those it registered, up to :attr:`cap`; else 0."""
+        """Number of examples by which each client is weighted: those it registered, up to :attr:`cap`; 0 if it did not."""
         cap, registered_clients = self.cap, self.registered
         return tuple(
             min(registered_clients[i].examples, cap) if i in registered_clients else 0
@@ -177,14 +177,14 @@ class ClientRegistry:
 
     @property
     def cap(self) -> int:
-        """The most examples by which a client is weighted."""
+        """Largest number of examples by which a client is weighted."""
         if self.promised or not self.examples_ratio or not self.registered:
             return MAX_EXAMPLES
         # the lower median, so that one of two clients cannot raise it
         return max(1, int(self.examples_ratio * median_low(c.examples for c in self.registered.values())))
 
     def describe_capped_clients(self) -> dict[int, str]:
-        """The clients that are weighted by fewer examples than they registered, with the reason."""
+        """Clients whose weight is less than the number of examples that they registered, with the reason."""
         cap = self.cap
         return {
             i: f"client {i} registered {c.examples} examples and is weighted by {cap}, "
@@ -195,20 +195,20 @@ class ClientRegistry:
         }
 
     def find_reachable(self, node_ids: set[int]) -> set[int]:
-        """The clients whose node is present."""
+        """Clients whose nodes are among the given ones."""
         return {i for i, c in self.registered.items() if c.node in node_ids}
 
     def find_client(self, node_id: int) -> int | None:
-        """The client of a node's key; None if keys are not checked."""
+        """Client of a node's key; None if keys are not checked."""
         return None if self.keys is None else self.keys.get(node_id)
 
     def describe_node(self, node_id: int) -> str:
-        """How logs call a node: by its client, for whoever knows a node's number can try to speak for it."""
+        """Name a node in logs by its client, because anyone who knows a node's number can try to act for it."""
         client_id = self.find_client(node_id)
         return f"node {node_id}" if client_id is None else f"client {client_id}"
 
     def find_majority(self, node_ids: set[int]) -> list[int]:
-        """The largest group of reachable clients that share the form of examples and the base model."""
+        """Find the largest group of reachable clients that share the form of examples and the base model."""
         groups: dict[tuple[str, str], list[int]] = {}
         for client_id in sorted(self.find_reachable(node_ids)):
             registered_client = self.registered[client_id]
@@ -222,7 +222,7 @@ class ClientRegistry:
         """Require the majority's form and base model from now on; reject the clients that differ.
 
         Returns:
-            The rejected clients, with the reason.
+            The reason for each rejected client, by client.
         """
         majority_ids, reasons = self.find_majority(node_ids), dict[int, str]()
         if not majority_ids:
@@ -243,7 +243,7 @@ class ClientRegistry:
         return reasons
 
     def take_notices(self, node_ids: set[int]) -> list[NodeMessage]:
-        """Messages to present nodes that say why their clients do not take part; each is given once."""
+        """Make messages to present nodes with the reason why their clients do not take part; each is returned once."""
         notices = {node: reason for node, reason in self.notices.items() if node in node_ids}
         self.notices = {}
         return [
@@ -257,8 +257,8 @@ class ClientRegistry:
             self.registered[client_id] = RegisteredClient(None, row["train"], (row["val"], row["test"]))
 
     def make_requests(self, node_ids: set[int]) -> list[NodeMessage]:
-        """Requests to all present nodes that are not registered or permanently rejected."""
-        # a node that left and came back may be another process, or fixed
+        """Make requests to all present nodes that are neither registered nor permanently rejected."""
+        # a node that left and came back may be another process, or may be fixed
         self.permanently_rejected &= node_ids
         self.rejections = {n: reason for n, reason in self.rejections.items() if n in node_ids}
         registered_nodes = {c.node for c in self.registered.values()}
@@ -268,10 +268,10 @@ class ClientRegistry:
         ]
 
     def register(self, response: Response, node_ids: set[int]) -> int:
-        """Register a node, by its response, as the client whose number is returned.
+        """Register the client of a node from its response, and return the client's identifier.
 
         Raises:
-            UnregisteredNodeError: if the node is rejected; the message says why and what to do.
+            UnregisteredNodeError: if the node is rejected; the message gives the reason and what to do.
         """
         try:
             client_id = self._check_registration(response, node_ids)
@@ -314,7 +314,7 @@ class ClientRegistry:
     def _find_mismatch(
         self, client_id: int, form: ExampleForm, base: Mapping[str, str]
     ) -> MismatchedClientError | None:
-        """How a client differs from the form and base model that are required, or None."""
+        """Describe how a client differs from the required form and base model; None if it does not."""
         if self.form is None:
             return None
         nameless_form, expected_form = (
@@ -324,7 +324,7 @@ class ClientRegistry:
             describe_other_columns(form.columns, self.form.columns, names_expected=is_named)
             for is_named in (True, False)
         )
-        # a table with other columns has often other shapes, too
+        # a table with other columns often has other shapes, too
         if reason and (nameless_form == expected_form or (form.columns and self.form.columns)):
             return MismatchedClientError(f"client {client_id} {reason}.", f"client {client_id} {notice}.")
         if form.describe() != self.form.describe():
@@ -346,7 +346,7 @@ class ClientRegistry:
         return None
 
     def _find_header_fault(self, registration: Registration, node_id: int) -> str | None:
-        """What is wrong with the header of a registration, or None."""
+        """Describe what is wrong with the header of a registration; None if it is valid."""
         client_id, examples, sizes = registration.client, registration.examples, registration.sizes
         if registration.protocol != PROTOCOL_VERSION:
             return (
@@ -382,7 +382,7 @@ class ClientRegistry:
         return None
 
     def build_federation(self) -> Federation:
-        """The federation as the server sees it: sizes and models of all clients, and no examples.
+        """Build the federation as the server knows it: sizes and models of all clients, and no examples.
 
         Raises:
             FedlowrankError: if no client has registered, or the models do not fit the examples.
@@ -400,7 +400,7 @@ class ClientRegistry:
         return assemble(self.experiment, shares, sizes=self.sizes, local_ids=frozenset())
 
     def update_federation(self, federation: Federation) -> Federation:
-        """The federation with the current sizes; the same object if they have not changed."""
+        """Return the federation with the current sizes; the same object if they have not changed."""
         sizes = self.sizes
         if tuple(i.example_count for i in federation.infos) == sizes:
             return federation
@@ -410,7 +410,7 @@ class ClientRegistry:
         return dataclasses.replace(federation, infos=infos)
 
     def count_examples(self) -> dict[int, dict[str, int]]:
-        """Sizes of the parts of each registered client."""
+        """Numbers of examples in the parts of each registered client's data."""
         return {
             i: {"train": c.examples, "val": c.sizes[0], "test": c.sizes[1]}
             for i, c in self.registered.items()

@@ -14,7 +14,7 @@ from ..validation.upload_forms import Template, decode_upload
 
 
 class Spool:
-    """Stores the inspected uploads of a round in a temporary folder, which is removed with this object."""
+    """Stores the validated uploads of a round in a temporary folder, which is removed with this object."""
 
     def __init__(self) -> None:
         self._templates: dict[int, Template] = {}

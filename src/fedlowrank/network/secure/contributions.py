@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core import tree
-from ...core.contract import AnyMethod, ClientInfo, ServerView, Sum
+from ...core.contract import AnyMethod, ClientInfo, Contribution, ServerView, Sum
 from ...core.contract.contribution import contribution_leaves, map_contributions
 from ...core.errors import ConfigError, TaskError
 from ...trust.protection import Protected
@@ -20,24 +20,24 @@ from .distributed_noise import DistributedNoise
 logger = logging.getLogger(__name__)
 
 MAX_WEIGHT = 2.0**20
-"""Weight of a client in a mean, known to all before the first round; a client with more examples counts so much."""
+"""Largest weight of a client in a mean, known before the first round; a client with more examples has this weight."""
 
 
 def make_grid(settings: SecureSums, client_count: int) -> FixedPoint:
-    """The grid of the numbers that so many clients add up."""
+    """Make the grid of the numbers that ``client_count`` clients add up."""
     return FixedPoint(settings, client_count, MAX_WEIGHT)
 
 
 def encode_contribution(contribution: Any, grid: FixedPoint, noise: DistributedNoise | None) -> Vector:
-    """A client's contribution as a vector ``[size]``, values clipped to ±bound and rounded to the grid.
+    """Encode a client's contribution as a vector ``[size]``, with values clipped to ±bound and rounded to the grid.
 
     Args:
-        contribution: as :func:`compute_contribution` makes it.
-        grid: of the numbers.
-        noise: the client's part of central noise; None without.
+        contribution: contribution from :func:`compute_contribution`.
+        grid: fixed-point grid of the numbers.
+        noise: the client's part of central noise; None without it.
 
     Raises:
-        TaskError: if the server must see a part of it by itself.
+        TaskError: if the server must see a part of the contribution by itself.
         ConfigError: if the grid is too coarse for the noise.
     """
     if noise is not None:
@@ -53,21 +53,23 @@ def encode_contribution(contribution: Any, grid: FixedPoint, noise: DistributedN
     return vector
 
 
-def compute_contribution(method: AnyMethod, server: Any, down: Any, upload: Any, client: ClientInfo) -> Any:
-    """What a client contributes. It does not know the server's state, of which the form alone may matter.
+def compute_contribution(
+    method: AnyMethod, server: Any, down: Any, upload: Any, client: ClientInfo
+) -> Contribution:
+    """Compute a client's contribution without the server's state, of which only the form may matter.
 
     Args:
-        method: of the run.
-        server: a state of the server, such as the first one.
-        down: what the client was sent.
-        upload: of the client.
-        client: itself.
+        method: method of the run.
+        server: any state of the server, such as the first one.
+        down: download that the client received.
+        upload: upload of the client.
+        client: client that computes the contribution.
 
     Raises:
-        TaskError: if the contribution at another state of the server, whose numbers differ, is another one.
+        TaskError: if the contribution changes with the numbers of the server's state.
     """
 
-    def contribution_at(state: Any) -> Any:
+    def contribution_at(state: Any) -> Contribution:
         if isinstance(method, Protected) and method.distributed:
             return {"sum": Sum(method.change(state, down, upload, client))}
         return method.contribution(state, upload, client)
@@ -83,21 +85,21 @@ def compute_contribution(method: AnyMethod, server: Any, down: Any, upload: Any,
 
 
 def count_numbers(contribution: Any) -> int:
-    """Numbers in the vector of a contribution of that form."""
+    """Count the numbers in the vector of a contribution of this form."""
     weights = sum(not isinstance(leaf, Sum) for _, leaf in contribution_leaves(contribution))
     return weights + sum(
         t.numel() for _, leaf in contribution_leaves(contribution) for t in tree.tensors(leaf.value)
     )
 
 
-def make_zero_contribution(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Any:
-    """The form of what clients contribute: a contribution whose tensors are zero.
+def make_zero_contribution(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Contribution:
+    """Make a contribution whose tensors are zero, as the form of what clients contribute.
 
     Args:
-        method: of the run.
+        method: method of the run.
         server: state of the server.
-        upload: the form of an upload, see :class:`..validation.upload_forms.Template`.
-        client: any one.
+        upload: form of an upload, see :class:`..validation.upload_forms.Template`.
+        client: any client.
 
     Raises:
         ConfigError: if the form of an upload depends on the client's data.
@@ -109,22 +111,25 @@ def make_zero_contribution(method: AnyMethod, server: Any, upload: Any, client: 
             f"run.secure: {method.title} has no sum over a network, for the form of what its clients send depends on "
             f"their data ({error}); set run.secure.on = false"
         ) from error
-    return map_contributions(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
+    zero: Contribution = map_contributions(
+        lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution
+    )
+    return zero
 
 
 def check_reads_no_examples(method: AnyMethod, zero_contribution: Any, server: Any, view: ServerView) -> None:
-    """Check that a server's update can be made without the clients' numbers of examples, which stay with them.
+    """Check that a server's update does not need the clients' numbers of examples, which stay with them.
 
-    The updates by one total are compared for two lists of numbers.
+    The updates from one total are compared for two lists of numbers.
 
     Args:
-        method: of the run.
-        zero_contribution: a contribution of zeros.
+        method: method of the run.
+        zero_contribution: contribution of zeros.
         server: state of the server.
-        view: with all clients as those that replied.
+        view: view in which all clients replied.
 
     Raises:
-        TaskError: if they differ.
+        TaskError: if the updates differ.
     """
     total = map_contributions(lambda _, leaf: tree.map_leaves(torch.ones_like, leaf.value), zero_contribution)
     views = [
@@ -141,7 +146,7 @@ def check_reads_no_examples(method: AnyMethod, zero_contribution: Any, server: A
 
 
 def _to_tree(contribution: Any) -> dict[str, Any]:
-    """A contribution as a tree."""
+    """Convert a contribution to a tree."""
     return {
         path: {"value": leaf.value, "weight": torch.tensor(getattr(leaf, "weight", 1.0), dtype=torch.float64)}
         for path, leaf in contribution_leaves(contribution)

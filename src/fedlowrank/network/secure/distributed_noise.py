@@ -1,19 +1,19 @@
 """Central privacy on a secure sum: each client adds a part of the noise, so that nobody sees the sum without it.
 
 Kairouz, Liu and Steinke, *The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation*,
-ICML 2021 (arXiv:2102.06387). With n clients, of which at least t = ⌊2n/3⌋ + 1 are in a total, the norm C of clipping and
-the noise multiplier σ, on the grid of step γ of the secure sum:
+ICML 2021 (arXiv:2102.06387). Let n be the number of clients, of which at least t = ⌊2n/3⌋ + 1 are in a total, C the clipping
+norm and σ the noise multiplier, on the secure sum's grid of step γ:
 
     x_i = round(v_i/γ) + N_Z(0, σ²C²/(tγ²)),   v_i the client's change, ‖v_i‖ ≤ C - γ√d/2,
 
-N_Z the discrete Gaussian and d the numbers of a change. Rounding moves a change by at most γ√d/2, so each has the norm C
-at most. The noise of a total has the variance σ²C² at least, n/t times as much if all reply. A sum of k discrete Gaussians
-is none, but nearly (Theorem 1 there): with the part of a client at least :data:`MIN_STD_STEPS` steps wide, the difference τ is
-below 10 k exp(-π² 16²), 10^-1096 k, and is left out. Its Rényi divergences are at most a Gaussian's (Canonne, Kamath and
+N_Z is the discrete Gaussian and d the size of a change. Rounding moves a change by at most γ√d/2, so its norm is at most
+C. The noise of a total has at least the variance σ²C², and n/t times as much if all reply. A sum of k discrete Gaussians
+is nearly one (Theorem 1 there): if the part of a client is at least :data:`MIN_STD_STEPS` steps wide, the difference τ is
+below 10 k exp(-π² 16²), 10^-1096 k, and is ignored. Its Rényi divergences are at most a Gaussian's (Canonne, Kamath and
 Steinke 2020, arXiv:2004.00010), so the accountant rdp holds.
 
-Sites that tell the server what noise they added take it away: with c of them, σ is σ √((t-c)/t). Up to
-2t - n - 1 of them, the secure sum stays closed.
+If c sites tell the server what noise they added, they remove it, and σ becomes σ √((t-c)/t). The secure sum stays closed
+with up to 2t - n - 1 such sites.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ...trust.trust_settings import Trust
 from .member import min_participants
 
 MIN_STD_STEPS = 16.0
-"""Standard deviation of a client's part of the noise, in steps of the grid, at least."""
+"""Smallest standard deviation of a client's part of the noise, in steps of the grid."""
 
 MAX_ROUNDING_SHARE = 0.05
-"""Share of the clipping norm that rounding to the grid may cost."""
+"""Largest share of the clipping norm that rounding to the grid may cost."""
 
 
 def check_settings(trust: Trust) -> None:
-    """Check that central privacy can be had by distributed noise; raises ConfigError."""
+    """Check that distributed noise can provide central privacy with these settings; raises ConfigError."""
     if trust.clipping.quantile is not None:
         raise ConfigError(
             "clipping.quantile: under secure sums over a network the count of clipped updates has no noise of its own; "
@@ -60,10 +60,10 @@ class DistributedNoise:
     """A client's part of the noise.
 
     Attributes:
-        norm: C.
-        noise: σ of a total.
-        clients: n.
-        grid: of the numbers that are summed.
+        norm: C, the clipping norm.
+        noise: σ of a total, the noise multiplier.
+        clients: n, the number of clients.
+        grid: fixed-point grid of the numbers that are summed.
     """
 
     norm: float
@@ -73,7 +73,7 @@ class DistributedNoise:
 
     @property
     def std(self) -> float:
-        """Standard deviation of a client's part, in steps of the grid."""
+        """Standard deviation of a client's part of the noise, in steps of the grid."""
         return self.noise * self.norm / math.sqrt(min_participants(self.clients)) / self.grid.sum_step
 
     def check(self, size: int) -> None:
@@ -91,18 +91,18 @@ class DistributedNoise:
             )
 
     def vector(self, change: Params) -> Vector:
-        """The change of a client on the grid, with its part of the noise: ``[d]`` integers modulo 2^64."""
+        """Encode the change of a client on the grid, with its part of the noise: ``[d]`` integers modulo 2^64."""
         v = torch.cat([t.double().cpu().reshape(-1) for t in tree.tensors(change)])
         self.check(v.numel())
         change_norm, max_norm = float(v.norm()), self.norm - self.grid.sum_step * math.sqrt(v.numel()) / 2
-        # the norm is rounded, too
+        # the computed norm is rounded, too
         scale = min(1.0, max_norm * (1 - 1e-12) / change_norm) if change_norm else 1.0
         steps = (v * scale / self.grid.sum_step).round().to(torch.int64).numpy()
         return (steps + discrete_gaussian(v.numel(), self.std)).view(np.uint64)
 
 
 def describe_collusion(budget: Budget, client_count: int) -> str:
-    """ε of all rounds against the server, and against the server with sites that tell it their noise."""
+    """Describe ε of all rounds against the server, and against the server with sites that tell it their noise."""
     min_clients, privacy = min_participants(client_count), budget.privacy
     descriptions = []
     for colluder_count in range(2 * min_clients - client_count):

@@ -1,6 +1,6 @@
-"""The server's side of a secure sum: it passes messages on, adds masked vectors, and removes the masks at last.
+"""The server's side of a secure sum: it passes messages on, adds masked vectors, and finally removes the masks.
 
-It checks what it can, so that a faulty client is left out by name before others build on what it sent:
+It checks what it can, so that a faulty client is left out by name before others build on its messages:
 signatures, keys of low order, missing shares, the length of a vector, and secrets rebuilt from wrong shares.
 """
 
@@ -25,21 +25,21 @@ from .member import (
 from .signing import MemberKeys, Session
 
 MAX_TRIALS = 1000
-"""Number of sets of shares that are tried where some are wrong."""
+"""Largest number of sets of shares that are tried if some are wrong."""
 
 
 class SumLeader:
     """The server in one secure sum.
 
     Args:
-        client_count: how many there are in all.
-        session: the round.
+        client_count: number of all clients.
+        session: session of the round.
         roster: public keys of all clients.
 
     Attributes:
-        announced: by client, what it announced (U1).
-        replied: clients whose masked vectors arrived, in order of arrival (U3).
-        signatures: of the list of those that replied, by client.
+        announced: announcement of each client of U1, by client.
+        replied: identifiers of the clients whose masked vectors arrived, in order of arrival (U3).
+        signatures: signatures of the list of clients that replied, by client.
     """
 
     def __init__(self, client_count: int, session: Session, roster: MemberKeys) -> None:
@@ -80,19 +80,19 @@ class SumLeader:
         return sorted(self._boxes)
 
     def boxes_for(self, client_id: int) -> dict[int, bytes]:
-        """What the other clients of U2 encrypted for one."""
+        """Shares that the other clients of U2 encrypted for a client."""
         return {
             sender: boxes[client_id] for sender, boxes in sorted(self._boxes.items()) if sender != client_id
         }
 
     def bind(self, download_digest: bytes) -> None:
-        """Note the digest of the download of a client; raises SecureSumError if others have another one."""
+        """Record the digest of a client's download; raises SecureSumError if it differs from that of others."""
         if self._down not in (None, download_digest):
             raise SecureSumError("clients get different downloads, so that their masks would not cancel")
         self._down = download_digest
 
     def add(self, client_id: int, masked_vector: Vector) -> None:
-        """Step 3: add a masked vector ``[size]``; raises SecureSumError if its size is another one."""
+        """Step 3: add a masked vector ``[size]``; raises SecureSumError if its size differs from earlier ones."""
         if client_id in self.replied or client_id not in self._boxes:
             raise SecureSumError("it takes no part in this step")
         if self._sum is not None and masked_vector.shape != self._sum.shape:
@@ -103,7 +103,7 @@ class SumLeader:
         self.replied.append(client_id)
 
     def agree(self, client_id: int, signature: bytes) -> None:
-        """Step 4: take the signature of the list; raises SecureSumError if it is another one."""
+        """Step 4: take the signature of the list; raises SecureSumError if it is invalid."""
         message = self._session.message("replied", sorted(self.replied))
         if client_id not in self.replied or not self._roster.verify(client_id, message, signature):
             raise SecureSumError("it did not sign the list of those that replied")
@@ -123,10 +123,10 @@ class SumLeader:
             raise SecureSumError(f"{count} clients {step}, and {self.min_clients} must")
 
     def compute_total(self) -> Vector:
-        """The sum of the vectors of those that replied.
+        """Compute the sum of the vectors of the clients that replied.
 
         Raises:
-            SecureSumError: if too few revealed their shares, or the shares do not fit what was announced.
+            SecureSumError: if too few clients revealed their shares, or the shares do not match the announcements.
         """
         self.check(len(self._shares), "revealed their shares")
         assert self._sum is not None, "clients reveal after vectors have arrived"
@@ -147,7 +147,7 @@ class SumLeader:
         return KeyPair(client_id, secret).public_key == self.announced[client_id][1]
 
     def _rebuild(self, client_id: int, is_expected: Callable[[int, bytes], bool]) -> bytes:
-        """The secret of a client, from the first set of shares that gives the right one."""
+        """Rebuild the secret of a client, from the first set of shares that gives the expected one."""
         for holders in self._draw_holders():
             try:
                 secret = combine([self._shares[holder][client_id] for holder in holders])
@@ -161,17 +161,17 @@ class SumLeader:
         )
 
     def _draw_holders(self) -> Iterator[tuple[int, ...]]:
-        """Sets of holders of shares: those whose shares were right before, then others that each may avoid a liar."""
+        """Yield sets of share holders: those whose shares were correct before, then others that may each avoid a liar."""
         holders = sorted(self._shares)
         yield self._honest or tuple(holders[: self.min_clients])
-        # which sets are tried need not be secret
+        # the choice of sets need not be secret
         draws = random.Random(0)
         for _ in range(MAX_TRIALS if len(holders) > self.min_clients else 0):
             yield tuple(draws.sample(holders, self.min_clients))
 
 
 def vector_to_bytes(vector: Vector) -> bytes:
-    """A vector as it is sent, 8 bytes a number."""
+    """Encode a vector as it is sent, 8 bytes for each number."""
     return vector.astype("<u8", copy=False).tobytes()
 
 

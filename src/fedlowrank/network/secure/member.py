@@ -1,6 +1,6 @@
 """A client's side of a secure sum, in five steps; a client that disappears after any of them harms no one.
 
-n clients, threshold t = ⌊2n/3⌋ + 1; U1 ⊇ U2 ⊇ U3 are those that took step 1, 2, 3.
+With n clients, the threshold is t = ⌊2n/3⌋ + 1; U1 ⊇ U2 ⊇ U3 are the clients that took steps 1, 2, 3.
 
 1. ``announce``: two public keys of X25519, one to encrypt and one to mask, and a commitment to b_i, signed by
    the key of the roster.
@@ -13,8 +13,8 @@ n clients, threshold t = ⌊2n/3⌋ + 1; U1 ⊇ U2 ⊇ U3 are those that took st
 5. ``reveal``: given t signatures of the same list, its shares of b_j for j in U3, and of s_j for
    j in U2 without U3.
 
-More than n/3 clients would have to collude with the server for it to have two lists signed by t clients, and
-so to learn both secrets of one client. Secrets live for a round, in memory.
+More than n/3 clients would have to collude with the server to give it two lists signed by t clients, and
+with them both secrets of one client. Secrets live in memory, for one round.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Announcement = tuple[bytes, bytes, bytes, bytes]
 """Public keys to encrypt and to mask, the commitment to the seed (32 bytes each), and their signature."""
 
 MAX_CLIENTS = 20
-"""Clients of a secure sum over a network: each exchanges messages with all others."""
+"""Largest number of clients of a secure sum over a network, as each exchanges messages with all others."""
 
 SHARE_BYTES = 4 + SECRET_BYTES + 1
-"""Bytes of a share: its index, and a share of the padded secret."""
+"""Number of bytes of a share: its index, and a share of the padded secret."""
 
 BOX_BYTES = 2 * SHARE_BYTES + 16
-"""Bytes of an encrypted pair of shares."""
+"""Number of bytes of an encrypted pair of shares."""
 
 _NONCE = bytes(12)  # a key encrypts one message
 
 
 class SecureSumError(FedlowrankError):
-    """A client takes no further part in a secure sum: what the server sent cannot be trusted."""
+    """A client leaves a secure sum, because what the server sent cannot be trusted."""
 
 
 def min_participants(client_count: int) -> int:
@@ -58,12 +58,12 @@ def min_participants(client_count: int) -> int:
 
 
 def commit(seed: bytes) -> bytes:
-    """A commitment to the seed of a mask, by which the server notices wrong shares."""
+    """Commit to the seed of a mask, so that the server notices wrong shares."""
     return hashlib.sha256(b"fedlowrank commitment" + seed).digest()
 
 
 def is_signed(client_id: int, announcement: Announcement, session: Session, roster: MemberKeys) -> bool:
-    """Whether a client signed what it announced."""
+    """Whether a client signed its announcement."""
     *content, signature = announcement
     return roster.verify(client_id, session.message("keys", client_id, *content), signature)
 
@@ -74,7 +74,7 @@ def check_keys(client_id: int, announcement: Announcement) -> None:
         raise SecureSumError(f"the keys of client {client_id} do not have 32 bytes")
     try:
         for key in announcement[:2]:
-            # refuses keys of low order
+            # raises an error for keys of low order
             X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
     except ValueError as error:
         raise SecureSumError(f"the keys of client {client_id} are no keys of X25519") from error
@@ -84,11 +84,11 @@ class SumMember:
     """One client in one secure sum.
 
     Args:
-        client_id: its number.
-        client_count: how many there are in all.
-        session: the round.
+        client_id: identifier of the client.
+        client_count: number of all clients.
+        session: session of the round.
         roster: public keys of all clients.
-        signer: its private key.
+        signer: signer with the client's private key.
     """
 
     def __init__(
@@ -114,20 +114,20 @@ class SumMember:
         self._agreed: tuple[int, ...] = ()
 
     def announce(self) -> Announcement:
-        """Step 1: its keys and commitment, and their signature."""
+        """Step 1: make the client's keys and commitment, and their signature."""
         self._advance(1)
         return *self._announced_keys, self._signer.sign(
             self.session.message("keys", self.client, *self._announced_keys)
         )
 
     def share(self, announcements: Mapping[int, Announcement]) -> dict[int, bytes]:
-        """Step 2: an encrypted pair of shares for each other client.
+        """Step 2: make an encrypted pair of shares for each other client.
 
         Args:
-            announcements: what each client of U1 announced.
+            announcements: announcement of each client of U1.
 
         Raises:
-            SecureSumError: if there are too few, a signature is wrong, or a key occurs twice.
+            SecureSumError: if there are too few announcements, a signature is wrong, or a key occurs twice.
         """
         self._advance(2)
         if len(announcements) < self.min_clients:
@@ -158,15 +158,15 @@ class SumMember:
         }
 
     def mask(self, vector: Vector, boxes: Mapping[int, bytes], download_digest: bytes = b"") -> Vector:
-        """Step 3: the masked vector y ``[size]``.
+        """Step 3: make the masked vector y ``[size]``.
 
         Args:
-            vector: x ``[size]``.
-            boxes: the pair of shares that each other client of U2 encrypted for this one.
+            vector: x ``[size]``, the vector to mask.
+            boxes: pair of shares that each other client of U2 encrypted for this one, by client.
             download_digest: digest of the download, which all clients must have in common.
 
         Raises:
-            SecureSumError: if there are too few, or one was changed on the way.
+            SecureSumError: if there are too few pairs of shares, or one was changed on the way.
         """
         self._advance(3)
         sharers = sorted({*boxes, self.client})
@@ -191,10 +191,10 @@ class SumMember:
         return self._secrets.mask(vector, neighbors, download_digest)
 
     def agree(self, replied_ids: Collection[int]) -> bytes:
-        """Step 4: the signature of U3, the clients whose masked vectors the server says it has.
+        """Step 4: sign U3, the clients whose masked vectors the server claims to have.
 
         Raises:
-            SecureSumError: if there are too few, or the list cannot be.
+            SecureSumError: if there are too few clients, or the list is impossible.
         """
         self._advance(4)
         client_ids = tuple(sorted(replied_ids))
@@ -208,13 +208,13 @@ class SumMember:
         return self._signer.sign(self.session.message("replied", list(client_ids)))
 
     def reveal(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Step 5: by owner, its share of b where the owner replied, else of s.
+        """Step 5: reveal the shares by owner: of b if the owner replied, of s otherwise.
 
         Args:
-            signatures: of the list, by client.
+            signatures: signatures of the list, by client.
 
         Raises:
-            SecureSumError: if fewer than t clients signed the list that this one signed.
+            SecureSumError: if fewer than t clients signed the list that this client signed.
         """
         self._advance(5)
         message = self.session.message("replied", list(self._agreed))
@@ -228,7 +228,7 @@ class SumMember:
         return self._secrets.reveal(set(self._agreed))
 
     def _advance(self, step: int) -> None:
-        """Go to the next step; raises SecureSumError unless steps come once and in order."""
+        """Go to the next step; raises SecureSumError unless each step comes once and in order."""
         if step != self._step + 1:
             raise SecureSumError(f"the server asks for step {step} of a secure sum after step {self._step}")
         self._step = step

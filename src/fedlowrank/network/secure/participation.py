@@ -1,10 +1,10 @@
-"""A client's part in the secure sums of a run: one vector a round, and no round twice.
+"""A client's part in the secure sums of a run: one vector for each round, and no round twice.
 
-A server that goes back to an earlier checkpoint, or that asks again without one client, would get two totals whose
-difference is that client's contribution; and so would a server that starts another run. So a client masks one
-vector a round number for ever, whatever became of it, and in one run: a round that is repeated is lost. The records
-are on the disk before the vector leaves. That of rounds is with the site's ledger of privacy
-(:mod:`fedlowrank.trust.privacy.site_ledger`), for the client's folder may be removed, or be another one:
+A server that goes back to an earlier checkpoint, or that repeats a round without one client, would get two totals whose
+difference is that client's contribution; the same holds for a server that starts another run. So a client masks only one
+vector for each round number, whatever became of it, and only in one run: a round that is repeated is lost. The records
+are on disk before the vector leaves. The record of rounds is beside the site's ledger of privacy
+(:mod:`fedlowrank.trust.privacy.site_ledger`), because the client's folder may be removed or replaced:
 
 STATE/masked/RUN-CLIENT.json    the last round, counted from 1, in which the client masked a vector
 FOLDER/masked.json              the run in which this folder masks; it stays when the folder is forgotten
@@ -32,7 +32,7 @@ RECORD_FILE = "masked.json"
 
 
 def bytes_to_text(values: Any) -> str:
-    """Bytes, or several of them, as text."""
+    """Encode bytes, or several of them, as text."""
     return values.hex() if isinstance(values, bytes) else ".".join(v.hex() for v in values)
 
 
@@ -45,7 +45,7 @@ def text_to_bytes(text: str) -> list[bytes]:
 
 
 def unpack_announcement(text: str) -> Announcement:
-    """Keys, commitment and signature; raises SecureSumError if there are not four."""
+    """Keys, commitment and signature of an announcement; raises SecureSumError if there are not four parts."""
     fields = text_to_bytes(text)
     if len(fields) != 4:
         raise SecureSumError("an announcement does not have four parts")
@@ -53,19 +53,19 @@ def unpack_announcement(text: str) -> Announcement:
 
 
 def parcel_by_client(parcel: dict[str, str]) -> dict[int, str]:
-    """A parcel by the numbers of clients; raises SecureSumError if a key is none."""
+    """A parcel by clients' identifiers; raises SecureSumError if a key is no identifier."""
     if not all(key.isdecimal() and len(key) < 4 for key in parcel):
         raise SecureSumError("a part of a secure sum's message names no client")
     return {int(key): text for key, text in parcel.items()}
 
 
 def to_parcel(values: Mapping[int, Any]) -> dict[str, str]:
-    """Bytes by client, or several of them, as they are sent."""
+    """Encode bytes by client, or several of them for each, as they are sent."""
     return {str(client_id): bytes_to_text(value) for client_id, value in sorted(values.items())}
 
 
 def from_parcel(parcel: dict[str, str]) -> dict[int, bytes]:
-    """The bytes by client in a parcel; raises SecureSumError if it cannot be read."""
+    """Decode the bytes by client in a parcel; raises SecureSumError if it cannot be read."""
     return {client_id: text_to_bytes(text)[0] for client_id, text in parcel_by_client(parcel).items()}
 
 
@@ -73,11 +73,11 @@ class Participation:
     """One client in the secure sums of its runs.
 
     Args:
-        client_id: its number.
-        client_count: how many there are in all.
-        folder: of the client.
+        client_id: identifier of the client.
+        client_count: number of all clients.
+        folder: folder of the client.
         keys: public keys of all clients.
-        signer: its private key.
+        signer: signer with the client's private key.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Participation:
         self._member: SumMember | None = None
 
     def step(self, order: Order) -> dict[str, str]:
-        """Take a step other than masking; returns what is sent.
+        """Take a step other than masking; returns the parcel to send.
 
         Raises:
-            RefusedOrderError: if the client does not take it.
+            RefusedOrderError: if the client does not take the step.
         """
         try:
             return self._step(order)
@@ -113,12 +113,12 @@ class Participation:
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
 
     def mask(self, order: Order, make_vector: Callable[[], Vector], download_digest: str = "") -> bytes:
-        """Mask what the client contributes to the round.
+        """Mask the client's contribution to the round.
 
         Args:
-            order: with the encrypted shares of the others.
-            make_vector: makes what the client contributes.
-            download_digest: digest of the download; clients with another one are in no sum with this one.
+            order: order with the encrypted shares of the others.
+            make_vector: function that makes the vector of the contribution.
+            download_digest: digest of the download; clients with another digest are in no sum with this one.
 
         Raises:
             RefusedOrderError: if the client masks no vector in this round.
@@ -158,7 +158,7 @@ class Participation:
         return to_parcel(member.reveal(from_parcel(order.parcel)))
 
     def _find_member(self, order: Order) -> SumMember:
-        """The member of this round; SecureSumError if its secrets are gone, as after a restart."""
+        """The client in this round's sum; raises SecureSumError if its secrets are gone, as after a restart."""
         session = Session(order.run, order.branch, order.round)
         if self._member is None or self._member.session != session:
             raise SecureSumError("this client takes no part: it was started again, or left out before")

@@ -1,8 +1,8 @@
-"""The rounds of a server that learns totals only: five exchanges with the clients instead of one.
+"""The rounds of a server that learns only totals: five exchanges with the clients instead of one.
 
-Keys, shares, the training with the masked vectors, signatures of the list of those that replied, and shares to
-remove the masks; see :mod:`.member`. A client that disappears is left out from then on; where too few are left,
-the round gives nothing, and nothing of it is revealed.
+The exchanges are keys, shares, the training with the masked vectors, signatures of the list of clients that replied, and
+shares to remove the masks; see :mod:`.member`. A client that disappears is left out from then on; if too few are left,
+the round has no result, and nothing of it is revealed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ logger = logging.getLogger(__name__)
 
 
 class StepEngine(Protocol):
-    """What a secure sum needs of a network engine."""
+    """The methods of a network engine that a secure sum needs."""
 
     def take_step(
         self, step: Step, parcels: Mapping[int, dict[str, str]], round: int
     ) -> Iterator[tuple[int, Answer | str]]:
-        """Send a step to clients; the answer of each, or why there is none."""
+        """Send a step to clients; yield the answer of each, or the reason why there is none."""
         ...
 
     def train_masked(
         self, jobs: Sequence[ClientJob], parcels: Mapping[int, dict[str, str]], round: int
     ) -> Mapping[int, ClientResult]:
-        """Send the orders of the round with the clients' parcels; the result of each."""
+        """Send the orders of the round with the clients' parcels; return the result of each client."""
         ...
 
 
@@ -54,20 +54,20 @@ class SecureRounds:
     """The secure sums of a run.
 
     Args:
-        client_count: how many there are in all.
-        keys: their public keys.
-        grid: of the numbers that are added.
-        zero_contribution: a contribution of zeros.
+        client_count: number of all clients.
+        keys: public keys of all clients.
+        grid: fixed-point grid of the numbers that are added.
+        zero_contribution: contribution of zeros.
 
     Attributes:
-        min_clients: clients that must take each step.
-        size: numbers in a vector.
-        total: of the last round; None if it gave nothing.
-        contributed: clients whose contributions are in it.
-        reason: why the last round gave nothing.
+        min_clients: smallest number of clients that must take each step.
+        size: length of a vector.
+        total: total of the last round; None if it had no result.
+        contributed: identifiers of the clients whose contributions are in the total.
+        reason: the reason why the last round had no result.
 
     Raises:
-        ConfigError: if there are too many clients, or too few.
+        ConfigError: if there are too many or too few clients.
     """
 
     def __init__(self, client_count: int, keys: MemberKeys, grid: FixedPoint, zero_contribution: Any) -> None:
@@ -92,7 +92,7 @@ class SecureRounds:
     def run(
         self, engine: StepEngine, jobs: Sequence[ClientJob], run: str, branch: int, round: int
     ) -> Iterator[ClientResult]:
-        """Yield the result of each job; the total is known by then."""
+        """Yield the result of each job; the total is known when the first is yielded."""
         self.total, self.contributed, self.reason, self._lost = None, [], "", {}
         leader = self._leader = SumLeader(self._clients, Session(run, branch, round), self._keys)
         results: dict[int, ClientResult] = {}
@@ -104,7 +104,7 @@ class SecureRounds:
             self.reason = f"this round's secure sum is lost: {error}"
             logger.info("round %d: %s", round + 1, self.reason)
         self._leader = None
-        # what is sent is 8 bytes a number
+        # a vector is sent with 8 bytes for each number
         zero_vector = torch.zeros((), dtype=torch.int64).expand(self.size)
         for job in jobs:
             client_id = job.client.id
@@ -116,12 +116,12 @@ class SecureRounds:
                 yield dataclasses.replace(result, state=None, upload=None, lost=result.lost or reason)
 
     def bind(self, download_digest: str) -> None:
-        """Note the digest of a client's download; raises SecureSumError if that of another client differs."""
+        """Record the digest of a client's download; raises SecureSumError if it differs from another client's."""
         assert self._leader is not None, "downloads are sent while a round runs"
         self._leader.bind(download_digest.encode())
 
     def add(self, client_id: int, masked_bytes: bytes) -> None:
-        """Take the masked vector of a client; raises SecureSumError if it cannot be used."""
+        """Add the masked vector of a client; raises SecureSumError if it cannot be used."""
         assert self._leader is not None, "vectors arrive while a round runs"
         vector = vector_from_bytes(masked_bytes)
         if vector.size != self.size:
@@ -129,7 +129,7 @@ class SecureRounds:
         self._leader.add(client_id, vector)
 
     def _check_weights(self, total: Vector) -> None:
-        """Raise SecureSumError if the weights in a total cannot be, as with masks left or a client that lies."""
+        """Raise SecureSumError if the weights in a total are impossible, as with remaining masks or a client that lies."""
         max_weight = self._clients * round(self._grid.largest_weight / self._grid.unit)
         index, numbers = 0, total.view(np.int64)
         for _, leaf in contribution_leaves(self._like):
@@ -175,7 +175,7 @@ class SecureRounds:
         round: int,
         take_answer: Callable[[int, dict[str, str]], None],
     ) -> None:
-        """Take one step with the clients; those without an answer that can be used are left out."""
+        """Take one step with the clients; those without a valid answer are left out."""
         for client_id, answer in engine.take_step(step, parcels, round):
             reason = answer if isinstance(answer, str) else answer.problem
             if isinstance(answer, Answer) and not reason:
@@ -213,7 +213,7 @@ def _take_only_part(parcel: dict[int, T], client_id: int) -> T:
 
 
 def check_one_download(method: AnyMethod, server: Any, clients: Sequence[ClientInfo]) -> None:
-    """Raise ConfigError if clients get different models: masks cancel among those with the same one."""
+    """Raise ConfigError if clients get different models: masks cancel only among clients with the same one."""
     first_download = method.download(server, clients[0])
     for client in clients[1:]:
         if not tree.equal(method.download(server, client), first_download):
@@ -224,11 +224,11 @@ def check_one_download(method: AnyMethod, server: Any, clients: Sequence[ClientI
 
 
 class SecureTotal(Aggregator):
-    """Gives the total of a secure sum, which the engine has computed, instead of adding contributions.
+    """Returns the total of a secure sum, which the engine has computed, instead of adding contributions.
 
     Args:
-        client_ids: of the round.
-        rounds: that compute the total.
+        client_ids: identifiers of the clients of the round.
+        rounds: secure rounds that compute the total.
     """
 
     accepts_rows = False
@@ -238,13 +238,13 @@ class SecureTotal(Aggregator):
         self._rounds = rounds
 
     def add(self, client_id: int, contribution: Any) -> None:
-        """Note that a client's contribution is in the total."""
+        """Record that a client's contribution is in the total."""
         del contribution
         self.contributed.append(client_id)
 
     def skip(self, client_id: int) -> None:
-        """A client that is lost is not in the total."""
+        """Ignore a lost client, which is not in the total."""
 
     def finish(self) -> Any:
-        """The total; None if the round gave nothing."""
+        """Return the total; None if the round had no result."""
         return self._rounds.total

@@ -1,4 +1,4 @@
-"""Signatures by the keys of the roster: a client knows that a message comes from another client."""
+"""Signatures with the keys of the roster, which prove to a client that a message comes from another client."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ALGORITHM = ec.ECDSA(hashes.SHA384())
 
 @dataclass(frozen=True)
 class Session:
-    """What a signature and a ciphertext are bound to: one round of one run.
+    """Context to which a signature and a ciphertext are bound: one round of one run.
 
     Attributes:
         run: identifier of the run.
-        branch: how often the run went back to an earlier checkpoint.
-        round: completed rounds.
+        branch: number of times that the run went back to an earlier checkpoint.
+        round: number of completed rounds.
     """
 
     run: str
@@ -31,13 +31,13 @@ class Session:
     round: int
 
     def message(self, step: str, *fields: Any) -> bytes:
-        """The bytes that are signed or authenticated in one step of the round."""
+        """Encode the bytes that are signed or authenticated in one step of the round."""
         values = ["fedlowrank secure sum", step, self.run, self.branch, self.round]
         return json.dumps([*values, *(p.hex() if isinstance(p, bytes) else p for p in fields)]).encode()
 
 
 class MemberKeys:
-    """The public key of every client, which all sites have in common.
+    """The public keys of all clients, which are the same at all sites.
 
     Args:
         keys: elliptic-curve public keys by client.
@@ -73,11 +73,11 @@ class MemberKeys:
 
 
 class MemberSigner:
-    """Signs by a client's private key."""
+    """Signs with a client's private key."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
         self._key = key
 
     def sign(self, message: bytes) -> bytes:
-        """The signature of a message."""
+        """Sign a message."""
         return self._key.sign(message, _ALGORITHM)

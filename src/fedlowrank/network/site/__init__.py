@@ -1,1 +1,1 @@
-"""What a site does to protect itself from the server: signed orders, limits, and an audit log of its own."""
+"""Protection of a site from the server: signed orders, limits, and an audit log of its own."""

@@ -1,12 +1,12 @@
 """Counts the runs, evaluations and trainings that a server asks of a site, and limits them.
 
-Every answer tells of the examples, so a server that may ask without end can read them. A folder takes part in
-one run, or in as many as ``join --runs`` says. In each, evaluations are of rounds that only go up to
-``run.rounds``, so there are ``run.rounds`` + 1 at most. A server that goes back to an earlier checkpoint
-repeats rounds of training, but evaluations of these rounds are not made again. Trainings are counted, repeated
-ones included, up to :func:`max_trainings`. What is asked is counted before it is computed.
+Every answer reveals something about the examples, so a server with unlimited requests can read them. A folder takes
+part in one run, or in as many as ``join --runs`` allows. In each run, the rounds of evaluations only increase up to
+``run.rounds``, so there are at most ``run.rounds`` + 1 evaluations. A server that goes back to an earlier checkpoint
+repeats rounds of training, but evaluations of these rounds are not repeated. Trainings are counted, including repeated
+ones, up to :func:`max_trainings`. Requests are counted before they are computed.
 
-FOLDER/site.json has the counts.
+FOLDER/site.json contains the counts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ COUNTS_FILE = "site.json"
 
 @dataclasses.dataclass(frozen=True)
 class RunRequests:
-    """What a server asked of a site in one run.
+    """Requests of a server to a site in one run.
 
     Attributes:
-        trainings: how often the client has trained, or written its model at the end of the run.
-        round: completed rounds at the last evaluation; -1 before the first.
-        order: digest of the order that asked for it, which gets the same answer again.
+        trainings: number of times that the client has trained, or written its model at the end of the run.
+        round: number of completed rounds at the last evaluation; -1 before the first.
+        order: digest of the order that asked for that evaluation, which gets the same answer again.
     """
 
     trainings: int = 0
@@ -43,16 +43,16 @@ _ADAPTER = pydantic.TypeAdapter(dict[str, RunRequests])
 
 
 def max_trainings(rounds: int) -> int:
-    """Trainings that a client does for a run of so many rounds: room for rounds that are repeated."""
+    """Largest number of trainings for a run of ``rounds`` rounds, which leaves room for repeated rounds."""
     return 3 * rounds + 10
 
 
 class Allowance:
-    """What the server may still ask of a site.
+    """The remaining requests that a site allows the server.
 
     Args:
-        folder: of the client.
-        runs: number of runs that it may take part in; 0 for any number.
+        folder: folder of the client.
+        runs: number of runs in which the client may take part; 0 for any number.
 
     Raises:
         CheckpointError: if the file is damaged.
@@ -68,7 +68,7 @@ class Allowance:
                 raise CheckpointError(f"{self.path} is damaged: {error}") from error
 
     def check_run(self, run: str) -> None:
-        """Raise RefusedOrderError if the folder does not take part in a run, and cannot begin to."""
+        """Raise RefusedOrderError if the folder does not take part in a run, and may not start to."""
         if run not in self._asked and self.runs and len(self._asked) >= self.runs:
             raise RefusedOrderError(
                 f"the server names a run {run!r}, but this client's folder belongs to the run "
@@ -77,11 +77,11 @@ class Allowance:
             )
 
     def of(self, run: str) -> RunRequests:
-        """What was asked in a run until now."""
+        """Requests in a run until now."""
         return self._asked.get(run, RunRequests())
 
     def count(self, run: str, run_requests: RunRequests) -> None:
-        """Store what is asked in a run, before the answer is sent.
+        """Store the requests in a run, before the answer is sent.
 
         Raises:
             RefusedOrderError: if the folder does not take part in the run.

@@ -1,8 +1,8 @@
 """Rounds the evaluations that leave a site, so that they reveal little of its validation and test examples.
 
-An evaluation answers a question about the examples, and whoever chooses the model chooses the question: some
-hundred evaluations of crafted models read every feature of a small test set. So what is sent is rounded, and
-:class:`.allowance.Allowance` counts how often.
+An evaluation answers a question about the examples, and whoever chooses the model chooses the question: a few
+hundred evaluations of crafted models reveal every feature of a small test set. Therefore evaluations are rounded, and
+:class:`.allowance.Allowance` limits their number.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from ...results.client_numbers import ACCURACY, ROUTE
 from ...results.measurements import ClientTable, Column
 
 MIN_EXAMPLES = 20
-"""Number of examples of a split below which no result on the split is sent."""
+"""Smallest number of examples of a split for which results are sent."""
 
 SIGNIFICANT_DIGITS = 3
-"""Significant digits of a loss or of a further metric that is sent."""
+"""Number of significant digits of a loss or of a further metric that is sent."""
 
 
 def coarsen(evaluation: ClientTable, data: ClientData) -> ClientTable:
     """Round an evaluation so that it may leave a site.
 
-    Of a split with fewer than :data:`MIN_EXAMPLES` examples no number is sent. An accuracy is rounded to a multiple of
+    Values of a split with fewer than :data:`MIN_EXAMPLES` examples are not sent. An accuracy is rounded to a multiple of
     1/n, where n is the number of examples; losses and further metrics have :data:`SIGNIFICANT_DIGITS` significant digits.
-    Shares of clusters are computed from training examples, and are sent with as many digits.
+    Shares of clusters are computed from training examples, and are sent with the same number of digits.
 
     Args:
-        evaluation: of a client.
-        data: of the client.
+        evaluation: evaluation of a client.
+        data: data of the client.
     """
     columns = []
     for column in evaluation.columns:
@@ -47,7 +47,7 @@ def _coarsen_value(column: Column, value: float | None, data: ClientData) -> flo
     if column.name == ROUTE and value is not None:
         return _round_significant(value)
     if value is None or not column.split:
-        # sizes of models tell nothing of examples
+        # sizes of models reveal nothing about examples
         return value
     example_count = len(getattr(data, column.split))
     if example_count < MIN_EXAMPLES:
@@ -60,7 +60,7 @@ def _coarsen_value(column: Column, value: float | None, data: ClientData) -> flo
 
 
 def coarsen_losses(losses: Mapping[str, float], example_count: int) -> dict[str, float]:
-    """Mean losses of passes over training examples as they may leave a site; see :func:`coarsen`."""
+    """Round mean losses of passes over training examples so that they may leave a site; see :func:`coarsen`."""
     return (
         {name: _round_significant(value) for name, value in losses.items()}
         if example_count >= MIN_EXAMPLES

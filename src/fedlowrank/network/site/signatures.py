@@ -1,10 +1,10 @@
-"""Signatures of the server's messages: a client with keys answers nothing else.
+"""Signatures of the server's messages; a client with keys answers only signed messages.
 
-Flower does not sign what it delivers, and a client cannot see who handed a message in. Therefore the server
+Flower does not sign what it delivers, and a client cannot see who submitted a message. Therefore the server
 signs every message with a key of the federation (Ed25519): ``orders.key`` among the server's files, whose
-public half ``orders.pub`` is among the files of every client. Signed are the kind of the message, the number
+public half ``orders.pub`` is among the files of every client. The signature covers the kind of the message, the identifier
 of the client, the header, which names run, round and branch, and a digest of the payload. A message to one
-client is so of no use for another one, nor for another run or round.
+client is thus of no use for another client, run or round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OrderSigner:
 
     @classmethod
     def read(cls, path: Path) -> OrderSigner:
-        """Read the private key of a file (PEM); raises ConfigError if it holds none."""
+        """Read the private key from a file (PEM); raises ConfigError if it contains none."""
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -52,13 +52,13 @@ class OrderSigner:
         return cls(key)
 
     def sign(self, kind: str, client_id: int, header: str, digest: str) -> str:
-        """The signature of a message, as hexadecimal digits.
+        """Sign a message; returns the signature as hexadecimal digits.
 
         Args:
-            kind: of the message.
-            client_id: number of the client that it is for.
-            header: as it is sent.
-            digest: of the payload, see :func:`payload_digest`.
+            kind: kind of the message.
+            client_id: identifier of the client that receives the message.
+            header: header as it is sent.
+            digest: digest of the payload, see :func:`payload_digest`.
         """
         return self.key.sign(_signed_text(kind, client_id, header, digest)).hex()
 
@@ -69,7 +69,7 @@ def payload_digest(payload: bytes) -> str:
 
 
 def read_public_key(path: Path) -> str:
-    """The public key of a file in OpenSSH's format, as hexadecimal digits; raises ConfigError."""
+    """Read a public key from a file in OpenSSH's format, as hexadecimal digits; raises ConfigError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
@@ -93,15 +93,15 @@ def check_signature(
     """Verify the signature of a message.
 
     Args:
-        public_key: of the server, see :func:`read_public_key`.
-        kind: of the message.
-        client_id: number of the client that received it.
-        header: of the message.
-        payload: of the message.
-        signature: that came with it.
+        public_key: public key of the server, see :func:`read_public_key`.
+        kind: kind of the message.
+        client_id: identifier of the client that received the message.
+        header: header of the message.
+        payload: payload of the message.
+        signature: signature that came with the message.
 
     Raises:
-        RefusedOrderError: if the server did not sign just this.
+        RefusedOrderError: if the server did not sign exactly this message.
     """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -122,5 +122,5 @@ def check_signature(
 
 
 def _signed_text(kind: str, client_id: int, header: str, digest: str) -> bytes:
-    # JSON keeps the parts apart
+    # a JSON list separates the parts unambiguously
     return json.dumps(["fedlowrank", kind, client_id, header, digest]).encode()

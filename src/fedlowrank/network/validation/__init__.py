@@ -1,1 +1,1 @@
-"""Checks of what clients send: form, size, norm."""
+"""Checks of clients' uploads: form, size, norm."""

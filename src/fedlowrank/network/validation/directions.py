@@ -11,15 +11,15 @@ from torch import Tensor
 from .norms import difference_norm, iterate_floats, iterate_parts
 
 UpdateTensors = Mapping[tuple[str, tuple[int, ...]], Tensor]
-"""The tensors of an update, flat in float64, by path and shape."""
+"""The tensors of an update, flattened in float64, by path and shape."""
 
 
 def collect_update(upload: Any, down: Any, by_change: Mapping[str, bool]) -> UpdateTensors:
-    """The floating-point tensors of an update.
+    """Collect the floating-point tensors of an update.
 
     Args:
-        upload: of the client.
-        down: what it is compared with.
+        upload: upload of the client.
+        down: download with which it is compared.
         by_change: whether a part is a difference from the download, by path.
     """
     update = {}
@@ -36,15 +36,15 @@ def collect_update(upload: Any, down: Any, by_change: Mapping[str, bool]) -> Upd
 def compute_cosines(
     get_update: Callable[[int], UpdateTensors], client_ids: Sequence[int]
 ) -> dict[int, float | None]:
-    """The cosine of each client's update with the mean of the others, all at unit length.
+    """Compute the cosine of each client's update with the mean of the others, all at unit length.
 
-    At their own length one long update would turn the mean of the others for everybody else. Where clients have
-    tensors of different shapes, those are compared that others have, too.
+    Without scaling to unit length, one long update would determine the mean that the other clients are compared with. If
+    clients have tensors of different shapes, only those that other clients also have are compared.
 
     Args:
-        get_update: gives a client's update, see :func:`collect_update`; called twice for each, so that one is in
-            memory at a time.
-        client_ids: to be compared.
+        get_update: function that returns a client's update, see :func:`collect_update`; called twice for each client, so that
+            only one update is in memory at a time.
+        client_ids: identifiers of the clients to compare.
 
     Returns:
         The cosine of each client; None if an update is zero, or there is nothing to compare it with.
@@ -67,6 +67,6 @@ def compute_cosines(
             sum_of_others = sums[key] - t / norm
             inner_product += float(t @ sum_of_others) / norm
             squared_norm += float(sum_of_others @ sum_of_others)
-        # what is left of rounding where no other client has these tensors
+        # only rounding errors remain if no other client has these tensors
         cosine_of[client_id] = inner_product / math.sqrt(squared_norm) if squared_norm > 1e-20 else None
     return cosine_of

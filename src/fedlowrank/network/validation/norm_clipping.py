@@ -1,4 +1,4 @@
-"""Shortens updates to the norm that they may have (:mod:`.norms`), and remembers whose were too long."""
+"""Shortens updates to their largest allowed norm (:mod:`.norms`), and counts long updates by client."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ...core import tree
 from .norms import PRODUCTS_SUFFIX, distance, iterate_floats, iterate_parts, product_distance, unpack_received
 
 STRIKE_WINDOW = 10
-"""Last replies of a client among which long updates are counted."""
+"""Number of a client's last replies among which long updates are counted."""
 
 _HALVING_STEPS = 40
 """Number of bisection steps in the search for a factor."""
 
 
 def shorten_upload(upload: Any, down: Any, bounds: Mapping[str, tuple[float, bool]]) -> Any:
-    """The upload with parts moved towards what they are compared with, until their norms are within bounds.
+    """Move parts of an upload towards their references, until their norms are within bounds.
 
     Args:
-        upload: of the client.
-        down: what :func:`.norms.measure_norms` compared it with.
-        bounds: as in :class:`.norms.Shortening`.
+        upload: upload of the client.
+        down: download with which :func:`.norms.measure_norms` compared it.
+        bounds: bounds of the parts by name, as in :class:`.norms.Shortening`.
 
     Returns:
-        The shortened upload; factors that lossy compression packed are as the server receives them.
+        The shortened upload; factors that lossy compression packed are in the form in which the server receives them.
     """
     shortened_parts = {}
     for path, part, reference in iterate_parts(upload, down):
@@ -40,7 +40,7 @@ def shorten_upload(upload: Any, down: Any, bounds: Mapping[str, tuple[float, boo
 
 
 def _replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
-    """A tree with the parts at some paths replaced."""
+    """Return a tree with the parts at some paths replaced."""
     if path in parts:
         return parts[path]
     children = tree.children(value, path)
@@ -55,7 +55,7 @@ def _shorten_part(part: Any, reference: Any, bound: float, measure_norm: Callabl
         return part
     t = bound / norm
     if measure_norm is product_distance:
-        # the norm of products grows with the fourth power at most
+        # bisection, because the norm of products is not linear in t: it grows at most with the fourth power
         low, high = 0.0, 1.0
         for _ in range(_HALVING_STEPS):
             t = (low + high) / 2
@@ -98,7 +98,7 @@ class Strikes:
     """Counts the updates of each client that were too long, among its last replies.
 
     Attributes:
-        after: long updates among the last ten after which a client is held to the usual norm; 0 for never.
+        after: number of long updates among the last ten after which a client's bound is the usual norm; 0 for never.
         last: whether each of a client's last replies was too long, 1 or 0, by client.
     """
 
@@ -106,11 +106,11 @@ class Strikes:
     last: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, client_id: int, is_strike: bool) -> bool:
-        """Count a reply; whether its client is held to the usual norm from now on, and was not before."""
+        """Count a reply; return whether the usual norm becomes the bound of its client, and was not before."""
         was_reached = self.is_reached(client_id)
         self.last[client_id] = [*self.last.get(client_id, ()), int(is_strike)][-STRIKE_WINDOW:]
         return self.is_reached(client_id) and not was_reached
 
     def is_reached(self, client_id: int) -> bool:
-        """Whether a client is held to the usual norm."""
+        """Whether the usual norm is the bound of a client."""
         return 0 < self.after <= sum(self.last.get(client_id, ()))

@@ -2,27 +2,27 @@
 
 Each part of an upload (the fields of a dataclass; an upload of another type is one part) is measured twice:
 as the upload minus the part of the download with the same form, and as the upload itself. The update is
-whichever has the smaller median over the replies: the difference for methods that send weights, the upload
-for those that send updates. A part that holds factors is measured once more by its products: of (5 B, A) most
-numbers are usual, and the product is five times as long.
+as the upload minus the part of the download with the same form, and as the upload itself. The update is
+the one with the smaller median over the replies: the difference for methods that send weights, the upload
+for those that send updates. A part that holds factors is also measured by its products: in (5 B, A) most
 
 The usual norm is max(median of this round, median of past medians). A reply is refused if a part of its update
 is longer than
 
     refuse_ratio · usual · max(1, client's steps / median steps),
 
-with the steps that the examples imply by which the client is weighted. An update that is used is shortened to
+where the steps are those for the examples by which the client is weighted. An update that is used is shortened to
 
     update_ratio · usual · reach
 
-where it is longer. If the counts of examples are promised (network.examples), reach is max(1, client's steps /
-median steps). Else a count is only a claim, and reach is min(1, median weight / client's weight): norm times
+if it is longer. If the counts of examples are promised (network.examples), reach is max(1, client's steps /
+median steps). Otherwise a count is only a claim, and reach is min(1, median weight / client's weight): norm times
 weight is bounded, so that a client that lies about both gains nothing. A client whose updates were longer than
-update_ratio allows in ``strikes`` of its last ten replies is held to the usual norm.
+update_ratio allows in ``strikes`` of its last ten replies has the usual norm as its bound.
 
 The median of an even number of values is the lower middle one, so that one of two clients cannot raise it. A
-single reply is compared with past rounds only. In the first round, and if all usual updates are zero, an update
-may be as long as the download before it is refused, that of a single client refuse_ratio times as long.
+single reply is compared only with past rounds. In the first round, and if all usual updates are zero, the bound of an
+update is the norm of the download, and for a single client refuse_ratio times that norm.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ MAX_PAST_ROUNDS = 10
 """Number of past rounds whose medians are stored."""
 
 PRODUCTS_SUFFIX = " (products)"
-"""Suffix of the path of a part in the name of the norm of its products."""
+"""Suffix of a part's path in the name of the norm of its products."""
 
 CHUNK_NUMBERS = 2**16
-"""Numbers that are converted to float64 together: few enough to stay in a core's cache."""
+"""Number of entries that are converted to float64 together: few enough to stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class PartNorms:
 
 
 class ComparedPart(NamedTuple):
-    """A part of an upload beside the part of the download that it is compared with.
+    """A part of an upload, and the part of the download with which it is compared.
 
     Attributes:
-        path: of the part.
-        part: its numbers, with factors as they are received.
+        path: path of the part.
+        part: numbers of the part, with factors as they are received.
         reference: the part of the download of the same form, or None.
     """
 
@@ -85,7 +85,7 @@ class ComparedPart(NamedTuple):
 
 
 def iterate_parts(upload: Any, down: Any) -> Iterator[ComparedPart]:
-    """The parts of an upload that have floating-point numbers, with what they are compared with."""
+    """Yield the parts of an upload that have floating-point numbers, with the parts with which they are compared."""
     references = list(_split_parts(unpack_received(down)))
     for path, part in _split_parts(unpack_received(upload)):
         if any(True for _ in iterate_floats(part)):
@@ -97,7 +97,7 @@ def iterate_parts(upload: Any, down: Any) -> Iterator[ComparedPart]:
 
 
 def unpack_received(value: Any) -> Any:
-    """A tree with the factor pairs that a lossy wire packed as they are received."""
+    """Return a tree with factor pairs that lossy compression packed as they are received."""
     if isinstance(value, (Quantized, Rounded)):
         return unpack_factors({"": value})[""]
     children = tree.children(value)
@@ -105,7 +105,7 @@ def unpack_received(value: Any) -> Any:
 
 
 def measure_norms(upload: Any, down: Any) -> dict[str, PartNorms]:
-    """The norms of all parts of an upload that have floating-point numbers, by path; see the module."""
+    """Measure the norms of all parts of an upload that have floating-point numbers, by path; see the module."""
     norms = {}
     for path, part, reference in iterate_parts(upload, down):
         norms[path] = _measure_part(part, reference, distance)
@@ -122,7 +122,7 @@ def _measure_part(part: Any, reference: Any, measure_norm: Callable[..., float])
 
 
 def distance(part: Any, reference: Any = None) -> float:
-    """Norm of all floating-point numbers of a part, minus those of another of the same form."""
+    """Norm of all floating-point numbers of a part, minus those of a reference of the same form."""
     numbers = [number for _, number in iterate_floats(part)]
     reference_numbers = (
         [None] * len(numbers) if reference is None else [number for _, number in iterate_floats(reference)]
@@ -136,7 +136,7 @@ def distance(part: Any, reference: Any = None) -> float:
 
 
 def list_products(value: Any) -> list[tuple[Tensor, Tensor]]:
-    """The left and right factors, in float64, of the products in a tree."""
+    """List the left and right factors, in float64, of the products in a tree."""
     if isinstance(value, Factored):
         return [((value.u * value.s).double(), value.v.mT.double())]
     if isinstance(value, (Pair, Pairs)):
@@ -145,11 +145,11 @@ def list_products(value: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def product_distance(part: Any, reference: Any = None) -> float:
-    """Norm of all products of a part, minus those of another of the same form; infinite if it overflows."""
+    """Norm of all products of a part, minus those of a reference of the same form; infinite if it overflows."""
     total, reference_products = 0.0, None if reference is None else list_products(reference)
     for k, (left, right) in enumerate(list_products(part)):
         if reference_products is not None:
-            # B A - B0 A0 = (B - B0) A + B0 (A - A0), of which no large terms cancel
+            # B A - B0 A0 = (B - B0) A + B0 (A - A0), in which no large terms cancel
             left0, right0 = reference_products[k]
             left, right = torch.cat([left - left0, left0], 1), torch.cat([right, right - right0])
         squared_norm = float(((left.mT @ left) * (right @ right.mT)).sum())
@@ -177,7 +177,7 @@ def _describe_form(value: Any) -> list[tuple[str, torch.dtype | None, tuple[int,
 
 
 def iterate_floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
-    """The floating-point tensors and numbers of a tree with their paths."""
+    """Yield the floating-point tensors and numbers of a tree with their paths."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield path, value
@@ -189,11 +189,11 @@ def iterate_floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | f
 
 
 def difference_norm(number: Tensor | float, reference: Tensor | float | None = None) -> float:
-    """Euclidean norm of ``number - minus`` in float64; not finite if a number is not, or it overflows."""
+    """Euclidean norm of ``number - reference`` in float64; not finite if a number is not, or if it overflows."""
     if not isinstance(number, Tensor):
         return abs(number - (0.0 if reference is None else float(reference)))
     total = 0.0
-    # not in one go: a tensor in float64 would take twice as much as the tensor itself
+    # in chunks, because a copy of the whole tensor in float64 would take twice the memory of one in float32
     chunks = torch.split(number.detach().reshape(-1), CHUNK_NUMBERS)
     reference_chunks: Iterable[Tensor | None] = itertools.repeat(None)
     if isinstance(reference, Tensor):
@@ -202,7 +202,7 @@ def difference_norm(number: Tensor | float, reference: Tensor | float | None = N
         difference = chunk.double() if reference_chunk is None else chunk.double() - reference_chunk.double()
         chunk_norm = float(torch.linalg.vector_norm(difference))
         if not math.isfinite(chunk_norm):
-            # squares of large numbers in float64 overflow where the numbers do not
+            # squares of large numbers overflow in float64 even if the numbers do not
             max_value = float(difference.abs().amax())
             chunk_norm = (
                 max_value * float(torch.linalg.vector_norm(difference / max_value))
@@ -214,14 +214,14 @@ def difference_norm(number: Tensor | float, reference: Tensor | float | None = N
 
 
 class Length(NamedTuple):
-    """How long a part of a client's update is.
+    """Length of a part of a client's update.
 
     Attributes:
-        size: its norm.
-        usual_norm: the usual norm; 0 if there is none.
+        size: norm of the part.
+        usual_norm: usual norm of the part; 0 if there is none.
         by_change: whether the update is the difference from the download.
-        has_past: whether past rounds tell what is usual.
-        is_alone: whether nothing tells what is usual.
+        has_past: whether there are past rounds that determine the usual norm.
+        is_alone: whether neither past rounds nor other clients determine the usual norm.
     """
 
     size: float
@@ -233,13 +233,13 @@ class Length(NamedTuple):
 
 @dataclass(frozen=True)
 class Shortening:
-    """How an update is shortened.
+    """Plan of how an update is shortened.
 
     Attributes:
-        bounds: the norm that each part may have and whether the part is a difference from the download, by name.
-        length: how many times the usual norm its longest part has.
+        bounds: bound of each part's norm and whether the part is a difference from the download, by name.
+        length: norm of its longest part divided by the usual norm.
         kept_share: the smallest ratio of a part's bound to its norm.
-        is_strike: whether it was longer than ``update_ratio`` alone allows.
+        is_strike: whether the update was longer than ``update_ratio`` alone allows.
     """
 
     bounds: dict[str, tuple[float, bool]]
@@ -250,11 +250,11 @@ class Shortening:
 
 @dataclass
 class NormBound:
-    """Compares updates with those of the round and of past rounds.
+    """Compares updates with those of the same round and of past rounds.
 
     Attributes:
-        ratio: ``refuse_ratio``; 0 for no bound.
-        past: median of the changes (None if there were none) and of the parts, by completed rounds and part.
+        ratio: ratio ``refuse_ratio`` beyond which an update is refused; 0 for no bound.
+        past: medians of the changes (None if there were none) and of the parts, by completed rounds and part.
     """
 
     ratio: float
@@ -263,12 +263,12 @@ class NormBound:
     def find_outliers(
         self, replies: Mapping[int, Mapping[str, PartNorms]], steps: Mapping[int, int], round: int
     ) -> dict[int, str]:
-        """The clients whose updates are far too long, with the reason.
+        """Find the clients whose updates are far too long, with the reason.
 
         Args:
             replies: result of :func:`measure_norms` for each valid reply.
             steps: optimizer steps that each client's examples imply.
-            round: rounds completed; later ones of :attr:`past` are ignored.
+            round: number of completed rounds; later ones in :attr:`past` are ignored.
         """
         reasons: dict[int, str] = {}
         if not self.ratio or not replies:
@@ -299,10 +299,10 @@ class NormBound:
 
         Args:
             replies: result of :func:`measure_norms` for each reply that is used.
-            ratios: how many usual norms each client's update may have, before ``reach``.
-            reach: by which the ratio of each client is multiplied; see the module.
-            ratio: ``update_ratio``, beyond which an update is a strike.
-            round: rounds completed.
+            ratios: largest norm of each client's update in usual norms, before ``reach``.
+            reach: factor by which the ratio of each client is multiplied; see the module.
+            ratio: ratio ``update_ratio``, beyond which an update is a strike.
+            round: number of completed rounds.
         """
         bounds: dict[int, dict[str, tuple[float, bool]]] = {}
         shortenings: dict[int, Shortening] = {}
@@ -328,10 +328,10 @@ class NormBound:
         return shortenings
 
     def measure_lengths(self, part: str, norms: Mapping[int, PartNorms], round: int) -> dict[int, Length]:
-        """Measure the length of one part of each client's update, beside the usual length."""
+        """Measure the length of one part of each client's update, and the usual length."""
         median_change, median_part = medians(norms.values())
         past = [self.past[t][part] for t in sorted(self.past) if t < round and part in self.past[t]]
-        # past rounds tell weights from differences; a liar has no say in that
+        # past rounds determine whether uploads are weights or differences, without the influence of a liar in this round
         norm_pairs = [(change, part_norm) for change, part_norm in past if change is not None]
         norm_pairs = norm_pairs or [(m.change, m.norm) for m in norms.values() if m.change is not None]
         by_change = bool(norm_pairs) and median_low(c for c, _ in norm_pairs) <= median_low(
@@ -357,15 +357,15 @@ class NormBound:
         return lengths
 
     def _first_bound(self, m: PartNorms, length: Length) -> float:
-        """The norm from which an update is refused without past rounds to compare with."""
+        """The norm from which an update is refused if there are no past rounds to compare with."""
         if m.change is not None and m.download > 0 and (length.by_change or length.is_alone):
             return m.download * (self.ratio if length.is_alone else 1.0)
-        # differences without any to compare them with
+        # updates that are sent as differences, which have no download to compare them with
         return math.inf if length.is_alone else 0.0 if length.usual_norm > 0 else self.ratio
 
     def learn(self, replies: Mapping[int, Mapping[str, PartNorms]], round: int) -> None:
-        """Store the medians of a round over all replies that were compared, refused ones included."""
-        # a round that is done again is learned again
+        """Store the medians of a round over all replies that were compared, including refused ones."""
+        # a repeated round replaces its earlier medians
         for late_round in [t for t in self.past if t >= round]:
             del self.past[late_round]
         if part_names := sorted({p for client_norms in replies.values() for p in client_norms}):
@@ -375,7 +375,7 @@ class NormBound:
 
 
 def medians(norms: Iterable[PartNorms]) -> tuple[float | None, float]:
-    """Medians of the changes (None if there are none) and of the parts."""
+    """Compute the medians of the changes (None if there are none) and of the parts."""
     norm_list = list(norms)
     change_norms = [m.change for m in norm_list if m.change is not None]
     return median_low(change_norms) if change_norms else None, median_low(m.norm for m in norm_list)

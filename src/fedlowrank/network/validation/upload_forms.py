@@ -1,4 +1,4 @@
-"""The form of an upload: its structure, types and shapes, and how an upload is compared with it."""
+"""The form of an upload: its structure, dtypes and shapes, and how an upload is compared with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...core import tree
 from ...core.contract import Lengths, OneOf
 
 _MAX_TEXT = 300
-"""Characters of what a client sent that may stand in a message."""
+"""Largest number of characters of a client's text in a message."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Template:
     """The form that an upload must have; made by :meth:`of`.
 
     Attributes:
-        form: a tree with :class:`OneOf` and :class:`Lengths`, whose tensors have types and shapes but no
+        form: tree with :class:`OneOf` and :class:`Lengths`, whose tensors have dtypes and shapes but no
             values.
-        bytes: size of the largest upload of that form.
-        header: bytes of it that are not tensor data.
-        bools: number of booleans, which take more memory than bytes of a message.
-        trained: names of the passes in which a client trains for it.
+        bytes: size in bytes of the largest upload of that form.
+        header: number of bytes of that upload that are not tensor data.
+        bools: number of booleans, which take more memory than they take bytes in a message.
+        trained: names of the passes that train for the upload.
     """
 
     form: Any
@@ -37,7 +37,7 @@ class Template:
 
     @classmethod
     def of(cls, form: Any, pass_names: tuple[str, ...] = ()) -> Template:
-        """The template of a form (:attr:`fedlowrank.core.contract.update.Update.form`)."""
+        """Make the template of a form (:attr:`fedlowrank.core.contract.update.Update.form`)."""
         empty_form = erase_values(form)
         largest_header = _make_largest(empty_form, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
         header = tree.encoded_size(largest_header) - tree.nbytes(largest_header)
@@ -63,7 +63,7 @@ def erase_values(form: Any) -> Any:
 
 
 def _make_largest(form: Any, compute_size: Callable[[Any], Any]) -> Any:
-    """The largest tree of that form."""
+    """Make the largest tree of a form."""
     if isinstance(form, OneOf):
         return max((_make_largest(f, compute_size) for f in form.forms), key=compute_size)
     if isinstance(form, Lengths):
@@ -82,7 +82,7 @@ class MismatchError(Exception):
     """A part of an upload does not have its form.
 
     Args:
-        path: of the part, a JSON pointer.
+        path: path of the part, a JSON pointer.
         expected: description of the form.
         actual: description of the part.
     """
@@ -100,7 +100,7 @@ class _Length:
         self.found: int | None = None
 
     def shape(self, form: Tensor, tensor: Tensor) -> list[int]:
-        """The shape that a tensor must have; -1 where no length is valid."""
+        """The shape that a tensor must have; -1 if no length is valid."""
         sizes = list(form.shape)
         for axis, n in enumerate(sizes):
             if n == 0 and tensor.ndim == form.ndim:
@@ -110,12 +110,12 @@ class _Length:
         return sizes
 
     def text(self) -> str:
-        """The length, or its range, for a message."""
+        """Describe the length, or its range, for a message."""
         return f"1..{self.max_length}" if self.found is None else str(self.found)
 
 
 def decode_upload(data: bytes, template: Template) -> Any:
-    """Decode an upload, its keys in the template's order; raises TreeError or MismatchError."""
+    """Decode an upload, with keys in the template's order; raises TreeError or MismatchError."""
     return match_form(template.form, tree.decode(data, template.bools))
 
 
@@ -123,10 +123,10 @@ def match_form(form: Any, value: Any, path: str = "", length: _Length | None = N
     """Return an upload in the structure and the key order of its form.
 
     Args:
-        form: of a :class:`Template`.
-        value: the upload, a tree.
-        path: of this part of the upload.
-        length: meaning of a dimension of 0.
+        form: form from a :class:`Template`.
+        value: upload as a tree.
+        path: path of this part of the upload.
+        length: length that a dimension of 0 in the form stands for.
 
     Raises:
         MismatchError: if the upload has another form.
@@ -182,7 +182,7 @@ def _match_any(form: OneOf, value: Any, path: str) -> Any:
 
 
 def describe_value(value: Any, length: _Length | None = None) -> str:
-    """Description of a value without its numbers."""
+    """Describe a value without its numbers."""
     if isinstance(value, Tensor):
         shape = [length.text() if length is not None and n == 0 else str(n) for n in value.shape]
         return shorten_text(f"{str(value.dtype).removeprefix('torch.')} [{', '.join(shape)}]")
@@ -197,6 +197,6 @@ def _describe_keys(missing_keys: Sequence[str], extra_keys: Sequence[str]) -> st
 
 
 def shorten_text(text: str) -> str:
-    """The text in one line, cut off where it is long: it may be a client's."""
+    """Shorten a text to one line of limited length, because it may be a client's."""
     line = "".join(c if c.isprintable() else "?" for c in text[:_MAX_TEXT])
     return line if len(text) <= _MAX_TEXT else f"{line} … ({len(text)} characters)"

@@ -1,9 +1,9 @@
 """Two-stage validation of uploads.
 
-:func:`inspect_upload` accepts an upload that has the form which the method declares
-(:func:`.shape_tracing.trace_template`), is no larger than that, and is finite. What no form expresses, such
-as a class that does not exist, fails when the server computes with it: such a reply is refused, and the round
-goes on without it. A client with too many refused replies is put on the :class:`Blocklist`.
+:func:`inspect_upload` accepts an upload that has the form that the method declares
+(:func:`.shape_tracing.trace_template`), is no larger than that, and is finite. Faults that no form expresses, such
+as a class that does not exist, appear when the server computes with the upload: such a reply is refused, and the round
+continues without it. A client with too many refused replies is put on the :class:`Blocklist`.
 
 Plausible but wrong numbers pass both stages. Their effect is bounded by the norm of an update (:mod:`.norms`)
 and by the number of examples by which a reply is weighted (``examples_ratio``).
@@ -19,7 +19,7 @@ from typing import Any
 
 from ...config.sections.network_section import Limits
 from ...core import tree
-from ...core.contract import AnyMethod, ClientInfo, ServerView, Task
+from ...core.contract import AnyMethod, ClientInfo, Contribution, ServerView, Task
 from ...core.contract.contribution import Aggregator, fault_of
 from ...core.contract.hook_results import check_server_state
 from ...core.errors import FedlowrankError
@@ -31,24 +31,24 @@ FAULT_TYPES = (
     RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,
     FedlowrankError,
 )  # fmt: skip
-"""What a method may raise on numbers that it did not foresee."""
+"""Exceptions that a method may raise on unforeseen numbers."""
 
 SLACK_BYTES = 2**16
 """Bytes that an upload or its header may have beyond twice the expected size, for other library versions."""
 
 _MAX_TEMPLATES = 256
-"""Templates in the cache; a method that sends missed updates has one for each number of missed rounds."""
+"""Number of templates in the cache; a method that sends missed updates has one for each number of missed rounds."""
 
 
 class RefusedReplyError(FedlowrankError):
     """A client's reply or registration was refused; nothing of it is used.
 
     Args:
-        client_id: number of the client.
-        reason: what is wrong.
-        path: of the fault, a JSON pointer; empty for the whole reply.
-        counts: whether it counts towards the blocklist; not where training of an honest client may diverge.
-        not_finite: whether it holds a NaN or an infinity.
+        client_id: identifier of the client.
+        reason: description of what is wrong.
+        path: path of the fault, a JSON pointer; empty for the whole reply.
+        counts: whether the refusal counts towards the blocklist; not if training of an honest client may diverge.
+        not_finite: whether the reply holds a NaN or an infinity.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Templates:
         self._known: dict[tuple[Any, ...], Template] = {}
 
     def of(self, info: ClientInfo, down: Any) -> Template:
-        """The template of a client's next upload, after this download.
+        """The template of a client's next upload, after a download.
 
         Raises:
-            RefusedReplyError: if the method fails on the download. Before the first round that is a fault of
+            RefusedReplyError: if the method fails on the download. Before the first round that is an error in
                 the method or its settings; later this client's uploads may be the cause.
         """
         key = (info.architecture, info.rank, info.cluster, tree.signature(down))
@@ -87,7 +87,7 @@ class Templates:
                     f"{self.method.title} cannot work with what it would be sent: {shorten_text(repr(error))}"
                 )
                 raise RefusedReplyError(info.id, reason) from error
-        # at the end are those that were asked for last
+        # the most recently used templates are at the end
         self._known[key] = template
         if len(self._known) > _MAX_TEMPLATES:
             del self._known[next(iter(self._known))]
@@ -98,12 +98,12 @@ def inspect_upload(data: bytes, template: Template, client: ClientInfo, limits: 
     """Decode and validate an upload: its size, its form, and that it is finite.
 
     Returns:
-        A tree of the template's structure, types and shapes, keys in the template's order.
+        A tree with the template's structure, dtypes and shapes, and keys in the template's order.
 
     Raises:
-        RefusedReplyError: if it is invalid.
+        RefusedReplyError: if the upload is invalid.
     """
-    # sizes come first: a header of many small parts takes many times its size in memory once it is read
+    # sizes are checked first, because a header of many small parts takes many times its size in memory when it is read
     max_bytes, header_bytes = max_upload_bytes(template, limits), int.from_bytes(data[:8], "little")
     if len(data) > max_bytes:
         reason = f"it has {len(data)} bytes; at most {max_bytes} are taken (limits.max_bytes)"
@@ -130,14 +130,14 @@ def inspect_upload(data: bytes, template: Template, client: ClientInfo, limits: 
 
 
 def max_upload_bytes(template: Template, limits: Limits) -> int:
-    """Bytes that an upload may have."""
+    """Largest size of an upload in bytes."""
     return 2 * template.bytes + SLACK_BYTES if limits.max_bytes is None else limits.max_bytes
 
 
 def decode_checked(
     decode: Callable[[Any, ClientInfo], Any], upload: Any, client: ClientInfo, title: str
 ) -> Any:
-    """The upload as a method decodes it; raises RefusedReplyError if it fails."""
+    """Decode an upload with the method; raises RefusedReplyError if that fails."""
     try:
         return decode(upload, client)
     except FAULT_TYPES as error:
@@ -145,8 +145,8 @@ def decode_checked(
         raise RefusedReplyError(client.id, reason) from error
 
 
-def make_contribution(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Any:
-    """The contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
+def make_contribution(method: AnyMethod, server: Any, upload: Any, client: ClientInfo) -> Contribution:
+    """Compute the contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
     try:
         contribution = method.contribution(server, upload, client)
         fault = fault_of(contribution)
@@ -158,11 +158,11 @@ def make_contribution(method: AnyMethod, server: Any, upload: Any, client: Clien
 
 
 def update_server(method: AnyMethod, server: Any, total: Any, view: ServerView) -> Any:
-    """The server's next state.
+    """Compute the server's next state.
 
     Raises:
-        FedlowrankError: if it is not finite.
-        Exception: one of :data:`FAULT_TYPES` that the method raised.
+        FedlowrankError: if the state is not finite.
+        Exception: if the method raises one of :data:`FAULT_TYPES`.
     """
     new_state = check_server_state(method, server, method.server_update(server, total, view))
     for path, number in iterate_floats(new_state):
@@ -182,20 +182,20 @@ def update_without_faulty(
     view: ServerView,
     make_aggregator: Callable[[Sequence[ClientInfo]], Aggregator],
 ) -> tuple[Any, dict[int, str]]:
-    """The server's next state without the replies on which the update fails alone.
+    """Compute the server's next state without the replies on which the update fails alone.
 
     Args:
-        method: its update failed on the total of all contributions.
-        server: the server's state.
-        compute_contribution: computes a client's contribution again.
-        view: names who replied.
-        make_aggregator: gives what reduces the contributions of some clients.
+        method: method whose update failed on the total of all contributions.
+        server: state of the server.
+        compute_contribution: function that computes a client's contribution again.
+        view: view of the round, with the clients that replied.
+        make_aggregator: function that makes the aggregator for the contributions of some clients.
 
     Returns:
-        The new state (the old one if no reply is left), and the reason for every client that was left out.
+        The new state (the old one if no reply is left), and the reason for every client that was left out, by client.
 
     Raises:
-        Exception: as :func:`update_server`, if no single reply is the cause, or the others fail together.
+        Exception: as in :func:`update_server`, if no single reply is the cause, or the others fail together.
     """
 
     def update(clients: Sequence[ClientInfo]) -> Any:
@@ -221,18 +221,18 @@ def _describe_fault(method: AnyMethod, client: ClientInfo, error: Exception) -> 
 
 @dataclass
 class Blocklist:
-    """Clients that are excluded because their replies were refused too often.
+    """Clients that are excluded because too many of their replies were refused.
 
     Attributes:
-        after: refused replies after which a client is blocked; 0 for never.
-        counts: refused replies by client.
+        after: number of refused replies after which a client is blocked; 0 for never.
+        counts: number of refused replies, by client.
     """
 
     after: int
     counts: dict[int, int] = field(default_factory=dict)
 
     def add_refusal(self, client_id: int) -> bool:
-        """Count a refused reply; whether its client is blocked now."""
+        """Count a refused reply; return whether its client is blocked now."""
         self.counts[client_id] = self.counts.get(client_id, 0) + 1
         return self.is_blocked(client_id)
 
@@ -241,5 +241,5 @@ class Blocklist:
         return 0 < self.after <= self.counts.get(client_id, 0)
 
     def reason(self, client_id: int) -> str:
-        """Why a client is blocked."""
+        """The reason why a client is blocked."""
         return f"client {client_id} is on the blocklist: {self.counts[client_id]} of its replies were refused"

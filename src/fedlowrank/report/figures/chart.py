@@ -1,4 +1,4 @@
-"""Parts that figures share: lines, axes with their limits and ticks, legend entries, words of captions."""
+"""Shared parts of figures: lines, axes with their limits and ticks, legend entries, and texts for captions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NON_NEGATIVE: Bounds = (0.0, math.inf)
 
 LOG_FROM = 20  # ratio of the largest to the smallest positive value from which an axis is logarithmic
 DECADES = 100.0  # ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic
-# Most lines of a figure with the further series of methods; with more, only the headlines are drawn.
+# Maximum number of lines in a figure with the further series; with more, only the headlines are drawn.
 LINES = 14
-POINTS = 250  # most points of a line: about one for each 1.3 units of the width of a figure
-TICK = 0.1  # least distance of two labels on an axis of values, as a part of the axis
-MARGIN = 0.12  # beside the values of an axis, as a part of their range: markers stand some points aside
-MAX_TIPS = 40  # most points of a line that show their value under the pointer
+POINTS = 250  # maximum number of points of a line: about one for each 1.3 units of the figure's width
+TICK = 0.1  # least distance of two labels on an axis of values, as a share of the axis
+MARGIN = 0.12  # margin of the values on an axis, as a share of their range: markers stand some points aside
+MAX_TIPS = 40  # maximum number of points of a line that show their value under the pointer
 THIN_LINE_WIDTH = 1.0  # width of the line of a further series of a method, in points
 
 
@@ -42,20 +42,20 @@ class Line(NamedTuple):
     """A line in a figure."""
 
     group: RunGroup
-    label: str  # in the legend
+    label: str  # name in the legend
     table: pd.DataFrame  # columns ``mean`` and ``ci``, indexed by round
     series_index: int = 0  # 0 for the headline of the method, then 1, 2, ... for thin lines
     series: str | None = None
-    unseen: bool = False  # whether it is about the clients that never train
-    seeds: Sequence[pd.Series] = ()  # by round, thin lines instead of a band where results are bimodal
+    unseen: bool = False  # whether the line is about the clients that never train
+    seeds: Sequence[pd.Series] = ()  # values by round, thin lines instead of a band if bimodal
 
 
 def choose_lines(
     groups: Sequence[RunGroup], measure: Measure, max_lines: int = LINES, *, unseen: bool = False
 ) -> list[Line]:
-    """The headline of every evaluated group, each followed by its further series unless those are too many.
+    """Choose the headline of every evaluated group, each followed by its further series unless those are too many.
 
-    With ``unseen``, the headline over the clients that never train follows, where there are any.
+    With ``unseen``, the headline over the clients that never train follows, if there are any.
     """
     lines = []
     for group in groups:
@@ -71,18 +71,18 @@ def choose_lines(
 
 
 def interval_ends(table: pd.DataFrame, bounds: Bounds = UNBOUNDED) -> tuple[pd.Series, pd.Series]:
-    """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values."""
+    """Compute lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values."""
     half_width = table["ci"].fillna(0.0)
     return (table["mean"] - half_width).clip(*bounds), (table["mean"] + half_width).clip(*bounds)
 
 
 def all_ends(tables: Iterable[pd.DataFrame], bounds: Bounds = UNBOUNDED) -> list[float]:
-    """Both ends of all intervals, for which an axis must have room."""
+    """List both ends of all intervals, for which an axis must have room."""
     return [float(end) for table in tables for side in interval_ends(table, bounds) for end in side]
 
 
 def legend_entry(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
-    """Entry of a legend: line and marker of a style, or others instead."""
+    """Make a legend entry with the line and marker of a style, or with the given ones instead."""
     return Line2D(
         [], [], color=style.color, linestyle=style.line if line is None else line, markersize=6,
         marker=style.marker if marker is None else marker,
@@ -95,7 +95,7 @@ def draw_lines(
 ) -> list[Line2D]:  # fmt: skip
     """Draw means over seeds with their 95 % interval, cut to ``bounds``, as a band; return legend entries.
 
-    A logarithmic axis must have its limits before. ``scale`` leads to the unit of the axis, ``x`` names the
+    The limits of a logarithmic axis must be set before. ``scale`` converts to the unit of the axis, ``x`` names the
     column for the horizontal axis instead of the rounds, and a thin line has no band.
     """
     entries = []
@@ -110,7 +110,7 @@ def draw_lines(
             axes.fill_between(x_values, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
         for seed_curve in line.seeds if x is None else ():
             axes.plot(seed_curve.index, scale * seed_curve, color=style.color, linewidth=0.8, alpha=0.6)
-        # One evaluation is a point: a line through it would show nothing.
+        # A single evaluation is drawn as a point, because a line through it would show nothing.
         entry = legend_entry(style, marker=style.marker if len(x_values) == 1 else "")
         if line.series_index:
             entry.set(linewidth=THIN_LINE_WIDTH, markerfacecolor="none")
@@ -127,7 +127,7 @@ def make_tips(
     axes: Axes, lines: Sequence[Line], formatter: Callable[[float], str], scale: float = 1.0, *,
     x: str | None = None, x_formatter: Callable[[float], str] = "round {:g}".format,
 ) -> tuple[Tip, ...]:  # fmt: skip
-    """Values of lines as drawn by :func:`draw_lines`; ``formatter`` and ``x_formatter`` write them."""
+    """List the values of lines as drawn by :func:`draw_lines`; ``formatter`` and ``x_formatter`` format them."""
     tips = []
     for line in lines:
         table = thin_out(line.table, MAX_TIPS)
@@ -144,10 +144,10 @@ def plot_lines(
     description: str, formatter: Callable[[float], str], opening: str, ending: str = "", scale: float = 1.0,
     bounds: Bounds = NON_NEGATIVE, height: float = 2.6,
 ) -> Picture | None:  # fmt: skip
-    """A figure of lines against rounds; None without lines.
+    """Plot lines against rounds; None without lines.
 
-    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``description`` says in a sentence what
-    is drawn, and ``formatter`` writes a value. ``opening`` is the caption before the note on seeds, ``ending`` the
+    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``description`` describes the plot in a
+    sentence, and ``formatter`` formats a value. ``opening`` is the caption before the note on seeds, ``ending`` the
     rest.
     """
     if not lines:
@@ -180,7 +180,7 @@ def plot_lines(
 def plot_measure(
     lines: Sequence[Line], styles: Styles, measure: Measure, *, opening: str, ending: str = ""
 ) -> Picture | None:  # fmt: skip
-    """A figure of accuracies or losses against rounds; None without lines."""
+    """Plot accuracies or losses against rounds; None without lines."""
     means = [mean for line in lines for mean in line.table["mean"]]
     return plot_lines(
         lines, styles, lambda axes, ends: set_measure_axis(axes.yaxis, measure, means, ends),
@@ -192,9 +192,9 @@ def plot_measure(
 def draw_bars(
     axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, offset: float, marker_size: float = 5.0
 ) -> None:  # fmt: skip
-    """Draw means against the index with bars of their 95 % interval, ``offset`` points aside.
+    """Draw means against the index, with bars of their 95 % interval, shifted by ``offset`` points.
 
-    Lines that are a few points on paper apart do not hide each other's bars.
+    The shift keeps lines from hiding each other's bars.
     """
     low, high = interval_ends(table, measure.bounds)
     bars = measure.scale * np.array([table["mean"] - low, high - table["mean"]])
@@ -218,10 +218,10 @@ def is_wide_range(values: Sequence[float], factor: float) -> bool:
 def set_measure_axis(
     axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()
 ) -> None:  # fmt: skip
-    """Label, scale, limits and ticks of an axis of accuracies or losses around means and ends of intervals.
+    """Set label, scale, limits and ticks of an axis of accuracies or losses around means and ends of intervals.
 
-    Losses are on a logarithmic axis where all means are positive and span more than two decades. It shows at
-    most one decade below the least mean, because it has no place for ends that are not positive.
+    Losses are on a logarithmic axis if all means are positive and span more than two decades. The axis shows at most
+    one decade below the least mean, because it has no place for ends that are not positive.
     """
     axes = axis.axes
     set_limits = axes.set_xlim if isinstance(axis, XAxis) else axes.set_ylim
@@ -242,28 +242,28 @@ def set_measure_axis(
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
     else:
-        # A loss has no scale of its own: equal ones still need an axis.
+        # A loss has no scale of its own, so equal losses still need an axis.
         pad = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
         set_limits(low - pad, high + pad)
         axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
 
 
 class Point(NamedTuple):
-    """A marker in a scatter chart: of a method or series, at ``x`` and ``mean``, ``size`` wide."""
+    """A marker in a scatter chart, for a method or series, at ``x`` and ``mean``, ``size`` wide."""
 
     label: str
     style: Style
     x: float
     mean: float
     size: float
-    opacity: float  # of the face; 0 for none
+    opacity: float  # opacity of the face; 0 for none
 
 
 @drawing()
 def plot_points(
     points: Sequence[Point], measure: Measure, xlabel: str, unit: str, *, title: str, alt: str, caption: str
 ) -> Picture:  # fmt: skip
-    """A scatter chart of results, logarithmic where the points are far apart."""
+    """Plot results as a scatter chart, logarithmic if the points are far apart."""
     figure, axes = new_figure(3.1)
     entries = []
     for point in points:
@@ -274,7 +274,7 @@ def plot_points(
             "markeredgewidth": 1.4,
         }
         coordinates = [point.x], [measure.scale * point.mean]
-        # Large markers lie below small ones.
+        # Large markers are drawn below small ones.
         marker_style |= {"marker": point.style.marker, "linestyle": "", "zorder": 2 + 1 / point.size}
         axes.plot(*coordinates, markersize=point.size, **marker_style)
         entries.append(Line2D([], [], markersize=min(point.size, 8), **marker_style))
@@ -298,17 +298,17 @@ def plot_points(
 
 
 def space_evenly(count: int, max_count: int) -> list[int]:
-    """Up to ``max_count`` indices below ``count``, evenly spaced, both ends included."""
+    """Choose up to ``max_count`` indices below ``count``, evenly spaced, with both ends."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(max_count, count)).tolist()})
 
 
 def thin_out(table: Rounds, max_rounds: int = POINTS) -> Rounds:
-    """Up to ``max_rounds`` rounds of a table, evenly spaced, both ends included: more points cannot be seen."""
+    """Select up to ``max_rounds`` rounds of a table, evenly spaced, with both ends, because more points are not visible."""
     return table.iloc[space_evenly(len(table), max_rounds)]
 
 
 def finish_grid(panels: NDArray[Any], panel_count: int) -> list[Axes]:
-    """Hide unused panels; the last visible panel of each column, which gets the tick labels."""
+    """Hide unused panels; return the last visible panel of each column, which gets the tick labels."""
     columns = panels.shape[1]
     for axes in panels.flat[panel_count:]:
         axes.set_visible(False)
@@ -319,23 +319,23 @@ def finish_grid(panels: NDArray[Any], panel_count: int) -> list[Axes]:
 
 
 def clip_percent(limits: tuple[float, float]) -> tuple[float, float]:
-    """Limits cut to what a percentage can be."""
+    """Cut limits to the range of percentages, with a small margin."""
     low, high = limits
     return (max(low, -1.5) if low < 0 else low, min(high, 101.5))
 
 
 def set_round_axis(axis: Axis, max_ticks: int = 8) -> None:
-    """Ticks at whole rounds."""
+    """Set ticks at whole rounds."""
     axis.set_major_locator(MaxNLocator(nbins=max_ticks, integer=True, steps=[1, 2, 5, 10]))
 
 
 def set_limits_from_zero(axes: Axes, top: float) -> None:
-    """Vertical limits from a little below 0 to a little above ``top``."""
+    """Set vertical limits from a little below 0 to a little above ``top``."""
     axes.set_ylim(-0.03 * top, 1.06 * top)
 
 
 def set_prefix_axis(axis: Axis, unit: str, log_values: Sequence[float] | None) -> None:
-    """Ticks such as ``10 MB``; logarithmic over some values, with two or three ticks if it is one decade."""
+    """Set ticks such as ``10 MB``; the axis is logarithmic over some values, with two or three ticks for one decade."""
     if log_values is not None:
         (axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale)("log")
         decades = math.log10(max(log_values) / min(log_values))
@@ -347,9 +347,9 @@ def set_prefix_axis(axis: Axis, unit: str, log_values: Sequence[float] | None) -
 
 
 def set_value_axis(axes: Axes, values: Sequence[float], *, is_log: bool) -> None:
-    """A horizontal axis with ticks at sorted values that leave room for their labels, both ends included."""
+    """Set a horizontal axis with ticks at sorted values that leave room for their labels, with both ends."""
     low, high = values[0], values[-1]
-    # Limits by hand: matplotlib ignores lines that are set aside from their values.
+    # Limits are set by hand, because matplotlib ignores lines that are shifted from their values.
     if is_log:
         axes.set_xscale("log")
         axes.set_xlim(low / (high / low) ** MARGIN, high * (high / low) ** MARGIN)
@@ -367,7 +367,7 @@ def set_value_axis(axes: Axes, values: Sequence[float], *, is_log: bool) -> None
 
 
 def set_method_axis(axes: Axes, labels: Sequence[str]) -> None:
-    """The vertical axis of a chart with a row for each method, the first on top."""
+    """Set up the vertical axis of a chart with a row for each method, the first on top."""
     axes.set_yticks(range(len(labels)), [on_one_line(label, 28) for label in labels])
     axes.set(ylim=(len(labels) - 0.5, -0.5))
     axes.grid(visible=False, axis="y")
@@ -375,12 +375,12 @@ def set_method_axis(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def count_methods(count: int) -> str:
-    """How many methods a figure compares, in words."""
+    """Describe in words how many methods a figure compares."""
     return "one method" if count == 1 else f"{count} methods"
 
 
 def note_seeds(groups: Iterable[RunGroup]) -> str:
-    """``, mean over 3 seeds``, or ``, mean over up to 3 seeds``; nothing where no group has more than one."""
+    """Describe the seeds as ``, mean over 3 seeds`` or ``, mean over up to 3 seeds``; empty if no group has more than one."""
     counts = {len(group.runs) for group in groups}
     if max(counts, default=1) < 2:
         return ""
@@ -388,13 +388,13 @@ def note_seeds(groups: Iterable[RunGroup]) -> str:
 
 
 def note_band(groups: Iterable[RunGroup], bounds: Bounds = NON_NEGATIVE) -> str:
-    """End of a sentence: over how many seeds the mean is, and what the band is."""
+    """End a sentence with the number of seeds in the mean and the meaning of the band."""
     seeds_note, cut_note = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
     return f"{seeds_note}; the band is the 95 % interval over seeds{cut_note}." if seeds_note else "."
 
 
 def note_modes(groups: Iterable[RunGroup]) -> str:
-    """A sentence for the caption if the seeds of some groups are drawn instead of an interval."""
+    """Explain for the caption that the seeds of some groups are drawn instead of an interval, if so."""
     names = list(dict.fromkeys(on_one_line(group.short_label, 30) for group in groups))
     if not names:
         return ""
@@ -403,13 +403,13 @@ def note_modes(groups: Iterable[RunGroup]) -> str:
 
 
 def note_points(lines: Iterable[Line]) -> str:
-    """A sentence for the caption if lines have more rounds than are drawn."""
+    """Explain for the caption that lines have more rounds than are drawn, if so."""
     is_long = any(len(line.table) > POINTS for line in lines)
     return f" Of each line at most {POINTS} rounds are drawn, evenly spaced." if is_long else ""
 
 
 def note_cut(axes: Axes, ends: Sequence[float]) -> str:
-    """A sentence for the caption if a logarithmic axis has no place for the lower ends of some intervals."""
+    """Explain for the caption that a logarithmic axis has no place for the lower ends of some intervals, if so."""
     if axes.get_yscale() != "log" or not any(end < axes.get_ylim()[0] for end in ends):
         return ""
     return " Bands that reach further down, or below 0, end at the lower edge of the logarithmic axis."

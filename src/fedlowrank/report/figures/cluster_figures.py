@@ -1,4 +1,4 @@
-"""Figures of routes: the share that each cluster has of each client, and the recovery of true clusters."""
+"""Figures of routes: the share of each cluster at each client, and the recovery of true clusters."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ..statistics.groups import RunGroup
 from . import chart
 from .style import INK, Picture, Styles, drawing, figure_height, figure_width, make_styles
 
-INDEX: chart.Bounds = (-0.5, 1.0)  # the least and the largest value of an adjusted Rand index
-PANELS = 5  # most rounds of which a figure shows the routes
-CLIENTS = 300  # most rows of a heat map; of more clients, so many are drawn, evenly spaced
-# Cells of all panels together beyond which there are fewer rows, down to :data:`FEWEST`: each is a path in
-# the page.
+INDEX: chart.Bounds = (-0.5, 1.0)  # least and largest value of an adjusted Rand index
+PANELS = 5  # maximum number of rounds whose routes a figure shows
+CLIENTS = 300  # maximum number of rows in a heat map; more clients are thinned out evenly
+# Maximum number of cells in all panels together; beyond it there are fewer rows, down to :data:`FEWEST`. Each
+# cell is a path in the page.
 CELLS = 6000
 FEWEST = 100
-# Shades of a share: neighbors cannot be told apart, and cells of one shade make one path of the drawing.
+# Number of shades: neighbors look alike, and cells of one shade make one path of the drawing.
 LEVELS = 16
-ALL_TICKS = 5  # most clusters that are all named along an axis
+ALL_TICKS = 5  # maximum number of clusters that are all named along an axis
 
 
 def plot_recovery(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Cluster recovery against rounds, one line a method, with the 95 % interval over seeds as a band."""
+    """Plot cluster recovery against rounds, one line per method, with the 95 % interval over seeds as a band."""
 
     def set_axis(axes: Axes, ends: Sequence[float]) -> None:
         axes.set(ylabel="adjusted Rand index", ylim=(min(-0.04, min(ends) - 0.04), 1.04))
@@ -55,7 +55,7 @@ def plot_recovery(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 
 
 def plot_routes(groups: Sequence[RunGroup]) -> list[Picture]:
-    """Heat maps clients x clusters of the first seed of every method that has routes, at a few rounds."""
+    """Draw heat maps clients x clusters of the first seed of every method that has routes, at a few rounds."""
     return [picture for group in groups if (picture := _plot_routes(group))]
 
 
@@ -67,7 +67,7 @@ def _plot_routes(group: RunGroup) -> Picture | None:
         return None
     evaluated_rounds = sorted(routes_by_round)
     last_routes = routes_by_round[evaluated_rounds[-1]]
-    # Evenly spaced in rounds: the first evaluations are often closer to each other than the later ones.
+    # Evenly spaced in rounds, because the first evaluations are often closer to each other than the later ones.
     target_rounds = (
         np.linspace(evaluated_rounds[0], evaluated_rounds[-1], PANELS)
         if len(evaluated_rounds) > PANELS
@@ -102,7 +102,7 @@ def _plot_routes(group: RunGroup) -> Picture | None:
     unseen_ids = run.measurements.flagged_ids("unseen")
     unseen_rows = [y for y, i in enumerate(rows) if i in unseen_ids]
     if unseen_rows:
-        # An empty line outside the axes would have no place, and upset the layout.
+        # An empty line outside the axes would have no place and would upset the layout.
         transform = panels[-1].get_yaxis_transform()
         marker_style = {"marker": "<", "markersize": 3, "color": INK, "clip_on": False}
         panels[-1].plot(
@@ -138,9 +138,9 @@ def _plot_routes(group: RunGroup) -> Picture | None:
 
 
 def draw_shades(axes: Axes, shares: Floats) -> None:
-    """Draw shares ``[rows, columns]`` as cells, the darker the larger; the first row is on top.
+    """Draw shares ``[rows, columns]`` as cells, darker for larger shares; the first row is on top.
 
-    Cells are paths with an opacity and not pixels, so that they take the page's colors and print sharp.
+    Cells are paths with an opacity and not pixels, so that they take the page's colors and print sharply.
     """
     rows, columns = shares.shape
     level = np.round(np.nan_to_num(shares, nan=0.0).clip(0, 1) * LEVELS).astype(int)
@@ -148,7 +148,7 @@ def draw_shades(axes: Axes, shares: Floats) -> None:
     for shade in range(1, LEVELS + 1):
         vertices: list[tuple[float, float]] = []
         for x in range(columns):
-            # Where runs of this shade begin and, one further, end.
+            # Starts and exclusive ends of the runs of this shade.
             edges = np.flatnonzero(np.diff(np.concatenate([[0], level[:, x] == shade, [0]])))
             for top, bottom in edges.reshape(-1, 2) - 0.5:
                 left, right = x - 0.5, x + 0.5
@@ -165,7 +165,7 @@ def draw_shades(axes: Axes, shares: Floats) -> None:
 
 
 def _label_rows(axes: Axes, truth: Sequence[int | None], rows: Sequence[int]) -> None:
-    """Label the rows by true cluster, or by the clients' numbers where no cluster is known."""
+    """Label the rows by true cluster, or by the clients' numbers if no cluster is known."""
     if all(cluster is None for cluster in truth):
         tick_rows = chart.space_evenly(len(rows), 5)
         axes.set_yticks(tick_rows, [str(rows[y]) for y in tick_rows])
@@ -180,7 +180,7 @@ def _label_rows(axes: Axes, truth: Sequence[int | None], rows: Sequence[int]) ->
 
 
 def _draw_key(axes: Axes) -> None:
-    """Which shade is which share."""
+    """Draw the key that maps shades to shares."""
     draw_shades(axes, np.linspace(1, 0, LEVELS + 1)[:, None])
     axes.set_xticks([])
     axes.yaxis.tick_right()

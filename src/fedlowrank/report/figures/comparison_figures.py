@@ -1,7 +1,7 @@
-"""Figures that compare methods; each function returns a picture, or None with nothing to draw.
+"""Figures that compare methods; each function returns a picture, or None if there is nothing to draw.
 
-Accuracy is in percent throughout, of the test examples, as the unweighted mean over the clients that can
-train. Where there are no classes, the mean test loss takes its place.
+Accuracy is always in percent, on test examples, as the unweighted mean over the clients that can train. If there are
+no classes, the mean test loss takes its place.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .style import INK, Picture, Style, Styles, Tip, add_legend, drawing, new_fi
 
 
 def plot_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Accuracy against rounds, one line a method, with the 95 % interval over seeds as a band.
+    """Plot accuracy against rounds, one line per method, with the 95 % interval over seeds as a band.
 
-    Further series of a method, and the clients that never train, are thin lines in its color, unless that
-    makes too many lines (:func:`fedlowrank.report.figures.chart.choose_lines`).
+    Further series of a method, and the clients that never train, are thin lines in its color, unless there would be
+    too many lines (:func:`fedlowrank.report.figures.chart.choose_lines`).
     """
     accuracy_groups = [group for group in groups if not group.measure.is_loss]
     return _plot_learning_curves(
@@ -39,7 +39,7 @@ def plot_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 
 
 def plot_loss(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Test loss against rounds: in all detail where methods are judged by it, else of the headlines."""
+    """Plot test loss against rounds: every series if methods are judged by it, otherwise only the headlines."""
     is_detailed = measure_of(groups).is_loss
     return _plot_learning_curves(groups, styles, with_token_names(TEST_LOSS, groups), is_detailed=is_detailed)
 
@@ -64,7 +64,7 @@ def _plot_learning_curves(
 
 @drawing()
 def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Final result of each method with its 95 % interval over seeds, the best on top, seeds as dots."""
+    """Plot the final result of each method with its 95 % interval over seeds, the best on top, seeds as dots."""
     measure = measure_of(groups)
     results = [(group, result) for group in groups if (result := group.final(measure=measure))]
     results.sort(key=lambda pair: result_sort_key(measure, pair[1]))
@@ -123,7 +123,7 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 
 @drawing()
 def plot_communication(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Accuracy against the bytes sent both ways since the start; logarithmic where methods differ widely."""
+    """Plot accuracy against the bytes sent both ways since the start; logarithmic if methods differ widely."""
     measure = measure_of(groups)
     lines = [chart.Line(g, g.short_label, curve) for g in groups if len(curve := g.curve(measure=measure))]
     bytes_by_label = {line.label: float(line.table["bytes"].iloc[-1]) for line in lines}
@@ -131,7 +131,7 @@ def plot_communication(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
     if not totals:
         return None
     is_log = max(totals) / min(totals) >= chart.LOG_FROM
-    # A logarithmic axis has no place for what is before the first message.
+    # A logarithmic axis has no place for values before the first message.
     sending_lines = [
         line._replace(table=line.table[line.table["bytes"] > 0] if is_log else line.table)
         for line in lines
@@ -179,7 +179,7 @@ def plot_communication(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
 
 @drawing()
 def plot_clients(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Box plot of the clients' accuracies at the last evaluated round, one a method, ``+`` at the mean."""
+    """Draw box plots of the clients' accuracies at the last evaluated round, one per method, with ``+`` at the mean."""
     measure = measure_of(groups)
     values_by_group = []
     for group in groups:
@@ -227,7 +227,7 @@ def _draw_box(axes: Axes, y: int, values: Any, style: Style) -> None:
 
 
 def plot_trade_off(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Accuracy against computation, with marker areas that grow with the bytes sent."""
+    """Plot accuracy against computation, with marker areas that grow with the bytes sent."""
     measure = measure_of(groups)
     costs_by_group = []
     for group in groups:
@@ -262,7 +262,7 @@ def plot_trade_off(groups: Sequence[RunGroup], styles: Styles) -> Picture | None
 
 @drawing()
 def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Final accuracy against the varied setting, one line a method, with the 95 % interval over seeds."""
+    """Plot final accuracy against the varied setting, one line per method, with the 95 % interval over seeds."""
     measure = measure_of(groups)
     results = [(group, result) for group in groups if group.vary and (result := group.final(measure=measure))]
     settings = list(dict.fromkeys(_setting(group) for group, _ in results))
@@ -311,7 +311,7 @@ def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 
 
 def _shown_ci(result: Estimate) -> float:
-    """Half-width of the interval of a result; NaN where results are bimodal, for it would describe no seed."""
+    """Half-width of the interval of a result; NaN if results are bimodal, because it would describe no seed."""
     return math.nan if result.modes else result.ci
 
 

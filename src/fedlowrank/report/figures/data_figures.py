@@ -1,4 +1,4 @@
-"""Figures of the data: an embedding plot of representations, and the classes at each client."""
+"""Figures of the data: embedding plots of representations, and the classes at each client."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from .style import (
     palette_color,
 )
 
-POINTS = 2000  # most points in one embedding plot
-# Most points in all embedding plots of a page together, unless that left fewer than :data:`MIN_POINTS` a plot.
+POINTS = 2000  # maximum number of points in one embedding plot
+# Maximum number of points in all embedding plots of a page, but at least :data:`MIN_POINTS` per plot.
 BUDGET = 4000
 MIN_POINTS = 300
-MAX_DOTS = 3000  # most dots in the figure of classes
-MAX_LISTED_CLASSES = 20  # most classes named in a legend or along an axis
+MAX_DOTS = 3000  # maximum number of dots in the figure of classes
+MAX_LISTED_CLASSES = 20  # maximum number of classes named in a legend or along an axis
 Points = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
 
 
 def plot_embeddings(groups: Sequence[RunGroup]) -> list[Picture]:
-    """t-SNE of the test representations of each method's first seed, after the legend that they share.
+    """Plot t-SNE of the test representations of each method's first seed, after their common legend.
 
-    Methods whose first seed saved no representations have no plot.
+    Methods whose first seed has saved no representations have no plot.
     """
     stored_groups = [
         (group, representations)
@@ -73,7 +73,7 @@ def _load_representations(run: RunRecord) -> Points | None:
     if tensors is None or not {"x", "label", "client"} <= tensors.keys():
         return None
     if tensors["label"].ndim > 1:
-        # real targets are no classes that could have colors
+        # real targets are no classes and have no colors
         return None
     x = tensors["x"].double().flatten(1).numpy()
     mask = np.isfinite(x).all(axis=1)
@@ -82,13 +82,13 @@ def _load_representations(run: RunRecord) -> Points | None:
 
 
 def embed(x: NDArray[np.float64]) -> NDArray[np.float64] | None:
-    """Two-dimensional t-SNE from a PCA start, the same at every call.
+    """Compute a two-dimensional t-SNE from a PCA start, the same at every call.
 
     Args:
-        x: ``[n, d]`` points.
+        x: points ``[n, d]``.
 
     Returns:
-        ``[n, 2]``, or None where there is nothing to embed: fewer than five points, or all in one place.
+        The embedding ``[n, 2]``, or None if there is nothing to embed: fewer than five points, or all in one place.
     """
     from sklearn.manifold import TSNE  # slow to import
 
@@ -97,7 +97,7 @@ def embed(x: NDArray[np.float64]) -> NDArray[np.float64] | None:
     if x.shape[1] < 2:
         x = np.concatenate([x, np.zeros_like(x)], axis=1)
     perplexity = min(30.0, (len(x) - 1) / 3)
-    # Sums over several threads differ in the last bit from call to call, which t-SNE amplifies.
+    # Multithreaded sums differ in the last bit from call to call, which t-SNE amplifies.
     with threadpoolctl.threadpool_limits(limits=1):
         embedding = TSNE(
             perplexity=perplexity, init="pca", learning_rate="auto", random_state=0
@@ -111,7 +111,7 @@ def _plot_embedding(
 ) -> Picture:  # fmt: skip
     embedding, labels, owner_ids = points
     figure, axes = new_figure(3.2, 3.2)
-    # One artist a marker: drawn class by class, the last classes would be on top everywhere.
+    # One artist per marker, because the last classes would be on top everywhere if drawn class by class.
     for index, client_id in enumerate(client_ids):
         mask = owner_ids == client_id
         if mask.any():
@@ -165,12 +165,12 @@ def _plot_legend(run: RunRecord, colors: Sequence[str], client_ids: Sequence[int
 
 @drawing()
 def plot_class_counts(run: RunRecord) -> Picture | None:
-    """Training examples of each class at each client, as dots whose area grows with the number."""
+    """Plot the training examples of each class at each client, as dots whose area grows with their number."""
     rows = [(row.get("id", i), (row.get("classes") or {}).get("train")) for i, row in enumerate(run.clients)]
     counts_by_client = {
         str(name): np.array(train_counts, dtype=int) for name, train_counts in rows if train_counts
     }
-    # As many clients as there is room for, at least one.
+    # As many clients as fit, at least one.
     dot_totals = np.cumsum([(train_counts > 0).sum() for train_counts in counts_by_client.values()])
     client_count = max(1, int((dot_totals <= MAX_DOTS).sum()))
     drawn_counts = enumerate(list(counts_by_client.values())[:client_count])

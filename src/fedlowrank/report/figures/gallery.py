@@ -1,4 +1,4 @@
-"""All figures of an experiment, in the order in which a reader wants them, and as files for a paper."""
+"""Draws all figures of an experiment in reading order, and writes them as files for a paper."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from . import comparison_figures as figures
 from .style import Picture, Style, Styles, Width, drawing, drawing_width, final_colors, make_styles
 
 SHEET = "index.html"
-"""The contact sheet in a folder of figures."""
+"""File name of the contact sheet in a folder of figures."""
 
 IMAGES = ("svg", "png")
 """Kinds of files that a browser shows, the best first."""
 
 DPI = 300
-"""Dots an inch of PNG files; publishers ask for at least 300."""
+"""Dots per inch of PNG files; publishers ask for at least 300."""
 
 
 def method_styles(groups: Sequence[RunGroup]) -> dict[str, Style]:
-    """A style for each label, in whatever order the runs are given.
+    """Make a style for each label, independent of the order of the runs.
 
-    Labels are sorted by the place of the method in :data:`fedlowrank.methods.METHODS`, other methods last and
-    by name, so that ``compare`` and ``report`` draw the same runs alike.
+    Labels are sorted by the place of the method in :data:`fedlowrank.methods.METHODS`, other methods last and by
+    name, so that ``compare`` and ``report`` draw the same runs alike.
     """
     positions = {name: i for i, name in enumerate(METHODS)}
     order = sorted(
@@ -45,10 +45,10 @@ def method_styles(groups: Sequence[RunGroup]) -> dict[str, Style]:
 
 
 def draw_all(experiment: ComparedExperiment, styles: Styles) -> Iterator[tuple[str, list[Picture]]]:
-    """The figures of one experiment.
+    """Draw the figures of one experiment.
 
     Yields:
-        A heading, empty where there is nothing to tell apart, and the figures under it.
+        A heading, empty if there is nothing to distinguish, and the figures under it.
     """
     if sweep := figures.plot_sweep(experiment.groups, styles):
         yield "", [replace(sweep, slot="result")]
@@ -85,7 +85,7 @@ def draw_all(experiment: ComparedExperiment, styles: Styles) -> Iterator[tuple[s
 
 
 def _plot_curve(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Learning curves in what the methods are judged by."""
+    """Plot learning curves of the measure that the methods are judged by."""
     plot = figures.plot_loss if measure_of(groups).is_loss else figures.plot_accuracy
     return plot(groups, styles)
 
@@ -93,19 +93,20 @@ def _plot_curve(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 def save_figures(
     runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] = ("svg", "pdf", "png"), width: Width = "page"
 ) -> list[Path]:  # fmt: skip
-    """Write every figure of a report as files of its own, on white, with a contact sheet of all of them.
+    """Write every figure of a report as separate files, on white, with a contact sheet of all of them.
 
-    All files are in one folder. Those of several experiments begin with the name of their experiment.
+    All files are in one folder. With several experiments, file names begin with the name of the experiment.
 
     Args:
-        runs: as for a report.
-        folder: made if it does not exist. Its :data:`SHEET` shows all figures small, each linked to its files.
-        kinds: endings that matplotlib can write.
-        width: ``page`` for figures 5.3 inches wide, ``column`` for 3.3 inches, one column of a paper with
-            two.
+        runs: records of the runs, as for a report.
+        folder: folder to write to, made if it does not exist. Its :data:`SHEET` shows all figures small, each linked
+            to its files.
+        kinds: file endings that matplotlib can write.
+        width: name of the figures' width: ``page`` for 5.3 inches, ``column`` for 3.3 inches, one column of a paper
+            with two.
 
     Returns:
-        The files of the figures.
+        The paths of the figures' files.
 
     Raises:
         CheckpointError: if a file cannot be written.
@@ -129,7 +130,7 @@ def save_figures(
                 entries = []
                 for picture in pictures:
                     slug = _slug(f"{name if len(experiments) > 1 else ''} {heading} {picture.title}")
-                    # Titles may differ in nothing that a file's name can contain.
+                    # Titles may differ only in characters that a file name cannot contain.
                     names = (slug, *(f"{slug}-{i}" for i in range(2, len(used_stems) + 2)))
                     stem = next(name for name in names if name not in used_stems)
                     used_stems.add(stem)
@@ -149,7 +150,7 @@ def save_figures(
 
 
 def _sheet_entry(picture: Picture, stem: str, kinds: Sequence[str]) -> dict[str, Any]:
-    """What the contact sheet shows of a figure."""
+    """Collect the values that the contact sheet shows of a figure."""
     image = next((f"{stem}.{kind}" for kind in IMAGES if kind in kinds), None)
     files = [(kind.upper(), f"{stem}.{kind}") for kind in kinds]
     return {"title": picture.title, "alt": picture.alt, "image": image, "files": files}

@@ -26,11 +26,11 @@ from ..statistics.measures import TEST_LOSS
 from . import chart
 from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_color, make_styles, new_panels
 
-# For axes and captions: not one of the measures that runs are judged by.
+# For axes and captions; runs are not judged by this measure.
 TRAINING = replace(TEST_LOSS, sentence_name="training loss", title="Training loss")
-PANELS = 4  # most panels of a figure by rank: a method has few series
-MIN_CLOSE_RANKS = 8  # ranks from which on markers are smaller and closer to their places
-MAX_LISTED_RANKS = 9  # most ranks in a legend
+PANELS = 4  # maximum number of panels in a figure by rank: a method has few series
+MIN_CLOSE_RANKS = 8  # number of ranks from which markers are smaller and closer to their places
+MAX_LISTED_RANKS = 9  # maximum number of ranks in a legend
 SHARE: chart.Bounds = (0.0, 1.0)
 STEPS = [1, 2, 2.5, 5, 10]
 SERIES = {
@@ -41,7 +41,7 @@ SERIES = {
 
 @drawing()
 def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Results against the rank of the client: a panel a series, a line a method, bars over seeds."""
+    """Plot results against the rank of the client: one panel per series, one line per method, bars over seeds."""
     measure = measure_of(groups)
     all_results = list_rank_results(groups, measure)
     names = list(dict.fromkeys(results.series for results in all_results))[:PANELS]
@@ -51,7 +51,7 @@ def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
     methods = list(dict.fromkeys(results.group.short_label for results in panel_results))
     tables = [results.table for results in panel_results]
     ranks = sorted({int(rank) for table in tables for rank in table.index})
-    # Of many ranks, markers set aside as far would stand at the next rank.
+    # With many ranks, markers that are shifted as far would reach the next rank.
     spacing = min(1.0, MIN_CLOSE_RANKS / len(ranks))
     columns = min(2, len(names))
     rows = math.ceil(len(names) / columns)
@@ -94,7 +94,7 @@ def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
 
 
 def plot_replies(groups: Sequence[RunGroup]) -> list[Picture]:
-    """Weight and truncation error of each client's reply against rounds, a picture for each method."""
+    """Plot weight and truncation error of each client's reply against rounds, one picture per method."""
     return [picture for group in groups if (picture := _plot_replies(group))]
 
 
@@ -117,7 +117,7 @@ def _plot_replies(group: RunGroup) -> Picture | None:
     is_log = _set_error_axis(error_axes, errors.stack().tolist())
     for client_id in weights:
         style = styles[ranks[client_id]]
-        # Who took part now and then has markers, or a lone round would not be seen.
+        # Clients that take part now and then have markers, because a lone round would otherwise be invisible.
         marker = style.marker if weights[client_id].isna().any() else ""
         error = errors[client_id].where((errors[client_id] > 0) | (not is_log))
         for axes, curve in ((weight_axes, weights[client_id]), (error_axes, 100 * error)):
@@ -126,7 +126,7 @@ def _plot_replies(group: RunGroup) -> Picture | None:
                 values.index, values, color=style.color, linestyle=style.line, marker=marker, markersize=3.5,
                 linewidth=1.3, dash_capstyle="butt",
             )  # fmt: skip
-    # Not from 0: smoothed weights are close to each other, and the dotted line shows where equal ones are.
+    # Not from 0, because smoothed weights are close to each other; the dotted line shows equal weights.
     weight_axes.set(ylabel="weight of the reply")
     weight_axes.margins(y=0.08)
     weight_axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
@@ -162,18 +162,18 @@ def _plot_replies(group: RunGroup) -> Picture | None:
 
 
 def rank_styles(ranks: Sequence[int]) -> dict[int, Style]:
-    """A style for each rank, the largest first: palette colors while they last, else evenly spaced hues."""
+    """Make a style for each rank, the largest first: palette colors while they last, else evenly spaced hues."""
     order = sorted(set(ranks), reverse=True)
     styles = dict(zip(order, make_styles([str(rank) for rank in order]).values(), strict=True))
     if len(order) <= len(LIGHT):
         return styles
-    # Not all around the circle of hues, where the largest and the smallest would look alike.
+    # Not the whole circle of hues, on which the largest and the smallest rank would look alike.
     hues = len(order) * 5 // 4
     return {rank: replace(styles[rank], color=hue_color(i, hues)) for i, rank in enumerate(order)}
 
 
 def _set_error_axis(axes: Axes, errors: Sequence[float]) -> bool:
-    """Label, scale and limits of an axis of relative errors; whether it is logarithmic."""
+    """Set label, scale and limits of an axis of relative errors; return whether it is logarithmic."""
     positive_errors = [value for value in errors if value > 0]
     is_log = chart.is_wide_range(positive_errors, chart.DECADES)
     if is_log:
@@ -190,7 +190,7 @@ def _set_error_axis(axes: Axes, errors: Sequence[float]) -> bool:
 
 
 def _last_values(table: pd.DataFrame) -> pd.Series:
-    """The last value of each column that has one."""
+    """Get the last value of each column that has one."""
     return table.ffill().iloc[-1].dropna()
 
 
@@ -199,10 +199,10 @@ def _format_share(value: float) -> str:
 
 
 def plot_server_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Singular values that the server holds of its update W against rounds, mean over layers.
+    """Plot the number of singular values in the server's update W against rounds, as a mean over layers.
 
-    They are the rank of W in the exact and the capped state, but in the dense one no more than the clients
-    ask for (:attr:`fedlowrank.linalg.delta.Delta.rank`), and the record does not tell the states apart.
+    This number is the rank of W in the exact and the capped state; in the dense state it is at most what the clients
+    ask for (:attr:`fedlowrank.linalg.delta.Delta.rank`). The record does not distinguish the states.
     """
 
     def set_axis(axes: Axes, ends: Sequence[float]) -> None:
@@ -227,7 +227,7 @@ def plot_server_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | No
 
 @drawing()
 def plot_energy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Energy of the server's update, and what a rank cap discards, against rounds; None if it never does."""
+    """Plot energy of the server's update, and the share that a rank cap discards, against rounds; None if it discards none."""
     discard_lines = [chart.Line(g, g.short_label, curve) for g in groups if len(curve := discarded_share(g))]
     if not discard_lines:
         return None
@@ -264,7 +264,7 @@ def plot_energy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 
 
 def plot_training_loss(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Training loss against rounds where there are adapters; further passes of a method are thin lines."""
+    """Plot training loss against rounds for runs with adapters; further passes of a method are thin lines."""
     if not has_adapters(groups):
         return None
     lines = [

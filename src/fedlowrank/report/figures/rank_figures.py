@@ -1,4 +1,4 @@
-"""Figures of what low rank saves and costs: ranks, downlink, model size, accuracy relative to a reference."""
+"""Figures of the savings and costs of low rank: ranks, downlink, model size, accuracy relative to a reference."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..statistics.low_rank import RankCurve, downlink, model_size, rank_curves
 from . import chart
 from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure, new_panels
 
-PANELS = 24  # most panels of ranks; of a deeper model, so many weights are drawn, evenly spaced in depth
+PANELS = 24  # maximum number of panels of ranks; the weights of deeper models are thinned out evenly in depth
 COLUMNS = 3
-POINTS = 120  # most rounds drawn in a panel of ranks, which is too narrow for more
-# Relative change of a downlink that counts: bytes of a message vary by a digit here and there.
+POINTS = 120  # maximum number of rounds in a panel of ranks, which is too narrow for more
+# Least relevant relative change of a downlink: bytes of a message vary slightly.
 MIN_RELATIVE_CHANGE = 0.005
-CLIENTS = 20  # fewest clients for a violin: of a few, the box plot shows everything
+CLIENTS = 20  # minimum number of clients for a violin: with few clients, the box plot shows everything
 
 
 @drawing()
 def plot_ranks(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Rank of every low-rank weight against rounds, in percent of its first rank: a panel a weight."""
+    """Plot the rank of every low-rank weight against rounds, in percent of its first rank, one panel per weight."""
     curves_of_groups = [(group, curves) for group in groups if (curves := rank_curves(group))]
     names = list(dict.fromkeys(name for _, curves in curves_of_groups for name in curves))
     if not names or all(len(rank.percent) < 2 for _, curves in curves_of_groups for rank in curves.values()):
@@ -80,7 +80,7 @@ def _layer(name: str) -> str:
 
 
 def _first_to_last(ranks: Sequence[RankCurve]) -> str:
-    """``384 → 40``, or ``384 → 40, 75`` for two methods; the range of the last ranks if that is too long."""
+    """Format ranks as ``384 → 40``, or ``384 → 40, 75`` for two methods; a range of last ranks if that is too long."""
     first_text = ", ".join(dict.fromkeys(f"{rank.first:.0f}" for rank in ranks))
     text = f"{first_text} → {', '.join(f'{rank.last:.0f}' for rank in ranks)}"
     last_ranks = [rank.last for rank in ranks]
@@ -89,10 +89,10 @@ def _first_to_last(ranks: Sequence[RankCurve]) -> str:
 
 @drawing()
 def plot_downlink(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Bytes from the server to each participant against rounds, where they or the methods' ranks differ.
+    """Plot bytes from the server to each participant against rounds, if they or the methods' ranks differ.
 
-    From 0 up, so that a fall is as large as it looks; logarithmic only where a change would be too small to
-    see.
+    The axis begins at 0, so that a fall is as large as it looks; it is logarithmic only if a change would be too
+    small to see.
     """
     downlinks = [(group, table) for group in groups if len(table := downlink(group))]
     max_bytes = max((float(table["mean"].max()) for _, table in downlinks), default=0.0)
@@ -111,7 +111,7 @@ def plot_downlink(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     figure, axes = new_figure(3.1)
     for i, (group, table) in enumerate(drawn_tables):
         style = styles[group.short_label]
-        # Markers tell lines that coincide apart: each method has them at rounds of its own.
+        # Markers distinguish coinciding lines: each method has them at rounds of its own.
         marker_count = max(1, min(3, len(table) // len(drawn_tables)))
         marker_indices = sorted(
             {
@@ -153,9 +153,9 @@ def _format_change(table: pd.DataFrame) -> str:
 
 @drawing()
 def plot_relative_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Violin plot of each client's accuracy, or loss, minus that under a reference method, seeds pooled.
+    """Draw violin plots of each client's accuracy, or loss, minus that under a reference method, with pooled seeds.
 
-    The reference is FedAvg, else Standalone, else the first method.
+    The reference is FedAvg, otherwise Standalone, otherwise the first method.
     """
     evaluated_groups = [group for group in groups if group.final()]
     if len({group.label for group in evaluated_groups}) < 2:
@@ -232,7 +232,7 @@ def _draw_violin(axes: Axes, y: int, values: NDArray[np.float64], style: Style, 
 
 
 def plot_model_size(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Accuracy against the parameter count of a client's model, a marker for every series of every method."""
+    """Plot accuracy against the parameter count of a client's model, with a marker for every series of every method."""
     measure = measure_of(groups)
     labeled_points: list[tuple[str, chart.Point]] = []
     for group in groups:

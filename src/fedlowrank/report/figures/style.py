@@ -1,4 +1,4 @@
-"""The look of figures: one style a method, and SVG that follows the page between light and dark mode.
+"""Look of figures: one style per method, and SVG that follows the page between light and dark mode.
 
 Figures are drawn with placeholder colors. :func:`to_svg` turns those into ``currentColor`` and CSS variables
 with the light color as fallback, so that one drawing serves both modes and print.
@@ -37,8 +37,8 @@ PAPER = "#fdfcfb"  # placeholder of the background color
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.5), (6, 1.8, 1.2, 1.8))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h")
 
-# Widths of a figure, in inches of 72 units each: on a page, where text must stay legible on a phone, and in
-# one column of a paper with two.
+# Widths of a figure, in inches of 72 units each: on a page, where text must stay legible on a phone, and in one
+# column of a paper with two.
 WIDTHS = {"page": 5.3, "column": 3.3}
 _COLUMN_FONTS = {
     "font.size": 8,
@@ -49,7 +49,7 @@ _COLUMN_FONTS = {
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
 }
-_COLUMN_HEIGHT = 0.72  # of a figure in a column, relative to that on a page
+_COLUMN_HEIGHT = 0.72  # height of a figure in a column, relative to that on a page
 _SVG = "{http://www.w3.org/2000/svg}"
 _XLINK = "{http://www.w3.org/1999/xlink}"
 
@@ -92,8 +92,8 @@ _SETTINGS = {
 class Style:
     """The look of one method in every figure."""
 
-    color: str  # placeholder
-    dash: tuple[float, ...]  # lengths, empty for a solid line
+    color: str  # placeholder of the color
+    dash: tuple[float, ...]  # lengths of dashes and gaps, empty for a solid line
     marker: str
 
     @property
@@ -102,14 +102,14 @@ class Style:
         return (0.0, self.dash) if self.dash else "-"
 
     def series_style(self, series_index: int) -> Style:
-        """The style of a series of the method: same color and marker, another dash from index 1 on."""
-        # Two dashes on first: the next one may belong to another method of the same color.
+        """Style of a series of the method: same color and marker, with another dash from index 1 on."""
+        # Skip one dash, because another method of the same color may have the next one.
         dash_index = DASHES.index(self.dash) + (series_index + 1 if series_index else 0)
         return replace(self, dash=DASHES[dash_index % len(DASHES)])
 
     @property
     def rgb(self) -> tuple[float, float, float]:
-        """The color as numbers, to which an opacity can be added."""
+        """Color as numbers, to which an opacity can be added."""
         return to_rgb(self.color)
 
 
@@ -117,10 +117,10 @@ Styles = Mapping[str, Style]
 
 
 class Tip(NamedTuple):
-    """A value that shows where the pointer rests on a figure."""
+    """A value that is shown where the pointer rests on a figure."""
 
     axes: Axes
-    x: float  # in the units of the axes
+    x: float  # position in the units of the axes
     y: float
     text: str
 
@@ -131,11 +131,11 @@ class Picture:
 
     figure: Figure
     title: str
-    alt: str  # what is to be seen, for those who cannot see it
-    caption: str  # what is drawn, how, and from which data
-    small: bool = False  # whether three of its kind fit side by side
+    alt: str  # description of the figure for readers who cannot see it
+    caption: str  # explanation of the content, form and data of the figure
+    small: bool = False  # whether three such figures fit side by side
     tips: tuple[Tip, ...] = ()  # values to show on the page, the topmost last
-    slot: Literal["result", "curve", ""] = ""  # where the page shows it without being asked
+    slot: Literal["result", "curve", ""] = ""  # prominent place of the figure on the page; empty for none
 
 
 Width = Literal["page", "column"]
@@ -145,7 +145,7 @@ _WIDTH: ContextVar[Width] = ContextVar("width of figures", default="page")
 
 @contextmanager
 def final_colors() -> Iterator[None]:
-    """Draw in the light colors themselves, for files that stand alone, instead of placeholders for a page."""
+    """Draw in the final light colors, for separate files, instead of in placeholders for a page."""
     token = _FINAL.set(True)
     try:
         yield
@@ -155,7 +155,7 @@ def final_colors() -> Iterator[None]:
 
 @contextmanager
 def drawing_width(width: Width) -> Iterator[None]:
-    """Draw figures that wide, with the font sizes that fit."""
+    """Draw figures of the given width, with matching font sizes."""
     token = _WIDTH.set(width)
     try:
         yield
@@ -164,7 +164,7 @@ def drawing_width(width: Width) -> Iterator[None]:
 
 
 def figure_width() -> float:
-    """Width of a figure, in inches."""
+    """Width of a figure in inches."""
     return WIDTHS[_WIDTH.get()]
 
 
@@ -179,7 +179,7 @@ def palette_color(index: int) -> str:
 
 
 def hue_color(index: int, count: int) -> str:
-    """Placeholder of one of many evenly spaced hues; neighbors differ in lightness too."""
+    """Placeholder of one of many evenly spaced hues; neighbors also differ in lightness."""
     hue = round(256 * index / count) % 256
     if _FINAL.get():
         return to_hex(colorsys.hls_to_rgb(hue / 256, (0.28, 0.43)[index % 2], 0.7))
@@ -187,7 +187,7 @@ def hue_color(index: int, count: int) -> str:
 
 
 def make_styles(labels: Sequence[str]) -> dict[str, Style]:
-    """A style for each label, by its index; distinct for 32 labels and, by its marker, for 96."""
+    """Make a style for each label, by its index; distinct for 32 labels and, with its marker, for 96."""
     n = len(LIGHT)
     return {
         label: Style(palette_color(i), DASHES[style_index % len(DASHES)], MARKERS[style_index % len(MARKERS)])
@@ -201,26 +201,26 @@ def drawing() -> Iterator[None]:
     """Use the report's drawing settings and ignore the user's matplotlibrc; also a decorator."""
     fonts: dict[Any, Any] = dict(_COLUMN_FONTS) if _WIDTH.get() == "column" else {}
     with warnings.catch_warnings(), matplotlib.style.context(["default", _SETTINGS, fonts]):
-        # The font only measures here; the browser has the glyph.
+        # Matplotlib only measures text with the font; the browser has the glyph.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
         yield
 
 
 def new_figure(height: float, width: float | None = None) -> tuple[Figure, Axes]:
-    """An empty figure with one axes, sizes in inches on a page."""
+    """Make an empty figure with one axes, with sizes in inches on a page."""
     max_width = figure_width()
     figure = Figure(figsize=(min(width or max_width, max_width), figure_height(height)), layout="constrained")
     return figure, figure.add_subplot()
 
 
 def new_panels(height: float, rows: int, columns: int, *, sharey: bool) -> tuple[Figure, Any]:
-    """An empty figure with ``[rows, columns]`` axes that share their horizontal, or both, limits."""
+    """Make an empty figure with ``[rows, columns]`` axes that share their horizontal limits, or both."""
     figure = Figure(figsize=(figure_width(), figure_height(height)), layout="constrained")
     return figure, figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False)
 
 
 def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """Put a legend below the axes, in as many columns as the longest label leaves room for."""
+    """Add a legend below the axes, in as many columns as the longest label leaves room for."""
     # Matplotlib drops labels that begin with an underscore.
     texts = [on_one_line(label, 44) for label in labels]
     texts = ["\u200b" * text.startswith("_") + text for text in texts]
@@ -229,9 +229,9 @@ def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str])
     size = float(matplotlib.rcParams["legend.fontsize"])
     column_limit = figure.get_figwidth() * 72 / ((max(map(len, texts)) * 0.57 + 4) * size)
     max_columns = max(1, min(4, int(column_limit)))
-    # No column is left half empty: five entries fill three columns, not four.
+    # No column is left half empty: five entries fill three columns and not four.
     columns = math.ceil(len(texts) / math.ceil(len(texts) / max_columns))
-    # The axes keep their height however many methods there are.
+    # The axes keep their height for any number of methods.
     figure.set_figheight(figure.get_figheight() + 0.0232 * size * math.ceil(len(texts) / columns))
     figure.legend(
         list(handles), texts, loc="outside lower center", ncols=columns, handlelength=2.5, columnspacing=1.2,
@@ -240,7 +240,7 @@ def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str])
 
 
 def css_variables(light: Sequence[str], dark: Sequence[str]) -> str:
-    """Declarations of the palettes for a style sheet."""
+    """Write the declarations of the palettes for a style sheet."""
     light_rules, dark_rules = (
         "".join(f"--s{i}:{color};" for i, color in enumerate(colors)) for colors in (light, dark)
     )
@@ -248,11 +248,11 @@ def css_variables(light: Sequence[str], dark: Sequence[str]) -> str:
 
 
 def to_svg(figure: Figure, name: str, tips: Sequence[Tip] = ()) -> str:
-    """Render a figure as SVG text to stand inside a page.
+    """Render a figure as SVG text for the inside of a page.
 
     Args:
-        figure: the figure; it must have been drawn within :func:`drawing`.
-        name: unique on the page; identifiers of different names differ.
+        figure: figure that was drawn within :func:`drawing`.
+        name: name that is unique on the page; identifiers of different names differ.
         tips: values that a browser shows where the pointer rests.
 
     Returns:
@@ -274,7 +274,7 @@ def to_svg(figure: Figure, name: str, tips: Sequence[Tip] = ()) -> str:
         element.tag = element.tag.removeprefix(_SVG)
         attrib = {key.removeprefix(_XLINK): _rewrite(key, text) for key, text in element.attrib.items()}
         if attrib.get("id") not in used_ids:
-            # Names such as axes_1 stand in every drawing.
+            # Names such as axes_1 appear in every drawing.
             attrib.pop("id", None)
         element.attrib = {key: value for key, value in attrib.items() if value}
     for size in ("width", "height", "version"):
@@ -286,7 +286,7 @@ def to_svg(figure: Figure, name: str, tips: Sequence[Tip] = ()) -> str:
 
 
 def _draw_tip(tip: Tip, figure: Figure) -> ET.Element:
-    """An invisible circle with a title, in the units of the drawing: 72 an inch, from the top."""
+    """Draw an invisible circle with a title, in the units of the drawing: 72 per inch, from the top."""
     x, y = tip.axes.transData.transform((tip.x, tip.y)) * 72 / figure.dpi
     top = figure.get_figheight() * 72
     attributes = {"cx": _shorten(f"{x:.3f}"), "cy": _shorten(f"{top - y:.3f}"), "r": "5"}
@@ -296,7 +296,7 @@ def _draw_tip(tip: Tip, figure: Figure) -> ET.Element:
 
 
 def _rewrite(key: str, value: str) -> str:
-    """The value of an attribute as it stands in the page."""
+    """Rewrite the value of an attribute for the page."""
     if key == "style":
         return _rewrite_style(value)
     return _shorten(value) if key in ("d", "x", "y", "transform", "points") else value
@@ -305,7 +305,7 @@ def _rewrite(key: str, value: str) -> str:
 def _rewrite_style(style: str) -> str:
     style = style.replace(INK, "currentColor").replace(PAPER, "var(--paper,#fff)")
     style = re.sub(r"#0a00([0-9a-f]{2})", lambda m: f"var(--s{int(m[1], 16)},{LIGHT[int(m[1], 16)]})", style)
-    # The page chooses the lightness, like the palette.
+    # The page chooses the lightness, as for the palette.
     style = re.sub(
         r"#0b([0-9a-f]{2})0([01])",
         lambda m: f"hsl({round(int(m[1], 16) * 360 / 256)} 70% var(--l{m[2]},{(28, 43)[int(m[2])]}%))",
@@ -316,6 +316,6 @@ def _rewrite_style(style: str) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Numbers with two decimals: a hundredth of a point cannot be seen."""
+    """Round numbers to two decimals, because a hundredth of a point is invisible."""
     short = re.sub(r"(?<![#\w.])-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), text)
     return re.sub(r"\s+", " ", short).strip()

@@ -13,14 +13,14 @@ from . import chart
 from .style import Picture, Styles, add_legend, drawing, new_figure
 
 UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
-"""Seconds of the units of an axis of time, the longest first."""
+"""Units of an axis of time with their seconds, the longest first."""
 
 
 @drawing()
 def plot_simulated_time(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Accuracy against the simulated seconds since the start, one line a method.
+    """Plot accuracy against the simulated seconds since the start, one line per method.
 
-    The axis is logarithmic where the totals of methods differ widely.
+    The axis is logarithmic if the totals of methods differ widely.
     """
     measure = measure_of(groups)
     lines = [chart.Line(g, g.short_label, g.curve(measure=measure)) for g in groups]
@@ -74,5 +74,5 @@ def plot_simulated_time(groups: Sequence[RunGroup], styles: Styles) -> Picture |
 
 
 def _total(table: pd.DataFrame) -> float:
-    """Simulated seconds until the last evaluation; 0 without a simulated clock."""
+    """Compute the simulated seconds until the last evaluation; 0 without a simulated clock."""
     return 0.0 if table.empty else float(table["simulated_seconds"].fillna(0.0).iloc[-1])

@@ -1,4 +1,4 @@
-"""Figures of private runs: ε over rounds, results over ε, and a clipping norm that follows the updates."""
+"""Figures of private runs: ε against rounds, results against ε, and a clipping norm that follows the updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = [1, 2, 2.5, 5, 10]
 
 
 def plot_privacy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Privacy spent against rounds, one line a method; None where nothing is private."""
+    """Plot the privacy spent against rounds, one line per method; None if no run is private."""
     private_groups = [group for group in groups if len(privacy_curve(group))]
     return chart.plot_lines(
         [chart.Line(group, group.short_label, privacy_curve(group)) for group in private_groups], styles,
@@ -31,7 +31,7 @@ def plot_privacy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 
 @drawing()
 def plot_private_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """Accuracy, or loss, against the privacy that was spent; None where nothing is private."""
+    """Plot accuracy, or loss, against the privacy spent; None if no run is private."""
     measure = measure_of(groups)
     tables = [(g, g.curve(measure=measure).join(privacy_curve(g)["mean"].rename("epsilon"))) for g in groups]
     lines = [
@@ -68,7 +68,7 @@ def plot_private_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture
 
 
 def plot_clipping_norm(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
-    """A clipping norm that follows the norms of updates, against rounds; None where none does."""
+    """Plot a clipping norm that follows the norms of updates, against rounds; None if no clipping norm does."""
     return chart.plot_lines(
         [chart.Line(g, g.short_label, curve) for g in groups if len(curve := clipping_curve(g))], styles,
         lambda axes, ends: _set_axis(axes, "clipping norm C", ends),
@@ -86,7 +86,7 @@ def _set_axis(axes: Axes, label: str, ends: Sequence[float]) -> None:
 
 
 def _describe_privacy(groups: Sequence[RunGroup]) -> str:
-    """Kinds, δ and relations of private runs: ε of different ones must not be compared."""
+    """Describe kinds, δ and relations of private runs, because different kinds of ε must not be compared."""
     texts: dict[str, list[str]] = {}
     for group in groups:
         privacy = group.first.section("run", "privacy")

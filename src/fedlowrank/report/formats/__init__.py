@@ -1,1 +1,1 @@
-"""The files of a report, and what a terminal shows of it."""
+"""File formats of a report, and its view in a terminal."""

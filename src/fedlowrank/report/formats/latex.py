@@ -17,11 +17,11 @@ _CHARACTERS = {
     "λ": r"$\lambda$", "μ": r"$\mu$", "π": r"$\pi$", "ρ": r"$\rho$", "σ": r"$\sigma$", "τ": r"$\tau$",
     "η": r"$\eta$", "θ": r"$\theta$", "γ": r"$\gamma$", MISSING: "--", "…": r"\dots{}",
 }  # fmt: skip
-"""What LaTeX writes for characters that are commands of it, or that its standard fonts lack."""
+"""LaTeX code for characters that are LaTeX commands or that its standard fonts lack."""
 
 
 def escape_latex(text: str) -> str:
-    """Text that LaTeX prints as it is."""
+    """Escape text so that LaTeX prints it unchanged."""
     return "".join(_CHARACTERS.get(character, character) for character in on_one_line(text))
 
 
@@ -29,8 +29,8 @@ def to_latex(comparison: Comparison, all_tables: bool = False) -> str:
     r"""Format the results of a comparison for a paper that has ``\usepackage{booktabs}``.
 
     Args:
-        comparison: the comparison.
-        all_tables: format all other tables, too.
+        comparison: comparison to format.
+        all_tables: whether to format all other tables, too.
     """
     tables = comparison.tables if all_tables else [comparison.summary]
     notes = {column.title: column.note for table in tables for column in table.columns if column.note}
@@ -61,7 +61,7 @@ def _format_cell(text: str, is_bold: bool) -> str:
 
 
 def _join_cells(cells: Iterable[str]) -> str:
-    # a row that begins with a bracket would be read as an argument of the line end before it
+    # LaTeX would read a bracket at the beginning of a row as an argument of the line end before it
     first_cell, *other_cells = cells
     return (
         " & ".join([f"{{{first_cell}}}" if first_cell.startswith("[") else first_cell, *other_cells]) + r" \\"

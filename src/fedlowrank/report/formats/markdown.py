@@ -1,4 +1,4 @@
-"""A comparison as Markdown."""
+"""Formats a comparison as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..tables.text_table import escape_markdown, to_markdown
 
 
 def comparison_markdown(comparison: Comparison) -> str:
-    """Findings and results as Markdown, then warnings, further tables, footnotes and answers."""
+    """Format findings and results as Markdown, then warnings, further tables, footnotes and answers."""
     results = [*comparison.sweeps, comparison.summary]
     blocks = [f"> {comparison.several_experiments}"] if comparison.several_experiments else []
     blocks += [*map(escape_markdown, comparison.first_findings), *map(to_markdown, results)]
@@ -23,7 +23,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def _answers_markdown(rows: Sequence[AnswerRow]) -> str:
-    """The answers as a table; empty without any."""
+    """Format the answers as a table; empty if there are none."""
     if not rows:
         return ""
     lines = ["", "## Answers", "", "| prompt | model | answer |", "|:---|:---|:---|"]

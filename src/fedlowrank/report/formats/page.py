@@ -1,4 +1,4 @@
-"""The files of a report: one HTML page that needs nothing but itself, and its tables as Markdown and CSV."""
+"""Writes a report: one self-contained HTML page, and its tables as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..statistics.groups import RunGroup
 from ..statistics.setting_names import SECTIONS, value_text
 from .markdown import comparison_markdown
 
-MAX_TITLES = 3  # most experiments that the title of a page names
+MAX_TITLES = 3  # maximum number of experiments that the title of a page names
 
 
 def write_report(
@@ -35,18 +35,18 @@ def write_report(
 ) -> Comparison:  # fmt: skip
     """Write a report as an HTML page, with its tables as Markdown and CSV next to it.
 
-    Equal runs give equal files, byte for byte. Returns the comparison that the files show.
+    Equal runs give equal files, byte for byte. The function returns the comparison that the files show.
 
     Args:
-        runs: in the order in which methods appear; runs of several experiments get a section each.
-        out: the page, such as ``report.html``; ``report.md`` and ``report.csv`` are written next to it.
+        runs: records of the runs, in the order in which methods appear; each experiment gets a section.
+        out: path of the page, such as ``report.html``; ``report.md`` and ``report.csv`` are written next to it.
         target: accuracy in (0, 1] for the columns "to target"; None for a default, see
             :func:`fedlowrank.report.statistics.accuracy_target.choose_target`.
-        command: command line that makes these runs again, for the reader.
-        figures: contact sheet that :func:`fedlowrank.report.save_figures` writes, to which the page links.
+        command: command line that repeats these runs, for the reader.
+        figures: path of the contact sheet that :func:`fedlowrank.report.save_figures` writes, to which the page links.
 
     Raises:
-        ConfigError: if there is no run or the target is out of range.
+        ConfigError: if there is no run, or if the target is out of range.
         CheckpointError: if a file cannot be written.
     """
     if not runs:
@@ -67,14 +67,14 @@ def write_report(
 def render_page(
     comparison: Comparison, runs: Sequence[RunRecord], command: str, downloads: Mapping[str, str], sheet: str = ""
 ) -> str:  # fmt: skip
-    """The page as HTML.
+    """Render the page as HTML.
 
     Args:
-        comparison: the comparison.
-        runs: all of them, repeated seeds included.
-        command: see :func:`write_report`.
-        downloads: texts of the files that the page offers, by their ending.
-        sheet: address of a contact sheet of all figures, if there is one.
+        comparison: comparison to show.
+        runs: records of all runs, including repeated seeds.
+        command: command line that repeats these runs, see :func:`write_report`.
+        downloads: texts of the files that the page offers, by file ending.
+        sheet: address of a contact sheet of all figures; empty if there is none.
     """
     template_folder, styles, experiments = (
         files(__package__),
@@ -89,9 +89,9 @@ def render_page(
     ]
     page = {
         "title": _join_titles([entry["title"] for entry in sections]),
-        # not escaped: nothing of the style sheet comes from a run
+        # not escaped, because nothing of the style sheet comes from a run
         "css": Markup(css_variables(LIGHT, DARK) + (template_folder / "page.css").read_text()),
-        # not escaped: nothing of the script comes from a run
+        # not escaped, because nothing of the script comes from a run
         "script": Markup((template_folder / "page.js").read_text().rstrip("\n")),
         "downloads": [
             (f"report.{kind}", f"data:text/plain;charset=utf-8,{quote(text)}")
@@ -115,11 +115,11 @@ def render_page(
 
 
 def _describe(comparison: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
-    """What the template shows of one experiment; identifiers within its drawings begin with ``prefix``."""
+    """Collect the values that the template shows of one experiment; identifiers in its drawings begin with ``prefix``."""
     (experiment,) = comparison.experiments
     groups, first_run = experiment.groups, experiment.groups[0].first
     settings_by_section = {section: first_run.section(section) for section in SECTIONS}
-    # not escaped again: the drawings are XML whose text is escaped
+    # not escaped again, because the drawings are XML whose text is escaped
     figures_by_heading = [
         (
             heading,
@@ -176,14 +176,14 @@ def _describe(comparison: Comparison, styles: Styles, prefix: str) -> dict[str, 
 
 
 def card_widths(count: int) -> list[str]:
-    """Widths of cards, a third, a half or all of a row, so that all rows are full and as even as can be."""
+    """Choose widths of cards, a third, a half or all of a row, so that all rows are full and as even as possible."""
     rows = -(-count // 3)
     row_counts = [count // rows + (row < count % rows) for row in range(rows)] if rows else []
     return [("whole", "half", "third")[n - 1] for n in row_counts for _ in range(n)]
 
 
 def _method_settings(group: RunGroup) -> tuple[str, str, list[tuple[str, str]]]:
-    """Label, citation and settings of a method."""
+    """List label, citation and settings of a method."""
     rows = [*group.first.section("method", "fields").items(), *group.vary]
     texts = [(on_one_line(name), value_text(value)) for name, value in rows]
     return group.label, on_one_line(group.first.section("method").get("citation") or ""), texts
@@ -198,7 +198,7 @@ def _format_versions(run: RunRecord) -> str:
 
 
 def _join_titles(titles: Sequence[str]) -> str:
-    """Titles of the experiments as one: all of a few, else the first and how many more there are."""
+    """Join the titles of the experiments: all of a few, otherwise the first and the number of the others."""
     distinct_titles = list(dict.fromkeys(titles))
     further_titles = len(distinct_titles) - MAX_TITLES
     return "; ".join(distinct_titles[:MAX_TITLES]) + (

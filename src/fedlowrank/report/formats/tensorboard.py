@@ -1,4 +1,4 @@
-"""Runs as TensorBoard event files."""
+"""Exports runs as TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...rounds.logs.loggers import summary_writer
 def export_tensorboard(run: RunRecord, folder: Path) -> None:
     """Write one event file with a run's accuracies, bytes, losses and seconds.
 
-    Tags are those of :func:`fedlowrank.results.scalars.list_scalars`, which a run with ``run.log =
-    ["tensorboard"]`` writes while it goes on; the step is the number of rounds completed.
+    Tags are those of :func:`fedlowrank.results.scalars.list_scalars`, which a run with ``run.log = ["tensorboard"]``
+    writes while it runs; the step is the number of rounds completed.
 
     Args:
-        run: the run.
-        folder: log folder; it is made if it is missing.
+        run: record of the run.
+        folder: log folder, made if it does not exist.
 
     Raises:
         ConfigError: if TensorBoard is not installed.

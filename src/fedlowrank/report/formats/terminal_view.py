@@ -1,4 +1,4 @@
-"""What a terminal shows of a comparison."""
+"""Renders a comparison for a terminal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..tables.text_table import to_rich
 
 
 def render_terminal(comparison: Comparison, all_tables: bool = False) -> RenderableType:
-    """What a terminal shows of a comparison: results, then warnings and findings; without footnotes.
+    """Render a comparison for a terminal: results, then warnings and findings, without footnotes.
 
     Args:
-        comparison: the comparison.
-        all_tables: show costs and all other tables, too, before the results.
+        comparison: comparison to show.
+        all_tables: whether to show costs and all other tables before the results.
     """
     further_tables = (*comparison.result_tables.values(), *comparison.ranks) if all_tables else ()
     tables = [*further_tables, *comparison.sweeps, comparison.summary]

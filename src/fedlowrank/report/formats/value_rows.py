@@ -1,4 +1,4 @@
-"""Every value of every run as one CSV file, a row for each."""
+"""Writes every value of every run to one CSV file, a row for each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def list_values(record: RunRecord) -> pd.DataFrame:
     """List every evaluated value of a run: accuracy, loss and further metrics of all its series.
 
     Returns:
-        The columns :data:`COLUMNS`. ``run`` is the folder, ``method`` the name or variant; ``client_name``
-        is empty where clients have no names. A value that is not
-        defined has no row; one that is not finite is ``inf``.
+        A table with the columns :data:`COLUMNS`. ``run`` is the folder, ``method`` the name or variant;
+        ``client_name`` is empty if clients have no names. An undefined value has no row; a value that is not finite
+        is ``inf``.
     """
     table = client_frame(record.measurements, series=ALL)
     if "client_name" not in table:
@@ -36,7 +36,7 @@ def list_values(record: RunRecord) -> pd.DataFrame:
 
 
 def write_values(records: Sequence[RunRecord], path: Path) -> None:
-    """Write every value of runs as CSV, one run after another, so that one run is in memory at a time.
+    """Write every value of runs as CSV, one run after another, so that only one run is in memory.
 
     Raises:
         CheckpointError: if the file cannot be written.

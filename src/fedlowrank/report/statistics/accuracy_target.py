@@ -1,4 +1,4 @@
-"""The accuracy up to which costs are counted, and where it comes from."""
+"""Chooses the accuracy up to which costs are counted, and names its source."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .run_statistics import RunStatistics
 
 
 class Target(NamedTuple):
-    """The accuracy up to which costs are counted (None if there is none), and where it comes from."""
+    """The accuracy up to which costs are counted (None if there is none), with its source."""
 
     value: float | None
     source: str
 
 
 def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | None = None) -> Target:
-    """The target of one experiment: as given, else the runs' own, else one that tells methods apart.
+    """Choose the target of one experiment: the given one, else the runs' own, else one that separates methods.
 
-    An accuracy that a method reaches without any message (Standalone) costs nothing. Where there is such a
-    method, the target is the largest whole percent above its best accuracy that all seeds of another method
-    reached. Otherwise it is the largest whole percent that all runs reached or, if that says nothing, that all
-    seeds of one method reached. A target says nothing if it does not exceed the chance level
-    (:func:`chance_level`) or if every run reached it by its first evaluated round.
+    An accuracy that a method reaches without any message (Standalone) costs nothing. If there is such a method, the
+    target is the largest whole percent above its best accuracy that all seeds of another method reached. Otherwise it
+    is the largest whole percent that all runs reached or, if that is uninformative, that all seeds of one method
+    reached. A target is uninformative if it does not exceed the chance level (:func:`chance_level`) or if every run
+    reached it by its first evaluated round.
 
     Args:
-        settings: runs of each method and setting, one a seed.
-        target: accuracy in (0, 1], or None.
+        settings: runs of each method and setting, one per seed.
+        target: accuracy in (0, 1], or None for a default.
 
     Raises:
-        ConfigError: if the target given is not in (0, 1].
+        ConfigError: if the given target is not in (0, 1].
     """
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"the target accuracy is a fraction in (0, 1], not {target:g}")
@@ -78,9 +78,9 @@ def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | N
 
 
 def chance_level(run: RunRecord) -> float:
-    """The mean accuracy over clients of an answer that needs no input; 0 if classes are not known.
+    """Compute the mean accuracy over clients of the best answer without input; 0 if classes are not known.
 
-    It is the larger of a uniform guess, 1 / classes, and of the one class that is right most often.
+    It is the larger accuracy of a uniform guess, 1 / classes, and of the one class that is right most often.
     """
     if run.predicts_tokens or not run.config.get("classes"):
         return 0.0
@@ -93,19 +93,19 @@ def chance_level(run: RunRecord) -> float:
 
 
 def _reaches_at_once(run: RunStatistics, target: float) -> bool:
-    """Whether a run has the target by its first evaluation after training; so has one without evaluations."""
+    """Whether a run reaches the target by its first evaluation after training; True for a run without evaluations."""
     means = run.curve(run.headline, TEST_ACCURACY)["mean"]
     early_means = means[means.index <= next((t for t in means.index if t > 0), 0)]
     return means.empty or bool((early_means >= target - ROUNDING).any())
 
 
 def _best_mean(run: RunStatistics) -> float | None:
-    """The largest mean accuracy over rounds; None if the run was never evaluated."""
+    """Compute the largest mean accuracy over rounds; None if the run was never evaluated."""
     means = run.curve(run.headline, TEST_ACCURACY)["mean"]
     return float(means.max()) if len(means) else None
 
 
 def _whole_percent(runs: Sequence[RunStatistics]) -> int:
-    """The highest whole percent that all evaluated runs reached; 0 if there is none."""
+    """Find the highest whole percent that all evaluated runs reached; 0 if there is none."""
     best_means = [best for run in runs if (best := _best_mean(run)) is not None]
     return math.floor(100 * min(best_means, default=0) + 1e-9)

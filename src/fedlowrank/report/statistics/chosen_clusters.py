@@ -1,4 +1,4 @@
-"""What the clusters of a run are worth: whether they are the true groups of clients, or one for all clients."""
+"""Checks whether the clusters of a run are the true groups of clients, or one cluster for all clients."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...results.records import RunRecord
 
 
 class Collapse(NamedTuple):
-    """One cluster that has the largest share at all clients."""
+    """A cluster that has the largest share at all clients."""
 
-    round: int  # at which shares were recorded last
+    round: int  # round at which shares were recorded last
     clusters: int
     clients: int
-    cluster: int  # which one; the first is 0
+    cluster: int  # index of the cluster, from 0
 
 
 def _last_routes(run: RunRecord) -> tuple[int, Floats] | None:
-    """The last round with shares of clusters, and these ``[clients, clusters]``; None if the method chooses none."""
+    """Get the last round with shares of clusters, and the shares ``[clients, clusters]``; None if the method has no choice."""
     routes_by_round = run.measurements.routes()
     # a router that is given the true cluster does not choose
     if not routes_by_round or run.section("method", "fields", "router").get("routing") == "optimal":
@@ -32,7 +32,7 @@ def finds_all_groups(run: RunRecord) -> bool | None:
     """Whether a method's clusters are the true groups of the clients that train, after the last recorded round.
 
     A group is found if more than half of its clients have their largest share at one cluster, and no other group has
-    that cluster. None where the method does not choose clusters or fewer than two groups are known.
+    that cluster. The result is None if the method does not choose clusters or if fewer than two groups are known.
     """
     round_and_routes = _last_routes(run)
     if round_and_routes is None:
@@ -55,7 +55,7 @@ def finds_all_groups(run: RunRecord) -> bool | None:
 
 
 def find_collapse(run: RunRecord) -> Collapse | None:
-    """The cluster that all clients chose in the end; None if they chose several, or if one is right."""
+    """Find the cluster that all clients chose in the end; None if they chose several, or if one is right."""
     round_and_routes = _last_routes(run)
     if round_and_routes is None:
         return None
@@ -68,15 +68,15 @@ def find_collapse(run: RunRecord) -> Collapse | None:
 
 
 def find_common_cluster(routes: Floats) -> int | None:
-    """The one cluster that has the largest share at every client with finite shares ``[clients, clusters]``.
+    """Find the one cluster that has the largest share at every client with finite shares ``[clients, clusters]``.
 
-    None if clients differ or have no single largest share, and where there is no choice: one cluster, or
+    The result is None if clients differ or have no single largest share, and if there is no choice: one cluster, or
     fewer than two clients.
     """
     finite_routes = routes[np.isfinite(routes).all(axis=1)]
     if len(finite_routes) < 2 or finite_routes.shape[1] < 2:
         return None
-    # Before training all shares are equal and choose no cluster, though argmax would name the first.
+    # Before training all shares are equal and choose no cluster, although argmax would name the first.
     is_single = (finite_routes == finite_routes.max(axis=1, keepdims=True)).sum(axis=1) == 1
     clusters = set(finite_routes.argmax(axis=1).tolist())
     return clusters.pop() if is_single.all() and len(clusters) == 1 else None

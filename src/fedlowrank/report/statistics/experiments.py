@@ -1,4 +1,4 @@
-"""Experiments: their groups of runs, with what a report asks of all of them together."""
+"""Experiments: their groups of runs, with the values that a report derives from all groups."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class ComparedExperiment:
     """The groups of one experiment, which are compared with each other.
 
     Attributes:
-        groups: at least one, in the order in which methods and settings first appear.
+        groups: groups of runs, at least one, in the order in which methods and settings first appear.
     """
 
     groups: tuple[RunGroup, ...]
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the experiment."""
         return self.groups[0].experiment
 
     @property
     def title(self) -> str:
-        """Its title, for people."""
+        """Title of the experiment, for people."""
         return self.groups[0].first.title
 
     @property
@@ -44,12 +44,12 @@ class ComparedExperiment:
 
     @cached_property
     def measure(self) -> Measure:
-        """What its groups are compared by."""
+        """Measure that the groups are compared by."""
         return measure_of(self.groups)
 
     @cached_property
     def variations(self) -> dict[str, list[RunGroup]]:
-        """The groups by what is varied, in words."""
+        """Groups by varied settings, in words."""
         texts = [group.variation for group in self.groups]
         return {text: [group for group in self.groups if group.variation == text] for text in texts}
 
@@ -65,7 +65,7 @@ class ComparedExperiment:
 
     @cached_property
     def rank_results(self) -> dict[str, list[RankResults]]:
-        """Results by rank of the client, of each series of the groups, by what is varied."""
+        """Results by rank of the client, for each series of the groups, by varied settings."""
         return {text: list_rank_results(groups, self.measure) for text, groups in self.variations.items()}
 
     @cached_property
@@ -73,7 +73,7 @@ class ComparedExperiment:
         """Whether some client's model changes its size over methods, series or rounds of one setting.
 
         Otherwise the size is that of the architecture, and a report need not show it. Settings with other varied
-        values are apart: that a larger architecture has more parameters is no news.
+        values are compared separately, because a larger architecture obviously has more parameters.
         """
         for groups in self.variations.values():
             tables = [
@@ -88,14 +88,14 @@ class ComparedExperiment:
 
 
 def read_experiments(runs: Sequence[RunRecord], target: float | None = None) -> list[ComparedExperiment]:
-    """The experiments of runs, in order of first appearance.
+    """Group runs by experiment, in order of first appearance.
 
     Args:
-        runs: in the order in which their methods appear.
-        target: see :func:`.accuracy_target.choose_target`.
+        runs: records of the runs, in the order in which their methods appear.
+        target: accuracy in (0, 1], or None for a default; see :func:`.accuracy_target.choose_target`.
 
     Raises:
-        ConfigError: if the target given is not in (0, 1].
+        ConfigError: if the given target is not in (0, 1].
     """
     groups = group_runs(runs, target)
     names = dict.fromkeys(group.experiment for group in groups)
@@ -103,9 +103,9 @@ def read_experiments(runs: Sequence[RunRecord], target: float | None = None) -> 
 
 
 def sort_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Runs in the order in which their experiment compares the methods, each method's by seed.
+    """Sort runs in the order in which their experiment compares the methods, each method's by seed.
 
-    Runs of different experiments, and equal ones, keep the order given.
+    Runs of different experiments, and equal ones, keep the given order.
     """
     experiments = list(dict.fromkeys(run.experiment for run in runs))
 

@@ -25,31 +25,31 @@ from .setting_names import CODE, last_part, value_text, vary_text
 class RunGroup:
     """One method with one setting, over its seeds."""
 
-    experiment: str  # its name
-    method: str  # its name
-    vary: tuple[tuple[str, Any], ...]  # the varied settings with their values
-    short_label: str  # label without the varied settings, so the same for a method throughout a sweep
-    label: str  # with them, unique in the experiment
+    experiment: str  # name of the experiment
+    method: str  # name of the method
+    vary: tuple[tuple[str, Any], ...]  # varied settings with their values
+    short_label: str  # label without the varied settings, the same for a method throughout a sweep
+    label: str  # label with the varied settings, unique in the experiment
     target: Target  # accuracy up to which costs are counted
-    runs: tuple[RunStatistics, ...]  # one a seed, in the order given: those that finished, or all if none did
+    runs: tuple[RunStatistics, ...]  # one per seed, in the given order: finished ones, or all if none did
     unfinished_runs: tuple[
         RunStatistics, ...
-    ] = ()  # seeds that did not finish, where others did: they are in no result
-    repeated_seeds: tuple[str, ...] = ()  # seeds given more than once; only the first run of each counts
+    ] = ()  # seeds that did not finish although others did; they are in no result
+    repeated_seeds: tuple[str, ...] = ()  # seeds that occur more than once; only the first run of each counts
 
     @property
     def variation(self) -> str:
-        """The varied settings in words; empty for none."""
+        """Varied settings in words; empty for none."""
         return vary_text(self.vary)
 
     @property
     def first(self) -> RunRecord:
-        """The run of the first seed, for what all seeds share."""
+        """Run of the first seed, for values that all seeds share."""
         return self.runs[0].record
 
     @property
     def measure(self) -> Measure:
-        """What its runs are judged by; accuracy if none was evaluated."""
+        """Measure that the runs are judged by; accuracy if none was evaluated."""
         measures = (
             run.measure for run in self.runs if run.measure and run.results(run.headline, run.measure)
         )
@@ -62,29 +62,29 @@ class RunGroup:
 
     @property
     def series(self) -> list[str]:
-        """Names of all its series, the headline first."""
+        """Names of all series, the headline first."""
         names = dict.fromkeys(name for run in self.runs for name in run.series)
         return sorted(names, key=lambda name: name != self.headline)
 
     @cached_property
     def headline_results(self) -> pd.DataFrame:
-        """Statistics of the headline, one row a seed: see :meth:`.run_statistics.RunStatistics.results`."""
+        """Statistics of the headline, one row per seed: see :meth:`.run_statistics.RunStatistics.results`."""
         return self.results()
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
-        """Statistics of a series, else of the headline, one row a seed: see :meth:`.run_statistics.RunStatistics.results`."""
+        """Statistics of a series or the headline, one row per seed: see :meth:`.run_statistics.RunStatistics.results`."""
         name, criterion = self.headline if series is None else series, measure or self.measure
         rows = [results for run in self.runs if (results := run.results(name, criterion)) is not None]
         return pd.DataFrame(rows, columns=SeriesResults._fields)
 
     def final(self, series: str | None = None, measure: Measure | None = None) -> Estimate | None:
-        """Mean result of a series at the last evaluated round, over seeds."""
+        """Estimate the result of a series at the last evaluated round, over seeds."""
         return self._estimate("last", series, measure)
 
     def best_by_validation(
         self, series: str | None = None, measure: Measure | None = None
     ) -> Estimate | None:
-        """Mean result of a series at each run's best round by validation, over seeds; None without validation."""
+        """Estimate the result of a series at each run's best round by validation, over seeds; None without validation."""
         return self._estimate("best_by_validation", series, measure)
 
     def _estimate(self, column: str, series: str | None, measure: Measure | None) -> Estimate | None:
@@ -114,11 +114,11 @@ class RunGroup:
     def curve(
         self, series: str | None = None, measure: Measure | None = None, *, unseen: bool = False
     ) -> pd.DataFrame:  # fmt: skip
-        """Learning curve of a series over seeds.
+        """Compute the learning curve of a series over seeds.
 
         Returns:
-            Columns ``mean``, ``ci`` (NaN where results are bimodal), ``bytes`` (sent both ways since the
-            start) and ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
+            Columns ``mean``, ``ci`` (NaN if results are bimodal), ``bytes`` (sent both ways since the start) and
+            ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
         """
         name, criterion = self.headline if series is None else series, measure or self.measure
         score_curves = [
@@ -135,11 +135,11 @@ class RunGroup:
         )
 
     def recovery_curve(self) -> pd.DataFrame:
-        """Cluster recovery over training, over seeds; empty if clusters are not known."""
+        """Compute cluster recovery by round, over seeds; empty if clusters are not known."""
         return self._without_interval(curve_over_seeds(run.recovery for run in self.runs))
 
     def seed_curves(self, series: str | None = None, measure: Measure | None = None) -> list[pd.Series]:
-        """Learning curve of each seed where results are bimodal; empty otherwise."""
+        """Compute the learning curve of each seed if results are bimodal; empty otherwise."""
         name, criterion = self.headline if series is None else series, measure or self.measure
         curves = (
             [run.curve(name, criterion)["mean"] for run in self.runs]
@@ -155,21 +155,21 @@ class RunGroup:
     def _without_interval(
         self, curve: pd.DataFrame, series: str | None = None, measure: Measure | None = None
     ) -> pd.DataFrame:
-        """The curve, without its interval where results are bimodal: it would describe no seed."""
+        """Remove the interval from a curve if results are bimodal, because it would describe no seed."""
         return curve.assign(ci=math.nan) if self._is_bimodal(series, measure) else curve
 
     def final_recovery(self) -> Estimate | None:
-        """Cluster recovery at the last round with routes, over seeds."""
+        """Estimate cluster recovery at the last round with routes, over seeds."""
         return estimate(run.recovery.iloc[-1] for run in self.runs if len(run.recovery))
 
 
 def with_token_names(measure: Measure, groups: Sequence[RunGroup]) -> Measure:
-    """The measure, or where all groups predict tokens the loss by that name, for they have no accuracy."""
+    """Rename the loss if all groups predict tokens, because they have no accuracy; otherwise keep the measure."""
     return TOKEN_LOSS if groups and all(group.first.predicts_tokens for group in groups) else measure
 
 
 def measure_of(groups: Sequence[RunGroup]) -> Measure:
-    """What the groups of one experiment are compared by: loss only where none has an accuracy."""
+    """Choose the measure that the groups of one experiment are compared by: loss only if none has an accuracy."""
     has_loss = any(group.final(measure=TEST_LOSS) for group in groups)
     has_accuracy = any(group.final(measure=TEST_ACCURACY) for group in groups)
     return with_token_names(TEST_LOSS if has_loss and not has_accuracy else TEST_ACCURACY, groups)
@@ -178,18 +178,18 @@ def measure_of(groups: Sequence[RunGroup]) -> Measure:
 def group_runs(records: Sequence[RunRecord], target: float | None = None) -> list[RunGroup]:
     """Group runs by experiment, method and settings, so that only the seeds differ within a group.
 
-    All settings count, not only the varied ones: two runs of one method with different learning rates are two
-    groups, not two seeds.
+    All settings count and not only the varied ones: two runs of one method with different learning rates are two
+    groups and not two seeds.
 
     Args:
-        records: runs in the order in which their methods appear.
-        target: see :func:`.accuracy_target.choose_target`.
+        records: records of the runs, in the order in which their methods appear.
+        target: accuracy in (0, 1], or None for a default; see :func:`.accuracy_target.choose_target`.
 
     Returns:
         The groups: experiments, then methods and settings, in order of first appearance.
 
     Raises:
-        ConfigError: if the target given is not in (0, 1].
+        ConfigError: if the given target is not in (0, 1].
     """
     groups: list[RunGroup] = []
     for experiment in dict.fromkeys(record.experiment for record in records):
@@ -208,13 +208,13 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
 
 
 def _finished(runs: Sequence[RunStatistics]) -> list[RunStatistics]:
-    """The runs that finished; all of them if none did, as where a report is written of runs that go on."""
+    """Select the runs that finished, or all if none did, as in a report of runs in progress."""
     return [run for run in runs if run.state == "finished"] or list(runs)
 
 
 def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> RunGroup:
     seeds = [run.record.seed for run in runs]
-    # A seed twice is the same run twice: counted as two it would narrow the interval over seeds for nothing.
+    # A repeated seed is the same run twice; counted as two it would narrow the interval over seeds.
     run_by_seed = dict(zip(reversed(seeds), reversed(runs), strict=True))
     repeated_seeds = tuple(seed for seed, n in Counter(seeds).items() if n > 1)
     first_record, distinct_runs = runs[0].record, [run_by_seed[seed] for seed in dict.fromkeys(seeds)]
@@ -234,7 +234,7 @@ def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> Ru
 
 
 def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """Make labels unique: by the method's name, its code, then the settings that differ, at last by a number."""
+    """Make labels unique: by the method's name, its code, then the settings that differ, and finally by a number."""
     titles = {(group.short_label, group.method) for group in groups}
     method_counts = Counter(short_label for short_label, _ in titles)
     names = [
@@ -279,12 +279,12 @@ def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
 
 
 def _code_text(names: Sequence[str], settings: Mapping[str, str], method: str) -> str:
-    """The digests of the user's own code, such as ``code 2ac89f8f, code of met:half 1b22c0de``.
+    """Describe the digests of the user's own code, such as ``code 2ac89f8f, code of met:half 1b22c0de``.
 
     Args:
-        names: of the code, ``module:attribute``.
-        settings: of a run, from :func:`.setting_names.settings_of`.
-        method: the name of its method.
+        names: names of the code, ``module:attribute``.
+        settings: settings of a run, from :func:`.setting_names.settings_of`.
+        method: name of the run's method.
     """
     texts = []
     for name in names:
@@ -296,7 +296,7 @@ def _code_text(names: Sequence[str], settings: Mapping[str, str], method: str) -
 
 
 def _name_code(name: str, method: str, code: str) -> str:
-    """The name of a group with its code, such as ``FedAvg (mine:Own, code 2ac89f8f)``."""
+    """Name a group with its code, such as ``FedAvg (mine:Own, code 2ac89f8f)``."""
     if name.endswith(f"({method})"):
         return f"{name[:-1]}, {code})"
     return f"{name} ({method}, {code})" if ":" in method and name != method else f"{name} ({code})"

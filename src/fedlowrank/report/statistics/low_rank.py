@@ -1,4 +1,4 @@
-"""Low rank: results by rank of the client, replies, the server's update W, model sizes, ranks, the downlink.
+"""Low-rank statistics: results by rank of the client, replies, the server's update W, model sizes, ranks, the downlink.
 
 Accuracies are fractions. Clients that never train are left out, as in every other mean.
 """
@@ -29,11 +29,11 @@ def has_adapters(groups: Sequence[RunGroup]) -> bool:
 
 
 def results_by_rank(group: RunGroup, series: str, measure: Measure) -> pd.DataFrame:
-    """Results of a series by rank of the client at the last evaluated round, the largest rank first.
+    """Tabulate results of a series by rank of the client at the last evaluated round, the largest rank first.
 
     Returns:
-        Indexed by rank: ``mean`` over the clients of a rank and over seeds, ``ci`` (NaN for one seed), ``n``
-        (seeds), and ``least`` and ``most`` (clients of this rank in a seed).
+        A table indexed by rank: ``mean`` over the clients of a rank and over seeds, ``ci`` (NaN for one seed), ``n``
+        (number of seeds), and ``least`` and ``most`` (numbers of clients of this rank in a seed).
     """
     seed_tables = []
     for run in group.runs:
@@ -58,7 +58,7 @@ class RankResults(NamedTuple):
 
 
 def list_rank_results(groups: Sequence[RunGroup], measure: Measure) -> list[RankResults]:
-    """Results of every series of every group by rank; none unless there are clients of two ranks."""
+    """List results of every series of every group by rank; empty unless there are clients of two ranks."""
     if not any(run.record.ranks for group in groups for run in group.runs):
         return []
     all_results = [
@@ -75,11 +75,11 @@ def list_rank_results(groups: Sequence[RunGroup], measure: Measure) -> list[Rank
 
 
 def adapter_row(group: RunGroup) -> dict[str, float]:
-    """Columns of the CSV about adapters; empty for runs without.
+    """Make the columns of the CSV about adapters; empty for runs without adapters.
 
-    ``perplexity`` is the exponential of the mean loss per token over clients and seeds, so the geometric mean
-    of theirs; ``accuracy_rank_8`` or ``loss_rank_8`` the mean over the clients of rank 8. Those of a further
-    series end in a point and its name.
+    ``perplexity`` is the exponential of the mean loss per token over clients and seeds, so it is the geometric mean
+    of their perplexities; ``accuracy_rank_8`` or ``loss_rank_8`` is the mean over the clients of rank 8. Columns of a
+    further series end in a point and its name.
     """
     row: dict[str, float] = {}
     table_by_series = {results.series: results.table for results in list_rank_results([group], group.measure)}
@@ -98,19 +98,19 @@ def adapter_row(group: RunGroup) -> dict[str, float]:
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a loss per token in nats; infinite where that is too large a number."""
+    """Exponential of a loss per token in nats; infinite if the number is too large."""
     return math.exp(loss) if loss < math.log(np.finfo(np.float64).max) else math.inf
 
 
 def format_ranks(run: RunRecord) -> str:
-    """The ranks of the clients with how many have each, such as ``8 × 2, 4``; empty if none has one."""
+    """Format the ranks of the clients with the number of clients of each, such as ``8 × 2, 4``; empty if there is none."""
     counts = Counter(run.ranks.values())
     sorted_counts = sorted(counts.items(), reverse=True)
     return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in sorted_counts)
 
 
 def reply_values(run: RunStatistics, metric: str) -> pd.DataFrame:
-    """What a method reports about each client's reply, rows by round, columns by client; NaN if not finite.
+    """Tabulate a method's metric of each client's reply, rows by round, columns by client; NaN if not finite.
 
     ``metric`` is ``weights``, p_i of the reply, or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the download.
     """
@@ -120,11 +120,11 @@ def reply_values(run: RunStatistics, metric: str) -> pd.DataFrame:
 
 
 def server_rank(group: RunGroup) -> tuple[pd.DataFrame, float, float] | None:
-    """Rank of the server's update, which is 0 before training, over training.
+    """Compute the rank of the server's update, which is 0 before training, by round.
 
     Returns:
-        The mean over layers as a curve, and the least and the largest rank of a layer in the last record,
-        means over seeds; None if no update began at 0.
+        The mean over layers as a curve, and the least and the largest rank of a layer in the last record, as means
+        over seeds; None if no update began at rank 0.
     """
     mean_curves, last_rows = [], []
     for run in group.runs:
@@ -144,14 +144,14 @@ def server_rank(group: RunGroup) -> tuple[pd.DataFrame, float, float] | None:
 
 
 def energy(group: RunGroup) -> pd.DataFrame:
-    """‖W‖_F², summed over layers, over training; empty if it was not recorded."""
+    """Compute ‖W‖_F², summed over layers, by round; empty if it was not recorded."""
     return curve_over_seeds(_total(run, "energy") for run in group.runs)
 
 
 def discarded_share(group: RunGroup) -> pd.DataFrame:
-    """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
+    """Compute the share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
     totals = [(_total(run, "energy"), _total(run, "discarded")) for run in group.runs]
-    # 0 of nothing is 0.
+    # the share of an empty update, 0 / 0, is 0
     curve = curve_over_seeds(
         discarded_energy / (kept_energy + discarded_energy).replace(0.0, 1.0)
         for kept_energy, discarded_energy in totals
@@ -160,7 +160,7 @@ def discarded_share(group: RunGroup) -> pd.DataFrame:
 
 
 def training_losses(group: RunGroup) -> dict[str, pd.DataFrame]:
-    """Mean loss over the steps of each pass, of all participants, by round; passes in order."""
+    """Compute the mean loss over the steps of each pass, of all participants, by round; passes in order."""
     tables = [run.table.of_rounds(TRAINING_LOSS) for run in group.runs]
     names = dict.fromkeys(name for table in tables for name in table)
     curves = {name: curve_over_seeds(t[name] for t in tables if name in t) for name in names}
@@ -172,18 +172,18 @@ def _total(run: RunStatistics, metric: str) -> pd.Series:
 
 
 class RankCurve(NamedTuple):
-    """The rank of one weight over training, mean over seeds."""
+    """The rank of one weight by round, as a mean over seeds."""
 
-    percent: pd.DataFrame  # of the rank before training; columns ``mean`` and ``ci``, indexed by round
-    first: float  # before training
-    last: float  # at the last round that all seeds share
+    percent: pd.DataFrame  # percent of the first rank; columns ``mean`` and ``ci``, indexed by round
+    first: float  # rank before training
+    last: float  # rank at the last round that all seeds share
 
 
 def model_size(group: RunGroup, series: str) -> tuple[Estimate, Estimate] | None:
-    """Parameter count of a series' client models: mean and standard deviation over clients, both over seeds.
+    """Estimate the parameter count of a series' client models: mean and standard deviation over clients, both over seeds.
 
-    It is taken at the round of the last result, else in the last record that has it. None if no run recorded
-    it.
+    It is taken at the round of the last result, otherwise in the last record that has it. The result is None if no
+    run recorded it.
     """
     means, deviations = [], []
     for run in group.runs:
@@ -199,9 +199,9 @@ def model_size(group: RunGroup, series: str) -> tuple[Estimate, Estimate] | None
 
 
 def rank_curves(group: RunGroup) -> dict[str, RankCurve]:
-    """Ranks of a group's low-rank weights over training, by weight, in the order of the model.
+    """Compute the ranks of a group's low-rank weights by round, for each weight, in the order of the model.
 
-    Weights that not all seeds have, or whose rank was zero before training, are left out.
+    Weights that some seeds lack, or whose rank was zero before training, are left out.
     """
     tables = [table for run in group.runs if len(table := run.table.of_rounds("ranks"))]
     curves = {}
@@ -216,14 +216,14 @@ def rank_curves(group: RunGroup) -> dict[str, RankCurve]:
 
 
 def last_ranks(group: RunGroup) -> dict[str, float]:
-    """Rank of every low-rank weight in the last record that has ranks, mean over the seeds that have it."""
+    """Rank of every low-rank weight in the last record that has ranks, as a mean over the seeds that have it."""
     last_rows = [table.iloc[-1] for run in group.runs if len(table := run.table.of_rounds("ranks"))]
     means = pd.DataFrame(last_rows).mean().dropna()
     return {str(name): float(mean) for name, mean in means.items()}
 
 
 def downlink(group: RunGroup) -> pd.DataFrame:
-    """Bytes from the server to each participant by round, over seeds; empty if no client took part."""
+    """Compute the bytes from the server to each participant by round, over seeds; empty if no client took part."""
     return curve_over_seeds(
         pd.Series({r.round: r.bytes_down / len(r.participants) for r in run.record.rounds if r.participants})
         for run in group.runs

@@ -1,4 +1,4 @@
-"""The measures that runs are compared by: test accuracy or, where there are no classes, test loss."""
+"""Measures that runs are compared by: test accuracy or, if there are no classes, test loss."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..number_formats import (
 class Measure:
     """A number that every evaluation has for every client."""
 
-    name: Literal["accuracy", "loss"]  # in :class:`fedlowrank.results.measurements.Measurements`
+    name: Literal["accuracy", "loss"]  # name in :class:`fedlowrank.results.measurements.Measurements`
     sentence_name: str  # name in a sentence, such as ``test accuracy``
     title: str  # name in a heading
-    unit: str = ""  # in which it is shown; empty for none
-    scale: float = 1.0  # factor to that unit
+    unit: str = ""  # unit in which the number is shown; empty for none
+    scale: float = 1.0  # factor that converts to the unit
 
     @property
     def is_loss(self) -> bool:
@@ -35,12 +35,12 @@ class Measure:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the largest possible value. A loss has none: a log-likelihood may be negative."""
+        """Least and largest possible value. A loss has neither, because a log-likelihood may be negative."""
         return (-math.inf, math.inf) if self.is_loss else (0.0, 1.0)
 
     @property
     def axis_label(self) -> str:
-        """Noun with unit."""
+        """Label of an axis: name with unit."""
         return f"{self.sentence_name} / {self.unit}" if self.unit else self.sentence_name
 
     @property
@@ -49,27 +49,27 @@ class Measure:
         return f"{self.title} / {self.unit}" if self.unit else self.title
 
     def format_number(self, value: float | None) -> str:
-        """A value without its unit."""
+        """Format a value without its unit."""
         return format_loss(value) if self.is_loss else format_percent(value)
 
     def format_pair(self, value: float | None, spread: float | None) -> str:
-        """A value and its spread without unit."""
+        """Format a value and its spread without unit."""
         return (format_loss_pair if self.is_loss else format_percent_pair)(value, spread)
 
     def format(self, value: float | None) -> str:
-        """A value with its unit."""
+        """Format a value with its unit."""
         return f"{self.format_number(value)} {self.unit}".rstrip()
 
     def format_short(self, value: float | None) -> str:
-        """A value without its unit for a sentence: percent with one decimal, losses with three digits."""
+        """Format a value without its unit for a sentence: percent with one decimal, losses with three digits."""
         return format_loss(value, 3) if self.is_loss else format_percent(value, 1)
 
     def format_interval(self, low: float, high: float) -> str:
-        """The ends of an interval without unit for a sentence, such as ``[92.0, 94.2]``."""
+        """Format the ends of an interval without unit for a sentence, such as ``[92.0, 94.2]``."""
         return format_signed(f"[{self.format_short(low)}, {self.format_short(high)}]")
 
     def format_gap(self, mean: float, low: float, high: float) -> str:
-        """A difference and its interval without unit, such as ``−1.90 [−3.41, −0.39]``."""
+        """Format a difference and its interval without unit, such as ``−1.90 [−3.41, −0.39]``."""
         sign = "+" if mean > 0 else ""
         interval_text = "" if math.isnan(low) else f" [{self.format_number(low)}, {self.format_number(high)}]"
         return (
@@ -77,11 +77,11 @@ class Measure:
         )
 
     def sort_key(self, value: float) -> float:
-        """A sort key that puts the best value first."""
+        """Compute a sort key that puts the best value first."""
         return value if self.is_loss else -value
 
     def column(self, name: str) -> str:
-        """The column of the CSV for a statistic; columns of accuracy are shorter because they came first."""
+        """Name the column of the CSV for a statistic; columns of accuracy have shorter names for historical reasons."""
         if self.is_loss:
             return f"loss_{name}"
         long_names = ("last", "last_weighted", "unseen", "std_unseen")
@@ -95,6 +95,6 @@ TOKEN_LOSS = Measure("loss", "loss per token", "Loss per token")
 
 
 def metric_title(name: str) -> str:
-    """A metric of ``run.metrics`` or a further number of clients as a heading; of ``module:function`` the function's name."""
+    """Make a heading for a metric of ``run.metrics`` or a client number; for ``module:function`` the function's name."""
     number = find_number(name)
     return (number.title if number else "") or on_one_line(name.rpartition(":")[2]).replace("_", " ")

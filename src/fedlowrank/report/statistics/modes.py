@@ -1,4 +1,4 @@
-"""Results that fall into two groups of seeds, as those of methods that find all groups of clients or miss one."""
+"""Detects results that fall into two groups of seeds, such as seeds that find all groups of clients and seeds that miss one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_GAP = 0.1  # between the two groups of seeds: ten points of accuracy
-GAP_TO_SPREAD = 5.0  # least ratio of that gap to the range within either group
-# Seeds from which the results alone may show two groups: normal results look so in fewer than 2 % of samples
-# of five, but in every fifth sample of three.
+LEAST_GAP = 0.1  # least gap between the two groups of seeds: ten points of accuracy
+GAP_TO_SPREAD = 5.0  # least ratio of the gap to the range within either group
+# Minimum number of seeds for which the results alone may show two groups: normal results look bimodal in fewer
+# than 2 % of samples of five, but in every fifth sample of three.
 MIN_SEEDS = 5
 
 
 class Modes(NamedTuple):
     """Two groups of seeds: those that succeed and those that fail."""
 
-    n: int  # seeds
-    success_count: int  # those of the better group
+    n: int  # number of seeds
+    success_count: int  # number of seeds in the better group
     bound: float  # worst result of the better group
     failure_bound: float  # best result of the worse group
 
@@ -28,15 +28,15 @@ def find_modes(
 ) -> Modes | None:
     """Find out whether the results of seeds are bimodal, so that a mean with its interval describes none of them.
 
-    They are if the widest gap between neighboring results is at least :data:`LEAST_GAP` (of losses: the mean of the
-    better group, so that the others are double) and :data:`GAP_TO_SPREAD` times the range of the results on either
-    side. Fewer than :data:`MIN_SEEDS` seeds are too few to see that by their results: then the better group must be
-    those seeds that succeeded by another criterion, and the worse group those that did not.
+    They are if the widest gap between neighboring results is at least :data:`LEAST_GAP` (for losses: the mean of the
+    better group, so that the other losses are double) and :data:`GAP_TO_SPREAD` times the range of the results on
+    either side. Fewer than :data:`MIN_SEEDS` seeds are too few to see this in their results alone: then the better
+    group must be those seeds that succeeded by another criterion, and the worse group those that did not.
 
     Args:
-        values: a finite result of each of the seeds.
+        values: finite results of the seeds.
         is_loss: whether lower is better.
-        successes: whether each seed succeeded by a criterion other than the result; None where it is not known.
+        successes: whether each seed succeeded by a criterion other than the result; None if it is not known.
 
     Returns:
         The two groups, or None if the results are not bimodal.

@@ -1,4 +1,4 @@
-"""Groups of runs compared with the best of them, paired over seeds or over the clients of one seed."""
+"""Compares groups of runs with the best of them, paired over seeds or over the clients of one seed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .significance import ALPHA, Difference, compare_over_clients, compare_over_
 
 @dataclass(frozen=True)
 class ComparisonWithBest:
-    """A group against the best of its family."""
+    """Comparison of a group with the best of its family."""
 
     group: RunGroup
-    difference: Difference | None  # the group minus the best; None without a seed and clients that both have
-    p: float  # corrected by Holm for all pairs of the family; NaN if there is no test
+    difference: Difference | None  # the group minus the best; None without common seeds and clients
+    p: float  # p-value corrected by Holm for all pairs of the family; NaN without a test
 
     @property
     def is_worse(self) -> bool:
-        """Whether it is significantly worse than the best."""
+        """Whether the group is significantly worse than the best."""
         return self.p < ALPHA
 
     @property
     def is_inconclusive(self) -> bool:
-        """Whether it was tested, and no difference from the best can be seen."""
+        """Whether the group was tested and has no significant difference from the best."""
         return self.p >= ALPHA
 
 
@@ -39,28 +39,28 @@ class ComparisonWithBest:
 class Family:
     """Groups of one experiment that are compared with each other: methods, or the settings of one method."""
 
-    experiment: str  # its name
-    variation: str  # what is varied, with its value; empty if nothing is
+    experiment: str  # name of the experiment
+    variation: str  # varied setting with its value; empty if nothing is varied
     measure: Measure
     ranked: tuple[tuple[RunGroup, Estimate], ...]  # groups that have a result, the best first
-    comparisons: tuple[ComparisonWithBest, ...]  # all of them but the best, in the same order
-    pairs: int = 0  # tests of any two groups, for which p is corrected
+    comparisons: tuple[ComparisonWithBest, ...]  # all ranked groups but the best, in the same order
+    pairs: int = 0  # number of pairs of groups, for which p is corrected
 
     @property
     def best(self) -> RunGroup | None:
-        """The group with the best mean."""
+        """Group with the best mean."""
         return self.ranked[0][0] if self.ranked else None
 
     @property
     def not_worse(self) -> list[RunGroup]:
-        """The best group and those not significantly worse; groups without a test are left out."""
+        """The best group and those that are not significantly worse; groups without a test are left out."""
         return [group for group, _ in self.ranked[:1]] + [
             comparison.group for comparison in self.comparisons if comparison.is_inconclusive
         ]
 
     @property
     def test(self) -> str:
-        """Names the test, its number of pairs and the correction; empty without a test."""
+        """Name of the test, with its number of pairs and the correction; empty without a test."""
         differences = [pair.difference for pair in self.comparisons if pair.difference and pair.p == pair.p]
         texts = list(dict.fromkeys(_name_test(pair) for pair in differences))
         correction_text = f", p corrected by Holm for all {self.pairs} pairs" if self.pairs > 1 else ""
@@ -79,14 +79,14 @@ class Family:
 def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequence[RunGroup]) -> Family:
     """Compare groups of an experiment with the best of them.
 
-    Which group is the best is chosen by the same results, so that p-values are corrected for the tests of all pairs.
-    Groups of which a seed or a client diverged stand last and are not tested.
+    The best group is chosen by the same results, so p-values are corrected for the tests of all pairs. Groups in
+    which a seed or a client diverged come last and are not tested.
 
     Args:
-        experiment: its name.
-        text: what is varied, with its value; empty if nothing is.
-        measure: by which they are compared.
-        groups: those to compare.
+        experiment: name of the experiment.
+        text: varied setting with its value; empty if nothing is varied.
+        measure: measure that the groups are compared by.
+        groups: groups to compare.
     """
     results = [(group, result) for group in groups if (result := group.final(measure=measure))]
     ranked_results = tuple(sorted(results, key=lambda pair: result_sort_key(measure, pair[1])))
@@ -107,7 +107,7 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
 
 
 def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Columns of the CSV about the comparison with the best, by experiment and label of the group."""
+    """Make the columns of the CSV about the comparison with the best, by experiment and label of the group."""
     columns: dict[tuple[str, str], dict[str, Any]] = {}
     for family in families:
         labels = [group.label for group in family.not_worse]
@@ -128,10 +128,10 @@ def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str
 
 
 def paired_differences(group: RunGroup, reference: RunGroup, measure: Measure) -> list[pd.Series]:
-    """Differences ``one - other`` of each client, for each seed whose clients are the same in both groups.
+    """Compute differences ``group - reference`` of each client, for each seed whose clients are the same in both groups.
 
-    Clients that count in no mean, and those without a finite result in both groups, are left out, and so are seeds
-    of which one run is at another round than the other and did not finish.
+    Clients that are in no mean, and clients without a finite result in both groups, are left out, and so are seeds
+    whose two runs are at different rounds, unless both finished.
     """
     by_seed = {run.record.seed: run for run in reference.runs}
     differences = []
@@ -158,7 +158,7 @@ def _results(group: RunGroup, run: RunStatistics, measure: Measure) -> pd.Series
 
 
 def _clients(run: RunRecord) -> tuple[Any, ...]:
-    """What makes two federations the same: the clients, how many examples each has, and the digests of these."""
+    """Describe the identity of a federation: the clients, their numbers of examples, and the digests of these."""
     sizes = [tuple(row.get(key) for key in ("id", "train", "val", "test", "unseen")) for row in run.clients]
     return sizes, run.config.get("fingerprint")
 

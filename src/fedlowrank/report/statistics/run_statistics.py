@@ -1,9 +1,9 @@
-"""Statistics of one run, and of several seeds of it.
+"""Statistics of one run, and of several of its seeds.
 
-Accuracies are fractions in [0, 1]. A client without test examples has no accuracy: it is left out and
-counted, never scored as zero. The standard deviation over clients divides by their number, because they are
-all the clients of the federation and not a sample. Clients that never train are reported apart from the
-others, and hostile clients of a simulated attack are in no result.
+Accuracies are fractions in [0, 1]. A client without test examples has no accuracy: it is left out and counted, and
+never scored as zero. The standard deviation over clients divides by their number, because they are all the clients of
+the federation and not a sample. Clients that never train are reported separately, and hostile clients of a simulated
+attack are in no result.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from .modes import Modes
 from .setting_names import settings_of
 from .significance import CONFIDENCE
 
-LAST_EVALUATIONS = 10  # evaluations in the mean over the end of a run
+LAST_EVALUATIONS = 10  # number of evaluations in the mean over the end of a run
 
 
 class Estimate(NamedTuple):
     """A number over seeds; for one seed, ``std`` and ``ci`` are NaN."""
 
-    n: int  # seeds that have the number
+    n: int  # number of seeds that have the number
     mean: float
-    std: float  # with n - 1 in the denominator
+    std: float  # standard deviation over seeds, with n - 1 in the denominator
     # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
     ci: float
-    modes: Modes | None = None  # set where the mean and its interval describe no seed
-    diverged: str = ""  # what is not in the mean because it is not finite, such as ``1 of 3 seeds``
-    # seeds that found all groups of clients, and seeds of which it is known; None if it is of none
+    modes: Modes | None = None  # set if the mean and its interval describe no seed
+    diverged: str = ""  # values left out of the mean because they are not finite, such as ``1 of 3 seeds``
+    # seeds that found all groups of clients, and seeds for which this is known; None if it is for none
     groups_found: tuple[int, int] | None = None
 
 
 class SeriesResults(NamedTuple):
-    """Results of one series of a run: fractions of an accuracy, nats of a loss; NaN where there is none.
+    """Results of one series of a run: fractions for an accuracy, nats for a loss; NaN if there is none.
 
     All but the last two are over the clients that can train and, in a simulated attack, are not hostile.
 
     Attributes:
-        round: the last evaluated one.
-        last: mean over clients at that round.
-        std_clients: standard deviation over clients at that round.
-        last_weighted: mean at that round, clients weighted by their test examples.
-        worst_tenth: mean of the worst tenth of clients at that round.
+        round: last evaluated round.
+        last: mean over clients at the last evaluated round.
+        std_clients: standard deviation over clients at the last evaluated round.
+        last_weighted: mean at the last evaluated round, with clients weighted by their test examples.
+        worst_tenth: mean of the worst tenth of clients at the last evaluated round.
         clients: number of clients in the mean.
         without: number of clients without test examples.
         not_evaluated: number of clients that were not drawn for the evaluation.
         non_finite: number of clients whose value is not finite.
-        last_ten: mean over the last ten evaluations, the one before training left out.
-        best_test: best mean over rounds, an optimistic number because it selects on test examples.
+        last_ten: mean over the last ten evaluations, without the one before training.
+        best_test: best mean over rounds, which is optimistic because it selects on test examples.
         best_round: round whose mean validation result is best, the earliest on ties.
-        best_by_validation: mean at that round.
+        best_by_validation: mean over clients at the round ``best_round``.
         unseen: mean over the clients that never train.
-        std_unseen: standard deviation over these.
+        std_unseen: standard deviation over the clients that never train.
     """
 
     round: int
@@ -86,7 +86,7 @@ class SeriesResults(NamedTuple):
 
 
 def format_estimate(measure: Measure, value: Estimate) -> str:
-    """A result over seeds without its unit: ``93.12 ± 1.10``, or of two groups of seeds ``4 of 5 ≥ 92.50``."""
+    """Format a result over seeds without its unit: ``93.12 ± 1.10``, or for two groups of seeds ``4 of 5 ≥ 92.50``."""
     if modes := value.modes:
         text = format_successes(measure, modes.success_count, modes.n, modes.bound)
     else:
@@ -95,7 +95,7 @@ def format_estimate(measure: Measure, value: Estimate) -> str:
 
 
 def result_sort_key(measure: Measure, value: Estimate) -> tuple[bool, float]:
-    """A sort key that puts the best result first, and results with diverged seeds or clients last.
+    """Compute a sort key that puts the best result first, and results with diverged seeds or clients last.
 
     The mean over the other seeds and clients may be too good.
     """
@@ -103,18 +103,18 @@ def result_sort_key(measure: Measure, value: Estimate) -> tuple[bool, float]:
 
 
 def format_successes(measure: Measure, success_count: int, seed_count: int, bound: float) -> str:
-    """How many seeds succeed, and their worst result without its unit, such as ``4 of 5 ≥ 92.50``."""
+    """Format the number of seeds that succeed, and their worst result without its unit, such as ``4 of 5 ≥ 92.50``."""
     sign = "≤" if measure.is_loss else "≥"
     return f"{success_count} of {seed_count} {sign} {measure.format_number(bound)}"
 
 
 def half_width(std: Any, n: int) -> Any:
-    """Half-width of the 95 % interval of a mean of ``n`` values with standard deviation ``std``."""
+    """Compute the half-width of the 95 % interval of a mean of ``n`` values with standard deviation ``std``."""
     return stdtrit(n - 1, 0.5 + CONFIDENCE / 2) * std / math.sqrt(n) if n > 1 else std * math.nan
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
-    """Mean and interval over seeds; None and non-finite values are left out. None if no value is left."""
+    """Compute mean and interval over seeds, without None and non-finite values; None if no value is left."""
     x = pd.Series(list(values), dtype=np.float64)
     x = x[np.isfinite(x)]
     if x.empty:
@@ -123,13 +123,13 @@ def estimate(values: Iterable[float]) -> Estimate | None:
 
 
 def curve_over_seeds(curves: Iterable[pd.Series]) -> pd.DataFrame:
-    """Mean over seeds and half-width of its 95 % interval at the rounds that all seeds have.
+    """Compute the mean over seeds and the half-width of its 95 % interval at the rounds that all seeds have.
 
     Args:
-        curves: values by round, one series a seed; what is not finite is left out, and so are empty ones.
+        curves: values by round, one series per seed; non-finite values and empty series are left out.
 
     Returns:
-        Columns ``mean`` and ``ci`` (NaN for one seed), indexed by round; empty without seeds.
+        A table with columns ``mean`` and ``ci`` (NaN for one seed), indexed by round; empty without seeds.
     """
     finite_curves = (curve[np.isfinite(curve.astype(float))] for curve in curves)
     nonempty_curves = [curve for curve in finite_curves if len(curve)]
@@ -144,7 +144,7 @@ def curve_over_seeds(curves: Iterable[pd.Series]) -> pd.DataFrame:
 
 
 def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """Sums over rounds of ``COSTS`` and of the recorded seconds of clients, server and simulation."""
+    """Sum over rounds ``COSTS`` and the recorded seconds of clients, server and simulation."""
     costs: dict[str, float] = {name: sum(getattr(record, name) for record in records) for name in COSTS}
     for kind in dict.fromkeys(kind for record in records for kind in record.seconds):
         costs[f"seconds_{kind}"] = math.fsum(record.seconds.get(kind, 0.0) for record in records)
@@ -162,17 +162,17 @@ class RunStatistics:
 
     @property
     def table(self) -> Measurements:
-        """All that was measured."""
+        """All measurements of the run."""
         return self.record.measurements
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """Everything but the seed that could make it differ from another run: see :func:`.setting_names.settings_of`."""
+        """Settings, except the seed, in which runs may differ: see :func:`.setting_names.settings_of`."""
         return settings_of(self.record)
 
     @cached_property
     def examples(self) -> tuple[int, ...]:
-        """Training, validation and test examples of all clients."""
+        """Numbers of training, validation and test examples of all clients."""
         splits = ("train", "val", "test")
         return tuple(sum(int(row.get(split) or 0) for row in self.record.clients) for split in splits)
 
@@ -183,7 +183,7 @@ class RunStatistics:
 
     @cached_property
     def has_found_groups(self) -> bool | None:
-        """Whether it found all groups of clients, see :func:`fedlowrank.report.statistics.chosen_clusters.finds_all_groups`."""
+        """Whether the run found all groups of clients, see :func:`.chosen_clusters.finds_all_groups`."""
         return finds_all_groups(self.record)
 
     @cached_property
@@ -212,7 +212,7 @@ class RunStatistics:
     def curve(
         self, series: str | None, measure: Measure, split: str = "test", *, group: ClientSelection = "counted"
     ) -> pd.DataFrame:  # fmt: skip
-        """Statistics of one series over clients, by round: see :func:`fedlowrank.results.measurements.summarize`."""
+        """Compute statistics of one series over clients, by round: see :func:`fedlowrank.results.measurements.summarize`."""
         key = measure.name, series or "", split, group
         if key not in self._curves:
             self._curves[key] = self.table.over_clients(*key)
@@ -222,8 +222,8 @@ class RunStatistics:
     def last_metrics(self) -> dict[tuple[str, str], float]:
         """Further metrics after the last round that has them, by name and series.
 
-        Means over the clients that count in means and for which the metric is defined; infinite if one of them is
-        not finite.
+        They are means over the clients that count in means and for which the metric is defined; infinite if the value
+        of one of these clients is not finite.
         """
         metrics = {}
         for name in self.table.metrics:
@@ -237,7 +237,7 @@ class RunStatistics:
 
     @cached_property
     def measure(self) -> Measure | None:
-        """Accuracy if any client has one, else loss if any client has one, else None."""
+        """Accuracy if any client has one, otherwise loss if any client has one, otherwise None."""
         for measure in MEASURES:
             tables = (self.table.of_clients(measure.name, s, "test") for s in self.table.series(measure.name))
             if any(table.notna().any(axis=None) for table in tables):
@@ -251,16 +251,16 @@ class RunStatistics:
 
     @property
     def series(self) -> list[str]:
-        """Names of all series in what the run is judged by."""
+        """Names of all series in the measure that the run is judged by."""
         return self.table.series((self.measure or TEST_ACCURACY).name)
 
     def results(self, series: str | None, measure: Measure) -> SeriesResults | None:
-        """Statistics of a series at the rounds that a report may choose; None if it was never evaluated."""
+        """Compute statistics of a series at the rounds that a report may choose; None if it was never evaluated."""
         test_curve = self.curve(series, measure)
         if test_curve.empty:
             return None
         last_row, last_round = test_curve.iloc[-1], test_curve.index[-1]
-        # a round at which a client diverged is not better for it
+        # the divergence of a client must not make a round better
         worst_value = math.inf if measure.is_loss else -math.inf
         means, finite_means = (
             test_curve["mean"],
@@ -307,13 +307,13 @@ class RunStatistics:
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether its clients trained without any message."""
+        """Whether the run's clients trained without any message."""
         return self.costs["steps"] > 0 and self.costs["bytes_up"] + self.costs["bytes_down"] == 0
 
     def costs_to(self, target: float | None) -> dict[str, float] | None:
-        """``round`` of the first evaluation whose mean accuracy reaches the target, and all costs up to it.
+        """Find the ``round`` of the first evaluation whose mean accuracy reaches the target, with all costs up to it.
 
-        None without a target, and if it was never reached.
+        The result is None without a target, and if the target was never reached.
         """
         means = self.curve(self.headline, TEST_ACCURACY)["mean"]
         reached_rounds = means.index[means >= (math.inf if target is None else target - ROUNDING)]
@@ -324,12 +324,12 @@ class RunStatistics:
 
     @property
     def state(self) -> str:
-        """How it ended: ``finished``, or ``diverged``, ``stopped`` or ``running``."""
+        """State in which the run ended: ``finished``, or ``diverged``, ``stopped`` or ``running``."""
         return str(self.record.status.get("state", "unknown"))
 
     @property
     def status(self) -> str:
-        """What is wrong with the run; empty for a finished one that was evaluated."""
+        """Description of what is wrong with the run; empty for a finished one that was evaluated."""
         problems, state = [], self.state
         if state != "finished":
             last_round = self.record.rounds[-1].round if self.record.rounds else 0
@@ -349,7 +349,7 @@ class RunStatistics:
 
     @property
     def own_target(self) -> float | None:
-        """The target accuracy in the run's configuration, in (0, 1], or None."""
+        """Target accuracy in the run's configuration, in (0, 1], or None."""
         value = self.record.section("run").get("target")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
@@ -357,17 +357,17 @@ class RunStatistics:
 
 
 def list_metrics(runs: Sequence[RunStatistics], headline: str | None) -> dict[tuple[str, str], str]:
-    """Further metrics of runs by name and series, with the end of their columns: empty for the headline, else ``.SERIES``."""
+    """List further metrics by name and series, with the suffix of their columns: empty for the headline, else ``.SERIES``."""
     keys = dict.fromkeys(key for run in runs for key in run.last_metrics)
     return {(name, s): "" if s == headline else f".{on_one_line(s)}" for name, s in keys}
 
 
 def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str, float | None]:
-    """Further metrics of runs that differ in the seed, as columns of the CSV.
+    """Make the columns of the CSV for further metrics, from runs that differ in the seed.
 
-    ``metric_NAME`` is the mean over seeds and ``metric_NAME_ci95_seeds`` the half-width of its 95 %
-    confidence interval. Columns of a series other than the headline end in a point and its name. Values are
-    empty where a seed's mean is not finite.
+    ``metric_NAME`` is the mean over seeds and ``metric_NAME_ci95_seeds`` the half-width of its 95 % confidence
+    interval. Columns of a series other than the headline end in a point and its name. Values are empty if a seed's
+    mean is not finite.
     """
     row: dict[str, float | None] = {}
     for (name, series), suffix in list_metrics(runs, headline).items():

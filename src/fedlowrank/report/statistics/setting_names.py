@@ -1,4 +1,4 @@
-"""The settings of a run as text: which two runs of one method may differ in, and how readers are told."""
+"""The settings of a run as text: settings in which two runs of one method may differ, and their names for readers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lor
 """Sections of ``run.json`` that the methods of an experiment share."""
 
 CODE = "code."
-"""How the settings begin that hold what the user's own code is: ``code.module:attribute``."""
+"""Prefix of the settings that hold digests of the user's own code: ``code.module:attribute``."""
 
 STORAGE_SETTINGS = (
     "run.checkpoint_every", "run.keep_checkpoints", "run.keep_best", "run.client_memory", "run.adapters", "run.log",
 )  # fmt: skip
-"""Settings of what a run keeps and where, which change no result."""
+"""Settings of the storage of a run, which change no result."""
 
 
 def settings_of(run: RunRecord) -> dict[str, str]:
-    """Everything but the seed that could make two runs differ, as ``section.key`` to JSON text."""
+    """List the settings, except the seed, in which two runs may differ, as ``section.key`` to JSON text."""
     settings: dict[str, str] = {}
-    # Settings that a run from before them does not record, so that old and new runs form one group.
+    # Defaults of settings that an older run does not record, so that old and new runs form one group.
     _flatten("run", asdict(RunSettings()), settings)
     _flatten("method", run.section("method", "fields"), settings)
     for name in SECTIONS:
         _flatten(name, run.section(name), settings)
-    # one entry for each name, which may have dots
+    # one entry for each name, which may contain dots
     settings |= {f"{CODE}{name}": json.dumps(text) for name, text in run.section("code").items()}
     for name, model in run.section("models").items():
         text = f"{model['parameters']:,} parameters" if "parameters" in model else ""
@@ -54,16 +54,16 @@ def _flatten(prefix: str, value: object, settings: dict[str, str]) -> None:
 
 
 def vary_text(vary: Sequence[tuple[str, Any]]) -> str:
-    """Varied settings in words, such as ``classes_per_client = 4``; empty for none."""
+    """Describe varied settings, such as ``classes_per_client = 4``; empty for none."""
     return ", ".join(f"{last_part(key)} = {value_text(value)}" for key, value in vary)
 
 
 def value_text(value: object) -> str:
-    """A setting's value as one line: text as it is, anything else as JSON."""
+    """Format a setting's value on one line: text unchanged, any other value as JSON."""
     return on_one_line(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
 
 
 def last_part(key: str) -> str:
-    """The name of a setting without its section, unless every section may have one of that name."""
+    """Get the name of a setting without its section, unless every section may have one of that name."""
     section, _, name = key.rpartition(".")
     return f"{section.rpartition('.')[2]}.{name}" if name in ("kind", "seed", "target") else name

@@ -1,6 +1,6 @@
 """Paired tests of a difference between two methods, and the correction for several comparisons.
 
-Two runs of the same seed have the same clients, data and initial weights. What they share cancels in the
+Two runs of the same seed have the same clients, data and initial weights. Their common variation cancels in the
 difference of their results, so a paired interval is usually narrower than that of either method alone.
 """
 
@@ -16,9 +16,9 @@ from scipy import stats
 
 from ...results.measurements import Floats
 
-CONFIDENCE = 0.95  # of every interval of a report
-ALPHA = 1 - CONFIDENCE  # a corrected p-value below it is called significant
-RESAMPLES = 9999  # of the bootstrap over clients
+CONFIDENCE = 0.95  # confidence level of every interval of a report
+ALPHA = 1 - CONFIDENCE  # level of significance of corrected p-values
+RESAMPLES = 9999  # number of resamples in the bootstrap over clients
 PairUnit = Literal["seeds", "clients"]
 
 
@@ -26,23 +26,23 @@ class Difference(NamedTuple):
     """A mean paired difference with its 95 % confidence interval and the p-value of "no difference"."""
 
     mean: float
-    low: float  # NaN if there are fewer than two pairs, or all differ by the same amount
+    low: float  # lower end; NaN with fewer than two pairs, or if all differ by the same amount
     high: float
-    p: float  # two-sided; NaN if there are fewer than two pairs
+    p: float  # two-sided p-value; NaN with fewer than two pairs
     n: int  # number of pairs
-    pair_unit: PairUnit  # what the pairs are
+    pair_unit: PairUnit  # kind of pairs
 
 
 def compare_over_seeds(differences: ArrayLike) -> Difference:
     """Test a mean difference over seeds with a paired t-test.
 
     Args:
-        differences: of each seed, the mean difference over its clients, ``[seeds]``; at least one.
+        differences: mean difference over the clients of each seed, ``[seeds]``; at least one.
 
     Returns:
-        Interval and p-value from Student's t with n - 1 degrees of freedom. Equal differences have no spread to
-        estimate, and t would be infinite: the p-value is then that of the exact sign test, 2 / 2ⁿ, and there is
-        no interval. If all are zero, p is 1 and the interval is zero.
+        The interval and p-value from Student's t with n - 1 degrees of freedom. Equal differences have no spread to
+        estimate, and t would be infinite: the p-value is then that of the exact sign test, 2 / 2ⁿ, and there is no
+        interval. If all are zero, p is 1 and the interval is zero.
     """
     x = np.asarray(differences, dtype=np.float64)
     mean = float(x.mean())
@@ -58,14 +58,14 @@ def compare_over_seeds(differences: ArrayLike) -> Difference:
 def compare_over_clients(differences: ArrayLike) -> Difference:
     """Test a mean difference over the clients of one seed.
 
-    It says whether the clients of this run differ between the methods, and nothing about other seeds.
+    The test says whether the clients of this run differ between the methods, and nothing about other seeds.
 
     Args:
-        differences: of each client, ``[clients]``; at least one.
+        differences: difference of each client, ``[clients]``; at least one.
 
     Returns:
-        The interval is a percentile bootstrap of the mean with a generator of its own, so that equal values
-        give equal intervals. The p-value is from Wilcoxon's signed-rank test. Equal differences are treated as
+        The comparison. Its interval is a percentile bootstrap of the mean with a generator of its own, so that equal
+        values give equal intervals. The p-value is from Wilcoxon's signed-rank test. Equal differences are treated as
         in :func:`compare_over_seeds`.
     """
     x = np.asarray(differences, dtype=np.float64)
@@ -74,9 +74,9 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
         return Difference(mean, math.nan, math.nan, math.nan, len(x), "clients")
     if _is_constant(x):
         return _without_spread(x, "clients")
-    # rounding must not tell apart differences that are equal, such as 0.3 - 0.2 and 0.2 - 0.1
+    # rounding must not separate equal differences, such as 0.3 - 0.2 and 0.2 - 0.1
     p = float(stats.wilcoxon(np.round(x / np.abs(x).max(), 10)).pvalue)
-    # One resample at a time in memory: a federation may have thousands of clients.
+    # One resample at a time in memory, because a federation may have thousands of clients.
     low, high = stats.bootstrap(
         (x,), np.mean, n_resamples=RESAMPLES, batch=max(1, 10**6 // len(x)), method="percentile",
         confidence_level=CONFIDENCE, random_state=np.random.default_rng(0),
@@ -91,13 +91,13 @@ def correct_holm(p_values: Sequence[float], comparisons: int = 0) -> list[float]
     p-value below α are called significant.
 
     Args:
-        p_values: of the comparisons; NaN, for one that could not be tested, stays NaN and is not counted.
-        comparisons: how many there are, where p-values of more than those given might have been looked at: all
-            pairs of methods if each is compared with the one that came out best. 0 for those given. The p-values
-            that are not given are taken to be larger, which is on the safe side.
+        p_values: p-values of the comparisons; NaN, for one that could not be tested, stays NaN and is not counted.
+        comparisons: number of comparisons, if p-values of more than the given ones might have been looked at: all
+            pairs of methods if each is compared with the one that came out best. 0 counts the given ones. The
+            p-values that are not given are assumed to be larger, which is conservative.
 
     Returns:
-        The corrected p-values in the order given.
+        The corrected p-values in the given order.
     """
     p = np.asarray(p_values, dtype=np.float64)
     order = [i for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
@@ -108,15 +108,15 @@ def correct_holm(p_values: Sequence[float], comparisons: int = 0) -> list[float]
 
 
 def _is_constant(x: Floats) -> bool:
-    """Whether all values are equal but for rounding, so that their spread is no estimate."""
-    # differences of numbers near 1 or 100 have rounding errors of 1e-16 or 1e-14, however small they are
+    """Whether all values are equal up to rounding, so that their spread is no estimate."""
+    # differences of numbers near 1 or 100 have rounding errors of 1e-16 or 1e-14, even if they are small
     return bool(np.ptp(x) <= max(1e-12, 1e-9 * np.abs(x).max()))
 
 
 def _without_spread(x: Floats, unit: PairUnit) -> Difference:
-    """The comparison of pairs that all differ by the same amount."""
+    """Compare pairs that all differ by the same amount."""
     mean, n = float(x.mean()), len(x)
-    # by the tolerance of the spread, so that rounding is no difference
+    # with the tolerance of the spread, so that rounding is no difference
     if abs(mean) <= 1e-12:
         return Difference(mean, mean, mean, 1.0, n, unit)
     return Difference(mean, math.nan, math.nan, 2.0 * 0.5**n, n, unit)

@@ -13,7 +13,7 @@ from .text_table import TableColumn, TextTable
 
 
 def rank_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
-    """A table for each experiment and varied value: a row for each rank, a column for each model."""
+    """Make a table for each experiment and varied value: a row for each rank, a column for each model."""
     tables = []
     for experiment in experiments:
         for text, results in experiment.rank_results.items():

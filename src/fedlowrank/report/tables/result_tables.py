@@ -1,4 +1,4 @@
-"""The tables of results of a comparison, by subject: accuracy, loss, metrics, trust, size, cost, cost to a target."""
+"""Tables of a comparison's results, by subject: accuracy, loss, metrics, trust, size, cost, cost to a target."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from .text_table import TableColumn, TextTable
 def make_result_tables(
     frame: pd.DataFrame, labels: Sequence[str], metrics: Sequence[tuple[str, str]], *, shows_sizes: bool
 ) -> dict[str, TextTable]:
-    """The tables that have any column, by subject.
+    """Make the tables that have any column, by subject.
 
     Args:
-        frame: exact values, one row a group.
-        labels: how the rows are named.
-        metrics: name and end of the columns of further metrics, see :func:`.run_statistics.list_metrics`.
-        shows_sizes: whether sizes of models are shown if the paper gives none.
+        frame: exact values, one row per group.
+        labels: labels of the rows.
+        metrics: name and column suffix of each further metric, see :func:`.run_statistics.list_metrics`.
+        shows_sizes: whether to show sizes of models if the paper gives none.
 
     Returns:
-        Tables by ``accuracy``, ``loss``, ``metrics``, ``trust``, ``size``, ``cost`` and ``target``.
+        The tables by ``accuracy``, ``loss``, ``metrics``, ``trust``, ``size``, ``cost`` and ``target``.
     """
     targets = frame["target"].unique()
     has_one_target = len(targets) == 1 and targets[0] is not None
@@ -66,7 +66,7 @@ def has_values(frame: pd.DataFrame, key: str) -> bool:
 
 
 def _measures(frame: pd.DataFrame) -> tuple[Measure, Measure]:
-    """Accuracy and loss under the names that they have in a table of these rows."""
+    """Choose accuracy and loss under their names in a table of these rows."""
     measure_names = set(frame["judged_by"].dropna())
     return TEST_ACCURACY, TOKEN_LOSS if measure_names == {TOKEN_LOSS.sentence_name} else TEST_LOSS
 
@@ -75,7 +75,7 @@ def _column(
     frame: pd.DataFrame, title: str, key: str, formatter: Callable[..., str], spread_key: str = "", *,
     always: bool = False, unit: str = "", note: str = "", is_wide: bool = False,
 ) -> Iterator[Cells]:  # fmt: skip
-    """A column of the table if the frame has any number for it, or always."""
+    """Yield a column of the table if the frame has any number for it, or always."""
     if always or has_values(frame, key):
         columns = [_floats(frame, name) for name in (key, spread_key) if name]
         cells = [formatter(*values) for values in zip(*columns, strict=True)]
@@ -117,7 +117,7 @@ def _loss_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 
 
 def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
-    """Results of a measure: the last round, spreads over seeds and clients, other rounds, further series."""
+    """Yield the results of a measure: the last round, spreads over seeds and clients, other rounds, further series."""
     measure_name, key = measure.sentence_name, measure.column
 
     def column(title: str, name: str, note: str, spread_name: str = "", **options: Any) -> Iterator[Cells]:
@@ -194,7 +194,7 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 
 
 def _metric_columns(frame: pd.DataFrame, metrics: Sequence[tuple[str, str]]) -> Iterator[Cells]:
-    """A column for each metric and series that any run measures besides accuracy and loss."""
+    """Yield a column for each metric and series that any run measures besides accuracy and loss."""
     note = (
         "mean over the clients that can train and for which the metric is defined, after the last evaluated "
         "round; over several seeds ± half-width of the 95 % confidence interval"
@@ -222,7 +222,7 @@ def _trust_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 
 
 def _size_columns(frame: pd.DataFrame, shows_sizes: bool) -> Iterator[Cells]:
-    """Sizes, and those of the paper; none if they need not be shown and the paper gives none."""
+    """Yield sizes, and those of the paper; none if they need not be shown and the paper gives none."""
     model_key, paper_key = "parameters_model", "reference_parameters_m"
     suffixes = ["", *dict.fromkeys([*_series_ends(frame, model_key), *_series_ends(frame, paper_key)])]
     if not shows_sizes and not any(has_values(frame, f"{paper_key}{suffix}") for suffix in suffixes):
@@ -308,10 +308,10 @@ def _format_epsilon(value: float) -> str:
 
 
 def _floats(frame: pd.DataFrame, key: str) -> pd.Series:
-    """A column as floats, NaN where it has no value."""
+    """Convert a column to floats, NaN where it has no value."""
     return frame[key].astype(float) if key in frame else pd.Series(math.nan, index=frame.index)
 
 
 def _series_ends(frame: pd.DataFrame, key: str) -> list[str]:
-    """What follows ``key`` in the columns of further series, such as ``.global``."""
+    """List the suffixes after ``key`` in the columns of further series, such as ``.global``."""
     return [on_one_line(name.removeprefix(key)) for name in frame if name.startswith(f"{key}.")]

@@ -1,4 +1,4 @@
-"""Exact values of one row of the comparison, under the names that the CSV gives them."""
+"""Computes the exact values of one row of the comparison, under their names in the CSV."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Row = dict[str, Any]
 
 
 def comparison_row(group: RunGroup) -> Row:
-    """The row of a group: means over its seeds, as fractions, bytes, counts and seconds.
+    """Make the row of a group: means over its seeds, as fractions, bytes, counts and seconds.
 
-    Columns about a series other than the headline end in a point and its name. The paper's numbers are those
-    of the first seed's configuration. Costs "to target" are given only if every evaluated seed reached it: a
-    mean over those that did would favor a method that often fails.
+    Columns about a series other than the headline end in a point and its name. The paper's numbers are those of the
+    first seed's configuration. Costs "to target" are given only if every evaluated seed reached it, because a mean
+    over those that did would favor a method that often fails.
     """
     row: Row = _identity(group)
     for measure in MEASURES:
@@ -41,7 +41,7 @@ def comparison_row(group: RunGroup) -> Row:
 
 
 def _identity(group: RunGroup) -> Row:
-    """What was compared, and numbers of seeds and clients."""
+    """Columns that identify the group, with numbers of seeds and clients."""
     runs, results = group.runs, group.headline_results
     return {
         "experiment": group.experiment,
@@ -63,7 +63,7 @@ def _identity(group: RunGroup) -> Row:
 
 
 def _clusters(group: RunGroup) -> Row:
-    """How well clusters were found, and hostile clients."""
+    """Columns about the recovery of clusters, and hostile clients."""
     recovery = group.final_recovery()
     row: Row = {
         "recovery": recovery.mean if recovery else None,
@@ -77,7 +77,7 @@ def _clusters(group: RunGroup) -> Row:
 
 
 def _costs(group: RunGroup) -> Row:
-    """Mean costs of a run."""
+    """Columns of the mean costs of a run."""
     costs = [run.costs for run in group.runs]
     totals: Row = {name: _mean(cost[name] for cost in costs) for name in COSTS}
     steps, flops = totals.pop("steps"), totals.pop("flops")
@@ -88,7 +88,7 @@ def _costs(group: RunGroup) -> Row:
 
 
 def _costs_to_target(group: RunGroup) -> Row:
-    """Mean costs until the target was reached; none unless every evaluated seed reached it."""
+    """Columns of the mean costs until the target was reached; none unless every evaluated seed reached it."""
     target_costs = [cost for run in group.runs if (cost := run.costs_to(group.target.value)) is not None]
     complete_costs = target_costs if target_costs and len(target_costs) == len(group.headline_results) else []
     return {
@@ -100,14 +100,14 @@ def _costs_to_target(group: RunGroup) -> Row:
         "target_parameters": _mean(_both_ways(cost, "parameters") for cost in complete_costs),
         "target_flops": _mean(cost["flops"] for cost in complete_costs),
         "target_steps": _mean(cost["steps"] for cost in complete_costs),
-        # Evaluation is part of measuring, not of the method.
+        # Evaluation is part of measuring and not of the method.
         "target_seconds": _mean(sum(cost.get(kind, 0.0) for kind in WORK) for cost in complete_costs),
         "target_simulated_seconds": _mean(cost.get("simulated_seconds") for cost in complete_costs),
     }
 
 
 def _paper(group: RunGroup, accuracy: float | None) -> Row:
-    """Ranks at the end, the paper's numbers beside an accuracy, and runs that are not finished."""
+    """Columns of the ranks at the end, the paper's numbers beside an accuracy, and unfinished runs."""
     first_run, ranks = group.first, last_ranks(group)
     sections = ("accuracy", "communication", "parameters", "score")
     has_paper = any(first_run.section("reference", name) for name in sections)
@@ -125,7 +125,7 @@ def _paper(group: RunGroup, accuracy: float | None) -> Row:
 
 
 def _results(group: RunGroup, measure: Measure) -> Row:
-    """What a measure says about the headline of a group."""
+    """Columns of a measure of the headline of a group."""
     results = group.results(measure=measure)
     final, best = group.final(measure=measure), group.best_by_validation(measure=measure)
     means: Row = {
@@ -174,7 +174,7 @@ def _model_size(group: RunGroup, series: str | None, suffix: str) -> Row:
 
 
 def _reference_source(run: RunRecord) -> str:
-    """Where the paper's numbers are from, with those that no column can be compared with."""
+    """Name the source of the paper's numbers, with the numbers that no column can be compared with."""
     reference, scores = run.section("reference"), run.section("reference", "score")
     label = on_one_line(reference.get("label") or "the paper")
     numbers = {name: value for name, value in scores.items() if isinstance(value, (int, float))}
@@ -186,7 +186,7 @@ def _reference_source(run: RunRecord) -> str:
 
 
 def _reference(group: RunGroup, series: str | None, measured_accuracy: float | None, suffix: str) -> Row:
-    """The paper's numbers for a series, and how far ours is from its accuracy."""
+    """Columns of the paper's numbers for a series, and the distance of the measured accuracy from the paper's."""
     keys = [f"{group.method}.{series}"] if suffix else [group.method, f"{group.method}.{series}"]
     accuracy, parameters = (
         [
@@ -218,7 +218,7 @@ def _both_ways(costs: Mapping[str, float], name: str) -> float:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the finite values; integers stay integers where their mean is one."""
+    """Mean of the finite values; integers stay integers if their mean is one."""
     numbers = [value for value in values if value is not None and math.isfinite(value)]
     if numbers and all(isinstance(value, int) for value in numbers):
         total = sum(numbers)
@@ -227,6 +227,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _common(values: Iterable[int]) -> int | str | None:
-    """The value if all are equal, else all of them as text."""
+    """Common value if all are equal, otherwise all of them as text."""
     numbers = [int(value) for value in values]
     return numbers[0] if len(set(numbers)) == 1 else " ".join(map(str, numbers)) or None

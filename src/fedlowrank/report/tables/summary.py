@@ -1,4 +1,4 @@
-"""The table that a reader sees first: each result with its interval, and how it compares with the best."""
+"""Summary table that a reader sees first: each result with its interval, and its comparison with the best."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Cells = tuple[TableColumn, list[str]]
 
 
 def make_table(title: str, labels: Sequence[str], columns: Sequence[Cells]) -> TextTable:
-    """A table with one row a label."""
+    """Make a table with one row per label."""
     rows = zip(labels, *(cells for _, cells in columns), strict=True)
     return TextTable(title, ("method",), tuple(column for column, _ in columns), tuple(rows))
 
 
 def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequence[str]) -> TextTable:
-    """Result, that of the best round by validation, difference from the best, its p-value, and bytes of each group.
+    """Tabulate results at the last and best validated round, difference from the best, its p-value, and bytes of each group.
 
     Args:
-        frame: exact values, one row a group, in the order of ``labels``.
-        families: of all groups.
-        labels: how the rows are named.
+        frame: exact values, one row per group, in the order of ``labels``.
+        families: families of all groups.
+        labels: labels of the rows.
     """
     measures = list(dict.fromkeys(family.measure for family in families))
     unit = measures[0].unit if len(measures) == 1 else ""

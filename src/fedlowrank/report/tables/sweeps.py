@@ -16,7 +16,7 @@ from .text_table import TableColumn, TextTable
 
 
 def sweep_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
-    """One table for each set of settings that was varied together, over all experiments that varied them.
+    """Make one table for each set of settings that was varied together, over all experiments that varied them.
 
     Results that are not significantly worse than the best of their family are bold.
     """
@@ -84,14 +84,14 @@ def _sweep_table(
 
 
 def bold_note(is_one_method: bool) -> str:
-    """What bold means in a table of results."""
+    """Explain the meaning of bold in a table of results."""
     scope = " of all settings" if is_one_method else ""
     test = f"paired test, corrected p ≥ {ALPHA:.2g}"
     return f"Bold: the best mean{scope} and those not significantly worse ({test})."
 
 
 def shorten_names(keys: Sequence[str]) -> tuple[str, ...]:
-    """The last parts of settings' names, with as many parts before them as it takes to tell them apart."""
+    """Shorten settings' names to their last parts, with as many parts before them as are needed to distinguish them."""
     split_keys = [key.split(".") for key in keys]
     for length in range(1, max(map(len, split_keys), default=1) + 1):
         short_names = [".".join(key_parts[-length:]) for key_parts in split_keys]
@@ -105,7 +105,7 @@ def _setting(group: RunGroup) -> tuple[str, ...]:
 
 
 def _sort_settings(groups: Sequence[RunGroup]) -> list[tuple[str, ...]]:
-    """Settings by the first field, then the second, ...: numbers by size, others in the order given."""
+    """Sort settings by the first field, then the second, ...: numbers by size, others in the given order."""
     settings = {_setting(group): [value for _, value in group.vary] for group in groups}
     orders: list[dict[str, float]] = []
     for column in zip(*settings.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Tables of formatted text, and how Markdown and a terminal show them; the page has a template."""
+"""Tables of formatted text, with their forms in Markdown and in a terminal; the page has a template."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rich.text import Text
 from ...core.io.text import on_one_line
 
 TERMINAL = 80  # characters of a line in a terminal; a table that needs more continues in a further table
-LABEL = 24  # most characters of a label in a terminal; a longer one takes several lines
+LABEL = 24  # maximum characters of a label in a terminal; a longer one takes several lines
 
 
 class TableColumn(NamedTuple):
     """A column of a table."""
 
     title: str
-    unit: str = ""  # of the numbers; empty if each carries its own
-    note: str = ""  # what the title means, for a footnote; empty if it explains itself
+    unit: str = ""  # unit of the numbers; empty if each carries its own
+    note: str = ""  # explanation of the title for a footnote; empty if none is needed
     align: Literal["left", "right"] = "right"
-    is_wide: bool = False  # left out in a terminal where not all columns fit into one table
+    is_wide: bool = False  # whether a terminal leaves the column out if not all columns fit into one table
 
     @property
     def heading(self) -> str:
@@ -38,21 +38,21 @@ class TextTable:
 
     title: str
     fields: tuple[str, ...]  # headings of the first columns, which name a row
-    columns: tuple[TableColumn, ...]  # the others
-    rows: tuple[tuple[str, ...], ...]  # cells, those of the fields first
-    note: str = ""  # what a reader has to know
-    experiments: int = 1  # how many the table joins
-    bold: frozenset[tuple[int, int]] = frozenset()  # row and column of the cells in bold, fields counted
-    bold_note: str = ""  # what bold means
+    columns: tuple[TableColumn, ...]  # the other columns
+    rows: tuple[tuple[str, ...], ...]  # cells of the rows, those of the fields first
+    note: str = ""  # remark that a reader has to know
+    experiments: int = 1  # number of experiments that the table joins
+    bold: frozenset[tuple[int, int]] = frozenset()  # row and column of the cells in bold, counting the fields
+    bold_note: str = ""  # meaning of bold
 
 
 def escape_markdown(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape text so that Markdown shows it unchanged."""
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", on_one_line(text)).replace("<", "&lt;").replace(">", "&gt;")
 
 
 def to_markdown(table: TextTable) -> str:
-    """The table as Markdown, with its title above and its note below."""
+    """Format the table as Markdown, with its title above and its note below."""
     headings = [*table.fields, *(column.heading for column in table.columns)]
     rules = [":---"] * len(table.fields) + ["---:" if c.align == "right" else ":---" for c in table.columns]
     rows = [[_markdown_cell(table, y, x) for x in range(len(row))] for y, row in enumerate(table.rows)]
@@ -69,7 +69,7 @@ def _markdown_cell(table: TextTable, row: int, column: int) -> str:
 
 
 def to_rich(table: TextTable) -> Iterator[Table | Text]:
-    """As many tables as the width of a terminal takes, each with the fields in front, then the note."""
+    """Yield as many tables as the width of a terminal requires, each with the fields in front, then the note."""
     for i, columns in enumerate(_split_columns(table)):
         title = Text(table.title + (", continued" if i else ""))
         rich_table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -85,7 +85,7 @@ def to_rich(table: TextTable) -> Iterator[Table | Text]:
             )  # fmt: skip
         cell_indices = [*range(len(table.fields)), *(len(table.fields) + index for index in columns)]
         for y, row in enumerate(table.rows):
-            # Text, not markup: a name in brackets must stay a name.
+            # Text and not markup, because a name in brackets must stay a name.
             rich_table.add_row(
                 *(Text(row[x], style="bold" if (y, x) in table.bold else "") for x in cell_indices)
             )
@@ -105,7 +105,7 @@ def _stack(column: TableColumn) -> str:
 
 
 def _split_columns(table: TextTable) -> Sequence[Sequence[int]]:
-    """Indices of the columns that stand in each table of a terminal."""
+    """Indices of the columns in each table of a terminal."""
     field_widths = [max(len(row[i]) for row in (table.fields, *table.rows)) for i in range(len(table.fields))]
     label_width = (
         sum(3 + width for width in field_widths) if table.note else max(10, min(LABEL, field_widths[0]))
@@ -120,7 +120,7 @@ def _split_columns(table: TextTable) -> Sequence[Sequence[int]]:
 
 
 def _pack_columns(table: TextTable, indices: Iterable[int], available_width: int) -> list[list[int]]:
-    """Columns of these indices, divided among tables of at most so many characters."""
+    """Divide columns of these indices among tables of at most ``available_width`` characters."""
     shares: list[list[int]] = []
     remaining_width = 0
     for index in indices:

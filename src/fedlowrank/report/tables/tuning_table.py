@@ -1,4 +1,4 @@
-"""The table of a grid search: every setting, its validation result and which one was chosen."""
+"""Tables of a grid search: every setting, its validation result and the chosen one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ VALIDATION_LOSS = Measure("loss", "validation loss", "Validation loss")
 def tuning_tables(
     settings: Mapping[str, Sequence[Setting]], best_settings: Mapping[str, Setting | None]
 ) -> list[TextTable]:
-    """A table for each method that was tuned.
+    """Make a table for each method that was tuned.
 
     Args:
-        settings: all settings of a method, with scores, by the method's title.
-        best_settings: the chosen one of them.
+        settings: all settings of each method, with scores, by the method's title.
+        best_settings: chosen setting of each method, by the method's title.
     """
     return [
         _table(title, method_settings, best_settings[title])
@@ -57,7 +57,7 @@ def _table(title: str, settings: Sequence[Setting], best_setting: Setting | None
 
 
 def tuning_measure(settings: Sequence[Setting]) -> Measure:
-    """What the settings of a method are judged by."""
+    """Choose the measure that the settings of a method are judged by."""
     return (
         VALIDATION_LOSS
         if any(score and score.is_loss for setting in settings for score in setting.scores)
@@ -66,7 +66,7 @@ def tuning_measure(settings: Sequence[Setting]) -> Measure:
 
 
 def tuning_csv(settings: Mapping[str, Sequence[Setting]], best_settings: Mapping[str, Setting | None]) -> str:
-    """All exact values, a row for each setting, as CSV; see :func:`tuning_tables` for the arguments."""
+    """Write all exact values as CSV, a row for each setting; see :func:`tuning_tables` for the arguments."""
     rows: list[dict[str, Any]] = []
     for title, method_settings in settings.items():
         for setting in method_settings:
@@ -94,6 +94,6 @@ def tuning_csv(settings: Mapping[str, Sequence[Setting]], best_settings: Mapping
 
 
 def tuning_markdown(tables: Sequence[TextTable], warnings: Sequence[str]) -> str:
-    """The tables as Markdown, with warnings first."""
+    """Format the tables as Markdown, with warnings first."""
     blocks = [f"> {escape_markdown(warning)}" for warning in warnings]
     return "\n\n".join([*blocks, *map(to_markdown, tables)]) + "\n"

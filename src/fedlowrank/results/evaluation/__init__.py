@@ -1,1 +1,1 @@
-"""How the models of clients are evaluated: models, their scores, and the results of these as a table."""
+"""Evaluation of the clients' models: models, their scores, and a table of the results."""

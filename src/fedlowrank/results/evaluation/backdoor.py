@@ -1,4 +1,4 @@
-"""How often a backdoor leads where its attacker wants."""
+"""Measures the success of a backdoor attack."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def backdoor_success(
     attack: Attack,
     model_of: Callable[[ClientInfo], LocalModel],
 ) -> float | None:
-    """Share of test examples of other classes that a model takes for the target with the trigger.
+    """Compute the share of test examples of other classes that models assign to the target class given the trigger.
 
     Args:
-        federation: holds the examples.
-        clients: whose models are looked at, commonly the honest ones.
-        attack: says the target.
-        model_of: the model of a client.
+        federation: federation that holds the examples.
+        clients: records of the clients whose models are tested, commonly the honest ones.
+        attack: settings of the attack, which name the target class.
+        model_of: function that maps a client to its model.
 
     Returns:
         The mean over the clients that have such examples; None if there are none.

@@ -1,4 +1,4 @@
-"""Evaluates the models of a cohort's clients: one call of the method makes them, and one pass scores the examples of all."""
+"""Evaluates the models of a cohort's clients: one call of the method makes all models, and one pass scores all examples."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from .pools import PoolCache, ScoringPool
 from .scoring import EXAMPLES_PER_LOSS_CALL, measure_scores, score_sets
 
 MAX_PADDING_FACTOR = 2
-"""How many times as many examples are scored as there are, where clients have fewer than others, before a cohort is divided."""
+"""Ratio of scored examples, including padding, to the clients' own, above which a cohort is divided."""
 
 
 class CohortEvaluation:
     """Evaluates clients whose states and messages have one form by one call of the method.
 
-    The first cohort of an architecture is compared with one of its clients alone.
+    The first cohort of an architecture is compared with one of its clients evaluated alone.
 
     Args:
-        pools: concatenates the sets of clients.
-        metrics: further ones by name.
+        pools: cache that concatenates the sets of clients.
+        metrics: further metrics by name.
 
     Attributes:
-        is_given_up: whether a cohort failed, so that clients are evaluated as in engines without cohorts from the next
-            call on.
+        is_given_up: whether a cohort failed, so that clients are evaluated as in engines without cohorts from the
+            next call on.
     """
 
     def __init__(self, pools: PoolCache, metrics: Mapping[str, Metric]) -> None:
         self._pools, self._metrics = pools, metrics
         self.is_given_up = False
-        # by architecture, whether a client has the same scores alone as in a cohort
+        # by architecture, whether a client has the same scores alone and in a cohort
         self._is_equal: dict[str, bool] = {}
 
     def evaluate(
         self, infos: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool
     ) -> tuple[list[ClientTable], dict[int, Trainer]]:
-        """Evaluate the clients that are in cohorts.
+        """Evaluate the clients that form cohorts.
 
         Args:
-            infos: of the clients.
-            round_models: makes their models.
-            is_trained: False before the first round, when models may be equal by chance.
+            infos: records of the clients.
+            round_models: factory of the clients' models.
+            is_trained: whether models are trained; False before the first round, when they may be equal by chance.
 
         Returns:
-            The tables of the cohorts, and the trainers of the clients that are in none, by client.
+            The tables of the cohorts, and the trainers of the clients that are in no cohort, by client.
         """
         downloads = Downloads(round_models.method, round_models.server)
         arguments = [
@@ -85,12 +85,12 @@ class CohortEvaluation:
     def _evaluate_cohort(
         self, cohort: Cohort, infos: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool
     ) -> ClientTable:
-        """Evaluate a cohort; if that fails, give up cohorts."""
+        """Evaluate a cohort, and give up cohorts if that fails."""
         cohort_infos = [infos[position] for position in cohort.positions]
         try:
             return self._measure_cohort(cohort, cohort_infos, round_models, is_trained)
         except (Exception, NoRuleError):
-            # an operation without a rule, or the method's own error, which a client alone raises
+            # an operation without a rule, or an error of the method, which a single client raises again
             self.is_given_up = True
             raise
 
@@ -114,7 +114,7 @@ class CohortEvaluation:
             }
             if is_known_equal is None:
                 is_equal = self._matches_single_client(infos, scores, pool, round_models)
-                # models that are not trained yet are compared again
+                # untrained models are compared again later
                 if not is_equal or is_trained:
                     self._is_equal[architecture] = is_equal
                 if not is_equal:
@@ -128,7 +128,7 @@ class CohortEvaluation:
         pool: ScoringPool,
         round_models: RoundModels,
     ) -> bool:
-        """Whether the scores of the last client that has examples are those that it gives alone."""
+        """Whether the last client that has examples gets the same scores when its model is evaluated alone."""
         counts = pool.count_examples(len(SPLITS))
         position = max(k for k, count in enumerate(counts) if count)
         end = sum(counts[: position + 1])
@@ -142,13 +142,13 @@ class CohortEvaluation:
 
 
 class CohortModels:
-    """The models that the clients of a cohort would use now, as tensors that are stacked.
+    """The current models of a cohort's clients, as stacked tensors.
 
     Args:
-        round_models: says the method, its task and its server.
-        infos: of the clients.
-        cohort: the clients with their states and messages.
-        pool: their sets of examples, one client after another.
+        round_models: factory of the models, with the method, its task and its server.
+        infos: records of the clients.
+        cohort: clients with their states and messages.
+        pool: sets of examples of the clients, one client after another.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class CohortModels:
         return LocalModel(self._client_model, self.model, self._key, self._server).predictors
 
     def sizes(self) -> list[ModelSize]:
-        """The size of each client's model."""
+        """Compute the size of each client's model."""
         client_count, all_series = len(self._infos), [*self.predictors()]
         parts = split_clients(dict(self._client_model.parts), client_count)
         routes = split_clients(self._client_model.routes, client_count)
@@ -184,16 +184,16 @@ class CohortModels:
         return sizes
 
     def score(self) -> dict[str, Tensor]:
-        """Scores of every series on the examples of all clients, one client after another.
+        """Compute the scores of every series on the examples of all clients, one client after another.
 
         Raises:
-            DifferingError: to divide the cohort into clients with 1, 2 to 3, 4 to 7, 8 to 15 ... examples, if most of what
-                would be scored is padding.
-            NoRuleError: if the scores are not one row an example, or padding does not pay.
+            DifferingError: to divide the cohort into clients with 1, 2 to 3, 4 to 7, 8 to 15 ... examples, if most of
+                the scored rows would be padding.
+            NoRuleError: if the scores are not one row for each example, or if padding does not pay.
         """
         counts = self._pool.count_examples(len(SPLITS))
         if len(counts) * max(counts) > MAX_PADDING_FACTOR * sum(counts):
-            # models that are parameters alone are scored together one after another, without padding
+            # models without functions are scored one after another, without padding
             model = self._client_model
             if not callable(model.params) and not any(map(callable, model.series.values())):
                 raise NoRuleError("clients with very different numbers of examples")
@@ -206,22 +206,22 @@ class CohortModels:
 
 
 def score_by_rows(predict: Predictor, inputs: Any, counts: Sequence[int]) -> Tensor:
-    """Scores by the models of K clients, each of its own examples.
+    """Compute scores by the models of K clients, each on its own examples.
 
     Args:
-        predict: takes inputs ``[K·b, ...]``, as many of each client.
-        inputs: of all examples, one client after another.
-        counts: examples of each client.
+        predict: predictor of inputs ``[K·b, ...]``, with b examples of each client.
+        inputs: inputs of all examples, one client after another.
+        counts: numbers of examples of the clients.
 
     Raises:
-        NoRuleError: if a score is not one row an example.
+        NoRuleError: if the scores are not one row for each example.
     """
     client_count, max_count, example_count = len(counts), max(counts), sum(counts)
     lengths = torch.tensor(counts, device=inputs.device)
     starts = lengths.cumsum(0) - lengths
     columns = torch.arange(max_count, device=inputs.device)
     is_own = columns < lengths[:, None]
-    # a client with fewer examples repeats its last one; one without any has another's, which is not used
+    # a client with fewer examples repeats its last one; a client without any has another's, which is not used
     row_indices = starts[:, None] + torch.minimum(columns, (lengths - 1).clamp(min=0)[:, None])
     row_indices = row_indices.clamp(max=example_count - 1)
     width = max(1, EXAMPLES_PER_LOSS_CALL // client_count)

@@ -1,4 +1,4 @@
-"""The results of clients as a table: one column for each number, series and split."""
+"""Tabulates the results of clients: one column for each number, series and split."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .scoring import SetResults
 
 
 class ModelSize(NamedTuple):
-    """Numbers of a client's model that are not about examples.
+    """Numbers of a client's model that do not depend on examples.
 
     Attributes:
-        parameters: parameter count of each series.
+        parameters: parameter count of the model of each series.
         routes: share of each cluster; empty for a method without clusters.
     """
 
@@ -24,11 +24,11 @@ class ModelSize(NamedTuple):
 
 
 def tabulate_models(models: Sequence[SharedModel], results: Mapping[str, SetResults]) -> ClientTable:
-    """The table of the clients of models.
+    """Tabulate the results of the clients of some models.
 
     Args:
-        models: with their clients.
-        results: of each series on the sets of one client after another.
+        models: models with the clients that use them.
+        results: results of each series on the sets of one client after another.
     """
     sizes: list[ModelSize] = []
     for model, clients in ((shared_model.model, shared_model.clients) for shared_model in models):
@@ -42,12 +42,12 @@ def tabulate_models(models: Sequence[SharedModel], results: Mapping[str, SetResu
 def tabulate_results(
     client_ids: list[int], results: Mapping[str, SetResults], sizes: Sequence[ModelSize]
 ) -> ClientTable:
-    """The table of clients, given their results and the sizes of their models.
+    """Tabulate the results of clients with the sizes of their models.
 
     Args:
-        client_ids: their identifiers.
-        results: of each series on the sets of one client after another.
-        sizes: of each client.
+        client_ids: identifiers of the clients.
+        results: results of each series on the sets of one client after another.
+        sizes: sizes of the clients' models.
     """
     values: dict[str, dict[str, list[float | None]]] = {
         ACCURACY: {
@@ -82,5 +82,5 @@ def tabulate_results(
 
 
 def _shorten(value: float | None) -> float | None:
-    """A loss or metric to six significant digits, of float32's seven: records stay small."""
+    """Round a loss or metric to six of float32's seven significant digits, which keeps records small."""
     return value if value is None else float(f"{value:.6g}")

@@ -23,28 +23,28 @@ from .pools import PoolCache, list_sets
 from .scoring import count_labels
 
 EXAMPLES_PER_WORK_ITEM = 4096
-"""Examples of the clients in one item of the work that an engine maps over."""
+"""Number of examples of the clients in one item of the work that an engine maps over."""
 
 _MAX_NAMED_CLIENTS = 5
-"""Clients that one warning names."""
+"""Maximum number of clients that one warning names."""
 
 logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Evaluates the models that clients would use now, those of clients that never took part included.
+    """Evaluates the models that clients would use now, including those of clients that never took part.
 
     An engine with cohorts evaluates clients of one form by one call of the method
     (:class:`.cohort_evaluation.CohortEvaluation`). All other models are evaluated by
     :class:`.model_evaluation.ModelEvaluation`.
 
     Args:
-        method: says how a client infers.
-        federation: the clients.
-        task: what is learnt.
-        engine: maps over items of clients; also executes what a method does to its model before it infers
-            (adaptation on *training* data).
-        metrics: besides accuracy and loss, by name.
+        method: method that defines how a client infers.
+        federation: clients and their data.
+        task: task that is learned.
+        engine: engine that maps over items of clients; it also executes the changes that a method makes to its model
+            before inference (adaptation on *training* data).
+        metrics: metrics besides accuracy and loss, by name.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Evaluator:
         self._models = ModelEvaluation(federation, self.pools, self.metrics)
         self._cohorts = CohortEvaluation(self.pools, self.metrics)
         self._examples = [len(data.val) + len(data.test) for data in federation.clients]
-        # identifiers of clients that were named by a warning
+        # identifiers of clients that a warning has named
         self._not_finite: set[int] = set()
-        # by client the labels of each split that count; None if each example has one
+        # for each client the number of labels of each split that count; None if each example has one
         self._labels: dict[int, list[int] | None] = {}
 
     def evaluate(
@@ -74,14 +74,14 @@ class Evaluator:
         clients: Sequence[ClientInfo] | None = None,
         is_trained: bool = True,
     ) -> ClientTable:
-        """Accuracy, loss, further metrics, size and shares of clusters of every client's model, and labels that count.
+        """Measure accuracy, loss, further metrics, size and cluster shares of every client's model, and count labels.
 
         Args:
-            server: its state after the round.
-            state_of: state of a client, fresh for one that never took part.
-            round: counted from 0.
-            clients: whom to evaluate; None for all.
-            is_trained: False before the first round, when models may be equal by chance.
+            server: state of the server after the round.
+            state_of: function that maps a client to its state, a fresh one if the client never took part.
+            round: index of the round, from 0.
+            clients: records of the clients to evaluate; None for all.
+            is_trained: whether models are trained; False before the first round, when they may be equal by chance.
         """
         round_models = RoundModels(
             self.method, self.federation, self.task, self.engine, server, state_of, round
@@ -98,7 +98,7 @@ class Evaluator:
     def _evaluate_item(
         self, round_models: RoundModels, is_trained: bool, infos: Sequence[ClientInfo]
     ) -> dict[str, Any]:
-        """Evaluate the clients of one item of work; returns their table as values of JSON."""
+        """Evaluate the clients of one item of work and return their table as JSON values."""
         if not self.engine.has_cohorts or self._cohorts.is_given_up or round_models.is_global:
             return self._models.evaluate(infos, round_models).to_dict()
         tables, trainers = self._cohorts.evaluate(infos, round_models, is_trained)
@@ -107,7 +107,7 @@ class Evaluator:
         return ClientTable.join(tables).to_dict()
 
     def _count_labels(self, client_ids: Sequence[int]) -> list[Column]:
-        """How many labels of each client count; nothing where these are the numbers of examples."""
+        """Count the labels of each client that count; empty if these are the numbers of examples."""
         for i in client_ids:
             if i not in self._labels:
                 data = self.federation.clients[i]
@@ -122,11 +122,11 @@ class Evaluator:
         ]
 
     def _examples_of(self, client_id: int) -> list[int]:
-        """Number of examples of each split of a client."""
+        """Numbers of examples of a client, one for each split."""
         return [len(examples) for examples in list_sets(self.federation.clients[client_id])]
 
     def _warn_of_not_finite(self, table: ClientTable) -> None:
-        """Name once each client whose loss is not finite."""
+        """Warn once of each client whose loss is not finite."""
         descriptions: dict[int, str] = {}
         for column in table.columns:
             for client_id, loss in zip(table.client_ids, column.values, strict=True):
@@ -150,7 +150,7 @@ class Evaluator:
             )
 
     def _divide_work(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
-        """Consecutive clients with about EXAMPLES_PER_WORK_ITEM examples together; the same for every engine."""
+        """Group consecutive clients with about EXAMPLES_PER_WORK_ITEM examples together, alike for every engine."""
         work_items: list[list[ClientInfo]] = []
         example_count = EXAMPLES_PER_WORK_ITEM
         for info in infos:

@@ -25,13 +25,13 @@ from ...training.kept_optimizers import split_optimizers
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The model of one client, with what its use needs.
+    """The model of one client, with the objects that its use needs.
 
     Attributes:
-        client_model: as the method gives it.
-        model: the client's architecture, with its own buffers and normalization statistics.
-        key: randomness of inference.
-        server: parameters of the server's own model, where it is not what clients are sent.
+        client_model: model as the method defines it.
+        model: architecture of the client, with its own buffers and normalization statistics.
+        key: key of the randomness of inference.
+        server: parameters of the server's own model, if clients are sent something else.
     """
 
     client_model: ClientModel
@@ -49,7 +49,7 @@ class LocalModel:
 
     @property
     def is_computed(self) -> bool:
-        """Whether a function of the method computes scores or parameters in every use."""
+        """Whether a function of the method computes scores or parameters at every use."""
         client_model = self.client_model
         return any(map(callable, client_model.series.values())) or (
             callable(client_model.params) and not client_model.series
@@ -57,8 +57,8 @@ class LocalModel:
 
     @property
     def identity(self) -> Any:
-        """Equal for clients with the same tensors in the same module; None if a function gives them."""
-        # what a function computes lies in other memory each time
+        """Key that is equal for clients with the same tensors in the same module; None if a function computes the tensors."""
+        # a function returns tensors at another memory address each time
         if self.is_computed:
             return None
         tensors = [
@@ -78,7 +78,7 @@ class LocalModel:
 
     @property
     def parts(self) -> Mapping[str, ModelSum]:
-        """The parts of each series whose model takes fewer numbers than its weights."""
+        """Parts of each series whose model has fewer numbers in its parts than in its weights."""
         return self.client_model.parts
 
     @property
@@ -88,16 +88,16 @@ class LocalModel:
         return None if shares is None else [float(f"{p:.4f}") for p in shares.tolist()]
 
     def personal(self) -> Params:
-        """Parameters of the whole model, with the client's own statistics of batch normalizations."""
+        """Get the parameters of the whole model, with the client's own statistics of batch normalizations."""
         return self.model.inference_params(self.client_model.whole())
 
     def is_one_model(self, x: Any) -> bool:
-        """Whether the parameters of :meth:`personal` give the scores that the client infers by.
+        """Whether the parameters of :meth:`personal` give the scores of the client's inference.
 
-        They do not where it infers by several models, as an ensemble does.
+        They do not if the client infers by several models, such as an ensemble.
 
         Args:
-            x: a few inputs.
+            x: inputs of a few examples.
         """
         if not callable(next(iter(self.client_model.series.values()), None)):
             return True
@@ -112,7 +112,7 @@ class LocalModel:
         )
 
     def count_parameters(self, series: str) -> int:
-        """Parameter count of the model of a series."""
+        """Count the parameters of the model of a series."""
         return (
             count_parameters(self.parts[series], self.model.initial)
             if series in self.parts
@@ -133,20 +133,20 @@ def make_local_model(
     download: Any = None,
     trainer: Trainer | None = None,
 ) -> LocalModel:
-    """The model that a client would use now.
+    """Make the model that a client would use now.
 
     Args:
-        method: says which.
-        federation: the clients.
-        task: what is learnt.
-        engine: executes what a method does to its model before it infers, such as adaptation on *training*
-            data.
-        state: of the client.
-        info: who it is.
-        round: counted from 0.
-        server: state of the server, where it is known here.
-        download: what the client was sent, where the server is elsewhere.
-        trainer: executes what the method asks of the client's data; None for the engine's way.
+        method: method that defines the model.
+        federation: clients and their data.
+        task: task that is learned.
+        engine: engine that executes the changes that a method makes to its model before inference, such as adaptation
+            on *training* data.
+        state: state of the client.
+        info: record of the client.
+        round: index of the round, from 0.
+        server: state of the server, if it is known here.
+        download: message that the client was sent, if the server is elsewhere.
+        trainer: trainer that executes the method's requests for the client's data; None for the engine's own.
     """
     engine_trainer = engine.trainer(method, federation, round, info)
     is_server_known = server is not None or download is None
@@ -165,14 +165,15 @@ class RoundModels:
     """Makes the models that clients would use after a round.
 
     Attributes:
-        method: says which.
-        federation: the clients.
-        task: what is learnt.
-        engine: executes what a method does to its model before it infers.
+        method: method that defines the models.
+        federation: clients and their data.
+        task: task that is learned.
+        engine: engine that executes the changes that a method makes to its model before inference.
         server: state of the server after the round.
-        state_of: state of a client, fresh for one that never took part.
-        round: counted from 0.
-        trainers: by client, what executes the method's requests for data of the client; without one the engine's way.
+        state_of: function that maps a client to its state, a fresh one if the client never took part.
+        round: index of the round, from 0.
+        trainers: trainers by client, which execute the method's requests for the client's data; by default the
+            engine's own.
     """
 
     method: AnyMethod
@@ -185,7 +186,7 @@ class RoundModels:
     trainers: Mapping[int, Trainer] = field(default_factory=dict)
 
     def make(self, info: ClientInfo) -> LocalModel:
-        """The model of a client."""
+        """Make the model of a client."""
         return make_local_model(
             self.method,
             self.federation,
@@ -200,21 +201,21 @@ class RoundModels:
 
     @property
     def is_global(self) -> bool:
-        """Whether all clients use the server's own model as it is."""
+        """Whether all clients use the server's own model unchanged."""
         models = self.task.architectures.values()
         return self.method.one_model and not any(model.buffers or model.couples for model in models)
 
 
 @dataclass(frozen=True)
 class SharedModel:
-    """A model, and the clients that use it."""
+    """A model with the clients that use it."""
 
     model: LocalModel
     clients: list[ClientInfo]
 
 
 def share_models(infos: Sequence[ClientInfo], round_models: RoundModels) -> list[SharedModel]:
-    """The models of clients; those that are the same tensors are one."""
+    """Make the models of clients; clients with the same tensors share one model."""
     models_by_key: dict[Any, SharedModel] = {}
     is_global = round_models.is_global
     for info in infos:

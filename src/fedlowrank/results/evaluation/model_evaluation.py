@@ -1,4 +1,4 @@
-"""Evaluates models: in one pass where they have one module, and client by client otherwise."""
+"""Evaluates models in one pass if they share a module, and client by client otherwise."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ logger = logging.getLogger(__name__)
 class ModelEvaluation:
     """Evaluates the models of clients.
 
-    Models that are the same tensors, and models that are parameters of one module of standard layers, are scored in one pass
-    over the concatenated sets of their clients. The first pass of a module is compared with the results of one
-    client alone. A module that mixes the examples of a batch, or draws random numbers, is scored client by client.
+    Models that are the same tensors, and models that are parameters of one module of standard layers, are scored in
+    one pass over the concatenated sets of their clients. The first pass of a module is compared with the results of
+    one client evaluated alone. A module that mixes the examples of a batch or draws random numbers is scored client
+    by client.
 
     Args:
-        federation: has the clients.
-        pools: concatenates the sets of clients.
-        metrics: further ones by name.
+        federation: clients and their data.
+        pools: cache that concatenates the sets of clients.
+        metrics: further metrics by name.
     """
 
     def __init__(self, federation: Federation, pools: PoolCache, metrics: Mapping[str, Metric]) -> None:
         self._federation, self._pools, self._metrics = federation, pools, metrics
-        # by name of a module, whether the scores of an example depend on this example alone
+        # by name of a module, whether the scores of an example depend only on this example
         self._is_separable: dict[str, bool] = {}
 
     def evaluate(self, infos: Sequence[ClientInfo], round_models: RoundModels) -> ClientTable:
         """Evaluate the models of clients.
 
         Args:
-            infos: of the clients.
-            round_models: makes their models.
+            infos: records of the clients.
+            round_models: factory of the clients' models.
         """
         tables: list[ClientTable] = []
         for module_models in group_by_module(share_models(infos, round_models)):
@@ -63,10 +64,10 @@ class ModelEvaluation:
         return ClientTable.join(tables)
 
     def _measure_in_one_pass(self, models: Sequence[SharedModel]) -> dict[str, SetResults] | None:
-        """Results of models of one module on the sets of their clients, by series.
+        """Measure the models of one module on the sets of their clients, by series.
 
         Returns:
-            Them, or None where clients must be evaluated one by one.
+            The results, or None if clients must be evaluated one by one.
         """
         module = models[0].model.model
         has_one_client = len(models) == len(models[0].clients) == 1
@@ -85,10 +86,10 @@ class ModelEvaluation:
     def _measure_with_check(
         self, models: Sequence[SharedModel], pool: ScoringPool
     ) -> dict[str, SetResults] | None:
-        """Results by a module; None if it mixes the examples of a batch or draws random numbers.
+        """Measure by a module; None if it mixes the examples of a batch or draws random numbers.
 
-        Whether it does is found by comparing the mean losses of the first client that has examples with those of this
-        client alone.
+        The check compares the mean losses of the first client that has examples with those of this client evaluated
+        alone.
         """
         clients_with_models = [
             (shared_model.model, info.id) for shared_model in models for info in shared_model.clients
@@ -121,7 +122,7 @@ class ModelEvaluation:
     def _evaluate_one_by_one(
         self, models: Sequence[SharedModel], round_models: RoundModels
     ) -> list[ClientTable]:
-        """Evaluate each client by itself, each with a model of its own."""
+        """Evaluate the clients one by one, each with a model of its own."""
         tables = []
         for shared_model in models:
             for info in shared_model.clients:
@@ -142,13 +143,13 @@ def evaluate_client(
     """Evaluate the model of one client on its own examples.
 
     Args:
-        model: of the client.
-        info: who it is.
-        data: its examples.
-        metrics: further ones by name.
-        loss: of the task.
+        model: model of the client.
+        info: record of the client.
+        data: examples of the client.
+        metrics: further metrics by name.
+        loss: loss of the task.
     """
-    # a layer that is not standard may draw random numbers in evaluation, too
+    # a nonstandard layer may draw random numbers in evaluation, too
     generators = (
         contextlib.nullcontext()
         if model.model.is_standard
@@ -163,9 +164,9 @@ def evaluate_client(
 
 
 def group_by_module(models: Sequence[SharedModel]) -> list[list[SharedModel]]:
-    """The models that may be scored in one pass, as groups.
+    """Group the models that may be scored in one pass.
 
-    A function of the method, and a user's module, is called for one model at a time.
+    A function of the method and a user's module are called for one model at a time.
     """
     modules = {id(shared_model.model.model): shared_model.model.model for shared_model in models}
     is_standard = {i: module.is_standard for i, module in modules.items()}
@@ -181,7 +182,7 @@ def group_by_module(models: Sequence[SharedModel]) -> list[list[SharedModel]]:
 def _measure_models(
     models: Sequence[SharedModel], pool: ScoringPool, metrics: Mapping[str, Metric]
 ) -> dict[str, SetResults]:
-    """Results of models on the sets of their clients, by series."""
+    """Compute the results of models on the sets of their clients, by series."""
     predictors = [
         (shared_model.model.predictors, len(SPLITS) * len(shared_model.clients)) for shared_model in models
     ]

@@ -17,23 +17,23 @@ from ...training.local_data import channels_last, chunk_size
 from ..client_numbers import SPLITS
 
 MAX_CACHED_BYTES = 1 << 30
-"""Bytes of concatenated inputs that are kept from one evaluation to the next."""
+"""Maximum bytes of concatenated inputs that are kept from one evaluation to the next."""
 
 
 class ScoringPool:
     """Sets of examples that are scored in one pass.
 
     Args:
-        sets: the sets.
-        all_examples: the examples of all sets, one after another; None to go through set by set.
-        one_batch_each: whether each set is one batch; only where they are gone through set by set.
-        loss: of the task.
-        vocabulary: of a language model; see :func:`fedlowrank.training.local_data.chunk_size`.
+        sets: sets of examples.
+        all_examples: examples of all sets, one after another; None to score set by set.
+        one_batch_each: whether each set is one batch; only used if the sets are scored set by set.
+        loss: loss of the task.
+        vocabulary: vocabulary size of a language model; see :func:`fedlowrank.training.local_data.chunk_size`.
 
     Attributes:
-        lengths: number of examples of each set.
-        passes: the examples, as they are gone through: all sets as one, or the sets that are not empty.
-        bytes: of the concatenated inputs.
+        lengths: numbers of examples of the sets.
+        passes: examples of each scoring pass: all sets as one, or each set that is not empty.
+        bytes: size of the concatenated inputs in bytes.
     """
 
     def __init__(
@@ -52,24 +52,24 @@ class ScoringPool:
         self.bytes = 0 if all_examples is None else all_examples.inputs.nbytes  # type: ignore[union-attr]  # one tensor
 
     def count_examples(self, set_count: int) -> list[int]:
-        """Number of examples of each client, given the number of sets that every client has."""
+        """Count the examples of each client, given the number of sets that every client has."""
         return [sum(self.lengths[k : k + set_count]) for k in range(0, len(self.lengths), set_count)]
 
 
 def list_sets(data: ClientData) -> list[Examples]:
-    """The sets on which a client is evaluated, one for each of :data:`SPLITS`."""
+    """List the sets on which a client is evaluated, one for each of :data:`SPLITS`."""
     return [getattr(data, split) for split in SPLITS]
 
 
 def make_pool(model: EngineModel, sets: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
-    """Sets of examples, each of them one batch if the model mixes the examples of a batch."""
+    """Make a pool of sets, each of them one batch if the model mixes the examples of a batch."""
     is_long = any(len(examples) > chunk_size(examples, model.vocabulary) for examples in sets)
     mixes = is_long and mixes_examples(model)
     return ScoringPool(sets, one_batch_each=mixes, loss=loss, vocabulary=model.vocabulary)
 
 
 def concatenate_sets(sets: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool | None:
-    """Sets of examples as one, in the fastest memory layout; None where inputs are not tensors of one form."""
+    """Concatenate sets of examples, in the fastest memory layout; None if inputs are not tensors of one form."""
     nonempty_sets = [examples for examples in sets if len(examples)]
     inputs: list[Any] = [examples.inputs for examples in nonempty_sets]
     if not nonempty_sets or any(isinstance(x, dict) for x in inputs):
@@ -83,13 +83,13 @@ def concatenate_sets(sets: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool
 
 
 class PoolCache:
-    """Concatenated sets of clients, kept from one evaluation to the next.
+    """Caches the concatenated sets of clients from one evaluation to the next.
 
     Args:
-        federation: has the clients.
+        federation: clients and their data.
 
     Attributes:
-        pools: of the last evaluation, by the identifiers of their clients.
+        pools: pools of the last evaluation, by the identifiers of their clients.
     """
 
     def __init__(self, federation: Federation) -> None:
@@ -99,7 +99,7 @@ class PoolCache:
 
     @contextlib.contextmanager
     def begin_evaluation(self) -> Iterator[None]:
-        """Keep those pools of the evaluation before that are used in this block."""
+        """Keep only those pools of the previous evaluation that are used in this block."""
         self.pools, self._earlier = {}, self.pools
         try:
             yield
@@ -107,7 +107,7 @@ class PoolCache:
             self._earlier = {}
 
     def concatenate(self, client_ids: Sequence[int]) -> ScoringPool | None:
-        """The sets of clients, one client after another; None where inputs cannot be concatenated."""
+        """Concatenate the sets of clients, one client after another; None if inputs cannot be concatenated."""
         key = tuple(client_ids)
         pool = self._earlier.pop(key, None)
         if pool is None:
@@ -118,6 +118,6 @@ class PoolCache:
         return pool
 
     def make_single(self, client_id: int) -> ScoringPool:
-        """The sets of one client, which are scored set by set."""
+        """Make a pool of the sets of one client, which are scored set by set."""
         data = self._federation.clients[client_id]
         return ScoringPool(list_sets(data), loss=self._federation.loss)

@@ -1,7 +1,7 @@
-"""Scores of models, and the results that follow from them on each set of examples.
+"""Computes scores of models, and the results on each set of examples.
 
-*Scores* are the outputs of a model, ``[n, classes]`` of n examples. *Results* of a set are the accuracy and the mean loss, which
-are quotients of :class:`ExampleSums`, and further metrics. They are computed in one pass over all sets.
+*Scores* are the outputs of a model, ``[n, classes]`` for n examples. *Results* of a set are the accuracy and the mean
+loss, which are quotients of :class:`ExampleSums`, and further metrics. They are computed in one pass over all sets.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..client_numbers import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
 from .pools import ScoringPool
 
 EXAMPLES_PER_LOSS_CALL = 4096
-"""Examples whose losses are computed in one call."""
+"""Number of examples whose losses are computed in one call."""
 
 MAX_SMALL_INPUT = 1024
-"""Numbers of an input up to which twice as many examples are scored at once: fewer calls of layers."""
+"""Maximum numbers in an input for which twice as many examples are scored at once, with fewer calls of layers."""
 
 MIN_ADJACENT_CLASSES = 16
-"""Classes from which on a softmax over adjacent scores fills the vector registers of a CPU."""
+"""Minimum number of classes for which a softmax over adjacent scores fills the vector registers of a CPU."""
 
 
 N = TypeVar("N", Tensor, float)
@@ -45,13 +45,13 @@ N = TypeVar("N", Tensor, float)
 class ExampleSums(NamedTuple, Generic[N]):
     """Sums over the examples of a set: accuracy is ``correct / answers``, mean loss is ``loss / weight``.
 
-    Before they are added up, what each example adds, ``[n]``.
+    Before the sums are taken, the fields hold the terms of each example, ``[n]``.
 
     Attributes:
-        correct: correct answers.
-        answers: answers that count; 0 where there is no accuracy.
+        correct: number of correct answers.
+        answers: number of answers that count; 0 if there is no accuracy.
         loss: loss times ``weight``.
-        weight: of the example in the mean loss; 0 of a text in which no token is to be predicted.
+        weight: weight of the example in the mean loss; 0 for a text in which no token is to be predicted.
     """
 
     correct: N
@@ -65,13 +65,13 @@ class SetResults:
     """Results on several sets of examples, one value for each set; None for a set without examples.
 
     Attributes:
-        accuracy: share of examples whose highest score is that of their label. Of several labels an example, it is the
-            share of examples of which all labels are right; of a label for each pixel or token, the share of these; of
-            language models, the share of tokens that are predicted; of pairs of responses, the share of pairs whose
-            chosen response has the higher score. None for a regression, too.
-        loss: mean loss of the task; of language models the exponential of it is the perplexity.
-        metrics: further ones by name; None where one is not defined, too.
-        accuracy_name: name by which the accuracy is recorded. It is another one of language models that predict tokens or
+        accuracy: share of examples whose highest score is that of their label. With several labels for each example
+            it is the share of examples of which all labels are right; with a label for each pixel or token, the share
+            of these; for language models, the share of tokens that are predicted correctly; for pairs of responses,
+            the share of pairs whose chosen response has the higher score. Also None for a regression.
+        loss: mean loss of the task; the exponential of a language model's loss is its perplexity.
+        metrics: further metrics by name; also None where a metric is not defined.
+        accuracy_name: name by which the accuracy is recorded. It differs for language models that predict tokens or
             compare responses, because they are judged by their loss.
     """
 
@@ -82,19 +82,19 @@ class SetResults:
 
 
 def score_sets(predict: Predictor, pool: ScoringPool) -> Tensor:
-    """Scores of a predictor on all sets, at least one example together, ``[n, classes]`` or ``[n, d]``."""
+    """Compute the scores of a predictor on all sets, which hold at least one example, ``[n, classes]`` or ``[n, d]``."""
     return torch.cat([predict(batch.x) for _, batch in _batches([(predict, len(pool.lengths))], pool)])
 
 
 def measure_predictor(
     predict: Predictor, pool: ScoringPool, metrics: Mapping[str, Metric] | None = None
 ) -> SetResults:
-    """Results of a predictor on each set of a pool.
+    """Measure a predictor on each set of a pool.
 
     Args:
         predict: function from inputs to scores.
-        pool: the sets.
-        metrics: further ones by name; with any, the scores of the whole pool are kept in memory.
+        pool: sets of examples.
+        metrics: further metrics by name; with any, the scores of the whole pool are kept in memory.
     """
     return measure_predictors([(predict, len(pool.lengths))], pool, metrics)
 
@@ -104,12 +104,12 @@ def measure_predictors(
     pool: ScoringPool,
     metrics: Mapping[str, Metric] | None = None,
 ) -> SetResults:
-    """Results of several predictors, each on the next sets of a pool.
+    """Measure several predictors, each on the next sets of a pool.
 
     Args:
-        predictors: each with the number of its sets; more than one needs a pool that is concatenated.
-        pool: the sets.
-        metrics: as of :func:`measure_predictor`.
+        predictors: predictors with the numbers of their sets; more than one needs a concatenated pool.
+        pool: sets of examples.
+        metrics: further metrics by name, see :func:`measure_predictor`.
     """
     scored_batches = ((predict(batch.x), batch.y) for predict, batch in _batches(predictors, pool))
     return measure_scores(scored_batches, pool, metrics)
@@ -120,12 +120,12 @@ def measure_scores(
     pool: ScoringPool,
     metrics: Mapping[str, Metric] | None = None,
 ) -> SetResults:
-    """Results of scores on each set of a pool.
+    """Measure scores on each set of a pool.
 
     Args:
         scored_batches: scores and labels of the examples of all sets, one after another, in parts of any size.
-        pool: the sets.
-        metrics: as of :func:`measure_predictor`.
+        pool: sets of examples.
+        metrics: further metrics by name, see :func:`measure_predictor`.
     """
     if not pool.passes:
         missing_values: list[float | None] = [None] * len(pool.lengths)
@@ -133,13 +133,13 @@ def measure_scores(
     terms: list[Tensor] = []
     entries: list[tuple[Tensor, Tensor, Tensor]] = []
     for scores, labels in _join_parts(scored_batches):
-        # one tensor [n, 4], in the order of the fields
+        # one tensor [n, 4], with columns in the order of the fields
         terms.append(torch.stack(_sum_terms(scores, Batch(None, labels, loss=pool.loss)), 1))
         if metrics:
             entries.append(labeled_entries(scores, labels, pool.loss))
     terms_of_examples = torch.cat(terms)
     lengths = torch.tensor(pool.lengths, device=terms_of_examples.device)
-    # numbers stay on the device until this one read
+    # the only host synchronization: numbers stay on the device until here
     totals = torch.segment_reduce(terms_of_examples, "sum", lengths=lengths).tolist()
     sums: list[ExampleSums[float]] = [ExampleSums(*total) for total in totals]
     return SetResults(
@@ -151,7 +151,7 @@ def measure_scores(
 
 
 def _join_parts(scored_batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores and labels in parts of at least EXAMPLES_PER_LOSS_CALL examples, but for the last one."""
+    """Join scores and labels into parts of at least EXAMPLES_PER_LOSS_CALL examples, except for the last one."""
     scores: list[Tensor] = []
     labels: list[Tensor] = []
     count = 0
@@ -159,7 +159,7 @@ def _join_parts(scored_batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tup
         scores.append(batch_scores)
         labels.append(targets)
         count += len(targets)
-        # texts are as wide as their batch, and scores of pixels are many
+        # texts are as wide as their batch, and pixels have many scores
         if count >= EXAMPLES_PER_LOSS_CALL or batch_scores.ndim > 2:
             yield torch.cat(scores), torch.cat(labels)
             scores, labels, count = [], [], 0
@@ -178,10 +178,10 @@ def _name_accuracy(pool: ScoringPool) -> str:
 def _compute_metrics(
     entries: Sequence[tuple[Tensor, Tensor, Tensor]], lengths: Sequence[int], metrics: Mapping[str, Metric]
 ) -> dict[str, list[float | None]]:
-    """Metrics of each set, given the scores and labels of all sets, one after another."""
+    """Compute the metrics of each set from the scores and labels of all sets, one after another."""
     scores, labels, counts = (torch.cat(arrays).cpu() for arrays in zip(*entries, strict=True))
     boundaries = np.append(0, np.cumsum(counts.numpy()))[np.cumsum(lengths)[:-1]]
-    # exact, and NumPy knows no bfloat16
+    # float64 is exact, and NumPy has no bfloat16
     arrays = np.split(scores.double().numpy(), boundaries), np.split(labels.numpy(), boundaries)
     return {
         name: [
@@ -195,7 +195,7 @@ def _compute_metrics(
 def _batches(
     predictors: Sequence[tuple[Predictor, int]], pool: ScoringPool
 ) -> Iterator[tuple[Predictor, Batch]]:
-    """The examples of a pool in their order, each batch with its predictor."""
+    """Yield the examples of a pool in order, each batch with its predictor."""
     lengths = iter(pool.lengths)
     counts = [(predict, sum(itertools.islice(lengths, set_count))) for predict, set_count in predictors]
     for examples in pool.passes:
@@ -214,10 +214,10 @@ def _batches(
 
 
 def count_labels(examples: Examples, loss: Loss) -> int:
-    """Number of labels over which the accuracy and the loss of a set are means; without labels that of examples.
+    """Count the labels over which the accuracy and the loss of a set are means, or the examples if there are no labels.
 
-    Of a label for each pixel or token these are all that count (``loss.ignore_index``), of language models the tokens
-    that are predicted.
+    With a label for each pixel or token, these are all labels that count (``loss.ignore_index``); for language
+    models, the tokens that are predicted.
     """
     y = examples.y
     if loss.compares_texts or (y.ndim == 1 and loss.kind == "auto"):
@@ -230,16 +230,16 @@ def count_labels(examples: Examples, loss: Loss) -> int:
 
 
 def labeled_entries(scores: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores and labels for metrics, one row for each label that counts, and the number of rows of each example.
+    """Get scores and labels for metrics, one row for each label that counts, and the number of rows of each example.
 
     Args:
-        scores: of some examples.
-        y: their targets.
-        loss: of the task; a function of the user's own gets all labels.
+        scores: scores of some examples.
+        y: targets of the examples.
+        loss: loss of the task; a function of the user's own gets all labels.
 
     Returns:
-        ``[rows, classes]``, ``[rows]`` and ``[b]``; of pixels with real targets ``[rows, 1]`` twice. Scores and
-        targets of one row an example are as they came.
+        Tensors ``[rows, classes]``, ``[rows]`` and ``[b]``; for pixels with real targets ``[rows, 1]`` twice. Scores
+        and targets with one row for each example are returned unchanged.
     """
     row_counts = torch.ones(len(y), dtype=torch.int64, device=y.device)
     if y.is_floating_point():
@@ -258,7 +258,7 @@ def labeled_entries(scores: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tens
 
 
 def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
-    """What each example adds to the sums of its set, float64 ``[n]``."""
+    """Compute the terms of each example in the sums of its set, float64 ``[n]``."""
     y, loss = batch.y, batch.loss
     losses, weights = _each_loss(scores, batch), batch.weights
     ones = torch.ones_like(losses)
@@ -273,7 +273,7 @@ def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
     elif weights is not None:
         correct_counts, answer_counts = (scores[:, :-1].argmax(-1) == y[:, 1:]).sum(1), weights
     elif scores.ndim != y.ndim + 1 or (loss.is_custom and scores.shape[class_axis(scores)] < 2):
-        # a function of the user's own alone knows what the scores mean
+        # only a function of the user's own knows the meaning of the scores
         correct_counts, answer_counts = ones, torch.zeros_like(losses)
     else:
         mask = y != loss.ignore_index
@@ -284,15 +284,16 @@ def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
     count, weight = (ones, ones) if weights is None else (weights, weights)
     if (class_weights := loss.weigh(y)) is not None:
         count, weight = class_weights
-    # of scores with a NaN, argmax gives the place of the NaN
+    # argmax of scores with a NaN gives the index of the NaN
     correct_counts = torch.where(losses.isnan(), 0.0, correct_counts.double())
     return ExampleSums(correct_counts, answer_counts.double(), losses.double() * count, weight.double())
 
 
 def _right_entries(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Right answers of each example, and how many there are.
+    """Count the right answers and all answers of each example.
 
-    Of several labels an example one, all of them; of real targets of pixels one for each pixel.
+    An example with several labels has one answer, which is right if all of them are; pixels with real targets have
+    one each.
     """
     is_right = (scores > 0) == (y > 0.5)
     if y.ndim == 2:
@@ -301,10 +302,10 @@ def _right_entries(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _each_loss(scores: Tensor, batch: Batch) -> Tensor:
-    """The loss of each example; with few classes softmax is faster over adjacent scores of a class."""
+    """Compute the loss of each example; with few classes softmax is faster over adjacent scores of a class."""
     y = batch.y
     if batch.loss.is_custom:
-        # what a function of the user's own does to its arguments in place is its own affair
+        # clones, because a function of the user's own may change its arguments in place
         return example_losses(scores.clone(), replace(batch, y=y.clone()))
     if batch.loss != AUTO or y.ndim > 1 or scores.shape[1] >= MIN_ADJACENT_CLASSES or len(y) < MAX_CHUNK:
         return example_losses(scores, batch)
@@ -313,7 +314,7 @@ def _each_loss(scores: Tensor, batch: Batch) -> Tensor:
 
 
 def _slice(examples: Examples, start: int, stop: int) -> Batch:
-    """Consecutive examples; texts without needless padding, other inputs without a copy."""
+    """Slice consecutive examples; texts without needless padding, other inputs without a copy."""
     if isinstance(examples.x, dict):
         return gather(examples, torch.arange(start, stop, device=examples.y.device))
     return Batch(channels_last(examples.x[start:stop]), examples.y[start:stop])

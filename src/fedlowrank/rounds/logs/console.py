@@ -1,4 +1,4 @@
-"""The console on which commands print; the text of users is never taken for markup."""
+"""The console on which commands print; it never reads markup in the text of users."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from rich.console import Console
 
 
 class _Console(Console):
-    """A console that leaves a closed pipe to the command line."""
+    """A console that raises an error for a closed pipe, which the command line handles."""
 
     def on_broken_pipe(self) -> None:
-        """Instead of ending the process with an error."""
+        """Raise BrokenPipeError instead of ending the process."""
         raise BrokenPipeError
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is.
+    """Make a console that prints text unchanged.
 
-    Rich would else drop ``[language]`` as a style and print ``:key:`` as a picture, in tables and titles,
-    too.
+    Rich would otherwise drop ``[language]`` as a style and print ``:key:`` as a picture, also in tables and titles.
 
     Args:
-        stderr: print on the error stream.
+        stderr: whether to print on the error stream.
     """
     return _Console(stderr=stderr, markup=False, emoji=False)

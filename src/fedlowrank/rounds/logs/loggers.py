@@ -1,7 +1,7 @@
 """Logging while a run goes on: TensorBoard, Weights & Biases, MLflow.
 
-Each round's numbers (:func:`...results.scalars.list_scalars`) are written as soon as its record is complete. Logging reads
-records alone, so it never changes a result.
+The numbers of a round (:func:`...results.scalars.list_scalars`) are written as soon as its record is complete.
+Loggers read only records, so they never change a result.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ MODULES = {
     "wandb": ("Weights & Biases", "wandb"),
     "mlflow": ("MLflow", "mlflow"),
 }
-"""Title and module of each of ``run.log``."""
+"""Title and module of each logger that ``run.log`` may name."""
 
 IDENTIFIERS = "logging.json"
-"""File in a run folder: the identifiers by which Weights & Biases and MLflow know the run."""
+"""File in a run folder with the identifiers by which Weights & Biases and MLflow know the run."""
 
 
 def import_logger(name: str) -> Any:
-    """Import the module of one of ``run.log``.
+    """Import the module of a logger that ``run.log`` names.
 
     Raises:
-        ConfigError: if it is not installed; the message is the command that installs it.
+        ConfigError: if the module is not installed; the message gives the command that installs it.
     """
     title, path = MODULES[name]
     try:
         with warnings.catch_warnings():
-            # these libraries' own use of their dependencies
+            # warnings about these libraries' own use of their dependencies
             warnings.simplefilter("ignore")
             module = importlib.import_module(path)
     except ImportError as error:
@@ -50,7 +50,7 @@ def import_logger(name: str) -> Any:
             f"{title} is not installed ({error}). Install it with: pip install 'fedlowrank[{name}]'"
         ) from error
     if name == "mlflow":
-        # it reports every table that it makes
+        # MLflow reports every table that it makes
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
     return module
@@ -71,11 +71,11 @@ def check_loggers(names: Sequence[str], folder: Path | None) -> None:
 def make_loggers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]
 ) -> list[Logger]:
-    """The loggers of a run.
+    """Make the loggers of a run.
 
     Args:
-        names: of ``run.log``.
-        folder: of the run.
+        names: names of the loggers in ``run.log``.
+        folder: folder of the run.
         config: contents of ``run.json``.
         clients: contents of ``clients.json``.
     """
@@ -83,7 +83,7 @@ def make_loggers(
 
 
 def summary_writer(folder: Path, **options: Any) -> Any:
-    """A ``SummaryWriter`` of TensorBoard; raises ConfigError if it is not installed."""
+    """Make a ``SummaryWriter`` of TensorBoard; raises ConfigError if it is not installed."""
     module = import_logger("tensorboard")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,10 +91,10 @@ def summary_writer(folder: Path, **options: Any) -> Any:
 
 
 class Logger(Callback, ABC):
-    """Base of loggers: writes the numbers of each round, and after a resume those that are missing.
+    """Base class of loggers: writes the numbers of each round, and after a resume those that are missing.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         config: contents of ``run.json``.
         clients: contents of ``clients.json``.
     """
@@ -106,7 +106,7 @@ class Logger(Callback, ABC):
         self._bytes = 0
 
     def on_run_begin(self, records: Sequence[RoundRecord]) -> None:
-        """Open the target, and write what it lacks of the rounds before."""
+        """Open the target and write the earlier rounds that it lacks."""
         try:
             missing_rounds = self.open([record.round for record in records])
         except ConfigError:
@@ -127,15 +127,15 @@ class Logger(Callback, ABC):
 
     @abstractmethod
     def open(self, rounds: Sequence[int]) -> Collection[int]:
-        """Open the target of a run that has those rounds; returns the ones that it lacks."""
+        """Open the target of a run with these completed rounds; return the ones that the target lacks."""
 
     @abstractmethod
     def write(self, values: Mapping[str, float], round: int) -> None:
-        """Write numbers by tag."""
+        """Write the numbers of a round, by tag."""
 
     @abstractmethod
     def on_run_end(self, finished: bool) -> None:
-        """Close the target, if it was opened."""
+        """Close the target if it was opened."""
 
     def _scalars(self, record: RoundRecord) -> dict[str, float]:
         values = list_scalars(record, self.clients, self._bytes)
@@ -143,12 +143,12 @@ class Logger(Callback, ABC):
         return values
 
     def read_identifier(self) -> str | None:
-        """The identifier by which the target knows this run, or None for a new run."""
+        """Read the identifier by which the target knows this run; None for a new run."""
         identifier = self._identifiers().get(self.name)
         return None if identifier is None else str(identifier)
 
     def keep_identifier(self, identifier: str) -> None:
-        """Store the identifier in the run folder, so that a resumed run goes on where it was."""
+        """Store the identifier in the run folder, so that a resumed run logs to the same target."""
         write_sealed(self.folder / IDENTIFIERS, {**self._identifiers(), self.name: identifier})
 
     def _identifiers(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class TensorBoardLogger(Logger):
     _SUFFIX = ".fedlowrank"
 
     def open(self, rounds: Sequence[int]) -> Collection[int]:
-        """Write all rounds anew: rounds after the last checkpoint are done again and must not stand twice."""
+        """Write all rounds anew, because rounds after the last checkpoint are repeated and must not appear twice."""
         target = self.folder / "tensorboard"
         for old_file in target.glob(f"events.out.tfevents.*{self._SUFFIX}"):
             old_file.unlink()
@@ -174,7 +174,7 @@ class TensorBoardLogger(Logger):
         return rounds
 
     def write(self, values: Mapping[str, float], round: int) -> None:
-        """Write numbers by tag."""
+        """Write the numbers of a round, by tag."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, round)
         self._writer.flush()
@@ -187,12 +187,12 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """A run of Weights & Biases: project = name of the experiment, config = ``run.json``."""
+    """A run of Weights & Biases: its project is the name of the experiment, its config is ``run.json``."""
 
     name = "wandb"
 
     def open(self, rounds: Sequence[int]) -> Collection[int]:
-        """Start a run, or go on with the one that this folder began."""
+        """Start a run, or continue the run that this folder began."""
         wandb = import_logger("wandb")
         run_id = self.read_identifier()
         self._run = wandb.init(
@@ -204,28 +204,28 @@ class WandbLogger(Logger):
             settings=wandb.Settings(silent=True, console="off", reinit="create_new"),
         )
         self.keep_identifier(str(self._run.id))
-        # Weights & Biases ignores a step below its last one, and merges the last one
+        # Weights & Biases ignores steps before the last one and merges into the last one
         return rounds if run_id is None else rounds[-1:]
 
     def write(self, values: Mapping[str, float], round: int) -> None:
-        """Write numbers by tag."""
+        """Write the numbers of a round, by tag."""
         self._run.log(dict(values), step=round, commit=True)
 
     def on_run_end(self, finished: bool) -> None:
-        """Finish the run, as failed if it did not come to its end."""
+        """Finish the run, as failed if it did not reach its end."""
         if hasattr(self, "_run"):
             self._run.finish(exit_code=0 if finished else 1)
 
 
 class MlflowLogger(Logger):
-    """A run of MLflow: experiment = name of the experiment, parameters = method, run and varied settings."""
+    """A run of MLflow: its experiment has the experiment's name, its parameters are the method, run and varied settings."""
 
     name = "mlflow"
     _EVERY_ROUND = "bytes/total"
     _logged: Collection[int] = ()
 
     def open(self, rounds: Sequence[int]) -> Collection[int]:
-        """Create a run, or go on with the one that this folder began."""
+        """Create a run, or continue the run that this folder began."""
         mlflow = import_logger("mlflow")
         self._client = mlflow.MlflowClient()
         run_id = self.read_identifier()
@@ -250,7 +250,7 @@ class MlflowLogger(Logger):
         return rounds
 
     def write(self, values: Mapping[str, float], round: int) -> None:
-        """Write numbers by tag; a round that the interrupted run had logged is not logged twice."""
+        """Write the numbers of a round by tag, unless the interrupted run had logged them."""
         if round in self._logged:
             return
         entities = importlib.import_module("mlflow.entities")
@@ -265,7 +265,7 @@ class MlflowLogger(Logger):
 
 
 def _flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Settings of method and run as dotted names and texts; MLflow takes at most 6,000 characters of one."""
+    """List settings of method and run as dotted names and texts; MLflow takes at most 6,000 characters of a text."""
     method = config.get("method", {})
     settings = {"method": method.get("name", "")}
     tables = {"method": method.get("fields", {}), "run": config.get("run", {})}

@@ -1,4 +1,4 @@
-"""What a person is shown while work goes on: a progress bar, or lines where there is no terminal."""
+"""Progress of a run in the terminal: a progress bar, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .console import console
 CONSOLE = console(stderr=True)
 
 SECONDS_BETWEEN_LINES = 30.0
-"""Between two lines where there is no terminal, such as in a log file."""
+"""Seconds between two lines where there is no terminal, such as in a log file."""
 
 
 def run_label(config: Mapping[str, Any]) -> str:
-    """Name a run by its method, its seed and what was varied: ``pFedLoRA, seed 0, lr 0.1``.
+    """Name a run by its method, its seed and the varied settings: ``pFedLoRA, seed 0, lr 0.1``.
 
     Args:
         config: contents of ``run.json``.
@@ -44,24 +44,24 @@ def run_label(config: Mapping[str, Any]) -> str:
 
 
 def tell(text: str) -> None:
-    """Print on the error stream, beside a progress bar."""
+    """Print a text on the error stream, beside a progress bar."""
     print(text, file=sys.stderr)
 
 
 @contextmanager
 def bar(title: str, rounds: int, completed_rounds: int = 0) -> Iterator[Callable[[RoundRecord], None]]:
-    """A bar over the rounds of one run, with the mean test accuracy, or of a regression the test loss.
+    """Show a bar over the rounds of a run, with the mean test accuracy, or the test loss in a regression.
 
-    In Jupyter it is a widget. Where the error stream is no terminal, it is a plain line every 30 seconds and
-    after the last round.
+    In Jupyter the bar is a widget. Where the error stream is no terminal, a plain line is printed every 30 seconds
+    and after the last round.
 
     Args:
-        title: of the run.
-        rounds: in all.
-        completed_rounds: before a resumed run goes on.
+        title: title of the run.
+        rounds: number of rounds in all.
+        completed_rounds: number of rounds that were completed before a run is resumed.
 
     Yields:
-        A function to be called with every record.
+        A function to call with every record.
     """
     has_widgets = CONSOLE.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
     if CONSOLE.is_jupyter and not has_widgets:
@@ -89,7 +89,7 @@ def bar(title: str, rounds: int, completed_rounds: int = 0) -> Iterator[Callable
 
 
 def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
-    """A plain line every :data:`SECONDS_BETWEEN_LINES` and one at the end."""
+    """Print a plain line every :data:`SECONDS_BETWEEN_LINES` seconds and one at the end."""
     printed, line, result, last = time.monotonic(), "", "", ""
 
     def show(record: RoundRecord) -> None:
@@ -108,7 +108,7 @@ def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
 
 
 def describe_record(record: RoundRecord) -> str:
-    """Mean test accuracy or loss of a record and the privacy spent, as text; empty without evaluation."""
+    """Describe the mean test accuracy or loss of a record and the privacy spent; empty without evaluation."""
     accuracy, loss = record.mean(split="test"), record.mean(LOSS, split="test")
     privacy = record.server_metrics.get("privacy")
     privacy_text = "" if privacy is None else f", ε {privacy['epsilon']:.3g} at δ {privacy['delta']:g}"

@@ -1,1 +1,1 @@
-"""What a finished run gives: its result, predictions, exported models and representations."""
+"""Outcome of a finished run: its result, predictions, exported models and representations."""

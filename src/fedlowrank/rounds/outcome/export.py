@@ -1,4 +1,4 @@
-"""A client's model out of a run: a plain module, each layer in its cheapest form, and what that gains."""
+"""Exports a client's model from a run: a plain module, each layer in its cheapest form, and the savings."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from ...results.evaluation.local_model import LocalModel
 from ..run import Run
 
 LATENCY_BATCH_SIZE = 20
-"""Examples at once in the comparison of latency, as in FedSLR (Huang et al., arXiv:2302.11051, Table 9)."""
+"""Batch size of the comparison of latency, as in FedSLR (Huang et al., arXiv:2302.11051, Table 9)."""
 
 
 def export_model(
     run: Run, client: int | str, series: str | None = None, layout: Layout = "small"
 ) -> nn.Module:
-    """The model that a client infers by, as a module that needs nothing of this package's training.
+    """Export the model that a client infers by, as a module that needs none of this package's training code.
 
     Args:
-        run: where it stands now.
-        client: its number or name. One that never took part has the model it would begin with.
-        series: which of the method's models; by default its headline. Others only where the method says what
-            they are made of (:attr:`fedlowrank.core.contract.client_model.ClientModel.parts`).
-        layout: see :func:`fedlowrank.adapters.deployment.deploy`.
+        run: run in its current state.
+        client: number or name of the client. A client that never took part has the model it would begin with.
+        series: name of one of the method's models; by default its headline. Another one can be exported only if the
+            method says what it is made of (:attr:`fedlowrank.core.contract.client_model.ClientModel.parts`).
+        layout: form of the layers, see :func:`fedlowrank.adapters.deployment.deploy`.
 
     Raises:
-        ConfigError: if there is no such client or series, or the client infers by more than one model.
+        ConfigError: if there is no such client or series, or if the client infers by more than one model.
     """
     model, parts = _parts(run, client, series)
     return _deployed(model, parts, layout)
@@ -54,14 +54,14 @@ def export_model(
 
 @dataclass(frozen=True)
 class Gain:
-    """An exported model beside the dense one it equals.
+    """Savings of an exported model compared with the equal dense model.
 
     Attributes:
-        size: of the dense module and of the deployed one.
-        latency: CPU time of a call of each, of a batch of at most 20 test inputs of the client.
-        agreement: share of the client's test examples to which both give the same class.
-        difference: largest difference of a score.
-        file: bytes of the file.
+        size: sizes of the dense module and of the deployed one.
+        latency: CPU times of a call of each module on a batch of at most 20 test inputs of the client.
+        agreement: share of the client's test examples to which both modules give the same class.
+        difference: largest absolute difference of a score.
+        file: size of the file in bytes.
     """
 
     size: tuple[Size, Size]
@@ -75,15 +75,15 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     """Write a client's model to a file, read it back, and compare it with the dense module.
 
     Args:
-        run: see :func:`export_model`, as ``client``, ``series`` and ``layout``.
-        client: its identifier.
-        series: which model.
-        layout: of the deployed one.
-        path: of the file, for :func:`fedlowrank.adapters.deployment.load_deployed`.
-        repeats: timed calls.
+        run: run in its current state.
+        client: identifier of the client.
+        series: name of one of the method's models, see :func:`export_model`.
+        layout: form of the deployed layers, see :func:`export_model`.
+        path: path of the file, for :func:`fedlowrank.adapters.deployment.load_deployed`.
+        repeats: number of timed calls.
 
     Raises:
-        ConfigError: as :func:`export_model`.
+        ConfigError: if :func:`export_model` raises it.
         CheckpointError: if the file cannot be written.
     """
     model, parts = _parts(run, client, series)
@@ -110,7 +110,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
 
 
 def _parts(run: Run, client: int | str, series: str | None) -> tuple[EngineModel, tuple[Weights, ...]]:
-    """The architecture of a client's model, and what its weights are the sum of."""
+    """Get the architecture of a client's model and the parts that its weights are the sum of."""
     info = run.federation.client(client)
     model = run.local_model(info)
     headline = next(iter(model.predictors))
@@ -127,25 +127,25 @@ def _parts(run: Run, client: int | str, series: str | None) -> tuple[EngineModel
     if name in model.parts:
         first_part, *other_parts = model.parts[name]
         weights = sum_parts(model.parts[name], model.model.initial)
-        # statistics of batch normalizations and other buffers are of the client, and of no part
+        # statistics of batch normalizations and other buffers belong to the client and to no part
         client_buffers = {n: t for n, t in model.model.inference_params(weights).items() if n not in weights}
         return model.model, ({**first_part, **client_buffers}, *other_parts)
     params = single_model(run, info, model)
-    # with what is frozen, and with factors of the ranks that the module's layers have
+    # includes the frozen tensors, and factors of the ranks that the module's layers have
     state = full_state_dict(model.model, params)
     return model.model, (canonical({n: as_real(t) for n, t in state.items()}),)
 
 
 def single_model(run: Run, info: ClientInfo, model: LocalModel) -> Params:
-    """The parameters of the one model that a client infers by.
+    """Get the parameters of the one model that a client infers by.
 
     Args:
-        run: whose model it is.
-        info: the client.
-        model: its model as it stands.
+        run: run that the model belongs to.
+        info: record of the client.
+        model: model of the client in its current state.
 
     Raises:
-        ConfigError: if the client infers by several models, as an ensemble does.
+        ConfigError: if the client infers by several models, such as an ensemble.
     """
     if not model.is_one_model(_first(run.federation.clients[info.id].train.x)):
         raise ConfigError(
@@ -157,7 +157,7 @@ def single_model(run: Run, info: ClientInfo, model: LocalModel) -> Params:
 
 
 def _first(x: Stored) -> Inputs:
-    """The first examples of some."""
+    """Take the first examples of a client."""
     return (
         {n: t[:LATENCY_BATCH_SIZE] for n, t in x.items()} if isinstance(x, dict) else x[:LATENCY_BATCH_SIZE]
     )
@@ -165,7 +165,7 @@ def _first(x: Stored) -> Inputs:
 
 def _deployed(model: EngineModel, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:
     first_part, *other_parts = parts
-    # matrices of complex numbers have no smaller layout
+    # complex matrices have no smaller layout
     complex_weights = unpack_weights(
         {n: first_part[n] for n in model.complex if n in first_part}, model.initial
     )

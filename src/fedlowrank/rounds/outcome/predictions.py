@@ -1,4 +1,4 @@
-"""What the models of clients predict: scores, one row an example, and confusion matrices."""
+"""Predictions of the clients' models: scores, one row for each example, and confusion matrices."""
 
 from __future__ import annotations
 
@@ -33,23 +33,22 @@ PARTS = ("train", *SPLITS)
 
 
 def predict(run: Run, client: int | str, inputs: Any = None, series: str | None = None) -> Tensor:
-    """Scores of a client's model, as it stands.
+    """Compute the scores of a client's model in its current state.
 
     Args:
-        run: where it stands now.
-        client: its number or name.
-        inputs: tensor or array ``[n, ...]``, or named ones, prepared as those that the clients train on; by
-            default the client's own test examples. Unsigned bytes are divided by 255, as in
-            ``Federation.from_arrays``. The columns of a data frame are matched by name, if the clients' inputs
-            were data frames, too.
-        series: which of the method's models; by default its headline.
+        run: run in its current state.
+        client: number or name of the client.
+        inputs: tensor or array ``[n, ...]``, or named ones, prepared like those that the clients train on; by default
+            the client's own test examples. Unsigned bytes are divided by 255, as in ``Federation.from_arrays``.
+            Columns of a data frame are matched by name if the clients' inputs were data frames, too.
+        series: name of one of the method's models; by default its headline.
 
     Returns:
-        ``[n, classes]``, before a softmax; of a regression the outputs ``[n, d]``. On the CPU.
+        Scores ``[n, classes]`` before a softmax, or the outputs ``[n, d]`` of a regression, on the CPU.
 
     Raises:
-        ConfigError: if there is no such client or series, or the run is of a language model.
-        DataError: if the inputs do not have the form and scale of the client's own, or are not finite.
+        ConfigError: if there is no such client or series, or if the run trains a language model.
+        DataError: if the inputs are not finite or differ from the client's own in form or scale.
     """
     client = run.federation.client(client).id
     data = run.federation.clients[client]
@@ -60,26 +59,26 @@ def predict(run: Run, client: int | str, inputs: Any = None, series: str | None 
 def predictions(
     run: Run, client: int | str | None = None, split: str = "test", series: str | None = None
 ) -> pd.DataFrame:
-    """What models predict for clients' own examples, one row an example; those without a label that counts have none.
+    """Tabulate the predictions for clients' own examples, one row for each example with a label that counts.
 
     Args:
-        run: where it stands now.
-        client: its number or name; None for all clients, each with its own model.
-        split: ``test``, ``val`` or ``train``.
-        series: which of the method's models; by default its headline.
+        run: run in its current state.
+        client: number or name of the client; None for all clients, each with its own model.
+        split: name of the split: ``test``, ``val`` or ``train``.
+        series: name of one of the method's models; by default its headline.
 
     Returns:
-        Columns client, example (counted from 0 in that split of the client, those of ``loss.ignore_index`` included,
-        which have no row), label, prediction (both as
-        numbers of classes), correct, and probability, which the model gives to its prediction; ``client_name``
-        where clients have names, ``label_name`` and ``prediction_name`` where classes have. Of a
-        regression: target, prediction and error, their difference; of several targets ``target_0``,
-        ``prediction_0``, ``error_0``, ... Of several labels an example: for each class ``label_0``,
-        ``prediction_0`` (1 if present) and ``probability_0`` of its presence, ..., and correct if all are right.
+        Columns client, example (index in that split of the client, from 0, that also counts the examples with
+        ``loss.ignore_index``, which have no row), label and prediction (both as numbers of classes), correct, and
+        probability, which the model gives to its prediction; also ``client_name`` if clients have names, and
+        ``label_name`` and ``prediction_name`` if classes have. A regression has the columns target, prediction and
+        error (their difference); with several targets ``target_0``, ``prediction_0``, ``error_0``, ... With several
+        labels for each example there are, for each class, ``label_0``, ``prediction_0`` (1 if present) and
+        ``probability_0`` of its presence, ..., and correct if all are right.
 
     Raises:
-        ConfigError: if there is no such client, split or series, the run is of a language model, or has a label for
-            each pixel or token.
+        ConfigError: if there is no such client, split or series, if the run trains a language model, or if it has a
+            label for each pixel or token.
     """
     first_examples = run.federation.clients[0].train
     if run.federation.loss.compares_texts:
@@ -116,20 +115,20 @@ def predict_rows(
     rows_by_client: Mapping[int, Sequence[int]],
     series: str | None = None,
 ) -> pd.DataFrame:
-    """What clients' models predict for new rows without labels, one row for each client and row.
+    """Tabulate the predictions of clients' models for new rows without labels, one row for each client and row.
 
     Args:
-        run: where it stands now.
-        inputs: all rows as the model of a client takes them, given its number; see :func:`predict`.
-        rows_by_client: the rows of each client, counted from 0.
-        series: which of the method's models; by default its headline.
+        run: run in its current state.
+        inputs: function that maps the number of a client to all rows as its model takes them; see :func:`predict`.
+        rows_by_client: indices of the rows of each client, from 0.
+        series: name of one of the method's models; by default its headline.
 
     Returns:
-        Columns client, row, prediction and probability as of :func:`predictions`, and names likewise.
+        Columns client, row, prediction, probability and the names of clients and classes, as in :func:`predictions`.
 
     Raises:
-        ConfigError: as :func:`predictions`.
-        DataError: as :func:`predict`.
+        ConfigError: if :func:`predictions` would raise it.
+        DataError: if :func:`predict` would raise it.
     """
     tables, infos, classes = [], run.federation.infos, run.federation.classes
     has_names = classes != tuple(map(str, range(len(classes))))
@@ -150,21 +149,21 @@ def predict_rows(
 def confusion(
     run: Run, client: int | str | None = None, split: str = "test", series: str | None = None
 ) -> pd.DataFrame:
-    """Confusion matrix of clients' own models on their own examples.
+    """Compute the confusion matrix of clients' own models on their own examples.
 
     Args:
-        run: where it stands now.
-        client: its number or name; None for the sum over the clients that can train and are not hostile, as in the
-            mean accuracy.
-        split: ``test``, ``val`` or ``train``.
-        series: which of the method's models; by default its headline.
+        run: run in its current state.
+        client: number or name of the client; None for the sum over the clients that can train and are not hostile, as
+            in the mean accuracy.
+        split: name of the split: ``test``, ``val`` or ``train``.
+        series: name of one of the method's models; by default its headline.
 
     Returns:
-        Numbers of examples whose label counts ``[classes, classes]``, a row for each label and a column for each prediction, by
-        name.
+        Numbers of examples whose label counts ``[classes, classes]``, with a row for each label and a column for each
+        prediction, by name.
 
     Raises:
-        ConfigError: as :func:`predictions`, or if there are no classes.
+        ConfigError: if :func:`predictions` would raise it, or if there are no classes.
     """
     names = run.federation.classes
     if not names:
@@ -193,7 +192,7 @@ def _scores(run: Run, client_id: int, examples: Examples, series: str | None) ->
 
 
 def _random_numbers(model: LocalModel, examples: Examples) -> contextlib.AbstractContextManager[Any]:
-    """As in an evaluation: a layer that is not standard may draw random numbers."""
+    """Fix the random numbers as in an evaluation, because a nonstandard layer may draw some."""
     return (
         contextlib.nullcontext()
         if model.model.is_standard
@@ -209,7 +208,7 @@ def _predictor(run: Run, model: LocalModel, series: str | None) -> Predictor:
 
 
 def _as_examples(inputs: Any, train_examples: Examples, federation: Federation) -> Examples:
-    """Inputs as examples with labels that mean nothing, on the device of the client's own."""
+    """Wrap inputs as examples with meaningless labels, on the device of the client's own examples."""
     if isinstance(inputs, dict) != isinstance(train_examples.x, dict):
         structure = (
             f"a dictionary with {sorted(train_examples.x)}"
@@ -256,7 +255,7 @@ def _as_examples(inputs: Any, train_examples: Examples, federation: Federation) 
 
 
 def _as_tensor(inputs: Any, title: str, name: str, federation: Federation) -> Tensor:
-    """One input as a tensor of its own type, with the columns and the scale of those that clients train on."""
+    """Convert one input to a tensor of its own type, with the columns and the scale of those that clients train on."""
     if is_frame(inputs) and name in federation.feature_names:
         inputs = order_columns(inputs, federation.feature_names[name], title)
     tensor = to_input_tensor(inputs, title)
@@ -272,14 +271,14 @@ def _as_tensor(inputs: Any, title: str, name: str, federation: Federation) -> Te
 
 
 def _counted_examples(examples: Examples, loss: Loss) -> Any:
-    """Places of the examples whose label counts."""
+    """Indices of the examples whose label counts."""
     if examples.is_regression:
         return np.arange(len(examples))
     return np.flatnonzero(examples.y.cpu().numpy() != loss.ignore_index)
 
 
 def _outcomes(scores: Tensor, y: Tensor, loss: Loss) -> dict[str, Any]:
-    """Columns of :func:`predictions`, given the scores of some examples and their targets."""
+    """Make the columns of :func:`predictions` from the scores of some examples and their targets."""
     labels = y.numpy()
     if loss.is_binary(y):
         return _presences(scores, labels)
@@ -290,19 +289,19 @@ def _outcomes(scores: Tensor, y: Tensor, loss: Loss) -> dict[str, Any]:
     return {
         "label": labels,
         "prediction": predicted_classes,
-        # of scores with a NaN, argmax gives the place of the NaN
+        # argmax of scores with a NaN gives the index of the NaN
         "correct": (predicted_classes == labels) & ~np.isnan(probability),
         "probability": probability,
     }
 
 
 def _names(classes: Sequence[str], numbers: Any) -> list[str]:
-    """Names of classes; a score beyond them, which some models make, has its number."""
+    """Names of classes; a score beyond the classes, which some models compute, is named by its number."""
     return [classes[c] if c < len(classes) else str(c) for c in numbers]
 
 
 def _presences(scores: Tensor, targets: Any) -> dict[str, Any]:
-    """Whether each class is present in each example, and predicted to be."""
+    """Columns that say whether each class is present in each example and whether it is predicted."""
     is_present, probability = (scores > 0).numpy(), torch.sigmoid(scores.double()).numpy()
     columns: dict[str, Any] = {}
     for k, suffix in enumerate(_column_ends(targets)):
@@ -316,7 +315,7 @@ def _presences(scores: Tensor, targets: Any) -> dict[str, Any]:
 
 
 def _column_ends(targets: Any) -> Sequence[str]:
-    """What the names of columns of each target end in."""
+    """Suffixes of the column names of each target."""
     width = targets.shape[1]
     return [""] if width == 1 else [f"_{k}" for k in range(width)]
 

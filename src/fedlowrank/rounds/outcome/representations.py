@@ -10,11 +10,11 @@ from ..run import Run
 
 
 def compute_representations(run: Run, limit: int) -> dict[str, Tensor]:
-    """Representations of about ``limit`` test examples, evenly from all clients, by each client's own model.
+    """Compute representations of about ``limit`` test examples, evenly from all clients, by each client's own model.
 
     Returns:
-        ``x [n, d]``, ``label [n]`` (real targets ``[n, d]``) and ``client [n]``; empty if the models have no head to
-        split from, or the labels are those of pixels or tokens.
+        Tensors ``x [n, d]``, ``label [n]`` (real targets ``[n, d]``) and ``client [n]``; empty if the models have no
+        head to split from, or if labels belong to pixels or tokens.
     """
     federation = run.federation
     first_examples = federation.clients[0].train

@@ -1,4 +1,4 @@
-"""What a finished run gives: records, models, tables and predictions."""
+"""Result of a finished run: records, models, tables and predictions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Result:
     """A finished run.
 
     Attributes:
-        run: its last state.
-        rounds: one record a round, the first before any training.
+        run: run in its last state.
+        rounds: records of the rounds; the first one is from before any training.
     """
 
     run: Run
@@ -36,7 +36,7 @@ class Result:
 
     @property
     def best_round(self) -> int:
-        """The round with the best mean validation accuracy (of a regression: loss), the earliest on ties.
+        """Round with the best mean validation accuracy (in a regression: loss), the earliest on ties.
 
         Raises:
             DataError: if no client has validation examples.
@@ -54,13 +54,13 @@ class Result:
     ) -> list[float | None]:
         """Accuracy of every client after the last round, or after the best one by validation.
 
-        None stands for a client without examples in that split, or one that was not evaluated
+        An entry is None for a client without examples in that split, or for one that was not evaluated
         (``evaluate_clients``).
 
         Args:
-            split: ``"test"`` or ``"val"``.
-            series: of a method that has several; by default its headline.
-            at: ``"last"``, or ``"best"`` for :attr:`best_round`.
+            split: name of the split: ``"test"`` or ``"val"``.
+            series: name of one of the method's models; by default its headline.
+            at: round of the accuracy: ``"last"``, or ``"best"`` for :attr:`best_round`.
 
         Raises:
             ConfigError: if there is no such split or series.
@@ -89,14 +89,14 @@ class Result:
         Clients that never train (``unseen``) and hostile ones (``attack``) are left out.
 
         Args:
-            split: ``"test"`` or ``"val"``.
-            series: of a method that has several; by default its headline.
-            at: ``"last"``, or ``"best"`` for :attr:`best_round`.
+            split: name of the split: ``"test"`` or ``"val"``.
+            series: name of one of the method's models; by default its headline.
+            at: round of the accuracy: ``"last"``, or ``"best"`` for :attr:`best_round`.
 
         Raises:
             ConfigError: if there is no such split or series.
-            DataError: if there is no best round, or no client has an accuracy: the task is a regression, or the
-                split has no examples.
+            DataError: if there is no best round, or if no client has an accuracy because the task is a regression or
+                the split has no examples.
         """
         accuracies = self.accuracy(split, series, at)
         mean = mean_over_clients(a for i, a in enumerate(accuracies) if i not in self.run.excluded_from_means)
@@ -112,18 +112,18 @@ class Result:
 
     @property
     def measurements(self) -> Measurements:
-        """All that was measured, as one table of round, client, series, split, name and value."""
+        """All measurements as one table of round, client, series, split, name and value."""
         return Measurements.of(self.rounds, self.run.clients())
 
     def to_frame(self, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
-        """Results of every client as a table, one row for each evaluated round, client and split.
+        """Tabulate the results of every client, one row for each evaluated round, client and split.
 
-        Columns: round, client, client_name (where clients have names), unseen (never trains), hostile,
-        series, split, n (examples), accuracy, loss and one for each of ``metrics``; see :func:`...results.frames.client_frame`.
+        Columns: round, client, client_name (if clients have names), unseen (never trains), hostile, series, split, n
+        (examples), accuracy, loss and one for each of ``metrics``; see :func:`...results.frames.client_frame`.
 
         Args:
-            last: keep only the last evaluated round.
-            series: which of the method's models, by name, or ``"all"``; None for its headline.
+            last: whether to keep only the last evaluated round.
+            series: name of one of the method's models, or ``"all"``; None for its headline.
 
         Raises:
             ConfigError: if there is no such series.
@@ -133,13 +133,13 @@ class Result:
         return client_frame(self.measurements, last=last, series=series)
 
     def rounds_frame(self) -> pd.DataFrame:
-        """What each round cost: bytes, operations, seconds; see :func:`...results.frames.rounds_frame`."""
+        """Tabulate the cost of each round: bytes, operations, seconds; see :func:`...results.frames.rounds_frame`."""
         from ...results.frames import rounds_frame
 
         return rounds_frame(self.rounds)
 
     def predict(self, client: int | str, inputs: Any = None, series: str | None = None) -> Tensor:
-        """Scores of a client's model, by default on its test examples; see :func:`.predictions.predict`."""
+        """Compute scores of a client's model, by default on its test examples; see :func:`.predictions.predict`."""
         from .predictions import predict
 
         return predict(self.run, client, inputs, series)
@@ -147,7 +147,7 @@ class Result:
     def predictions(
         self, client: int | str | None = None, split: str = "test", series: str | None = None
     ) -> pd.DataFrame:
-        """Label, prediction and probability of each example; see :func:`.predictions.predictions`."""
+        """Tabulate label, prediction and probability of each example; see :func:`.predictions.predictions`."""
         from .predictions import predictions
 
         return predictions(self.run, client, split, series)
@@ -155,24 +155,24 @@ class Result:
     def confusion(
         self, client: int | str | None = None, split: str = "test", series: str | None = None
     ) -> pd.DataFrame:
-        """Confusion matrix of one client, or the sum over those of :meth:`mean_accuracy`; see :func:`.predictions.confusion`."""
+        """Confusion matrix of one client or of all in :meth:`mean_accuracy`; see :func:`.predictions.confusion`."""
         from .predictions import confusion
 
         return confusion(self.run, client, split, series)
 
     def deploy(self, client: int | str, series: str | None = None, layout: Layout = "small") -> nn.Module:
-        """The model that a client infers by, a module with factored layers; see :func:`.export.export_model`."""
+        """Export the model that a client infers by as a module with factored layers; see :func:`.export.export_model`."""
         return export_model(self.run, client, series, layout)
 
     def personal(self, client: int | str) -> Params:
-        """State dict of the model that a client would use now; load it with ``module.load_state_dict``.
+        """Get the state dict of the model that a client would use now; load it with ``module.load_state_dict``.
 
-        Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's
-        own module and not copies. Load the state into another module: a federation goes on with the module
-        that it was made from.
+        Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's own
+        module and not copies. Load the state into another module, because a federation keeps using the module that it
+        was made from.
 
         Raises:
-            ConfigError: if the client infers by several models, as an ensemble does; :meth:`predict` gives its scores.
+            ConfigError: if the client infers by several models, such as an ensemble; :meth:`predict` gives its scores.
         """
         info = self.run.federation.client(client)
         params = single_model(self.run, info, self.run.local_model(info))

@@ -1,1 +1,1 @@
-"""Who takes part in a round, on what devices and over what connections."""
+"""Participation in rounds: which clients take part, on what devices and over what connections."""

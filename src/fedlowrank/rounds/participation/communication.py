@@ -1,4 +1,4 @@
-"""Communication volume of a round, and replies that are lost on their way."""
+"""Communication volume of a round, and replies that are lost in transit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class PayloadSize:
     """Size of messages.
 
     Attributes:
-        bytes: of the encoded messages.
-        parameters: floating-point elements in them, as the papers count.
+        bytes: size of the encoded messages in bytes.
+        parameters: number of floating-point elements in the messages, as the papers count.
     """
 
     bytes: int = 0
     parameters: int = 0
 
     def __add__(self, other: PayloadSize) -> PayloadSize:
-        """Size of both."""
+        """Add the sizes of two messages."""
         return PayloadSize(self.bytes + other.bytes, self.parameters + other.parameters)
 
 
@@ -32,17 +32,17 @@ class Volume:
     """Sizes of the messages to or from the clients of a round, by client."""
 
     def __init__(self) -> None:
-        # the message is kept beside its size: identities are distinct only among objects that live
+        # the message is kept beside its size, because identities are distinct only among living objects
         self._last: tuple[Any, PayloadSize] = None, PayloadSize()
         self._sizes: dict[int, PayloadSize] = {}
 
     def add(self, client_id: int, message: Any, kind: Any = None) -> None:
-        """Measure a message. The same object again, as where all clients are sent the same, is measured once.
+        """Measure a message. An object that is sent to several clients in a row is measured once.
 
         Args:
-            client_id: identifier.
-            message: a tree; None is no message and takes nothing.
-            kind: an object that messages of one form share, of which one is measured.
+            client_id: identifier of the client.
+            message: tree that is sent; None is no message and has size 0.
+            kind: object that messages of the same form share, so that only one of them is measured.
         """
         if message is None:
             return
@@ -52,17 +52,17 @@ class Volume:
         self._sizes[client_id] = self._last[1]
 
     def of(self, client_id: int) -> PayloadSize:
-        """Size of the message to or from a client; nothing if there was none."""
+        """Size of the message to or from a client; 0 if there was none."""
         return self._sizes.get(client_id, PayloadSize())
 
     @property
     def total(self) -> PayloadSize:
-        """Size of all messages together."""
+        """Total size of all messages."""
         return sum(self._sizes.values(), PayloadSize())
 
 
 def draw_lost_replies(client_ids: list[int], rate: float, key: Key) -> set[int]:
-    """The clients whose reply is lost, each with probability ``rate``."""
+    """Draw the clients whose reply is lost, each with probability ``rate``."""
     if rate == 0:
         return set()
     draws = torch.rand(len(client_ids), generator=key.generator())

@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from pandas import Series
 
 COLUMNS = {"speed": "speeds", "uplink": "uplink", "downlink": "downlink", "availability": "availability"}
-"""Columns besides ``client``, and the field of ``Devices`` that each one gives."""
+"""Columns besides ``client``, with the field of ``Devices`` that each one sets."""
 
 
 def read_device_table(file: str) -> dict[str, tuple[float, ...]]:
-    """Read what the devices of all clients can do.
+    """Read the capabilities of all clients' devices.
 
     Args:
-        file: a CSV file with the column ``client`` (0, 1, ..., each once, in any order) and one or more of
+        file: path of a CSV file with the column ``client`` (0, 1, ..., each once, in any order) and one or more of
             :data:`COLUMNS`, with the units of :class:`fedlowrank.rounds.participation.devices.Devices`.
 
     Returns:
-        A number for each client, by the field's name.
+        Numbers of all clients, one for each client, by name of the field.
 
     Raises:
-        ConfigError: if the file cannot be read, or a column or cell does not fit; the message names the row.
+        ConfigError: if the file cannot be read or a column or cell is invalid; the message names the row.
     """
-    # loading pandas takes half a second
+    # importing pandas takes half a second
     import pandas as pd
 
     location = f"run.devices.file {file!r}"
@@ -73,7 +73,7 @@ def read_device_table(file: str) -> dict[str, tuple[float, ...]]:
 
 
 def _numbers(column: Series, location: str) -> list[float]:
-    """The cells as numbers; the first row below the heading is line 2 of the file."""
+    """Convert the cells of a column to numbers; the first row below the heading is line 2 of the file."""
     numbers = []
     for line, text in enumerate(column, 2):
         try:

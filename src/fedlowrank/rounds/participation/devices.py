@@ -16,33 +16,30 @@ from .communication import PayloadSize, Volume
 from .device_table import read_device_table
 
 MEGABIT = 1e6 / 8
-"""Bytes of a megabit."""
+"""Number of bytes in a megabit."""
 
 _LISTS = ("speeds", "uplink", "downlink", "availability")
 
 
 @dataclass(frozen=True)
 class Devices(CheckedFields):
-    """What the clients' devices can do, in a simulation.
+    """Capabilities of the clients' devices, in a simulation.
 
-    A number holds for all clients. A list is repeated evenly over the clients, in order, as ``lora.ranks``
-    is: of 100 clients and a list of two the first fifty get the first number. A table gives each client its
-    own numbers.
+    A number holds for all clients. A list is repeated evenly over the clients, in order, like ``lora.ranks``: with
+    100 clients and a list of two, the first fifty get the first number. A table gives each client its own numbers.
 
     Attributes:
-        flops_per_second: floating-point operations a second of a device with speed 1; None: computation takes
-            no time.
+        flops_per_second: floating-point operations per second of a device with speed 1; None: computation takes no time.
         speeds: relative speeds of the devices, > 0.
-        uplink: megabits a second from a client to the server; None: no time.
-        downlink: megabits a second from the server to a client; None: no time.
-        latency: seconds that every message takes besides.
-        availability: probability, in (0, 1], that a participant stays until it has replied; of the others the
-            reply is lost.
-        deadline: seconds from the start of a round; replies that take longer are lost. None waits for all.
-        per_client: lists hold one number for each client, and a list of another length is refused.
-        file: a CSV file with a row for each client: the column ``client`` (0, 1, ...) and one or more of ``speed``,
-            ``uplink``, ``downlink`` and ``availability``. It is read once, into the fields above, so that a run
-            records the numbers and not the path; ``per_client`` is then set.
+        uplink: bandwidth from a client to the server in megabits per second; None: uploads take no time.
+        downlink: bandwidth from the server to a client in megabits per second; None: downloads take no time.
+        latency: seconds that every message takes in addition.
+        availability: probability, in (0, 1], that a participant stays until it has replied; otherwise its reply is lost.
+        deadline: seconds from the start of a round after which replies are lost. None waits for all.
+        per_client: whether lists hold one number for each client; a list of another length is then refused.
+        file: path of a CSV file with a row for each client: the column ``client`` (0, 1, ...) and one or more of
+            ``speed``, ``uplink``, ``downlink`` and ``availability``. It is read once, into the fields above, so that
+            a run records the numbers and not the path; ``per_client`` is then set.
     """
 
     flops_per_second: float | None = None
@@ -60,7 +57,7 @@ class Devices(CheckedFields):
             self._read()
         for name in _LISTS:
             if isinstance(getattr(self, name), list):
-                # Python code passes a list
+                # Python code passes lists
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("flops_per_second", *_LISTS, "deadline"):
             self._check(name)
@@ -81,7 +78,7 @@ class Devices(CheckedFields):
             )
 
     def _read(self) -> None:
-        """Put the columns of the table into the fields."""
+        """Copy the columns of the table into the fields."""
         defaults = {field.name: field.default for field in fields(self)}
         for name, values in read_device_table(self.file).items():
             if getattr(self, name) != defaults[name]:
@@ -112,15 +109,15 @@ class Devices(CheckedFields):
 
 
 class DeviceClock:
-    """Simulated seconds of the clients, and which of them drop out.
+    """Simulates the clients' seconds and which of them drop out.
 
     Args:
-        devices: of the clients.
-        client_count: of the federation.
-        key: of the federation.
+        devices: capabilities of the clients' devices.
+        client_count: number of clients in the federation.
+        key: root key of the federation's randomness.
 
     Raises:
-        ConfigError: if a list is longer than the clients are many or, with ``per_client``, shorter.
+        ConfigError: if a list has more entries than there are clients or, with ``per_client``, fewer.
     """
 
     def __init__(self, devices: Devices, client_count: int, key: Key) -> None:
@@ -132,7 +129,7 @@ class DeviceClock:
         )
 
     def unavailable(self, round: int) -> set[int]:
-        """The clients that drop out of a round if they take part; the same draw for every method."""
+        """Draw the clients that drop out of a round if they take part; the same draw for every method."""
         if all(a == 1 for a in self._available):
             return set()
         draws = torch.rand(self._clients, generator=(self._key / round).generator(), dtype=torch.float64)
@@ -141,13 +138,13 @@ class DeviceClock:
     def seconds(
         self, client_id: int, download_size: PayloadSize, upload_size: PayloadSize, flops: int
     ) -> float:
-        """Seconds from the start of a round until the reply of a client has arrived.
+        """Compute the seconds from the start of a round until the reply of a client arrives.
 
         Args:
-            client_id: identifier.
+            client_id: identifier of the client.
             download_size: size of the message to the client.
-            upload_size: size of its reply.
-            flops: floating-point operations of its training.
+            upload_size: size of the client's reply.
+            flops: number of floating-point operations of the client's training.
         """
         compute = 0.0
         if self.devices.flops_per_second is not None:
@@ -160,16 +157,16 @@ class DeviceClock:
 class RoundTiming:
     """Measures a round by the simulated clock.
 
-    Without a deadline the round takes as long as its slowest participant. With one, replies after it are
-    lost, and the round ends at the deadline. The server need not wait for a client that drops out.
+    Without a deadline the round takes as long as its slowest participant. With a deadline, later replies are lost and
+    the round ends at the deadline. The server need not wait for a client that drops out.
 
     Args:
-        clock: of the clients.
-        round: counted from 0.
+        clock: simulated clock of the clients.
+        round: index of the round, from 0.
         download_volume: sizes of the messages to the participants.
 
     Attributes:
-        round: the same.
+        round: index of the round, from 0.
     """
 
     def __init__(self, clock: DeviceClock, round: int, download_volume: Volume) -> None:
@@ -179,19 +176,19 @@ class RoundTiming:
 
     @property
     def seconds(self) -> float | None:
-        """Simulated seconds of the round until now; None if nothing takes time."""
+        """Simulated seconds of the round so far; None if nothing takes time."""
         return self._longest if self._clock.devices.has_clock else None
 
     def add(self, client_id: int, upload_size: PayloadSize, flops: int) -> str | None:
-        """Measure a participant.
+        """Add the time of a participant.
 
         Args:
-            client_id: identifier.
-            upload_size: size of its reply.
-            flops: floating-point operations of its training.
+            client_id: identifier of the client.
+            upload_size: size of the client's reply.
+            flops: number of floating-point operations of the client's training.
 
         Returns:
-            Why its reply is lost, or None if it arrives in time.
+            The reason why the reply is lost, or None if it arrives in time.
         """
         if client_id in self._unavailable:
             return "the client dropped out of the round"
@@ -210,7 +207,7 @@ def _values(value: float | Sequence[float]) -> tuple[float, ...]:
 def _broadcast(
     name: str, value: float | Sequence[float] | None, client_count: int, per_client: bool
 ) -> list[float]:
-    """One number a client; infinity, for a link that takes no time, where none is given."""
+    """Expand a setting to one number for each client; infinity, for a link that takes no time, if none is given."""
     values = (math.inf,) if value is None else _values(value)
     is_list = not isinstance(value, int | float | None)
     if len(values) > client_count > 0 or (per_client and is_list and len(values) != client_count):

@@ -1,4 +1,4 @@
-"""Who takes part in a round, by draws that are the same for every method."""
+"""Draws the participants of each round, by draws that are the same for every method."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Participants:
     """Draws the clients of each round.
 
     Args:
-        client_count: of the federation.
-        settings: of the run.
-        key: of the federation.
-        secret: draw from the operating system, for privacy is amplified only by draws that no client can
-            foresee.
+        client_count: number of clients in the federation.
+        settings: settings of the run.
+        key: root key of the federation's randomness.
+        secret: whether to draw from the operating system, because privacy is amplified only by draws that no client
+            can foresee.
 
     Attributes:
         unseen: identifiers of clients that never train.
-        seen: identifiers of the others.
-        sampling: how clients are drawn from those.
-        expected: clients that are expected in a round.
+        seen: identifiers of the clients that may train.
+        sampling: procedure that draws participants from ``seen``.
+        expected: expected number of participants in a round.
 
     Raises:
         ConfigError: if no client is left to train.
@@ -59,12 +59,12 @@ class Participants:
     def draw(
         self, round: int, sizes: Sequence[int] = (), losses: Mapping[int, float] | None = None
     ) -> list[int]:
-        """The clients of a round, by identifier; with Poisson sampling there may be none.
+        """Draw the clients of a round, by identifier; with Poisson sampling there may be none.
 
         Args:
-            round: counted from 0.
-            sizes: training examples of all clients, for a draw by size or loss.
-            losses: last known training losses, for a draw by loss.
+            round: index of the round, from 0.
+            sizes: numbers of training examples of all clients, for a draw by size or loss.
+            losses: last known training losses by client, for a draw by loss.
         """
         if self._kind in ("size", "loss"):
             return self._drawn_by_size((self._key / round).generator(), sizes, losses or {})
@@ -76,7 +76,7 @@ class Participants:
         return self._last[1]
 
     def weights(self, sizes: Sequence[int]) -> dict[int, int]:
-        """What each client that may train counts in a mean by examples, after a draw by size."""
+        """Weight of each client that may train, in a mean by examples after a draw by size."""
         return dict(zip(self.seen, weights_by_size([sizes[i] for i in self.seen], self._count), strict=True))
 
     def _drawn_by_size(
@@ -98,7 +98,7 @@ class Participants:
 
 
 def _sampling(settings: RunSettings, client_count: int) -> Sampling:
-    """How the clients of a round are drawn from those that may train."""
+    """Make the sampling that draws the clients of a round from those that may train."""
     if settings.sampling == "poisson":
         return Sampling("poisson", client_count, rate=settings.participation)
     count = count_participants(settings.participation, client_count)
@@ -110,10 +110,10 @@ def _sampling(settings: RunSettings, client_count: int) -> Sampling:
 
 
 def count_participants(share: float, client_count: int) -> int:
-    """Clients of a round of fixed size: the share of those that may train, rounded, and at least one."""
+    """Number of clients in a round of fixed size: the share of those that may train, rounded, and at least one."""
     return max(1, round_half_up(share * client_count))
 
 
 def round_half_up(x: float) -> int:
-    """Nearest whole number; halves go up, so that 10 % of 25 clients are 3."""
+    """Round to the nearest integer; halves go up, so that 10 % of 25 clients are 3."""
     return int(x + 0.5)

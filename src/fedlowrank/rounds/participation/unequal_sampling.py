@@ -1,19 +1,19 @@
-"""Clients drawn by their sizes or losses: the draw, the weights that belong to it, and the methods that it suits.
+"""Draws clients by their sizes or losses: the draw, the weights that belong to it, and the methods that can use it.
 
-**By size.** Client k of those that may train is drawn with probability exactly π_k = min(1, m n_k / n), m clients in each
-round, without replacement: systematic sampling of clients in random order (Madow, "On the Theory of Systematic
-Sampling, II", Annals of Mathematical Statistics 1949). A client with m n_k ≥ n takes part in every round, and the rule
-applies to the others. The mean that a method weighs by n_k is weighted by n_k / π_k instead (Horvitz and Thompson
-1952), so that its expectation is the mean over all clients, as in a round in which all take part. Where no client is in
-every round all these weights are equal: with p ∝ n the mean that is unbiased is the plain one.
+**By size.** Client k among those that may train is drawn with probability exactly π_k = min(1, m n_k / n), m clients
+in each round, without replacement: systematic sampling of clients in random order (Madow, "On the Theory of
+Systematic Sampling, II", Annals of Mathematical Statistics 1949). A client with m n_k ≥ n takes part in every round,
+and the rule applies to the others. A mean that a method weights by n_k is weighted by n_k / π_k instead (Horvitz and
+Thompson 1952), so that its expectation is the mean over all clients, as in a round in which all take part. If no
+client is in every round, all these weights are equal: with p ∝ n the plain mean is unbiased.
 
-**By loss.** Power-of-Choice (Cho, Wang and Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
-AISTATS 2022, arXiv:2010.01243): of d candidates, drawn by size, those m train that have the highest loss; the server
-takes their plain mean. This is the variant rpow-d: the loss is the mean over the local steps of the round in which the
-client trained last, so that no message is added; it may be old. Where a method has several passes, it is the mean
-of theirs. A client that was never drawn comes first, for its loss counts as infinite. A client whose reply is lost counts
-with the mean of the others' losses until it replies: else one that cannot be reached would be drawn in every round. The
-draw is biased on purpose: no weight makes up for it.
+**By loss.** Power-of-Choice (Cho, Wang and Joshi, "Towards Understanding Biased Client Selection in Federated
+Learning", AISTATS 2022, arXiv:2010.01243): d candidates are drawn by size, and the m with the highest loss train; the
+server takes their plain mean. This is the variant rpow-d: the loss is the mean over the local steps of the round in
+which the client trained last, so that no message is added; it may be old. A method with several passes uses the mean
+of their losses. A client that was never drawn comes first, because its loss counts as infinite. A client whose reply
+is lost counts with the mean of the others' losses until it replies; otherwise a client that cannot be reached would
+be drawn in every round. The draw is biased on purpose: no weight compensates for it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ...core.errors import TaskError
 from ...training.tracing import trace_upload
 
 _FINE = 2**53
-"""Steps in which the random start of a systematic sample is drawn."""
+"""Number of steps in which the random start of a systematic sample is drawn."""
 
 
 _MANY = 10**6
-"""Examples of a client in a trial: more than a batch, so that numbers of steps differ where they follow from these."""
+"""Number of examples of a client in a trial: more than a batch, so that step counts that depend on it differ."""
 
 
 def always_drawn(sizes: Sequence[int], count: int) -> set[int]:
-    """Places that are in every sample of so many, because of their size."""
+    """Find the indices that are in every sample of ``count``, because of their size."""
     certain_indices: set[int] = set()
     while True:
         free_count = count - len(certain_indices)
@@ -59,12 +59,12 @@ def draw_by_size(sizes: Sequence[int], count: int, generator: torch.Generator) -
     """Draw indices without replacement, each with a probability in proportion to its size, or 1.
 
     Args:
-        sizes: at least 0; a place of size 0 is never drawn.
-        count: how many; fewer are drawn if fewer have a size.
-        generator: of the draw.
+        sizes: sizes that are at least 0; an index of size 0 is never drawn.
+        count: number of indices to draw; fewer are drawn if fewer have a positive size.
+        generator: random generator of the draw.
 
     Returns:
-        The indices, ascending.
+        The indices in ascending order.
     """
     certain_indices = always_drawn(sizes, count)
     order = torch.randperm(len(sizes), generator=generator).tolist()
@@ -75,7 +75,7 @@ def draw_by_size(sizes: Sequence[int], count: int, generator: torch.Generator) -
     )
     if not candidates or free_count < 1:
         return sorted(certain_indices)
-    # in whole numbers: rounding could draw an index twice, or one too few
+    # integers, because rounding could draw an index twice or one too few
     cumulative_sizes = list(accumulate(sizes[i] * free_count * _FINE for i in candidates))
     total = sum(sizes[i] for i in candidates)
     sampled_indices = {
@@ -85,18 +85,18 @@ def draw_by_size(sizes: Sequence[int], count: int, generator: torch.Generator) -
 
 
 def weights_by_size(sizes: Sequence[int], count: int) -> list[int]:
-    """Whole numbers in proportion to n_k / π_k, the weights of a sample of :func:`draw_by_size`."""
+    """Compute integers in proportion to n_k / π_k, the weights of a sample of :func:`draw_by_size`."""
     certain_indices = always_drawn(sizes, count)
     free_count = count - len(certain_indices)
     total = sum(n for i, n in enumerate(sizes) if i not in certain_indices)
     if not certain_indices:
         return [1] * len(sizes)
-    # n_k / π_k is n_k of those that are always drawn, and total / left of the others
+    # n_k / π_k is n_k for indices that are always drawn, and total / left for the others
     return [n * max(free_count, 1) if i in certain_indices else total for i, n in enumerate(sizes)]
 
 
 def choose_by_loss(candidates: Sequence[int], losses: Mapping[int, float], count: int) -> list[int]:
-    """The candidates with the highest losses, the first among equal ones; those without a loss before all others."""
+    """Choose the candidates with the highest losses, the first among equal ones; those without a loss come first."""
     ranked = sorted(candidates, key=lambda i: -losses.get(i, math.inf))
     return sorted(ranked[:count])
 
@@ -104,12 +104,12 @@ def choose_by_loss(candidates: Sequence[int], losses: Mapping[int, float], count
 def next_losses(
     previous_losses: Mapping[int, float], losses: Mapping[int, float], participant_ids: Sequence[int]
 ) -> dict[int, float]:
-    """The losses by which clients are drawn in the next round.
+    """Compute the losses by which clients are drawn in the next round.
 
     Args:
-        previous_losses: those of this round.
-        losses: of the clients that replied.
-        participant_ids: all clients of this round.
+        previous_losses: losses by which this round was drawn.
+        losses: training losses of the clients that replied.
+        participant_ids: identifiers of all clients of this round.
     """
     known_losses = {**previous_losses, **losses}
     missing_ids = [i for i in participant_ids if i not in losses]
@@ -120,17 +120,17 @@ def next_losses(
 
 
 def check_weights(method: AnyMethod, task: Task, sampling: str) -> None:
-    """Refuse a method whose weights do not belong to the draw.
+    """Refuse a method whose weights do not suit the draw.
 
-    A trial finds out: the update of one client whose examples count once, and three times.
+    A trial compares the update of one client whose examples count once with that of the same client counted three times.
 
     Args:
-        method: of the run.
-        task: of the run.
-        sampling: ``size`` or ``loss``.
+        method: method of the run.
+        task: task of the run.
+        sampling: name of the draw: ``size`` or ``loss``.
 
     Raises:
-        TaskError: with the reason.
+        TaskError: if the weights do not suit the draw; the message gives the reason.
     """
     if (reason := _misfit(method, task, sampling)) is not None:
         raise TaskError(
@@ -171,7 +171,7 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
 
 
 def _is_tripled(leaf: Any, tripled_leaf: Any) -> bool:
-    """Whether a leaf counts three times as much."""
+    """Whether the weight of a leaf is tripled."""
     if isinstance(leaf, Mean):
         return math.isclose(float(tripled_leaf.weight), 3 * float(leaf.weight), rel_tol=1e-6)
     return _is_close(tree.map_leaves(lambda t: 3 * t, leaf.value), tripled_leaf.value)

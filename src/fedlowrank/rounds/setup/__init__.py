@@ -1,1 +1,1 @@
-"""What is done to data, models and methods before the first round."""
+"""Preparation of data, models and methods before the first round."""

@@ -7,8 +7,9 @@
     inference:              by s^t, at every client
 
 :class:`AveragedStatistics` is itself a method and wraps another one, so that engines, the network and checkpoints
-treat statistics like any other value, and bytes are those that are sent. A variance is averaged as it is, and so
-loses the variance between the clients' means: that is what is usually done, and why it is not the default.
+treat statistics like any other value, and the bytes of statistics are counted as they are sent. A variance is
+averaged like any other value and so loses the variance between the clients' means. This is common practice, and the
+reason why it is not the default.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     EngineModel,
     KeepsSumOfUploads,
     Mean,
@@ -42,8 +44,8 @@ class WithStatistics:
     """A value of the method, with running statistics by name.
 
     Attributes:
-        inner: the method's state, download, upload or reference.
-        statistics: of the model's batch normalizations, in float64; None where they are no update.
+        inner: state, download, upload or reference of the method.
+        statistics: statistics of the model's batch normalizations, in float64; None where they are no part of an update.
     """
 
     inner: Any
@@ -52,61 +54,63 @@ class WithStatistics:
 
 @dataclass(frozen=True)
 class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, WithStatistics]):
-    """A method whose model's running statistics travel with it; made by :func:`average_statistics`.
+    """Sends the running statistics of a method's model with it; made by :func:`average_statistics`.
 
     Attributes:
-        inner: the method.
+        inner: method that is wrapped.
     """
 
     title = "Averaged statistics"
-    """Of the class alone; an object has that of the method."""
+    """Title of the class; an object has the title of its method."""
 
     def server_metrics(self, server: WithStatistics) -> dict[str, dict[str, float]]:
         """See the base class."""
         return self.inner.server_metrics(server.inner)
 
     def server_init(self, task: Task) -> WithStatistics:
-        """The method's, and the statistics of the module."""
+        """Make the method's state, with the statistics of the module."""
         return WithStatistics(self.inner.server_init(task), _read(task.common_model(self.title)))
 
     def client_init(self, client: ClientInfo, task: Task) -> Any:
-        """The method's."""
+        """Make the method's state."""
         return self.inner.client_init(client, task)
 
     def download(self, server: WithStatistics, client: ClientInfo) -> WithStatistics:
-        """The method's, and the statistics."""
+        """Make the method's download, with the statistics."""
         return WithStatistics(self.inner.download(server.inner, client), server.statistics)
 
     def local_update(self, state: Any, down: WithStatistics, view: ClientView) -> tuple[Any, WithStatistics]:
-        """The method's, from the statistics that were sent; they are sent back as training leaves them."""
+        """Train by the method, beginning with the statistics that were sent, and send the trained statistics back."""
         model = _engine_model(view)
         original_statistics = _read(model)
         model.set_buffers(down.statistics or {})
         state, upload = check_pair(self.inner, self.inner.local_update(state, down.inner, view))
         statistics = _read(model)
-        # a client keeps none
+        # a client keeps no statistics
         model.set_buffers(original_statistics)
         return state, WithStatistics(upload, statistics)
 
     def follow_upload(
         self, before: Any, after: Any, down: WithStatistics, upload: WithStatistics, view: ClientView
     ) -> Any:
-        """The method's; the state after local training of one that keeps no sum of uploads."""
+        """Follow the upload by the method; a method that keeps no sum of uploads keeps the state after local training."""
         method: Any = self.inner
         if not isinstance(method, KeepsSumOfUploads):
             return after
         return method.follow_upload(before, after, down.inner, upload.inner, view)
 
     def describe_update(self, down: WithStatistics, client: ClientInfo, task: Task) -> Update:
-        """The method's; statistics are no update, so that they are neither clipped nor compressed."""
+        """Describe the method's update; statistics are no part of it, so that they are neither clipped nor compressed."""
         update = self.inner.describe_update(down.inner, client, task)
         form = None if update.form is None else WithStatistics(update.form, down.statistics)
         return Update(WithStatistics(update.reference, None), update.scale, form)
 
-    def contribution(self, server: WithStatistics, upload: WithStatistics, client: ClientInfo) -> Any:
-        """The method's, and the statistics in a mean weighted by n_k."""
+    def contribution(
+        self, server: WithStatistics, upload: WithStatistics, client: ClientInfo
+    ) -> Contribution:
+        """Compute the method's contribution, and the statistics in a mean weighted by n_k."""
         statistics = {
-            # of what a client sends, a variance may be anything
+            # a client may send any value as a variance
             n: t.clamp(min=0) if n.endswith("running_var") else t
             for n, t in (upload.statistics or {}).items()
         }
@@ -114,27 +118,27 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
         return {"method": method, "statistics": Mean(statistics, client.example_count)}
 
     def server_update(self, server: WithStatistics, total: Any, view: ServerView) -> WithStatistics:
-        """The method's, and the mean of the statistics."""
+        """Update the method's state, and set the statistics to their mean."""
         inner_state = self.inner.server_update(server.inner, total["method"], view)
         statistics = total["statistics"]
         return WithStatistics(inner_state, server.statistics if statistics is None else statistics)
 
     def client_model(self, state: Any, down: WithStatistics, view: ClientView) -> ClientModel:
-        """The method's, with the statistics that were sent."""
+        """Make the method's model, with the statistics that were sent."""
         _engine_model(view).set_buffers(down.statistics or {})
         return self.inner.client_model(state, down.inner, view)
 
 
 def average_statistics(method: AnyMethod, task: Task, settings: RunSettings) -> AnyMethod:
-    """The method with averaged running statistics where the settings ask for them; else itself.
+    """Wrap the method with averaged running statistics if the settings ask for them; otherwise return it unchanged.
 
     Args:
-        method: of the run.
-        task: on models whose statistics run, see :func:`fedlowrank.rounds.setup.preparation.move_to_device`.
-        settings: of the run.
+        method: method of the run.
+        task: task whose models keep running statistics, see :func:`fedlowrank.rounds.setup.preparation.move_to_device`.
+        settings: settings of the run.
 
     Raises:
-        TaskError: if the method's clients use more than one model or another one than they are sent, or there
+        TaskError: if the method's clients use more than one model or another model than they are sent, or if there
             are no running statistics.
         ConfigError: if the run is to be private.
     """
@@ -160,10 +164,10 @@ def average_statistics(method: AnyMethod, task: Task, settings: RunSettings) -> 
 
 
 def _engine_model(view: ClientView) -> EngineModel:
-    """The model of a client with what engines use of it: its buffers travel, which no method sees."""
+    """Get a client's model with its buffers, which are sent and which no method sees."""
     return cast(EngineModel, view.model)
 
 
 def _read(model: EngineModel) -> Params:
-    """The running statistics of a model as they are now, in float64: a counter is averaged, too."""
+    """Read the current running statistics of a model, in float64, because a counter is averaged, too."""
     return {n: t.to(torch.float64, copy=True) for n, t in model.running_statistics.items()}

@@ -1,4 +1,4 @@
-"""A federation as a run uses it: with its hostile clients, on its device."""
+"""Prepares a federation for a run: with its hostile clients, on its device."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..logs.progress import tell
 from ..run_settings import RunSettings
 
 MOST_EXAMPLES = 10
-"""A client counts by at most so many times the median number of examples, where a rule weighs by examples."""
+"""Maximum number of examples of a client, in multiples of the median, where a rule weights by examples."""
 
 
 def move_to_device(
     federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell
 ) -> Federation:
-    """A federation on the device of a run, its images and models in the form that the settings ask for.
+    """Move a federation to the device of a run, with images and models in the form that the settings name.
 
     Args:
-        federation: of the run.
-        settings: of the run.
-        say: tells a person why images stay float32 though bytes were asked for.
+        federation: federation of the run.
+        settings: settings of the run.
+        say: function that tells a person why images stay float32 although bytes were asked for.
     """
     if settings.statistics == "averaged":
         models = {n: a.with_running_statistics() for n, a in federation.architectures.items()}
@@ -36,24 +36,24 @@ def move_to_device(
         unpacked = federation.unpack_images() if settings.pixels == "float32" else federation
         return unpacked.to(settings.device)
     try:
-        # before they are moved, so that it is bytes that move
+        # packed before they are moved, so that bytes are moved
         federation = federation.pack_images()
     except DataError as error:
-        # a server of clients elsewhere holds none
+        # a server with remote clients holds no images
         if settings.pixels == "bytes" and any(len(c.train) for c in federation.clients):
             say(f"run.pixels = 'bytes', but the inputs stay float32: {error}")
     return federation.to(settings.device)
 
 
 def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], Federation]:
-    """The hostile clients, and the federation with what they change of their data and sizes."""
+    """Draw the hostile clients, and apply the attack to their data and sizes in the federation."""
     attack, infos = trust.attack, list(federation.infos)
     hostile: frozenset[int] = frozenset()
     clients = list(federation.clients)
     if attack.kind != "none":
         hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
         for i in hostile:
-            # which response of a pair is the chosen one is a label, too
+            # the choice between the responses of a pair is a label, too
             classes = 2 if federation.loss.is_preference else len(federation.classes)
             clients[i] = poison(clients[i], attack, classes, federation.key / "poison" / i)
             infos[i] = dataclasses.replace(
@@ -65,7 +65,7 @@ def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], 
 
 
 def check_classes(method: AnyMethod, federation: Federation) -> None:
-    """Raise TaskError if a method needs one class label for each example, and the data have none."""
+    """Raise TaskError if a method needs one class label for each example and the data have none."""
     if not method.needs_classes:
         return
     if not federation.classes:
@@ -87,7 +87,7 @@ def check_classes(method: AnyMethod, federation: Federation) -> None:
 
 
 def check_parts(method: AnyMethod, federation: Federation, micro_batch: int | None) -> None:
-    """Raise ConfigError if batches are taken in parts, and a loss or a model does not treat examples by themselves."""
+    """Raise ConfigError if batches are taken in parts and a loss or a model couples the examples of a batch."""
     if micro_batch is not None and federation.loss.couples:
         raise ConfigError(
             f"run.micro_batch = {micro_batch} takes a batch in parts, and loss {federation.loss.kind!r} compares the examples "
@@ -108,17 +108,17 @@ def check_parts(method: AnyMethod, federation: Federation, micro_batch: int | No
 
 
 def compute_median_examples(clients: Sequence[ClientInfo]) -> int:
-    """The lower median of the clients' numbers of examples, at least 1."""
+    """Compute the lower median of the clients' numbers of examples, at least 1."""
     return max(1, median_low(client.example_count for client in clients))
 
 
 def weigh_client(client: ClientInfo, robust: Robust, median_examples: int) -> ClientInfo:
-    """A client with the number of examples by which it counts under a rule.
+    """Replace a client's number of examples by the one that counts under a rule.
 
     Args:
-        client: as it describes itself.
-        robust: the rule.
-        median_examples: the median number of examples.
+        client: record with which the client describes itself.
+        robust: settings of the rule.
+        median_examples: median number of examples of the clients.
     """
     counted_examples = (
         median_examples

@@ -1,4 +1,4 @@
-"""Steps that see a single example, of which a batch normalization or a contrastive loss makes nothing: found before a run."""
+"""Finds steps on a single example, which batch normalization or a contrastive loss cannot use, before a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...data.federation import Federation
 from ...models.architecture import Architecture
 
 NEAREST = 32
-"""How far from the batch size another one is looked for."""
+"""Maximum distance from the batch size at which another batch size is searched."""
 
 
 def check_single_examples(
@@ -19,20 +19,20 @@ def check_single_examples(
 ) -> None:
     """Raise SingleValueError if a client's batch normalization would see one example alone.
 
-    Of a loss that compares the examples of a batch, it is an error if a client has no batch of two.
+    If a loss compares the examples of a batch, a client without a batch of two examples is an error.
 
-    It is asked before the first round, for all clients: one that is not drawn in the first rounds may be later,
-    and every client is evaluated.
+    The check covers all clients before the first round, because a client that is not drawn in the first rounds may be
+    drawn later, and because every client is evaluated.
 
     Args:
-        method: says the passes over local data.
-        federation: the clients, with their data.
-        untrained_ids: identifiers of clients that are evaluated only.
+        method: method that defines the passes over local data.
+        federation: clients with their data.
+        untrained_ids: identifiers of clients that are only evaluated.
 
     Raises:
-        ConfigError: of such a loss, if the batch size is 1.
-        DataError: of such a loss, if a client has a single example to compare.
-        SingleValueError: of a batch normalization.
+        ConfigError: if such a loss is used with batch size 1.
+        DataError: if a client has a single example to compare by such a loss.
+        SingleValueError: if a batch normalization would see one example alone.
     """
     if federation.loss.couples:
         _check_batches_of_pairs(method, federation, untrained_ids)
@@ -77,7 +77,7 @@ def check_single_examples(
 def _check_batches_of_pairs(
     method: AnyMethod, federation: Federation, untrained_ids: Collection[int]
 ) -> None:
-    """Refuse passes in which a pair never meets another one: their loss is 0 whatever the model."""
+    """Refuse passes in which a pair never meets another pair: their loss is 0 for any model."""
     loss = federation.loss.kind
     for sweep in method.local_passes().values():
         if sweep.batch_size == 1:
@@ -95,18 +95,18 @@ def _check_batches_of_pairs(
 
 
 def _layer(model: Architecture) -> str | None:
-    """The first batch normalization for which one example is one value of each channel."""
+    """Find the first batch normalization for which one example is one value of each channel."""
     return model.layer_with_single_value() if model.couples else None
 
 
 def _few(sizes: dict[int, int]) -> str:
-    """Which clients have one example."""
+    """List the clients that have one example."""
     single_ids = [str(i) for i, n in sizes.items() if n == 1]
     return f"client{'s' * (len(single_ids) > 1)} {', '.join(single_ids[:5])}{', ...' * (len(single_ids) > 5)} with 1"
 
 
 def _advice(method: AnyMethod, passes: Iterable[Pass], size: int, sizes: Iterable[int]) -> str:
-    """What to set instead: checked, so that following it helps."""
+    """Suggest other settings, checked so that they solve the problem."""
     passes, sizes = list(passes), set(sizes)
 
     def helps(batch_size: int, drop_last: bool) -> bool:

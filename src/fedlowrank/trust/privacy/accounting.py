@@ -1,8 +1,8 @@
-"""What a run spends of its privacy budget, by dp-accounting: (ε, δ) of clients under central or local noise.
+"""Privacy budget that a run spends, by dp-accounting: (ε, δ) of clients under central or local noise.
 
 ``noise`` is σ, the noise multiplier: the standard deviation in units of the clipping norm C; ``delta`` is δ.
-The server divides the noised sum by a number that does not depend on who came, such as N or qN. Sampling
-amplifies privacy only as long as no observer of the models knows who was drawn in a round.
+The server divides the noised sum by a number that does not depend on which clients replied, such as N or qN.
+Sampling amplifies privacy only as long as no observer of the models knows which clients were drawn in a round.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _LARGEST_PLD_EPSILON = 100.0
 
 @dataclass(frozen=True)
 class Sampling(CheckedFields):
-    """How the clients of a round are drawn.
+    """Sampling of the clients of a round.
 
     Attributes:
-        kind: poisson: each client by its own coin; fixed: ``count`` clients without replacement; all.
-        clients: N, all clients of the federation.
-        count: of clients in a round, for fixed.
-        rate: q, the probability of each client, for poisson.
+        kind: ``poisson``: each client independently with probability q; ``fixed``: ``count`` clients without
+            replacement; ``all``: all clients.
+        clients: N, the number of all clients of the federation.
+        count: number of clients in a round, for ``fixed``.
+        rate: q, the probability of each client, for ``poisson``.
     """
 
     kind: Literal["poisson", "fixed", "all"]
@@ -54,42 +55,42 @@ class Sampling(CheckedFields):
 
     @property
     def probability(self) -> float | None:
-        """Probability by which each client is drawn on its own; None for draws of a fixed size."""
+        """Probability with which each client is drawn independently; None for draws of a fixed size."""
         if self.kind == "poisson":
             return self.rate
         return 1.0 if self.kind == "all" or self.count == self.clients else None
 
     @property
     def relation(self) -> Literal["add_remove", "replace_one"]:
-        """Which federations are neighbors. ε of different relations must not be compared.
+        """Relation by which two federations are neighbors. ε of different relations must not be compared.
 
-        ``add_remove``: one client is absent or sends zeros, and the sum changes by at most C. It holds for
-        Poisson sampling and where all clients take part, since the divisor is fixed. ``replace_one``: one
-        client has other data, and the sum changes by at most 2C. It is the relation of draws of a fixed size.
+        ``add_remove``: one client is absent or sends zeros, and the sum changes by at most C. This relation holds for
+        Poisson sampling and if all clients take part, since the divisor is fixed. ``replace_one``: one
+        client has other data, and the sum changes by at most 2C. This is the relation for draws of a fixed size.
         """
         return "replace_one" if self.probability is None else "add_remove"
 
 
 def epsilon(noise: float, rounds: int, delta: float, sampling: Sampling, accountant: Accountant) -> float:
-    """ε of central differential privacy after some rounds, for the relation ``sampling.relation``.
+    """Compute ε of central differential privacy after some rounds, for the relation ``sampling.relation``.
 
     The accountant rdp gives an upper bound by Rényi divergences: Mironov et al. 2019 (arXiv:1908.10530) for
-    Poisson sampling; Wang et al. 2019 (arXiv:1808.00087, Theorem 27) for draws of a fixed size, for which pld
-    has none. pld gives the tight value by privacy loss distributions (Koskela et al. 2020, arXiv:1906.03049),
+    Poisson sampling; Wang et al. 2019 (arXiv:1808.00087, Theorem 27) for draws of a fixed size, which pld does not
+    support. pld gives the tight value by privacy loss distributions (Koskela et al. 2020, arXiv:1906.03049), or
     without sampling by the closed form of Balle and Wang 2018 (arXiv:1805.06530, Theorem 8). With sampling,
-    where the value of rdp is above 100, pld gives that value.
+    pld returns the value of rdp if that is above 100.
 
     Raises:
-        ConfigError: for wrong numbers, pld with draws of a fixed size, or a missing dp-accounting.
+        ConfigError: if numbers are invalid, pld is used with draws of a fixed size, or dp-accounting is not installed.
     """
     return composed_epsilon({(noise, sampling): rounds}, delta, accountant)
 
 
 def local_epsilon(noise: float, releases: int, delta: float, accountant: Accountant) -> float:
-    """ε of local differential privacy of a client that sent ``releases`` noised updates.
+    """Compute ε of local differential privacy of a client that sent ``releases`` noised updates.
 
     The neighboring relation is replace-one: the client's data may be any other. Two clipped updates differ by
-    up to 2C, so the noise in units of its own sensitivity is σ/2. Sampling does not help: the server sees it.
+    up to 2C, so the noise in units of this sensitivity is σ/2. Sampling does not help, because the server sees it.
     """
     return composed_epsilon({(noise / 2, Sampling("all", 1)): releases}, delta, accountant)
 
@@ -115,11 +116,11 @@ def composed_epsilon(
 def total_epsilon(
     round_counts: Mapping[tuple[float, Sampling], int], delta: float, accountant: Accountant
 ) -> float:
-    """ε after the rounds of several runs, as :func:`composed_epsilon`, also of runs of both relations.
+    """ε after the rounds of several runs, as :func:`composed_epsilon`, also if runs differ in their relation.
 
-    The rounds of one relation are composed by the accountant. Those of two are added up: each part is evaluated
+    The accountant composes the rounds of one relation. If there are two relations, each part is evaluated
     at δ/2, and ε and δ of both parts are summed (basic composition). A sum of both relations holds for
-    ``replace_one``, by which a client is taken away and another one added. A guarantee (ε, δ') for
+    ``replace_one``, in which one client is removed and another one added. A guarantee (ε, δ') for
     ``add_remove`` is (2ε, (1 + exp ε) δ') for two such steps (Dwork & Roth 2014, group privacy).
     """
     counts_by_relation: dict[str, dict[tuple[float, Sampling], int]] = {}
@@ -127,7 +128,7 @@ def total_epsilon(
         if count:
             counts_by_relation.setdefault(key[1].relation, {})[key] = count
     if len(counts_by_relation) < 2:
-        # earlier runs may have had another accountant than this one
+        # earlier runs may have used another accountant
         return composed_epsilon(
             round_counts, delta, "rdp" if "replace_one" in counts_by_relation else accountant
         )
@@ -138,7 +139,7 @@ def total_epsilon(
 
 
 def _for_two_steps(epsilon_at: Callable[[float], float], delta: float) -> float:
-    """2ε for a δ' with (1 + exp ε(δ')) δ' ≤ δ, found by decreasing it; infinite if there is none above 1e-300."""
+    """2ε at a δ' with (1 + exp ε(δ')) δ' ≤ δ, found by decreasing δ'; infinite if there is none above 1e-300."""
     step_delta = delta / 2
     while step_delta > 1e-300:
         step_epsilon = epsilon_at(step_delta)
@@ -146,23 +147,23 @@ def _for_two_steps(epsilon_at: Callable[[float], float], delta: float) -> float:
             break
         if (1 + math.exp(step_epsilon)) * step_delta <= delta:
             return 2 * step_epsilon
-        # ε grows as δ' falls, so no δ' above this fits
+        # ε grows as δ' falls, so no larger δ' satisfies the bound
         step_delta = min(step_delta / 2, delta / (1 + math.exp(step_epsilon)))
     return math.inf
 
 
 def noise_for(epsilon: float, delta: float, rounds: int, sampling: Sampling, accountant: Accountant) -> float:
-    """Find the smallest noise by which all rounds keep to the budget ``epsilon``; an error if there is none.
+    """Find the smallest noise with which all rounds stay within the budget ``epsilon``; an error if there is none.
 
     Returns:
-        σ, by at most 0.001 (for σ < 1 by 0.001 σ) larger than the smallest one, and never smaller.
+        σ, at most 0.001 (for σ < 1, at most 0.001 σ) larger than the smallest one, and never smaller.
     """
     _check(epsilon=epsilon, rounds=rounds)
     return _smallest_noise(lambda s: composed_epsilon({(s, sampling): rounds}, delta, accountant), epsilon)
 
 
 def local_noise_for(epsilon: float, delta: float, releases: int, accountant: Accountant) -> float:
-    """Find the smallest noise by which a client keeps to its budget ``epsilon``, as :func:`noise_for`."""
+    """Find the smallest noise with which a client stays within its budget ``epsilon``, as :func:`noise_for`."""
     _check(epsilon=epsilon, rounds=releases)
     return _smallest_noise(lambda noise: local_epsilon(noise, releases, delta, accountant), epsilon)
 
@@ -176,9 +177,9 @@ def rounds_within(
     max_rounds: int,
     past_rounds: Mapping[tuple[float, Sampling], int] | None = None,
 ) -> int:
-    """Count the rounds, up to ``max_rounds``, that keep to the budget ``epsilon``; 0 if the first does not.
+    """Count the rounds, up to ``max_rounds``, that stay within the budget ``epsilon``; 0 if the first does not.
 
-    The rounds in ``past_rounds``, as :func:`total_epsilon` takes them, come before and are not counted.
+    The rounds in ``past_rounds``, in the form of :func:`total_epsilon`, precede them and are not counted.
     """
     _check(epsilon=epsilon, most=max_rounds)
 
@@ -200,9 +201,9 @@ def default_count_noise(client_count: float) -> float:
 
 
 def split_noise(noise: float, count_noise: float) -> float:
-    """Find the noise of updates if a part of the budget goes to adaptive clipping.
+    """Compute the noise of updates if a part of the budget goes to adaptive clipping.
 
-    Both releases together cost what one of ``noise`` does (Andrew et al. 2021, arXiv:1905.03871, Theorem 1).
+    Both releases together cost as much as one with ``noise`` (Andrew et al. 2021, arXiv:1905.03871, Theorem 1).
     The count must be Σ (b_i - 1/2), b_i = 1 for an update within the bound, else 0: its sensitivity is 1/2.
     The share is then b̃ = 1/2 + (Σ (b_i - 1/2) + N(0, σ_b²)) / m with the fixed divisor m.
 
@@ -210,7 +211,7 @@ def split_noise(noise: float, count_noise: float) -> float:
         σ_Δ = (σ⁻² - (2σ_b)⁻²)^(-1/2) with σ_b = ``count_noise``, the standard deviation of the count.
 
     Raises:
-        ConfigError: if σ_b is at most σ/2: the count alone then spends the whole budget.
+        ConfigError: if σ_b is at most σ/2, because the count alone then spends the whole budget.
     """
     _check(noise=noise, count_noise=count_noise)
     if count_noise <= noise / 2:
@@ -258,14 +259,14 @@ def _compose(rounds: tuple[tuple[float, Sampling, int], ...], delta: float, acco
 
 @lru_cache(maxsize=1024)
 def _rdp_of_a_round(noise: float, sampling: Sampling) -> npt.NDArray[np.float64]:
-    """Rényi divergence of a round, by order. Rounds add up, so a further one costs next to nothing."""
+    """Rényi divergence of a round, by order. Rounds add up, so a further one costs almost no computation."""
     library = _library()
 
     def curve(event: Any, relation: str) -> npt.NDArray[np.float64]:
         accountant = library.rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation[relation])
         return np.asarray(accountant.compose(event).rdp, dtype=np.float64)
 
-    # absl warns of each order whose series does not converge; it is left out, which is safe
+    # absl warns about each order whose series does not converge; omitting such an order is safe
     absl = logging.getLogger("absl")
     level = absl.level
     absl.setLevel(logging.ERROR)
@@ -275,7 +276,7 @@ def _rdp_of_a_round(noise: float, sampling: Sampling) -> npt.NDArray[np.float64]
             return curve(library.PoissonSampledDpEvent(sampling.probability, release), "ADD_OR_REMOVE_ONE")
         release = library.GaussianDpEvent(noise / 2)
         event = library.SampledWithoutReplacementDpEvent(sampling.clients, sampling.count, release)
-        # for large draws the theorem gives more than the bound without sampling, which holds, too
+        # for large draws the theorem gives more than the bound without sampling, which also holds
         return np.minimum(curve(event, "REPLACE_ONE"), curve(release, "REPLACE_ONE"))
     finally:
         absl.setLevel(level)

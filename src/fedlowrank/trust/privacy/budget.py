@@ -1,4 +1,4 @@
-"""What a run may spend of its clients' privacy, and what it has spent."""
+"""Privacy budget of a run's clients, and how much of it the run has spent."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 class Budget:
     """The privacy budget of a run.
 
-    What may still be spent follows from ε of the ledger, never from a count of rounds. Where a site is given
+    What may still be spent follows from ε of the ledger, never from a count of rounds. If a site is given
     (:meth:`count_site`), ε is that of all its runs on the same data.
 
     Args:
-        privacy: settings, of a kind that is not none.
+        privacy: settings of privacy, whose kind is not ``none``.
         sampling: how the clients of a round are drawn.
-        rounds: of the run, for which the noise is planned.
+        rounds: number of rounds of the run, for which the noise is planned.
         participation: share of the clients in a round.
-        seeded: noise comes from the seed of the run, so that a round that is done again releases the same.
-        noise: σ of the first plan, where a run goes on; None plans it.
+        seeded: whether noise comes from the seed of the run, so that a repeated round releases the same numbers.
+        noise: σ of the first plan if a run is resumed; None to plan it.
 
     Attributes:
-        noise: σ, the same in all rounds of a run.
-        ledger: of what was spent.
+        noise: σ, the noise multiplier, the same in all rounds of a run.
+        ledger: ledger of the rounds that were charged.
 
     Raises:
-        ConfigError: if one round exceeds the budget.
+        ConfigError: if a single round exceeds the budget.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Budget:
         self.privacy, self.sampling, self.rounds, self.seeded = privacy, sampling, rounds, seeded
         self.ledger = PrivacyLedger()
         self._site: SiteLedger | None = None
-        # central: rounds in the ledger up to which a further one is known to keep to the budget
+        # for central privacy: number of rounds in the ledger up to which a further one is known to stay within the budget
         self._room_until = 0
         self._counted: Counter[tuple[float, Sampling]] = Counter()
         self._delta = float(privacy.delta or 0)
@@ -80,12 +80,12 @@ class Budget:
         elif privacy.noise is not None:
             self.noise = privacy.noise
         elif self.is_local:
-            # who is drawn more often than that sits out in the end
+            # a client that is drawn more often does not take part in the last rounds
             release_count = max(1, math.ceil(rounds * participation))
             self.noise = local_noise_for(float(limit or 0), self._delta, release_count, accountant)
         else:
             self.noise = noise_for(float(limit or 0), self._delta, rounds, sampling, accountant)
-        # refuses an accountant that has no bound for these draws
+        # raises an error if the accountant has no bound for these draws
         self.epsilon_of(0)
         if noise is None and limit is not None and (round_epsilon := self.epsilon_of(1)) > limit:
             raise ConfigError(
@@ -94,21 +94,21 @@ class Budget:
             )
 
     def epsilon_of(self, rounds: int) -> float:
-        """ε after so many rounds; of a client that took part in all of them where privacy is local."""
+        """ε after this number of rounds; under local privacy, that of a client that took part in all of them."""
         accountant = self.privacy.accountant
         if self.is_local:
             return local_epsilon(self.noise, rounds, self._delta, accountant)
         return epsilon(self.noise, rounds, self._delta, self.sampling, accountant)
 
     def open(self, path: Path, completed_rounds: int = 0) -> None:
-        """Keep the ledger in a file from now on, and take in what it holds.
+        """Keep the ledger in a file from now on, and read the charges that the file holds.
 
         Args:
-            path: of the file.
-            completed_rounds: rounds that the run has completed, all of which the file must hold.
+            path: path of the file.
+            completed_rounds: number of rounds that the run has completed, all of which the file must hold.
 
         Raises:
-            CheckpointError: if it cannot be read or lacks a round.
+            CheckpointError: if the file cannot be read or lacks a round.
         """
         self.ledger, self._room_until = PrivacyLedger(path), 0
         for t in range(completed_rounds):
@@ -118,7 +118,7 @@ class Budget:
         """Charge the site's ledger, too, and count what all its runs on the same data have spent.
 
         Returns:
-            What earlier runs have spent, for a log; "" if nothing, or if the site was counted before.
+            A log message about what earlier runs have spent; "" if they spent nothing, or if the site was counted before.
         """
         is_new = self._site is None or self._site.name != site.name
         self._site, self._room_until = site, 0
@@ -144,7 +144,7 @@ class Budget:
             yield
 
     def require(self, round: int) -> None:
-        """Refuse to go on after a round that the ledger lacks; raises CheckpointError."""
+        """Raise CheckpointError if the ledger lacks a round that was completed."""
         if self.ledger.clients_of(round) is None:
             raise CheckpointError(
                 f"{self.ledger.path} lacks round {round + 1}, which was done: what was spent of the privacy budget "
@@ -163,15 +163,15 @@ class Budget:
             if not (self.is_local or is_repeated or self._allows_release(round)):
                 raise ConfigError(f"round {round + 1} cannot be done: {self.reason()}")
             if self.ledger.clients_of(round) is not None:
-                # what was found of further draws holds no more
+                # room that was found for further draws is not valid any more
                 self._room_until = 0
             if self._site is not None and not is_repeated:
-                # first, so that a kill in between leaves too much charged and not too little
+                # the site's ledger first: a kill in between then leaves too much charged and not too little
                 self._site.charge(round, self.noise, clip, self.sampling, client_ids)
             self.ledger.charge(round, self.noise, clip, self.sampling, client_ids, seeded=self.seeded)
 
     def spent(self) -> float:
-        """ε of this run until now: of the models that the server released, or of the client that sent most."""
+        """ε of this run until now: of the models that the server released, or of the client that sent most updates."""
         kind: Literal["central", "local"] = "local" if self.is_local else "central"
         return self.ledger.spent(kind, self._delta, self.privacy.accountant)
 
@@ -181,12 +181,12 @@ class Budget:
 
     def allowed(self, client_ids: Sequence[int], round: int) -> list[int]:
         """The clients that may take part in a round."""
-        # a round that is done again with the same noise releases nothing new
+        # a round that is repeated with the same noise releases nothing new
         charged_ids = self.ledger.clients_of(round, self.noise) if self.seeded else None
         if not self.is_local:
             return list(client_ids) if charged_ids is not None or self._allows_release(round) else []
-        # clients that sent as often as each other have the same sum, so there are few of them
-        # a folder may be older than the site's ledger, and the ledger may have been lost
+        # clients that sent equally often have the same Σ σ⁻², so there are few different values
+        # the site's ledger counts as well, because the run folder may be older than it, and the run's ledger may be lost
         min_precision = 0.0 if self._site is None else self._site.precision()
         precisions = {i: max(self.ledger.precision(i), min_precision) for i in client_ids}
         epsilons = {p: self._local_after(p) for p in set(precisions.values())}
@@ -194,7 +194,7 @@ class Budget:
         return [i for i in client_ids if i in (charged_ids or ()) or epsilons[precisions[i]] <= limit]
 
     def reason(self) -> str:
-        """Why the budget allows no further round, and what to do."""
+        """Explain why the budget allows no further round, and what to do."""
         owner, release = (" of each client", "update") if self.is_local else ("", "round")
         beginning = f"the privacy budget{owner}, privacy.epsilon = {self.privacy.epsilon}, is spent: "
         if past_epsilon := self.spent_before():
@@ -211,7 +211,7 @@ class Budget:
         )
 
     def _local_after(self, precision: float) -> float:
-        """ε of a client after a further release, given Σ σ⁻² of those before."""
+        """ε of a client after a further release, given Σ σ⁻² of its earlier releases."""
         noise = (precision + self.noise**-2) ** -0.5
         return local_epsilon(noise, 1, self._delta, self.privacy.accountant)
 
@@ -221,12 +221,12 @@ class Budget:
         if limit is None:
             return True
         other_draws = self._draws_of_others()
-        # sampling amplifies a draw once, so a second release of it costs more than a further draw
+        # sampling amplifies a draw once, so a second release of one draw costs more than a further draw
         repeats = self.ledger.draws_if_repeated(round, self.noise)
         if any(total_epsilon(r + other_draws, self._delta, self.privacy.accountant) > limit for r in repeats):
             return False
         if charge_count >= self._room_until:
-            # one search for many rounds: by privacy loss distributions a single ε takes half a second
+            # one search for many rounds, because a single ε by privacy loss distributions takes half a second
             self._room_until = charge_count + rounds_within(
                 limit,
                 self.noise,
@@ -244,6 +244,6 @@ class Budget:
             return Counter()
         draws = self._site.draws_of_others()
         if draws != self._counted:
-            # what was found of further draws holds no more
+            # room that was found for further draws is not valid any more
             self._counted, self._room_until = draws, 0
         return draws

@@ -1,4 +1,4 @@
-"""The ledger of a run's privacy: a file of the rounds that were charged."""
+"""The privacy ledger of a run: a file of the rounds that were charged."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Charge:
     """One line of the ledger.
 
     Attributes:
-        round: of the run, from 0.
-        noise: σ, in units of the clipping norm, of all that the round released.
+        round: index of the round, from 0.
+        noise: σ, in units of the clipping norm, of everything that the round released.
         clip: C, the clipping norm.
         sampling: how the clients were drawn.
-        clients: who was charged, ascending. Central privacy charges the round even if no client was drawn.
+        clients: identifiers of the clients that were charged, ascending. Central privacy charges the round even if no
+            client was drawn.
     """
 
     round: int
@@ -44,20 +45,20 @@ class Charge:
 
 
 class PrivacyLedger:
-    """Rounds that were charged, in memory and in an append-only file with one JSON line for each.
+    """Charged rounds, in memory and in an append-only file with one JSON line for each.
 
-    Charge a round *before* anything of it is released: a line that was cut off by a kill then belongs to a
-    release that never happened, and reading drops it. The file names who was drawn; amplification by sampling
-    holds only as long as it stays with the server.
+    Charge a round *before* anything of it is released: a line that a kill cut off then belongs to a
+    release that never happened, and reading drops it. The file names the clients that were drawn; amplification by
+    sampling holds only as long as the file stays with the server.
 
     Args:
-        path: of the file, commonly ``privacy.jsonl`` in the run folder; None keeps the ledger in memory.
+        path: path of the file, commonly ``privacy.jsonl`` in the run folder; None keeps the ledger in memory.
 
     Attributes:
-        path: of the file, or None.
+        path: path of the file, or None.
 
     Raises:
-        CheckpointError: if a whole line cannot be read.
+        CheckpointError: if a complete line cannot be read.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -67,9 +68,9 @@ class PrivacyLedger:
         self._releases: Counter[int] = Counter()
         # Σ σ⁻² of a client's releases
         self._precision: defaultdict[int, float] = defaultdict(float)
-        # noise of each release of one draw of clients
+        # noise of each release, by draw of clients
         self._draws: defaultdict[tuple[int, Sampling, tuple[int, ...]], list[float]] = defaultdict(list)
-        # bytes of the file, and of its whole lines
+        # bytes of the file, and of its complete lines
         self._size = self._whole = 0
         if path is not None and path.exists():
             with as_checkpoint_error(f"cannot read {path}"):
@@ -89,23 +90,23 @@ class PrivacyLedger:
         *,
         seeded: bool,
     ) -> bool:
-        """Charge a round, on disk when this returns.
+        """Charge a round; the charge is on disk when this returns.
 
         Args:
-            round: of the run, from 0.
-            noise: σ, in units of the clipping norm, of all that the round releases.
+            round: index of the round, from 0.
+            noise: σ, in units of the clipping norm, of everything that the round releases.
             clip: C, the clipping norm.
             sampling: how the clients were drawn.
-            client_ids: who is charged.
-            seeded: the noise comes from the seed of the run, so that a round that is done again after a
-                resume releases the same bytes: a line that the ledger has is not written again. With noise of
+            client_ids: identifiers of the clients that are charged.
+            seeded: whether the noise comes from the seed of the run, so that a round that is repeated after a
+                resume releases the same bytes: a line that the ledger already has is not written again. With noise from
                 the operating system each repetition is a further release.
 
         Returns:
             Whether a line was added.
 
         Raises:
-            CheckpointError: if the file cannot be written or something else wrote to it; nothing is charged.
+            CheckpointError: if the file cannot be written or another process wrote to it; nothing is charged then.
         """
         charge = _charge(round, noise, clip, sampling, sorted(client_ids))
         if seeded and charge in self._known:
@@ -125,7 +126,7 @@ class PrivacyLedger:
     def has(
         self, round: int, noise: float, clip: float, sampling: Sampling, client_ids: Iterable[int]
     ) -> bool:
-        """Whether this very charge was made before; see :meth:`charge`."""
+        """Whether exactly this charge was made before; see :meth:`charge`."""
         return _charge(round, noise, clip, sampling, sorted(client_ids)) in self._known
 
     def rounds(self) -> int:
@@ -133,13 +134,13 @@ class PrivacyLedger:
         return len(self._charges)
 
     def clients_of(self, round: int, noise: float | None = None) -> tuple[int, ...] | None:
-        """Who was charged for a round, with that noise or any; None if it was not charged."""
+        """Identifiers of the clients charged for a round, with this noise or any; None if it was not charged."""
         charges = (c for c in self._charges if c.round == round and noise in (None, c.noise))
         return next((c.clients for c in charges), None)
 
     @property
     def noise(self) -> float | None:
-        """σ of the last charge; None of an empty ledger."""
+        """σ of the last charge; None if the ledger is empty."""
         return self._charges[-1].noise if self._charges else None
 
     def noises(self) -> list[float]:
@@ -147,11 +148,11 @@ class PrivacyLedger:
         return sorted({charge.noise for charge in self._charges})
 
     def clients(self) -> list[int]:
-        """Who was charged at least once, ascending."""
+        """Identifiers of the clients that were charged at least once, ascending."""
         return sorted(self._releases)
 
     def releases(self, client_id: int) -> int:
-        """Times that a client was charged; a round that was charged twice counts twice."""
+        """Number of times that a client was charged; a round that was charged twice counts twice."""
         return self._releases[client_id]
 
     def spent(self, kind: Literal["central", "local"], delta: float, accountant: Accountant) -> float:
@@ -161,9 +162,10 @@ class PrivacyLedger:
         amplifies the draw once, so the releases count as one with the combined noise.
 
         Args:
-            kind: central: of the models that the server releases. local: of the client that was charged most.
-            delta: δ.
-            accountant: as of :func:`fedlowrank.trust.privacy.accounting.epsilon`.
+            kind: ``central`` for ε of the models that the server releases, ``local`` for ε of the client that was
+                charged most.
+            delta: δ, at which ε is computed.
+            accountant: name of the accountant, as in :func:`fedlowrank.trust.privacy.accounting.epsilon`.
 
         Returns:
             ε, 0 for an empty ledger.
@@ -174,11 +176,11 @@ class PrivacyLedger:
         return composed_epsilon(self.draws(), delta, accountant)
 
     def draws(self) -> Counter[tuple[float, Sampling]]:
-        """Number of draws by their combined noise and sampling, as ε is computed of them."""
+        """Number of draws by their combined noise and sampling, in the form from which ε is computed."""
         return Counter((_combine(noise), sampling) for (_, sampling, _), noise in self._draws.items())
 
     def draws_if_repeated(self, round: int, noise: float) -> list[Counter[tuple[float, Sampling]]]:
-        """:meth:`draws` after a further release of an earlier draw of a round, for each such draw."""
+        """The results of :meth:`draws` after a further release of an earlier draw of a round, one for each such draw."""
         counts = []
         for (draw_round, sampling, _), noises in self._draws.items():
             if draw_round == round:
@@ -211,7 +213,7 @@ class PrivacyLedger:
                         "End the other process and resume the run"
                     )
                 try:
-                    # what a kill or a full disk left of a line
+                    # remove the part of a line that a kill or a full disk left
                     file.truncate(self._whole)
                     file.seek(self._whole)
                     if file.write(line) != len(line):
@@ -225,7 +227,7 @@ class PrivacyLedger:
 
 
 def _combine(noises: list[float]) -> float:
-    """Noise of the one Gaussian release that tells as much as all these of the same value: (Σ σ⁻²)^(-1/2)."""
+    """Noise of the one Gaussian release that reveals as much as these releases of one value: (Σ σ⁻²)^(-1/2)."""
     return noises[0] if len(noises) == 1 else float(sum(noise**-2 for noise in noises) ** -0.5)
 
 
@@ -236,7 +238,7 @@ def _charge(round: int, noise: float, clip: float, sampling: Sampling, clients: 
 def _encode(charge: Charge) -> bytes:
     sampling = {name: value for name, value in asdict(charge.sampling).items() if value is not None}
     table = asdict(charge) | {"sampling": sampling}
-    # a damaged digit would else be another charge
+    # without a checksum, a line with a damaged digit would be a different charge
     return json.dumps(table | {"check": zlib.crc32(json.dumps(table).encode())}).encode()
 
 

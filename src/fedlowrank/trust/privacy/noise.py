@@ -1,4 +1,4 @@
-"""Gaussian noise of differential privacy, from a named key or from the operating system; on integers, for secure sums."""
+"""Gaussian noise of differential privacy, from a named key or the operating system; also on integers, for secure sums."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ NoiseSource = Key | Literal["system"]
 
 
 def gaussian(tensors: Mapping[str, Tensor], std: float, source: NoiseSource) -> dict[str, Tensor]:
-    """Draw independent N(0, std²) of the shapes, types and devices of some tensors.
+    """Draw independent N(0, std²) in the shapes, dtypes and devices of some tensors.
 
-    Numbers are drawn as float64 on the CPU and rounded to the type of the tensor. Attacks on the rounding of
+    Numbers are drawn as float64 on the CPU and rounded to the dtype of the tensor. Attacks on the rounding of
     floating-point noise (Mironov 2012, "On significance of the least significant bits for differential
-    privacy") are not covered; they would need the discrete Gaussian. The generator, PCG64, is no
-    cryptographic one either.
+    privacy") are not covered; they would need the discrete Gaussian. The generator, PCG64, is not
+    cryptographic either.
 
     Args:
-        tensors: floating tensors by name.
+        tensors: floating-point tensors by name.
         std: standard deviation; 0 for zeros.
-        source: a key gives the same noise each time. It is for simulations: who knows the key can take the
-            noise away. ``"system"`` seeds a fresh generator for every tensor with 256 bits of
+        source: a key, which gives the same noise each time and is for simulations: anyone who knows the key can subtract
+            the noise. Or ``"system"``, which seeds a fresh generator for every tensor with 256 bits of
             ``os.urandom``; no seed of a run changes it.
 
     Returns:
-        Noise by name.
+        Noise tensors by name.
 
     Raises:
-        ConfigError: if ``std`` is negative or not finite, the source is unknown or a tensor is not floating.
+        ConfigError: if ``std`` is negative or not finite, the source is unknown or a tensor is not floating-point.
     """
     if not (math.isfinite(std) and std >= 0):
         raise ConfigError(f"noise: the standard deviation must be finite and at least 0; it is {std}")
@@ -57,7 +57,7 @@ def _generator(source: NoiseSource, name: str) -> np.random.Generator:
         return (source / name).numpy()
     if source != "system":
         raise ConfigError(f"noise: the source must be a key or 'system'; it is {source!r}")
-    # the pool holds 4 words of 32 bits by default, which would halve the entropy
+    # the default pool of 4 words of 32 bits would halve the entropy
     seed = np.random.SeedSequence(int.from_bytes(os.urandom(32), "little"), pool_size=8)
     return np.random.Generator(np.random.PCG64(seed))
 
@@ -65,16 +65,16 @@ def _generator(source: NoiseSource, name: str) -> np.random.Generator:
 def discrete_gaussian(size: int, std: float) -> NDArray[np.int64]:
     """Draw independent integers x with probabilities proportional to exp(-x²/2 std²): Canonne et al. 2020, Algorithm 3.
 
-    Discrete Laplace numbers, of which some are rejected. All randomness is a key stream of AES-256 under 256 bits
-    of ``os.urandom``. Probabilities are computed in float64, so that each number's differ from the exact ones by a
-    relative 1e-15; OpenDP's exact sampler takes 17 s for a million numbers, and this one a fraction of a second.
+    The algorithm draws discrete Laplace numbers and rejects some of them. All randomness is a key stream of AES-256 under
+    256 bits of ``os.urandom``. Probabilities are computed in float64, so those of each number differ from the exact ones by
+    a relative 1e-15; OpenDP's exact sampler takes 17 s for a million numbers, and this one a fraction of a second.
 
     Args:
-        size: how many.
+        size: number of integers.
         std: standard deviation, at least 1.
 
     Returns:
-        Integers ``[size]``.
+        The integers, int64 ``[size]``.
 
     Raises:
         ConfigError: if ``std`` is below 1 or not finite.
@@ -88,14 +88,14 @@ def discrete_gaussian(size: int, std: float) -> NDArray[np.int64]:
         # about three quarters are accepted
         tries = 16 + (size - count) * 3 // 2
         words = expand(os.urandom(32), 3 * tries).reshape(3, tries)
-        # uniform in (0, 1), of 52 bits
+        # uniform in (0, 1), with 52 bits
         magnitude, uniform = (
             ((row >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52 for row in words[:2]
         )
         laplace = np.floor(-scale * np.log(magnitude))
         is_negative = (words[2] & np.uint64(1)).astype(bool)
         mask = uniform < np.exp(-((laplace - std * std / scale) ** 2) / (2 * std * std))
-        # zero has one sign, or it would count twice
+        # zero with a minus sign is rejected, or zero would count twice
         mask &= ~(is_negative & (laplace == 0))
         values = np.where(is_negative, -laplace, laplace)[mask].astype(np.int64)[: size - count]
         samples[count : count + len(values)] = values

@@ -1,6 +1,6 @@
-"""The ledger of a site: what all its runs have spent of the privacy of the same data, whatever their folders.
+"""The ledger of a site: privacy of the same data that all its runs have spent, whatever their folders.
 
-STATE/privacy/NAME.json     a run: kind, digests of the data, δ, accountant, folder, beginning
+STATE/privacy/NAME.json     a run: kind, digests of the data, δ, accountant, folder, start time
 STATE/privacy/NAME.jsonl    its charges, as :class:`.ledger.PrivacyLedger` writes them
 
 STATE is ``$FEDLOWRANK_STATE``, else ``$XDG_STATE_HOME/fedlowrank``, else ``~/.local/state/fedlowrank``.
@@ -30,16 +30,16 @@ from .accounting import Accountant, Sampling, local_epsilon, total_epsilon
 from .ledger import PrivacyLedger
 
 STATE_VARIABLE = "FEDLOWRANK_STATE"
-"""Name of the environment variable of the folder."""
+"""Name of the environment variable that sets the state folder."""
 
 MIN_SHARED_DATA = 0.1
-"""Share of the smaller data set from which on two data sets of a client count as the same."""
+"""Smallest overlap, as a share of the smaller data set, at which two data sets of a client count as the same."""
 
 NoiseKind = Literal["local", "central", "server"]
 
 
 def state_folder() -> Path:
-    """The folder in which a site keeps what outlives its runs."""
+    """The folder in which a site stores what outlives its runs."""
     state, state_home = os.environ.get(STATE_VARIABLE), os.environ.get("XDG_STATE_HOME")
     if state:
         return Path(state)
@@ -52,10 +52,10 @@ def state_folder() -> Path:
 
 
 def open_state(name: str = "privacy") -> Path:
-    """The folder in which a site keeps one thing, of the ledger unless another is named; made if it does not exist.
+    """Open a subfolder of the site's state folder, by default that of the ledger, and make it if it does not exist.
 
     Raises:
-        ConfigError: if others can read it, or there is no home folder.
+        ConfigError: if other users can read it, or there is no home folder.
         CheckpointError: if it cannot be made.
     """
     state = state_folder()
@@ -75,15 +75,15 @@ class SiteRun:
     """A run that spends privacy.
 
     Attributes:
-        kind: local: noise of a client on its own data; central: a client's data under the noise that its server
-            is to add; server: the data of a server's clients under the noise that it adds.
-        data: of a client, a sketch of its data (:mod:`fedlowrank.data.overlap`); of a server, a digest of each
+        kind: ``local``: a client adds noise to its own update; ``central``: a client's data are protected by noise that its
+            server is to add; ``server``: the data of a server's clients are protected by noise that this server adds.
+        data: for a client, a sketch of its data (:mod:`fedlowrank.data.overlap`); for a server, one digest for each
             client.
         delta: δ of the run.
-        accountant: of the run.
-        method: its name.
-        folder: of the run, as it was when the run began.
-        began: day and time (UTC).
+        accountant: name of the run's accountant.
+        method: name of the run's method.
+        folder: folder of the run when the run began.
+        began: date and time when the run began (UTC).
     """
 
     kind: NoiseKind
@@ -97,7 +97,7 @@ class SiteRun:
     )
 
     def concerns(self, other: SiteRun) -> bool:
-        """Whether both spend the privacy of the same data: of a client, or of one that both have."""
+        """Whether both runs spend the privacy of the same data, or, for servers, have a client with the same data."""
         if self.kind != other.kind:
             return False
         if self.kind == "server":
@@ -105,7 +105,7 @@ class SiteRun:
         return measure_overlap(self.data, other.data) >= MIN_SHARED_DATA
 
     def with_data_of(self, other: SiteRun) -> SiteRun:
-        """The run, on the data of both."""
+        """The run with the data of both runs."""
         data = sorted({*self.data, *other.data})
         return dataclasses.replace(
             self, data=tuple(data if self.kind == "server" else data[:MAX_SKETCH_DIGESTS])
@@ -113,17 +113,17 @@ class SiteRun:
 
 
 class SiteLedger:
-    """The charges of a run and of all others of the site on the same data.
+    """The charges of a run and of all other runs of the site on the same data.
 
-    Each method reads what other processes have written meanwhile. A decision and its charge belong within one
+    Each method reads what other processes have written meanwhile. Make a decision and its charge within one
     :meth:`locked` block.
 
     Args:
-        name: of the run, as no other run of the site has it; letters, digits, ``-``.
-        run: what it is.
+        name: name of the run, unique within the site; letters, digits, ``-``.
+        run: description of the run.
 
     Raises:
-        ConfigError: if others can read the folder.
+        ConfigError: if other users can read the folder.
         CheckpointError: if the folder cannot be written, or a file in it is damaged.
     """
 
@@ -136,7 +136,7 @@ class SiteLedger:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep all other processes from the ledger within the block; may be nested."""
+        """Keep all other processes from the ledger within the block; blocks may be nested."""
         with as_checkpoint_error(f"cannot lock {self.folder}"):
             self._lock.acquire()
         try:
@@ -147,13 +147,13 @@ class SiteLedger:
     def charge(
         self, round: int, noise: float, clip: float, sampling: Sampling, client_ids: Iterable[int]
     ) -> None:
-        """Charge a round, on disk when this returns; see :meth:`PrivacyLedger.charge`."""
+        """Charge a round; the charge is on disk when this returns; see :meth:`PrivacyLedger.charge`."""
         with self.locked():
             path = self.folder / f"{self.name}.json"
             stored_run = _read(path) if path.exists() else None
             run = self.run if stored_run is None else stored_run.with_data_of(self.run)
             if run != stored_run:
-                # the examples of a client may change in the course of a run
+                # write it again, because the examples of a client may change during a run
                 write_json(path, dataclasses.asdict(run))
             PrivacyLedger(path.with_suffix(".jsonl")).charge(
                 round, noise, clip, sampling, client_ids, seeded=False
@@ -170,18 +170,18 @@ class SiteLedger:
         *,
         trains: bool,
     ) -> float:
-        """Charge the rounds of a server that adds noise, also those in which the client was not drawn.
+        """Charge the rounds of a server that adds noise, including those in which the client was not drawn.
 
-        Sampling amplifies privacy because nobody knows who was drawn, so every round costs the same.
+        Sampling amplifies privacy because nobody knows which clients were drawn, so every round costs the same.
 
         Args:
-            rounds: of the run, the one at hand included.
+            rounds: number of rounds of the run, including the current one.
             noise: σ of a round.
             clip: C, the clipping norm.
             sampling: how the clients of a round are drawn.
             client_id: number of the client.
             limit: ε that must not be exceeded, or None.
-            trains: the last of the rounds is done now, maybe again; else all are over.
+            trains: whether the last of the rounds takes place now, possibly as a repetition; otherwise all are over.
 
         Returns:
             ε of all runs on the data after these rounds. Nothing is charged if it exceeds the limit.
@@ -208,20 +208,20 @@ class SiteLedger:
         ]
 
     def precision(self) -> float:
-        """Σ σ⁻² of all releases of the data, of this run and the others."""
+        """Σ σ⁻² of all releases of the data, by this run and by the others."""
         run_ledger = PrivacyLedger(self.folder / f"{self.name}.jsonl")
         return sum(_precision(ledger) for ledger in (run_ledger, *self.find_other_ledgers()))
 
     def draws_of_others(self) -> Counter[tuple[float, Sampling]]:
-        """The draws of other runs on the same data, as :meth:`PrivacyLedger.draws` counts them."""
+        """Draws of the other runs on the same data, counted as in :meth:`PrivacyLedger.draws`."""
         return sum((ledger.draws() for ledger in self.find_other_ledgers()), Counter())
 
 
 def read_entries(folder: Path) -> dict[str, tuple[SiteRun, PrivacyLedger]]:
-    """All runs in a folder ``STATE/privacy``, by name, with their ledgers; the first to begin comes first.
+    """Read all runs in a folder ``STATE/privacy``, by name, with their ledgers, in the order in which they began.
 
     Raises:
-        CheckpointError: if a file is damaged, or a run has charges and no description.
+        CheckpointError: if a file is damaged, or a run has charges but no description.
     """
     entries = {}
     for path in folder.glob("*.jsonl"):
@@ -238,7 +238,7 @@ def read_entries(folder: Path) -> dict[str, tuple[SiteRun, PrivacyLedger]]:
 
 
 def list_accounts(entries: dict[str, tuple[SiteRun, PrivacyLedger]]) -> list[list[str]]:
-    """The names of runs, those on the same data in one list, also if only by way of a third run."""
+    """Group the names of runs by data: runs on the same data share a list, even if only through a third run."""
     groups: list[list[str]] = []
     for name, (run, _) in entries.items():
         joined_groups = [
@@ -263,13 +263,13 @@ def total_epsilon_of(
 
 @functools.lru_cache(maxsize=1024)
 def _ledger(path: Path, size: int, mtime_ns: int) -> PrivacyLedger:
-    """A ledger that is only read; it is read again where size or time of the file differ."""
+    """A ledger for reading; it is read again if the size or the time of the file differs."""
     del size, mtime_ns
     return PrivacyLedger(path)
 
 
 def _precision(ledger: PrivacyLedger) -> float:
-    """Σ σ⁻² of a client's ledger, whatever its number was in each run."""
+    """Σ σ⁻² of a client's ledger, whatever identifier the client had in each run."""
     return sum(ledger.precision(client_id) for client_id in ledger.clients())
 
 
