@@ -56,7 +56,6 @@ def check_layer(layer: nn.Module, rank: int, density: float, x: Tensor, seed: in
 density = st.sampled_from([0.0, 0.0, 0.2, 1.0])
 
 
-@pytest.mark.full
 @given(
     st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(0, 12), density, st.booleans(), st.booleans()
 )

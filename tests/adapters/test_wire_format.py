@@ -42,7 +42,6 @@ def slices(pair: Pair) -> list[np.ndarray]:
     return [*pair.b.double().numpy().T, *pair.a.double().numpy()]
 
 
-@pytest.mark.full
 @given(pairs())
 def test_int8_is_off_by_at_most_half_a_scale_and_keeps_zeros(pair: Pair) -> None:
     packed = pack_factors({"w": pair}, "int8")["w"]
@@ -61,7 +60,6 @@ def test_int8_is_off_by_at_most_half_a_scale_and_keeps_zeros(pair: Pair) -> None
         assert np.all(np.isfinite(y))
 
 
-@pytest.mark.full
 @given(pairs(), st.sampled_from(get_args(WireType)))
 def test_a_second_passage_changes_nothing(pair: Pair, wire: WireType) -> None:
     once = through(pair, wire)
@@ -82,7 +80,6 @@ def test_int8_by_hand() -> None:
     np.testing.assert_allclose(packed.a_scale.numpy(), [0.02, 1 / 127], rtol=2.0**-16)
 
 
-@pytest.mark.full
 @given(pairs())
 def test_bfloat16_is_rounded_to_nearest(pair: Pair) -> None:
     got = through(pair, "bfloat16")

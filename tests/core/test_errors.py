@@ -40,7 +40,6 @@ def texts_for_python() -> Iterator[tuple[str, str]]:
                 yield f"{path.name}:{node.lineno}", text
 
 
-@pytest.mark.full
 def test_errors_name_no_option_of_a_command_to_python() -> None:
     actual = dict(texts_for_python())
     assert len(actual) > 500

@@ -68,7 +68,6 @@ def global_state() -> tuple[object, ...]:
     return (torch.random.get_rng_state().tolist(), numpy_state[1].tolist(), numpy_state[2], random.getstate())
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["standalone", "floral"])
 def test_a_whole_run_moves_no_global_generator_and_heeds_none(name: str) -> None:
     def made() -> list[list[float]]:

@@ -13,7 +13,6 @@ from fedlowrank.core.contract.contribution import RunningMean, mean
 from fedlowrank.core.tree import TreeError
 
 
-@pytest.mark.full
 @given(
     st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e6)), min_size=1, max_size=12).filter(
         lambda drawn: sum(w for _, w in drawn) > 1e-3

@@ -78,7 +78,6 @@ def references(text: str) -> Iterator[tuple[int, str, str | None]]:
 
 
 # of packages that the extras import
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_references_lead_somewhere() -> None:
     wrong = []

@@ -18,7 +18,6 @@ SHAPES = st.lists(st.integers(0, 4), max_size=3)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda n: n != "__metadata__")
 
 
-@pytest.mark.full
 @given(
     st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(sorted(one_buffer.TYPES, key=str)))),
     st.text(max_size=9),

@@ -97,7 +97,6 @@ def find_circle(imports: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-@pytest.mark.full
 def test_files_do_not_import_each_other_in_circles() -> None:
     """Imports in functions and for type checkers count, too."""
     graph = grimp.build_graph("fedlowrank", cache_dir=None, exclude_type_checking_imports=False)

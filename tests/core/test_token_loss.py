@@ -130,7 +130,6 @@ def ends(
 # -- the mean over tokens ------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @given(
     lengths=st.lists(st.integers(2, 10), min_size=1, max_size=6),
     more=st.integers(0, 9),
@@ -206,7 +205,6 @@ def test_a_batch_without_its_padding_is_the_same_batch() -> None:
             torch.testing.assert_close(p, q, rtol=0, atol=1e-14)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "method", [METHOD, FedHL(optimizer=SGD(lr=0.5), batch_size=4, epochs=2)], ids=lambda m: m.title
 )
@@ -221,7 +219,6 @@ def test_padding_changes_no_run(method: Any) -> None:
     assert float((server["head.weight"] - start).abs().max()) > 1e-2
 
 
-@pytest.mark.full
 def test_clients_at_once_average_over_their_own_tokens() -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
     a, b = ends(clients), ends(clients, engine=Vectorized)
@@ -230,7 +227,6 @@ def test_clients_at_once_average_over_their_own_tokens() -> None:
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batches_taken_in_parts_end_where_whole_ones_do(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
@@ -242,7 +238,6 @@ def test_batches_taken_in_parts_end_where_whole_ones_do(size: int) -> None:
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batches_taken_in_parts_end_where_whole_ones_do_in_single_precision(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]

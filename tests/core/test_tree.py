@@ -123,7 +123,6 @@ def assert_same(a: Any, b: Any) -> None:
 # -- bytes and back ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @ANY
 @given(TREES)
 @example({"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}, "~1": 1, "/": torch.tensor(True)})

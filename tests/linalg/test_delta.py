@@ -144,7 +144,6 @@ def test_every_state_follows_the_dense_recursion(
                 assert actual >= 0
 
 
-@pytest.mark.full
 def test_a_dense_state_that_is_iterated_follows_it_too() -> None:
     """Large enough for the iteration, with a spectrum that decays and one that does not."""
     for decay in (0.5, 0.97):
@@ -324,7 +323,6 @@ def truncation_error(before: Matrix, after: Matrix, p: Sequence[float], ranks: S
     return float(delta * max(1.0, spread))
 
 
-@pytest.mark.full
 def test_a_default_run_never_decomposes_a_matrix_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with uploads whose spectrum falls, nor with flat ones: ten rounds far beyond the width at which W becomes dense."""
     monkeypatch.setattr(sketch, "compute_svd", lambda w: pytest.fail("decomposed in full"))
@@ -387,7 +385,6 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.full
 def test_no_tensor_of_the_matrix_size_is_made_on_factors() -> None:
     rng, d, k = np.random.default_rng(9), 3000, 2900
     for form in (DeltaForm("exact"), DeltaForm("capped"), DeltaForm("auto")):
@@ -459,7 +456,6 @@ def test_more_layers_than_fit_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(off(state[n], product(blocks[n][0][1])) for n in names) < 1e-14
 
 
-@pytest.mark.full
 def test_float32_holds_its_own_precision() -> None:
     rng = np.random.default_rng(12)
     for kind in ("exact", "capped", "dense"):

@@ -73,7 +73,6 @@ def test_a_stack_wider_than_the_matrix_keeps_small_components_orthogonal(shape: 
     torch.testing.assert_close((u1 * s1) @ v1.mT, expected[0], rtol=0, atol=1e-14)
 
 
-@pytest.mark.full
 @given(
     st.integers(1, 6), st.integers(1, 7), st.sampled_from([0, 1, 3, 8]), st.sampled_from(["sqrt", "B", "A"])
 )

@@ -23,7 +23,6 @@ def with_spectrum(s: Matrix, d: int, k: int, seed: int) -> tuple[Tensor, Matrix,
     return torch.from_numpy((u * s) @ v.T), u, v
 
 
-@pytest.mark.full
 @given(st.floats(0.5, 1.0), st.integers(1, 8), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_leading_triplets_whatever_the_spectrum(
     decay: float, rank: int, flip: bool, warm: bool, seed: int

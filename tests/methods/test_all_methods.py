@@ -65,7 +65,6 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
         assert {n for n in initial if not torch.equal(params[n], initial[n])} == trained
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["standalone", "fedavg"])
 def test_runs_of_one_seed_are_equal_and_of_two_seeds_differ(name: str) -> None:
     a, b, c = (

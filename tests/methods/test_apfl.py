@@ -26,7 +26,6 @@ TOLERANCE = 1e-10
 
 
 # a moves as the paper says and meets a bound, moves slowly enough to meet none, or stays
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("alpha", "pace", "bounds"),
     [(0.5, 1.0, {0.0}), (0.97, 1.0, {1.0}), (0.5, 0.05, set()), (0.2, 0.0, set())],
@@ -49,7 +48,6 @@ def test_apfl(alpha: float, pace: float, bounds: set[float], engine: type[Engine
     assert (shares == [alpha] * len(SIZES)) == (pace == 0)
 
 
-@pytest.mark.full
 def test_apfl_decays_its_weights_but_not_the_share_of_the_mixture() -> None:
     settings = {"batch_size": 8, "optimizer": SGD(lr=0.1, weight_decay=0.5)}
     run = run_rounds(APFL(adaptive=False, **settings), federate_one_model(), **SAMPLE)
@@ -70,7 +68,6 @@ def test_apfl_decays_its_weights_but_not_the_share_of_the_mixture() -> None:
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("alpha", "adaptive"), [(0.0, False), (0.5, False), (0.5, True), (1.0, False)])
 def test_the_global_model_of_apfl_is_that_of_fedavg_bit_for_bit(alpha: float, adaptive: bool) -> None:
     a = run_rounds(APFL(alpha=alpha, adaptive=adaptive, **LOCAL), federate_one_model(**FLOAT32), **SAMPLE)
@@ -78,7 +75,6 @@ def test_the_global_model_of_apfl_is_that_of_fedavg_bit_for_bit(alpha: float, ad
     assert tree.equal(a.state.server, b.state.server)
 
 
-@pytest.mark.full
 def test_apfl_of_the_local_model_alone_is_standalone_bit_for_bit() -> None:
     a = run_rounds(APFL(alpha=1.0, adaptive=False, **LOCAL), federate_one_model(**FLOAT32), **SAMPLE)
     b = run_rounds(Standalone(**LOCAL), federate_one_model(**FLOAT32), **SAMPLE)
@@ -94,7 +90,6 @@ def test_apfl_of_the_global_model_alone_infers_by_it_and_trains_no_other() -> No
         assert tree.equal(get_personal_model_and_predictors(run, k)[0], run.state.server)
 
 
-@pytest.mark.full
 def test_apfl_infers_by_the_mixture_and_keeps_the_local_model_beside_it() -> None:
     slow = {**LOCAL, "optimizer": SGD(lr=LR, groups={"a": Group(lr=0.01)})}
     run = run_rounds(APFL(**slow), federate_one_model(), **SAMPLE)

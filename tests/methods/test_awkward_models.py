@@ -14,7 +14,6 @@ from .awkward_setting import MATRICES, federate_images, make_low_rank_method
 torch.set_num_threads(1)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["fedslr", "gpgd", "lpgd"])
 def test_roles_come_from_shapes_and_never_from_names(name: str) -> None:
     result = simulate(make_low_rank_method(name), federate_images(), rounds=3)

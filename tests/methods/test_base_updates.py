@@ -160,7 +160,6 @@ def test_a_factor_that_is_changed_in_place_changes_the_weights() -> None:
     torch.testing.assert_close(changed, lora.base[weight] + pair.b @ pair.a)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA])
 def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) -> None:
     ranks = RANKS if kind is FLoRA else (3,) * 4
@@ -182,7 +181,6 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
     assert not stacked.dense
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA], ids=lambda k: k.title)
 @pytest.mark.parametrize("base_updates", ["merged", "stacked"])
 def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, base_updates: Any) -> None:

@@ -114,7 +114,6 @@ def test_losses_of_all_models() -> None:
         np.testing.assert_allclose(actual[:, c], -np.log(p), atol=1e-12)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "method",
     [FedEM(clusters=2, unseen_steps=40), Ensemble(clusters=2, router=Router(lr=2.0, adapt=60))],

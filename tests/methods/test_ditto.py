@@ -40,7 +40,6 @@ def test_ditto(lam: float, engine: type[Engine]) -> None:
         assert_parameters_close(actual, expected)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9, clip=0.5), AdamW(lr=0.01)])
 @pytest.mark.parametrize("lam", [0.0, 0.5])
 def test_the_global_model_of_ditto_is_that_of_fedavg_bit_for_bit(lam: float, optimizer: Any) -> None:
@@ -52,7 +51,6 @@ def test_the_global_model_of_ditto_is_that_of_fedavg_bit_for_bit(lam: float, opt
     assert tree.equal(a.state.server, b.state.server)
 
 
-@pytest.mark.full
 def test_ditto_without_a_proximal_term_is_standalone_but_for_the_order_of_examples() -> None:
     # by the reference of Standalone in the order of the second pass
     federation = federate_one_model()

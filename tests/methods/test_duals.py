@@ -51,7 +51,6 @@ def compute_mean_of_duals(run: Run) -> Any:
     return mean([run.state_of(i) for i in run.federation.infos], [1.0] * len(run.federation.infos))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_the_dual_of_the_server_is_the_mean_over_all_clients(participation: float) -> None:
     a = run_rounds(SCAFFOLD(**FALLING_LOCAL), federate_one_model(), rounds=5, participation=participation)
@@ -62,7 +61,6 @@ def test_the_dual_of_the_server_is_the_mean_over_all_clients(participation: floa
     assert tree.dot(a.state.server.control, a.state.server.control) > 1e-4
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("make", [SCAFFOLD, FedDyn])
 def test_lost_replies_leave_the_dual_of_the_server_the_mean_over_all_clients(make: Any) -> None:
     run = run_rounds(

@@ -100,7 +100,6 @@ def test_fd_sends_a_square_of_the_classes_down_and_a_row_for_each_own_label_up()
         assert record.parameters_up == sum(len(OWNED[k]) for k in record.participants) * CLASSES
 
 
-@pytest.mark.full
 def test_fd_targets_are_probabilities_and_thirty_rounds_stay_finite() -> None:
     run = run_rounds(
         FD(optimizer=SGD(lr=0.1), batch_size=8), federate_two_models(**FLOAT32), rounds=30, steps=0
@@ -143,7 +142,6 @@ def test_fd_refuses_models_of_other_numbers_of_outputs() -> None:
         prepare_run(FD(), federation)
 
 
-@pytest.mark.full
 def test_fd_leaves_out_the_clients_own_outputs() -> None:
     federation = federate_two_models()
     run = run_rounds(FD(**SLOW_LOCAL), federation)

@@ -42,7 +42,6 @@ def assert_shares_of_examples(rounds: list[dict[int, list[list[np.ndarray]]]]) -
     assert all(len(set(sets)) > 1 for sets in drawn.values())
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("eta", "upper"), [(1.0, 1), (20.0, 1), (20.0, 2)])
 def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
     method = FedALA(weights_lr=eta, first_epochs=2, layers=None if upper == 1 else upper, **LOCAL)

@@ -33,7 +33,6 @@ def test_fedavgm(momentum: float, server_lr: float, engine: type[Engine]) -> Non
     assert_nested_close(to_layers(run.state.server.velocity), velocity)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_fedavgm_without_momentum_is_fedavg(weighting: Any) -> None:
     method = FedAvgM(server_momentum=0.0, weighting=weighting, **LOCAL)

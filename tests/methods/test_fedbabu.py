@@ -34,7 +34,6 @@ from .setting import (
 )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("part", ["whole", "head", "body"])
 def test_fedbabu(part: Any, engine: type[Engine]) -> None:
     federation = federate_one_model()
@@ -56,7 +55,6 @@ def test_fedbabu(part: Any, engine: type[Engine]) -> None:
         assert_nested_close(to_layers({n: series["global"][n] for n in names}), body + start[-1:])
 
 
-@pytest.mark.full
 def test_fedbabu_fine_tunes_with_the_optimizer_of_the_training_unless_told_otherwise() -> None:
     federation = federate_one_model()
     alone, told = (

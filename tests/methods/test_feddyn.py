@@ -78,7 +78,6 @@ def test_feddyn_keeps_the_sum_rule_of_its_server() -> None:
     assert_parameters_close(server.model, {n: server.mean[n] - server.h[n] / 0.4 for n in server.h}, 1e-14)
 
 
-@pytest.mark.full
 def test_feddyn_shows_the_mean_of_the_last_replies_as_well_and_pays_for_it() -> None:
     run = run_rounds(FedDyn(inference="mean_of_clients", **LOCAL), federate_one_model(), **SAMPLE)
     plain = run_rounds(FedDyn(**LOCAL), federate_one_model(), **SAMPLE)

@@ -40,7 +40,6 @@ from .setting import (
 )
 
 
-@pytest.mark.full
 def test_fedem(engine: type[Engine]) -> None:
     federation = federate_one_model()
     run = run_rounds(FedEM(clusters=3, **LOCAL), federation, engine=engine, **SAMPLE)
@@ -60,7 +59,6 @@ def test_fedem(engine: type[Engine]) -> None:
     assert max(abs(pi - 1 / 3).max() for pi in pis.values()) > 0.05
 
 
-@pytest.mark.full
 def test_the_recorded_accuracy_of_fedem_is_that_of_the_mixture() -> None:
     federation = federate_one_model()
     run = run_rounds(FedEM(clusters=3, **LOCAL), federation, steps=2)
@@ -93,7 +91,6 @@ def test_a_newcomer_takes_em_steps_on_its_shares_alone(steps: int) -> None:
     assert (abs(pi - 1 / 3).max() > 1e-3) == (steps > 0)
 
 
-@pytest.mark.full
 def test_the_shares_of_examples_hold_while_the_models_move() -> None:
     # with one step a round or many, the weights of the examples are those of the models received
     federation = federate_one_model()
@@ -106,7 +103,6 @@ def test_the_shares_of_examples_hold_while_the_models_move() -> None:
         assert torch.equal(a.state.clients[k], b.state.clients[k])
 
 
-@pytest.mark.full
 def test_fedem_keeps_its_shares_and_sends_every_component() -> None:
     run = run_rounds(FedEM(clusters=3, **LOCAL), federate_one_model(), steps=0, **SAMPLE)
     for _ in range(2):

@@ -53,7 +53,6 @@ from .run_contents import plan_rounds
 from .setting import LOCAL, Net, make_arrays, run_rounds
 
 
-@pytest.mark.full
 def test_fedhl(engine: type[Engine]) -> None:
     run = run_three_rounds(FedHL(training=TRAINING, **LOCAL), engine, RANKS)
     ws, net, history = reference.fedhl(make_reference_setting(run))
@@ -165,7 +164,6 @@ def measure_change_without_training(method: AnyMethod, run: Run, steps: int = 3)
 NO_TRAINING: dict[str, Any] = {**FAST_LOCAL, "optimizer": SGD(lr=0.0)}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 def test_a_round_without_training_keeps_w_in_fedhl_and_not_in_flexlora(wire: Any) -> None:
     training = LoRATraining(rank=2, scaling="alpha", wire=wire)
@@ -203,7 +201,6 @@ def draw_pair(rng: np.random.Generator, d: int, r: int, k: int) -> Pair:
     return Pair(torch.from_numpy(rng.normal(size=(d, r))), torch.from_numpy(rng.normal(size=(r, k))))
 
 
-@pytest.mark.full
 @given(
     ranks=st.lists(st.integers(1, 9), min_size=4, max_size=4),
     who=st.sets(st.integers(0, 3), min_size=1),

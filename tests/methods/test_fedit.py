@@ -71,7 +71,6 @@ def test_fedit_of_one_client_is_training_alone() -> None:
     assert bool(module.body[0].lora_B.any())
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01), AdamW(lr=0.01)])
 def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
     local = {**FAST_LOCAL, "optimizer": optimizer}

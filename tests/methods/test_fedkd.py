@@ -73,18 +73,15 @@ def assert_fedkd_equals_reference(energies: tuple[float, float], engine: type[En
     assert any(factored) == (energies[0] < 1)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("energies", [(0.6, 0.9), (1.0, 1.0)])
 def test_fedkd(energies: tuple[float, float], engine: type[Engine]) -> None:
     assert_fedkd_equals_reference(energies, engine)
 
 
-@pytest.mark.full
 def test_fedkd_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_fedkd_equals_reference((0.6, 0.9), Sequential, loss=smoothed_loss)
 
 
-@pytest.mark.full
 def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
     federation = federate_two_models(deep_width=7)
     method = FedKD(energy_start=1.0, energy_end=1.0, mentee="small", **SLOW_LOCAL)
@@ -108,7 +105,6 @@ def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
     assert sent == [3 * whole] * 3
 
 
-@pytest.mark.full
 def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
     federation = federate_two_models(deep_width=7)
     energies = (0.6, 0.9)
@@ -262,7 +258,6 @@ def test_equal_matrices_have_equal_factors_whatever_signs_the_decomposition_pick
     assert truncate_svd(f, 2).rank == 2
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("engine", [Sequential, Wire])
 @pytest.mark.parametrize("lost", [0.0, 0.4])
 def test_a_client_that_missed_rounds_rebuilds_the_mentee_bit_for_bit(engine, lost: float) -> None:
@@ -294,7 +289,6 @@ def test_a_client_that_missed_rounds_rebuilds_the_mentee_bit_for_bit(engine, los
     assert whole
 
 
-@pytest.mark.full
 def test_the_share_of_energy_rises_linearly_to_the_last_round() -> None:
     seen = []
 
@@ -307,7 +301,6 @@ def test_the_share_of_energy_rises_linearly_to_the_last_round() -> None:
     assert seen == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9])
 
 
-@pytest.mark.full
 def test_fedkd_infers_with_the_mentor() -> None:
     federation = federate_two_models(deep_width=7)
     run = run_rounds(FedKD(mentee="small", **SLOW_LOCAL), federation)

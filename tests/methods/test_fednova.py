@@ -32,7 +32,6 @@ def test_fednova(momentum: float, mu: float, engine: type[Engine]) -> None:
     assert_nested_close(to_layers(run.state.server), expected)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=LR, weight_decay=0.1, clip=0.5), SGD(lr=0.05, momentum=0.9)])
 def test_fednova_of_equal_numbers_of_steps_is_fedavg(optimizer: SGD) -> None:
     # unequal numbers of examples, and three steps an epoch for each of them

@@ -62,7 +62,6 @@ def test_fedproto(lam: float, weights: str, engine: type[Engine]) -> None:
     assert_fedproto_equals_reference(lam, weights, engine)
 
 
-@pytest.mark.full
 def test_fedproto_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_fedproto_equals_reference(0.3, "uniform", Sequential, loss=smoothed_loss)
 

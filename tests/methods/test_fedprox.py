@@ -39,7 +39,6 @@ def test_fedprox_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_fedprox_equals_reference(2.0, Sequential, loss=smoothed_loss)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.2), SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
 )

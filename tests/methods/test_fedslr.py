@@ -97,7 +97,6 @@ def test_rounds_are_those_of_the_numpy_reference(
     assert_rounds_equal_reference(options, flags, efficient, engine)
 
 
-@pytest.mark.full
 def test_fedslr_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_rounds_equal_reference({}, {}, True, Sequential, loss=smoothed_loss)
 
@@ -121,7 +120,6 @@ def test_without_penalty_the_global_model_is_feddyns_cloud_model() -> None:
         assert all(torch.is_tensor(p) for p in run.state.server.w.weights.values())
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("lost", [0.0, 0.3])
 def test_keeping_the_mean_alone_is_keeping_every_gamma(lost: float) -> None:
     ends = [
@@ -148,7 +146,6 @@ def test_keeping_the_mean_alone_is_keeping_every_gamma(lost: float) -> None:
             torch.testing.assert_close(kept[str(k)][name], own, rtol=0, atol=1e-6)
 
 
-@pytest.mark.full
 def test_after_lost_replies_the_server_still_knows_the_mean_of_all_gammas() -> None:
     federation = federate_one_model(torch.float32)
     run = run_rounds(
@@ -168,7 +165,6 @@ def test_after_lost_replies_the_server_still_knows_the_mean_of_all_gammas() -> N
         assert float(p.abs().max()) > 1e-3
 
 
-@pytest.mark.full
 def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -202,7 +198,6 @@ def test_names_to_exclude_are_exact() -> None:
             Run(method(exclude=("head",)), federate_one_model(), RunSettings(rounds=1), Sequential())
 
 
-@pytest.mark.full
 def test_the_download_carries_factors_and_they_are_the_model() -> None:
     run = run_rounds(FedSLR(**DECAYING_LOCAL, **STRONG), federate_one_model(torch.float32), rounds=3)
     down = run.method.download(run.state.server, run.federation.infos[0])
@@ -225,7 +220,6 @@ def test_of_many_ranks_the_weight_itself_travels() -> None:
     assert all(torch.is_tensor(p) for p in down.values())
 
 
-@pytest.mark.full
 def test_a_sparse_global_model_travels_as_its_entries() -> None:
     run = run_rounds(
         FedSLR(**DECAYING_LOCAL, lam=0.02, prox_step=5.0, global_norm="sparse"),
@@ -357,7 +351,6 @@ def test_a_client_that_never_took_part_has_no_personal_part() -> None:
             )
 
 
-@pytest.mark.full
 def test_a_sparse_penalty_that_kills_every_personal_part_leaves_the_global_model() -> None:
     method = METHODS["fedslr"](batch_size=10, optimizer=SGD(lr=0.05), lam=0.03, mu=1e6)
     record = simulate(method, federate_images(), rounds=2).rounds[-1]

@@ -154,7 +154,6 @@ def test_the_gradient_that_grows_is_dense_and_leaves_the_model_alone() -> None:
         torch.testing.assert_close(u, down[n] - trained, rtol=0, atol=1e-15)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=LR, momentum=0.9, weight_decay=0.1, clip=0.5), AdamW(lr=0.1)])
 @pytest.mark.parametrize("engine_", [Sequential, Vectorized])
 def test_density_is_constant_and_all_is_zero_outside_the_mask(optimizer, engine_: type[Engine]) -> None:
@@ -213,7 +212,6 @@ def test_masked_values_and_new_masks_as_bits_are_all_that_crosses(prune: float) 
     assert all(v.ndim == 1 for v in (*down.values(), *up.update.values()))
 
 
-@pytest.mark.full
 def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
     dense = run_rounds(FedSpa(density=1.0, **LOCAL), federate_one_model(), **SAMPLE)
     plain = run_rounds(FedAvg(weighting="uniform", **LOCAL), federate_one_model(), **SAMPLE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from fedlowrank.engines.engine import Engine
 from fedlowrank.methods.fedit import FedIT
@@ -25,7 +24,6 @@ def test_ffa_lora(engine: type[Engine]) -> None:
     assert_means_of_factors_equal(FFALoRA, engine)
 
 
-@pytest.mark.full
 def test_the_mean_of_ffa_is_the_mean_of_its_updates_and_that_of_fedit_is_not() -> None:
     gaps = {}
     for kind in (FFALoRA, FedIT):

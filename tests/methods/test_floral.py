@@ -148,12 +148,10 @@ def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None
     assert_mfl_router_equals_reference(engine)
 
 
-@pytest.mark.full
 def test_floral_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_mfl_router_equals_reference(Sequential, loss=smoothed_loss)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 0.4])
 def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
@@ -163,7 +161,6 @@ def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
     run_beside_reference(method, Sequential, router_lr=0.5, precondition=precondition)
 
 
-@pytest.mark.full
 def test_ranks_of_single_layers_epsilon_and_the_initial_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     more: dict[str, Any] = {"rank_pattern": {"head": 2}, "eps": 0.05, "initial_scale": 0.25}
     method = FederatedFloral(clusters=2, rank=1, router=Router(lr=0.5), **more, **LOCAL)
@@ -176,7 +173,6 @@ def test_ranks_of_single_layers_epsilon_and_the_initial_scale(monkeypatch: pytes
         assert 0.8 * bound < float(first[name].u.abs().max()) <= bound
 
 
-@pytest.mark.full
 def test_weight_decay_leaves_the_router_alone(engine: type[Engine]) -> None:
     local = {**LOCAL, "optimizer": SGD(lr=LR, weight_decay=0.05)}
     run_beside_reference(
@@ -184,7 +180,6 @@ def test_weight_decay_leaves_the_router_alone(engine: type[Engine]) -> None:
     )
 
 
-@pytest.mark.full
 def test_optimal_routing(engine: type[Engine]) -> None:
     run, _ = run_beside_reference(
         FederatedFloral(clusters=3, rank=2, alpha=1.3, router=OPTIMAL, **LOCAL),
@@ -194,14 +189,12 @@ def test_optimal_routing(engine: type[Engine]) -> None:
     assert all(s is None for s in get_client_states(run))
 
 
-@pytest.mark.full
 def test_a_client_without_memory_learns_its_router_anew(engine: type[Engine]) -> None:
     method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7, keep=False), **LOCAL)
     run, _ = run_beside_reference(method, engine, router_lr=0.7, keep=False)
     assert all(s is None for s in get_client_states(run))
 
 
-@pytest.mark.full
 def test_noise_on_the_router_comes_from_its_named_key(engine: type[Engine]) -> None:
     federation, std = federate_one_model(cluster=KNOWN_CLUSTERS), 0.8
     method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7, noise=std), **LOCAL)
@@ -239,7 +232,6 @@ def test_centering_by_numpy(alpha: float, engine: type[Engine]) -> None:
         np.testing.assert_allclose(p @ b / p.sum(), 0, atol=1e-10)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("which", ["sgd", "adam"])
 def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
     optimizer: Any = SGD(lr=0.6, momentum=0.5)
@@ -300,7 +292,6 @@ def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("precondition", [True, False])
 def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> None:
     settings = {"rank": 2, "alpha": 1.3, "precondition": precondition, **LOCAL}
@@ -341,7 +332,6 @@ def test_only_what_is_asked_for_is_adapted(kinds: tuple[Any, ...]) -> None:
     assert set(run.state.server.model["adaptors"]) == {f"{n}.{suffix}" for n in ADAPTED_LAYERS}
 
 
-@pytest.mark.full
 def test_a_cluster_to_which_nobody_belongs_keeps_its_adaptors_bit_for_bit() -> None:
     run = run_rounds(
         FederatedFloral(clusters=4, rank=2, router=OPTIMAL, **LOCAL),
@@ -366,7 +356,6 @@ ADAPTOR_PARAMETERS = 2 * (WIDTH + INPUTS) + WIDTH + 2 * (CLASSES + WIDTH) + CLAS
 """Numbers of one adaptor of rank 2 of every layer, with its offsets of the biases."""
 
 
-@pytest.mark.full
 def test_a_learned_router_sends_the_base_all_adaptors_and_its_shares() -> None:
     run = run_rounds(FederatedFloral(clusters=3, rank=2, **LOCAL), federate_one_model(), steps=1)
     up = get_upload(run, 1)
@@ -383,7 +372,6 @@ def test_a_learned_router_sends_the_base_all_adaptors_and_its_shares() -> None:
     assert float(up.pi.sum()) == pytest.approx(1)
 
 
-@pytest.mark.full
 def test_known_routes_carry_one_adaptor_each_way() -> None:
     run = run_rounds(
         FederatedFloral(clusters=3, rank=2, router=OPTIMAL, **LOCAL),
@@ -441,7 +429,6 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     assert record.values("accuracy", series="personal", split="test") == [1] * 6
 
 
-@pytest.mark.full
 def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
     federation = federate_opposed_clusters()
     run = Run(
@@ -536,7 +523,6 @@ def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
     assert float(thetas[1].abs().max()) > 1e-4
 
 
-@pytest.mark.full
 def test_the_servers_adam_moves_nothing_that_no_client_moved() -> None:
     # the mean of equal values is that value up to rounding, which Adam would make a full step of
     method = FederatedFloral(

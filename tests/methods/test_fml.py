@@ -54,12 +54,10 @@ def test_fml(alpha: float, beta: float, engine: type[Engine]) -> None:
     assert_fml_equals_reference(alpha, beta, engine)
 
 
-@pytest.mark.full
 def test_fml_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_fml_equals_reference(0.3, 0.8, Sequential, loss=smoothed_loss)
 
 
-@pytest.mark.full
 def test_fml_with_labels_alone_is_standalone_beside_fedavg() -> None:
     run = run_rounds(
         FML(alpha=1.0, beta=1.0, meme="small", **SLOW_LOCAL),
@@ -88,7 +86,6 @@ def run_one_step(method: FML) -> tuple[Any, Any]:
 ONE_STEP = {"optimizer": SGD(lr=0.2), "batch_size": max(SIZES), "epochs": 1}
 
 
-@pytest.mark.full
 def test_the_private_model_does_not_learn_from_the_loss_of_the_meme() -> None:
     actual = [run_one_step(FML(alpha=0.5, beta=b, meme="small", **ONE_STEP)) for b in (0.0, 0.4, 1.0)]
     for server, clients in actual[1:]:
@@ -99,7 +96,6 @@ def test_the_private_model_does_not_learn_from_the_loss_of_the_meme() -> None:
         assert not torch.allclose(server["head.weight"], actual[0][0]["head.weight"], atol=1e-6)
 
 
-@pytest.mark.full
 def test_the_meme_does_not_learn_from_the_loss_of_the_private_model() -> None:
     actual = [run_one_step(FML(alpha=a, beta=0.5, meme="small", **ONE_STEP)) for a in (0.0, 0.4, 1.0)]
     for server, clients in actual[1:]:

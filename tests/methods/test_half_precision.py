@@ -356,7 +356,6 @@ def test_updates_of_the_base_by_many_clients(kind: Any, dtype: torch.dtype) -> N
         near(server.rest[name], sum(x * m.rest[name].double() for x, m in zip(p, sent, strict=True)), dtype)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("dtype", HALF)
 def test_adaptors_of_many_clients(dtype: torch.dtype) -> None:
     run = lora_run(FederatedFloral(clusters=3, rank=2), dtype)

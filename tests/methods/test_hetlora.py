@@ -114,7 +114,6 @@ def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:
         torch.testing.assert_close(p.a[0], before[n].a[0], rtol=0, atol=1e-15)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("alpha", [0.75, 3.0, 12.0])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.05, momentum=0.5, weight_decay=0.01), AdamW(lr=0.01)])
 def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> None:

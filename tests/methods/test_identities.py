@@ -26,7 +26,6 @@ from .run_contents import get_client_inputs
 from .setting import SAMPLE, SLOW_LOCAL, federate_one_model, federate_two_models, run_rounds
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9), AdamW(lr=0.01)])
 @pytest.mark.parametrize(
     "method",
@@ -45,7 +44,6 @@ def test_the_global_model_is_that_of_fedavg(method: Any, optimizer: Any) -> None
     tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), actual, expected)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("method", [Ensemble, FedEM, IFCA])
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
@@ -67,7 +65,6 @@ def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
         )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("gamma_or_lam", ["fd", "fedproto"])
 def test_distillation_of_weight_zero_trains_as_standalone(gamma_or_lam: str) -> None:
     method = FD(gamma=0.0, **SLOW_LOCAL) if gamma_or_lam == "fd" else FedProto(lam=0.0, **SLOW_LOCAL)

@@ -74,7 +74,6 @@ def test_ifca(weights: str, engine: type[Engine]) -> None:
     assert_ifca_equals_reference(weights, engine)
 
 
-@pytest.mark.full
 def test_ifca_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_ifca_equals_reference("examples", Sequential, loss=smoothed_loss)
 

@@ -42,7 +42,6 @@ def test_local_adaptor(alpha: float, precondition: bool, engine: type[Engine]) -
         )
 
 
-@pytest.mark.full
 def test_a_frozen_local_adaptor_is_fedavg_and_none_is_sent() -> None:
     frozen = {**LOCAL, "optimizer": SGD(lr=LR, groups={"adaptors": Group(lr=0.0)})}
     run = run_rounds(LocalAdaptor(rank=2, **frozen), federate_one_model(), steps=0, **SAMPLE)

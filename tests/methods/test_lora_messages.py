@@ -71,7 +71,6 @@ def test_the_head_travels_only_where_it_is_shared(kind: Any, head: Any) -> None:
         )
 
 
-@pytest.mark.full
 def test_the_servers_series_uses_a_clients_own_head() -> None:
     for kind in UNEQUAL_RANK_METHODS:
         run = run_lora(kind, 2, ranks=(9,) * 4, training=LoRATraining(rank=9, head="personal"))
@@ -98,7 +97,6 @@ def test_bytes_on_the_wire(kind: Any, wire: Any, size: int) -> None:
     assert run.step().bytes_up == sum(tree.encoded_size(up) for up in ups)
 
 
-@pytest.mark.full
 @every_lora_method
 def test_a_lossy_wire_costs_accuracy_and_nothing_else(kind: Any) -> None:
     exact, lossy = (

@@ -118,7 +118,6 @@ def test_unequal_ranks_are_refused_with_both_clients(kind: Any) -> None:
         run_lora(kind, 0, ranks=(2, 2, 3, 2))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
 def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
     held = add_lora(Net(9, 10), 3, 2.0, trainable=("head",), rslora=True)

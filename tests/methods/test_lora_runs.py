@@ -33,7 +33,6 @@ from .lora_setting import (
 from .setting import CLASSES, INPUTS, make_arrays
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", [FedHL, FLoRA, FedExLoRA], ids=lambda k: k.title)
 def test_a_run_resumed_in_the_middle_ends_in_the_same_bits(kind: Any, tmp_path: Path) -> None:
     whole, half = (run_lora(kind, n, rounds=4, participation=0.5) for n in (4, 2))

@@ -59,12 +59,10 @@ def test_per_fedavg_of_first_order(weights: str, engine: type[Engine]) -> None:
     assert_first_order_equals_reference(weights, engine)
 
 
-@pytest.mark.full
 def test_per_fedavg_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_first_order_equals_reference("examples", Sequential, loss=smoothed_loss)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("delta", [0.001, 0.1])
 def test_hessian_free_per_fedavg(delta: float, engine: type[Engine]) -> None:
     federation = federate_one_model()
@@ -130,7 +128,6 @@ def test_a_hessian_free_step_follows_the_gradient_through_the_inner_step() -> No
     assert max((step["first_order"][n] - g).abs().max() for n, g in exact.items()) > 1e-3
 
 
-@pytest.mark.full
 def test_per_fedavg_without_an_inner_step_is_sgd_on_every_second_example() -> None:
     federation = federate_one_model()
     runs = [

@@ -69,12 +69,10 @@ def test_pfedlora(relu: bool, mu: float, make: Any, engine: type[Engine]) -> Non
     assert_pfedlora_equals_reference(relu, mu, make, engine)
 
 
-@pytest.mark.full
 def test_pfedlora_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
     assert_pfedlora_equals_reference(True, 0.5, federate_two_models, Sequential, loss=smoothed_loss)
 
 
-@pytest.mark.full
 def test_pfedlora_trains_the_adapter_with_the_optimizer_of_the_model_unless_told_otherwise(
     engine: type[Engine],
 ) -> None:

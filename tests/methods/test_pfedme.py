@@ -20,7 +20,6 @@ from .run_contents import get_client_states, get_reference_inputs, plan_rounds
 from .setting import LOCAL, SAMPLE, federate_one_model, run_rounds
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("steps", "beta", "weighting", "rounds"), [(5, 1.0, "uniform", None), (1, 0.6, "examples", 7)]
 )

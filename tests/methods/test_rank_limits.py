@@ -143,7 +143,6 @@ def plain_loop(run: Any, scale: float, trained: str) -> dict[str, Tensor]:
     return {n.replace(".base_layer", ""): p.detach() for n, p in weights().items()}
 
 
-@pytest.mark.full
 @quiet
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_narrow_layer_has_fewer_components_under_the_same_scale(wrapped: bool) -> None:
@@ -168,7 +167,6 @@ def test_a_narrow_layer_has_fewer_components_under_the_same_scale(wrapped: bool)
         assert np.linalg.matrix_rank(moved.numpy(), tol=1e-5) == 2
 
 
-@pytest.mark.full
 @quiet
 def test_forms_of_one_server_agree_on_narrow_layers() -> None:
     ranks, training = [1, 10_000, 4], LoRATraining(scaling="alpha", rank=4)
@@ -229,7 +227,6 @@ def test_the_server_multiplies_by_the_scale_of_the_rank_that_is_used(name: str) 
     assert LoRATraining(scaling="alpha", rank=900).build_scaling(lora_of(view.model)).scale_at(5) == 1.0
 
 
-@pytest.mark.full
 @quiet
 def test_hetlora_is_fedit_where_ranks_are_equal_and_prunes_wide_layers_alone() -> None:
     het, fedit = (

@@ -253,7 +253,6 @@ def test_a_loss_that_is_no_number_is_named(kind: str, said: str) -> None:
             simulate(Own(kind=kind, batch_size=4), federation(), rounds=1, engine=engine)
 
 
-@pytest.mark.full
 def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -275,14 +274,14 @@ def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
         monkeypatch.setattr(LocalTrainer, kind, inside)
 
     record("train", LocalTrainer.train)
-    record("total", LocalTrainer.sum_over_data)
+    record("sum_over_data", LocalTrainer.sum_over_data)
     for name in KINDS:
         data = federation(Recording)
         seen.clear()
         simulate(method(name), data, rounds=1)
         # a received model that a loss reads, and nothing trains, is without dropout
         read = {("train", False, False)} if name in ("fedem", "moon") else set()
-        assert seen <= {("train", True, True), ("total", False, False), ("", False, False), *read}, name
+        assert seen <= {("train", True, True), ("sum_over_data", False, False), ("", False, False), *read}, name
         assert {w for w, *_ in seen} >= {"train", ""}, name
 
 

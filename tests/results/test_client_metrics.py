@@ -105,7 +105,6 @@ EXPECTED: dict[str, Callable[[np.ndarray, np.ndarray], float | None]] = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
 @pytest.mark.parametrize("method", ["fedavg", "standalone"])
 def test_values_by_hand(engine: str, method: str) -> None:
@@ -175,7 +174,6 @@ def test_a_subset_of_clients_a_resume_and_the_file(tmp_path: Path) -> None:
     assert stored == whole.rounds[-1].values("ece", series="personal", split="test")
 
 
-@pytest.mark.full
 def test_more_metrics_in_a_resumed_run(tmp_path: Path) -> None:
     simulate("fedavg", make_labeled_federation(), rounds=1, folder=tmp_path / "run")
     more = simulate(
@@ -387,7 +385,6 @@ class Above:
         return float((scores.max(1) > self.bound).mean())
 
 
-@pytest.mark.full
 def test_functions_are_metrics(tmp_path: Path) -> None:
     actual = simulate(
         "fedavg",

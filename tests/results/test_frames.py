@@ -54,7 +54,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.full
 def test_all_values_are_those_of_the_files(runs: Path) -> None:
     actual = load_runs(runs, series="all")
     assert actual["run"].unique().tolist() == ["a/fedavg-s0", "b"]

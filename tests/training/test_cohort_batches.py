@@ -107,7 +107,6 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedavg", "pfedlora", "scaffold"])
 def test_the_operations_of_the_steps_do_not_grow_with_the_clients(
     method: str, monkeypatch: pytest.MonkeyPatch

@@ -105,7 +105,6 @@ def test_fedavg_of_one_client_is_one_optimizer_for_all_rounds() -> None:
     assert_close(run.state.server, with_torch(fed, 0, [*range(ROUNDS)], make))
 
 
-@pytest.mark.full
 def test_a_client_whose_reply_is_lost_keeps_the_state_of_before() -> None:
     optimizer, make = KEPT["adamw"]
     fed = federation()
@@ -125,7 +124,6 @@ METHODS_WITH_PASSES: dict[str, AnyMethod] = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS_WITH_PASSES)
 def test_states_are_the_same_in_every_engine_and_after_a_resume(name: str, tmp_path: Path) -> None:
     method, fed = METHODS_WITH_PASSES[name], federation()

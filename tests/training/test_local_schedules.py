@@ -117,7 +117,6 @@ def test_steps_are_those_of_torch_with_its_scheduler(name: str, engine: type[Eng
         assert_close(run.personal_params(info), expected)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_a_schedule_within_the_round_multiplies_that_over_rounds_and_the_rates_of_groups(
     engine: type[Engine],

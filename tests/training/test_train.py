@@ -306,7 +306,6 @@ def wet() -> tuple[FedAvg, Federation]:
     return FedAvg(optimizer=SGD(lr=0.1), batch_size=8), federation(Wet)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_dropout_is_reproducible_and_independent_of_the_order_of_clients(engine: Any) -> None:
     method, fed = wet()

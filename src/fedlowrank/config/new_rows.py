@@ -57,12 +57,13 @@ def read_new_rows(folder: Path, rows: Path, allow_code: bool = False) -> NewRows
         source, normalization = experiment.data.source, experiment.data.preparation.normalize
         if not isinstance(source, Csv):
             raise ConfigError(
-                "--rows takes the columns of a table, and the data of this run are of another source than 'csv'. In Python, "
-                "result.predict(client, inputs) takes prepared inputs"
+                "new rows are the columns of a table, and the data of this run are of another source than 'csv'.",
+                python="Call result.predict(client, inputs) with prepared inputs.",
+                command="Leave out --rows. In Python, result.predict(client, inputs) takes prepared inputs.",
             )
         if type(experiment.concept) not in (Concept, NaturalClusters):
             raise ConfigError(
-                "--rows: the concept of this run changes the examples of clients, so that new rows have no one meaning"
+                "the concept of this run changes the examples of clients, so that new rows have no single meaning"
             )
         dataset, clients = source.load_with_rows(str(rows))
         test = normalize(dataset, normalization).test

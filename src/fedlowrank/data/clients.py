@@ -40,8 +40,8 @@ def make_clients(
     """
     if split.official_test in ("shared", "whole") and dataset.test is None:
         raise DataError(
-            f"data set {dataset.name!r} has no official test part, which this split needs. Name one (data.test; of a "
-            "site: --test FILE), or use split.kind = 'local'."
+            f"data set {dataset.name!r} has no official test part, which this split needs. Name one (data.test, or "
+            "the test file of a site), or use split.kind = 'local'."
         )
     pool, rule = Pool(dataset), as_partition(partition)
     parts = _assign(pool, rule, split, key / "partition")

@@ -106,7 +106,6 @@ def test_every_method_says_which_layer_it_is_and_what_to_type(kind: str) -> None
     Floral(left, 1, 2, exclude=lambda name, _: name.startswith("2"))
 
 
-@pytest.mark.full
 def test_methods_that_need_no_weight_train_such_a_layer() -> None:
     for name in ("fedavg", "pfedlora"):
         assert run(name, federation(lambda: net("weight_norm"))).rounds

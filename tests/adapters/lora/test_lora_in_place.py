@@ -127,7 +127,6 @@ def test_a_bag_of_rows_keeps_its_options(name: str) -> None:
         torch.testing.assert_close(merge_lora(made)(*args, **more), actual)
 
 
-@pytest.mark.full
 def test_clients_adapt_a_bag_of_rows() -> None:
     bag = nn.EmbeddingBag(6, 4, padding_idx=2, sparse=True)
     module = add_lora(nn.Sequential(Whole(), bag, nn.Linear(4, 3)), 2, trainable=["2"])

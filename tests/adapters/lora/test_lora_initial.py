@@ -124,7 +124,6 @@ def reading(module: Any, head: str | None = None) -> Federation:
     return Federation.from_arrays(clients, module, classes=3, rank=[2, 2, 2], head=head)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

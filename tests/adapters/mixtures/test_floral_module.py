@@ -54,7 +54,6 @@ def train(model: Floral, steps: int = 40, lr: float = 0.2) -> list[float]:
     return losses
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("reparameterize", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_plain_loop_learns_and_only_what_is_free_moves(frozen: bool, reparameterize: bool) -> None:

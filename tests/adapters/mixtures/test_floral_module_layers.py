@@ -103,7 +103,6 @@ def test_a_layer(name: str, reparameterize: bool) -> None:
         assert p.grad.abs().max() > 0, n
 
 
-@pytest.mark.full
 @given(st.data())
 @pytest.mark.filterwarnings("ignore::fedlowrank.core.errors.LoweredRankWarning")
 def test_convolutions_of_any_shape(data: st.DataObject) -> None:

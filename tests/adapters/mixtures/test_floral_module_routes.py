@@ -31,7 +31,6 @@ def test_the_router() -> None:
     assert (groups[1]["lr"], groups[1]["weight_decay"], len(groups[0]["params"])) == (0.7, 0.0, 3)
 
 
-@pytest.mark.full
 def test_noise_is_of_training_alone_and_of_torchs_generator_as_dropout() -> None:
     x = draw_normal(2, 4)
     router = Router(noise=1.0)

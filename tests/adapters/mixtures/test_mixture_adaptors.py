@@ -276,7 +276,6 @@ def test_the_mixed_weights_of_a_module_entry_by_entry(
         torch.testing.assert_close(mixed[name], w[name] + 0.7 * sum(pi[c] * offsets[c] for c in range(3)))
 
 
-@pytest.mark.full
 @given(
     st.tuples(*[st.integers(1, 4)] * 4), st.sampled_from(CONSTRUCTIONS), st.sampled_from([1, 2, 0.3]), st.integers(1, 4)
 )  # fmt: skip

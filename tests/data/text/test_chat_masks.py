@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.learning.losses import IGNORE_INDEX
+from fedlowrank.data.text.chat import chat_template
 from fedlowrank.data.text.chat.chat_template import ChatTemplate
 from fedlowrank.data.text.text_records import Conversation, Texts
 from fedlowrank.data.text.tokens import TextSettings, tokenize
@@ -379,3 +380,29 @@ def test_conversations_without_a_token_to_learn_are_dropped_and_counted() -> Non
     data = data_of(long, 80)
     assert len(data.train) == 1
     assert data.notes[-1].endswith("1 of 2 samples dropped: no response token is left (by client: w 1)")
+
+
+def test_conversations_tokenized_at_once_equal_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer("chatml", merges_from=["Wo liegt Köln? Am Rhein"])
+    conversations = [Conversation(tuple(TALK[: 2 * (1 + i % 3)])) for i in range(9)]
+    chat = ChatTemplate(tokenizer, "response", "template")
+    singles = [chat.sample(conversation, i) for i, conversation in enumerate(conversations)]
+    for characters in (1, 200, 1 << 20):
+        monkeypatch.setattr(chat_template, "_CHUNK_CHARACTERS", characters)
+        pairs = list(chat.samples(iter(conversations)))
+        assert [conversation for conversation, _ in pairs] == conversations
+        assert [sample for _, sample in pairs] == singles
+
+
+def test_errors_come_in_the_order_of_the_conversations() -> None:
+    """Also where a later conversation is written before an earlier one gets its labels."""
+    chat = ChatTemplate(byte_tokenizer("chatml"), "response", "template")
+    fine = Conversation(tuple(TALK))
+    without_prompt = Conversation(({"role": "assistant", "content": "a"},), location="first")
+    unwritten_tools = Conversation(tuple(TALK), (TOOL,), location="second")
+    samples = chat.samples([fine, without_prompt, unwritten_tools])
+    assert next(samples)[0] is fine
+    with pytest.raises(DataError, match="first, turn 1: the assistant begins"):
+        next(samples)
+    with pytest.raises(DataError, match=r"second: .* leaves out the tools"):
+        list(chat.samples([fine, unwritten_tools, without_prompt]))

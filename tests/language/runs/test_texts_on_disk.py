@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,14 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.data.text.on_disk.lazy_records import LazyList, LineRows, join_lists
-from fedlowrank.data.text.on_disk.mapped_examples import MappedExamples, map_tensor
-from fedlowrank.data.text.text_records import hold_out
+from fedlowrank.data.text import table
+from fedlowrank.data.text.on_disk.lazy_records import LazyRecords, LineRows, join_records, list_facts
+from fedlowrank.data.text.on_disk.mapped_examples import MappedExamples, TensorFile
+from fedlowrank.data.text.rows.text_rows import TextRows
+from fedlowrank.data.text.text_records import Instruction, hold_out
+from fedlowrank.data.text.tokens import TextSettings, tokenize
 from tests.language.text_experiments import make_row_tables, run_rounds
+from tests.support.byte_tokenizers import byte_tokenizer
 
 torch.set_num_threads(1)
 
@@ -121,25 +127,63 @@ def test_tokens_of_clients_lie_in_files(llama: Path, tmp_path: Path) -> None:
     assert not is_in_file(torch.zeros(10))
 
 
-def test_lazy_lists_are_lists() -> None:
+def test_lazy_records_are_lists() -> None:
     read: list[int] = []
 
-    def square(i: int) -> int:
-        read.append(i)
-        return i * i
+    def make(i: int) -> Instruction:
+        return Instruction(f"{i}", category="ab"[i % 2], client=f"site {i // 7}")
 
-    plain = [i * i for i in range(20)]
-    lazy = join_lists([LazyList(square, np.arange(a, b)) for a, b in ((0, 7), (7, 7), (7, 20))])
+    def read_numbers(numbers: np.ndarray) -> Iterator[Instruction]:
+        for i in numbers.tolist():
+            read.append(i)
+            yield make(i)
+
+    plain = [make(i) for i in range(20)]
+    lazy = join_records(
+        [
+            LazyRecords(read_numbers, np.arange(a, b), list_facts(plain[a:b]))
+            for a, b in ((0, 7), (7, 7), (7, 20))
+        ]
+    )
     assert read == []
-    assert lazy[9] == 81
-    assert read == [9]
+    assert lazy[9] == plain[9]
+    assert lazy[-1] == plain[-1]
+    assert read == [9, 19]
     assert list(lazy) == plain
     assert list(lazy[3:17:2]) == plain[3:17:2]
+    assert list(lazy.select(np.array([19, 0, 8, 7, 6]))) == [plain[i] for i in (19, 0, 8, 7, 6)]
+    assert list(lazy[5:5]) == []
     for share in (0.0, 0.3):
         (train, test), (own_train, own_test) = (hold_out(rows, share, Key((1,))) for rows in (plain, lazy))
         assert list(own_train) == train
         assert (None if own_test is None else list(own_test)) == test
-        assert isinstance(own_train, LazyList)
+        assert isinstance(own_train, LazyRecords)
+        assert own_train.facts.categories.tolist() == [r.category for r in train]
+        assert own_train.facts.clients.tolist() == [r.client for r in train]
+
+
+def test_rows_are_read_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the columns, for what is known of the records, and for their tokens."""
+    lines: list[str] = []
+    parse = table._parse
+
+    def count_lines(text: str, location: str) -> Any:
+        lines.append(location)
+        return parse(text, location)
+
+    monkeypatch.setattr(table, "_parse", count_lines)
+    for form in ("jsonl", "messages"):
+        files = write_rows(tmp_path, form)
+        for data in ({"client_by_file": True}, {"category_column": "kind"} if form == "jsonl" else {}):
+            lines.clear()
+            texts = TextRows(tuple(files), on_disk=True, cache=str(tmp_path), **data).load()
+            tokenize(texts, byte_tokenizer("chatml"), TextSettings("auto", 60, truncate="right"))
+            counts = Counter(lines)
+            assert len(counts) == 28
+            # rows without a text are read twice, and the first record also for the kind of all
+            assert sorted(counts.values())[:-1] == [2] * 2 * (form == "jsonl") + [3] * (
+                25 if form == "jsonl" else 27
+            )
 
 
 def test_line_rows_name_the_line(tmp_path: Path) -> None:
@@ -173,7 +217,7 @@ def test_what_cannot_lie_on_disk_is_refused(llama: Path, tmp_path: Path) -> None
         with pytest.raises(error, match=words):
             ExperimentConfig.parse(tables).federation()
     with pytest.raises(DataError, match="no file for tokens can be made"):
-        map_tensor((2, 3), tmp_path / "missing")
+        TensorFile(tmp_path / "missing")
 
 
 def test_taken_rows_are_those_of_the_tensors(tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ def evaluated_batches(made: Any, method: str = "fedavg") -> list[int]:
     return actual
 
 
-@pytest.mark.full
 def test_clients_that_share_a_model_are_one_pass_and_others_are_not() -> None:
     made = make_federation(CountingModule)
     total = sum(len(c.val) + len(c.test) for c in made.clients)
@@ -78,7 +77,6 @@ def test_clients_that_share_a_model_are_one_pass_and_others_are_not() -> None:
     )
 
 
-@pytest.mark.full
 def test_a_module_that_mixes_the_examples_of_a_batch_is_evaluated_client_by_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -95,7 +93,6 @@ def test_a_module_that_mixes_the_examples_of_a_batch_is_evaluated_client_by_clie
     assert_measures(result.rounds[-1], "personal", "test", expected)
 
 
-@pytest.mark.full
 def test_a_module_that_draws_random_numbers_sees_the_draws_of_each_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -126,7 +123,6 @@ def test_a_hook_sees_the_examples_of_one_client_at_a_time() -> None:
     assert seen == [n for c in made.clients for n in (len(c.val), len(c.test)) if n]
 
 
-@pytest.mark.full
 def test_a_subset_of_clients_is_the_same_in_every_round_and_said_in_the_record(tmp_path: Path) -> None:
     made = make_federation(build_linear, clients=40)
     run: dict[str, Any] = {"rounds": 3, "evaluate_clients": 6, "representations": 0}
@@ -148,7 +144,6 @@ def test_a_subset_of_clients_is_the_same_in_every_round_and_said_in_the_record(t
         assert b"null" not in line.split(b'"measured":')[1].split(b'"ranks"')[0]
 
 
-@pytest.mark.full
 def test_a_record_takes_at_most_twenty_bytes_for_each_client(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     arrays = [(torch.randn(60, 16, generator=generator), torch.arange(60) % 4) for _ in range(100)]
@@ -157,7 +152,6 @@ def test_a_record_takes_at_most_twenty_bytes_for_each_client(tmp_path: Path) -> 
     assert (tmp_path / "run" / RECORDS_FILE).stat().st_size / (6 * 100) < 20
 
 
-@pytest.mark.full
 def test_of_more_than_a_thousand_clients_five_hundred_are_evaluated() -> None:
     made = make_federation(build_linear, clients=1001, examples=2)
     run = Run(METHODS["fedavg"](), made, RunSettings(participation=0.01), Sequential())
@@ -201,7 +195,6 @@ def run_is_due(run: Run, t: int) -> bool:
     return run.is_due()
 
 
-@pytest.mark.full
 def test_an_interval_is_the_same_after_a_resume(tmp_path: Path) -> None:
     made = make_federation(build_linear, clients=40)
     settings: dict[str, Any] = {"rounds": 100, "participation": 0.05, "representations": 0}
@@ -219,7 +212,6 @@ def test_an_interval_is_the_same_after_a_resume(tmp_path: Path) -> None:
     assert [r.round for r in whole.rounds if not r.is_evaluated] == list(range(3, 100, 2))
 
 
-@pytest.mark.full
 def test_checkpoints_are_ten_seconds_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)

@@ -162,7 +162,6 @@ def test_the_loss_of_few_and_of_many_examples_and_classes(count: int, classes: i
         assert actual.accuracy[k] == float((own.argmax(1) == labels).double().mean())
 
 
-@pytest.mark.full
 def test_examples_are_concatenated_once_though_other_clients_share_a_model() -> None:
     made = make_federation(build_linear, clients=40)
     run = Run(METHODS["standalone"](), made, RunSettings(rounds=5, participation=0.1), Sequential())

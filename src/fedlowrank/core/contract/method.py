@@ -250,7 +250,7 @@ class ClientView:
 
         Args:
             loss: pure loss function ``loss(params, batch, *constants)`` that returns a scalar and averages by
-                :meth:`Batch.mean`.
+                :meth:`.task.Batch.mean`.
             start: initial values, a tree of floating-point tensors; left unchanged.
             name: name of the pass in the method's :meth:`Method.passes`.
             optimizer: optimizer that applies the gradients; the engine applies its schedule.
@@ -288,7 +288,7 @@ class ClientView:
     ) -> T:
         """Sum ``statistic(params, batch, *constants)``, a tree, over the training data, without gradients.
 
-        The statistic must itself sum over the batch by :meth:`Batch.sum`. Half-precision sums are returned in
+        The statistic must itself sum over the batch by :meth:`.task.Batch.sum`. Half-precision sums are returned in
         float32.
         """
         check_function("statistic", statistic, ("params", "batch"), constants)

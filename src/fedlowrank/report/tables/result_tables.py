@@ -34,7 +34,7 @@ def make_result_tables(
     Args:
         frame: exact values, one row per group.
         labels: labels of the rows.
-        metrics: name and column suffix of each further metric, see :func:`.run_statistics.list_metrics`.
+        metrics: name and column suffix of each further metric, see :func:`..statistics.run_statistics.list_metrics`.
         shows_sizes: whether to show sizes of models if the paper gives none.
 
     Returns:
