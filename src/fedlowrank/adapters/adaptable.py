@@ -1,4 +1,4 @@
-"""Weights to which low-rank updates can be added: where a module has them, and why a layer has none."""
+"""Weights to which low-rank updates can be added: how to find them in a module, and why a layer has none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..core.errors import TaskError
 
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-"""Weights of ``nn.MultiheadAttention`` beside that of its output layer."""
+"""Weights of ``nn.MultiheadAttention`` besides that of its output layer."""
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 """Layers whose weight is a table of rows."""
@@ -26,7 +26,7 @@ _REMOVE = {
     SpectralNorm: "torch.nn.utils.remove_spectral_norm({layer}, {weight!r})",
     BasePruningMethod: "torch.nn.utils.prune.remove({layer}, {weight!r})",
 }
-"""Hooks that compute a weight before every call, and how they are removed."""
+"""Hooks that compute a weight before every call, and the functions that remove them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AdaptableWeight:
 
     Attributes:
         path: dotted name of the layer.
-        layer: the module that reads the weight.
+        layer: module that uses the weight.
         attribute: name of the weight in the layer.
     """
 
@@ -45,29 +45,29 @@ class AdaptableWeight:
 
     @property
     def name(self) -> str:
-        """The path, followed by ``in_proj``, ``q_proj`` and so on for the weights of attention."""
+        """The path, followed by ``in_proj``, ``q_proj`` and so on for weights of attention."""
         return name_adapted_layer(self.path, self.attribute)
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is the table of an embedding."""
+        """Whether the weight is the table of an embedding."""
         return isinstance(self.layer, EMBEDDINGS)
 
     @property
     def is_transposed(self) -> bool:
-        """Whether it is stored with the inputs first, ``[k, d]``, as of embeddings and GPT-2's ``Conv1D``."""
+        """Whether the weight is stored with the inputs first, ``[k, d]``, as in embeddings and GPT-2's ``Conv1D``."""
         return self.is_embedding or is_conv1d(self.layer)
 
     @property
     def is_computed(self) -> bool:
-        """Whether the layer computes it from other parameters."""
+        """Whether the layer computes the weight from other parameters."""
         return self.layer._parameters.get(self.attribute) is None
 
     def parameter(self) -> nn.Parameter:
-        """The weight.
+        """The parameter of the weight.
 
         Raises:
-            TaskError: if the layer computes it from other parameters.
+            TaskError: if the layer computes the weight from other parameters.
         """
         p = self.layer._parameters.get(self.attribute)
         if p is None:
@@ -78,10 +78,10 @@ class AdaptableWeight:
         return p
 
     def floating_parameter(self) -> nn.Parameter:
-        """The weight, to which an update can be added.
+        """The parameter of the weight, to which an update can be added.
 
         Raises:
-            TaskError: if the layer computes it from other parameters, or it is not of floating point.
+            TaskError: if the layer computes the weight from other parameters, or its type is not floating-point.
         """
         p = self.parameter()
         if not (p.is_floating_point() or p.is_complex()):
@@ -93,9 +93,9 @@ class AdaptableWeight:
 
 
 def find_adaptable_weights(module: nn.Module) -> Iterator[AdaptableWeight]:
-    """The weights of linear layers, attention, convolutions and embeddings, in the order of the modules.
+    """Yield the weights of linear layers, attention, convolutions and embeddings, in the order of the modules.
 
-    A ``Conv1D`` of Hugging Face is a linear layer.
+    A ``Conv1D`` of Hugging Face counts as a linear layer.
     """
     for path, layer in module.named_modules():
         if isinstance(layer, nn.MultiheadAttention):
@@ -108,15 +108,15 @@ def find_adaptable_weights(module: nn.Module) -> Iterator[AdaptableWeight]:
 
 
 def refuse_computed_weights(module: nn.Module, names: Container[str], title: str) -> None:
-    """Refuse to give a low-rank or sparse form to parameters that a layer computes its weight from.
+    """Refuse to give a low-rank or sparse form to parameters from which a layer computes its weight.
 
     The weight would not have that form: with ``weight_norm`` a row of zeros becomes NaN, and an orthogonal weight
     has full rank.
 
     Args:
         module: any module.
-        names: of the parameters that get the form.
-        title: of the method.
+        names: names of the parameters that get the form.
+        title: title of the method.
 
     Raises:
         TaskError: if there is such a layer.
@@ -136,7 +136,7 @@ def refuse_computed_weights(module: nn.Module, names: Container[str], title: str
 
 
 def name_adapted_layer(path: str, weight: str) -> str:
-    """Name of an adapted layer: its path, with the weight's name where it is not ``weight``."""
+    """Name an adapted layer by its path, followed by the weight's name unless that is ``weight``."""
     weight_name = "" if weight in ("weight", "base_layer.weight") else weight.removesuffix("_weight")
     return f"{path}.{weight_name}".strip(".")
 
@@ -163,7 +163,7 @@ def _computing_hooks(layer: nn.Module) -> dict[str, Any]:
 
 
 def _describe_computed_weight(adaptable: AdaptableWeight) -> str:
-    """What computes a weight, and how to make it a parameter."""
+    """Describe what computes a weight, and how to make the weight a parameter."""
     layer, weight, path = adaptable.layer, adaptable.attribute, f"model.get_submodule({adaptable.path!r})"
     title = f"layer {adaptable.path or '(the module itself)'} ({_class_name(layer)})"
     if parametrize.is_parametrized(layer, weight):

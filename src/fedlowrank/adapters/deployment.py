@@ -1,14 +1,14 @@
-"""Low-rank and sparse models for inference: thin layers, few bytes, and a file of them.
+"""Low-rank and sparse models for inference, with thin layers and few bytes, and their file format.
 
-The weight is w + p: w as factors left · right of its scheme-2 matrix, p sparse. The cheapest form wins:
+The weight is w + p: w as factors left · right of its scheme-2 matrix, p sparse. The cheapest form is used:
 
     dense              w + p: numel values
     factors            x → right → left: r (rows + columns) values
     factors, sparse    and p: its values and positions, an index of 4 bytes each and 4 bytes a row, or a
                        bitmask of the weight if that is smaller. Rank 0 is sparse alone
 
-In memory a sparse tensor always has indices, by which it computes. The bits are for the file;
-:func:`measure_size` counts as the file does.
+In memory a sparse tensor always has indices, with which it computes. Bitmasks are used only in the file, whose
+bytes :func:`measure_size` counts.
 
 For the computation of thin layers and its cost see :mod:`fedlowrank.adapters.thin_layers`.
 """
@@ -46,13 +46,13 @@ from .thin_layers import (
 
 Layout = Literal["small", "fast"]
 FORMAT = "fedlowrank.deployed.2"
-"""Of a file."""
+"""Format name that a file carries."""
 SPARSE = 4
-"""Dense multiplications that cost as much as one of a sparse linear layer; 2 to 4 measured at batch 20."""
+"""Number of dense multiplications that cost as much as one of a sparse linear layer; 2 to 4 measured at batch 20."""
 
 
 def _cost(layer: nn.Module, rank: int, sparse_part: Tensor, layout: Layout) -> int:
-    """Bytes, or work, of factors of that rank and a sparse tensor."""
+    """Cost, in bytes or in work, of factors of the given rank and a sparse tensor."""
     nonzero_count = int(sparse_part.count_nonzero())
     if layout == "fast":
         return count_multiplications(layer, rank) + (
@@ -70,7 +70,7 @@ def _cost(layer: nn.Module, rank: int, sparse_part: Tensor, layout: Layout) -> i
 def _choose_form(
     layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Tensor, layout: Layout
 ) -> Params | None:
-    """The parts of the cheapest form, or None if that is the dense one."""
+    """Build the parts of the cheapest form; None if that is the dense one."""
     rows, columns = matrix_shape(merged.shape)
     forms = [(LowRank(merged.new_empty(rows, 0), merged.new_empty(0, columns)), merged)]
     if isinstance(w, LowRank):
@@ -83,25 +83,27 @@ def _choose_form(
 def deploy(
     module: nn.Module, weights: Weights, sparse: Params | None = None, layout: Layout = "small"
 ) -> nn.Module:
-    """A copy of a module for inference, with other parameters, each in its cheapest form.
+    """Copy a module for inference, with other parameters, each in its cheapest form.
 
-    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All else is dense:
-    vectors, embeddings, layers of a subclass or with a forward of their own, and weights that several modules
-    share, which stay shared. Layers of :func:`~fedlowrank.adapters.lora.lora_layers.add_lora` are merged: plain layers
+    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All other parameters are
+    dense: vectors, embeddings, layers of a subclass or with their own ``forward``, and weights that several modules
+    share, which stay shared. Layers of :func:`~fedlowrank.adapters.lora.lora_layers.add_lora` are merged: plain
+    layers
     with the weight W + s·B A.
 
     Args:
-        module: left as it is; the copy is in evaluation mode and needs no gradient.
-        weights: its parameters by name, and the buffers that differ from the module's, such as the statistics of
-            batch normalizations; others, such as frozen ones, stay as they are.
-        sparse: what to add to all or some of them.
-        layout: ``small``, the form of least bytes; or ``fast``, of least work, as ``TRANSFER_COST`` and
-            :data:`SPARSE` weigh it, where no convolution with a sparse part is thin. Ties are dense.
+        module: module to copy, which is not changed; the copy is in evaluation mode and needs no gradient.
+        weights: new parameters by name, and buffers that differ from the module's, such as the statistics of batch
+            normalizations; all others, such as frozen parameters, are those of the module.
+        sparse: tensors to add to all or some of ``weights``, by name.
+        layout: ``small`` for the form with the fewest bytes; or ``fast`` for that with the least work, measured by
+            ``TRANSFER_COST`` and :data:`SPARSE`, in which no convolution with a sparse part is thin. Ties are
+            dense.
 
     Raises:
         ConfigError: if the layout is unknown.
-        TaskError: if a name is none of the module's, or a tensor, its factors or what is added to it has another
-            shape or type than the module's.
+        TaskError: if the module does not have a name, or a tensor, its factors or its sparse part differ from the
+            module's tensor in shape or type.
     """
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
@@ -112,13 +114,13 @@ def deploy(
         if name not in weights and not (sparse and name in sparse):
             continue
         w, p, layer = weights.get(name, param), (sparse or {}).get(name), layers.get(id(param))
-        # what of a tensor is zero is seen below, however it came
+        # zeros are counted below, in whatever form the tensor was given
         w = w.dense() if isinstance(w, Sparse) else w
         dense_weight = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
         merged_weight = dense_weight if p is None else dense_weight + p
         tensors = None if layer is None else _choose_form(layer, w, p, merged_weight, layout)
         if tensors is None:
-            # only the data of a parameter are replaced: shared parameters stay shared
+            # only the data of a parameter is replaced, so shared parameters stay shared
             param.data = copy_row_major(merged_weight, param.device)
         else:
             compress_layer(layer, tensors)
@@ -131,7 +133,7 @@ def deploy(
 
 
 def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:
-    """Refuse names that the module does not have, and tensors that do not fit its own."""
+    """Refuse names that the module does not have, and tensors that do not match its own."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     first_names = {id(t): name for name, t in (*parameters.items(), *buffers.items())}
     aliases = {
@@ -161,7 +163,7 @@ def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:
 
 
 def _check_tensor(title: str, w: Tensor | LowRank | Sparse, expected: Tensor) -> None:
-    """Refuse a tensor, factors or nonzero entries that are not of the shape and type of the module's own."""
+    """Refuse a tensor, factors or nonzero entries that differ in shape or type from the module's own tensor."""
     if isinstance(w, LowRank):
         rows, columns = matrix_shape(expected.shape) if expected.ndim > 1 else (-1, -1)
         left, right = ([*t.shape] for t in (w.left, w.right))
@@ -185,7 +187,7 @@ def _check_tensor(title: str, w: Tensor | LowRank | Sparse, expected: Tensor) ->
 
 
 def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:
-    """Layers that can be compressed, by the identity of their weights."""
+    """The layers that can be compressed, by the ``id`` of their weights."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for m in module.modules():
         for name, p in m.named_parameters(recurse=False, remove_duplicate=False):
@@ -199,13 +201,13 @@ def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:
 
 
 def save_deployed(deployed: nn.Module, path: Path | str) -> None:
-    """Write a deployed module's state to a safetensors file, what is shared once, without its code.
+    """Write a deployed module's state to a safetensors file, shared tensors once, without its code.
 
-    The metadata, JSON, name the compressed layers and have a checksum.
+    The metadata (JSON) list the compressed layers and contain a checksum.
 
     Raises:
-        CheckpointError: if the file cannot be written; an old one is then untouched.
-        TaskError: if the module has state that is no tensor.
+        CheckpointError: if the file cannot be written; an existing file is then unchanged.
+        TaskError: if the module has state that is not a tensor.
     """
     layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, CompressedLayer)}
     body = {"layers": layers, "state": _state(deployed)}
@@ -213,15 +215,15 @@ def save_deployed(deployed: nn.Module, path: Path | str) -> None:
 
 
 def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
-    """Rebuild a deployed module from its file; its outputs are the same bit for bit.
+    """Rebuild a deployed module from its file, with outputs that are equal bit for bit.
 
     Args:
-        module: a plain one of the same architecture, left as it is; or a factory of such modules.
-        path: what :func:`save_deployed` wrote.
+        module: plain module of the same architecture, which is not changed; or a factory of such modules.
+        path: path of a file that :func:`save_deployed` wrote.
 
     Raises:
-        CheckpointError: if the file cannot be read, is damaged, or is no such file.
-        TaskError: if it is of another architecture.
+        CheckpointError: if the file cannot be read, is damaged, or has another format.
+        TaskError: if the file is of another architecture.
     """
     with as_checkpoint_error(f"cannot read {path}"):
         data = Path(path).read_bytes()
@@ -272,9 +274,9 @@ def _take_tensors(state: Params, layer: str) -> Params:
 
 
 def _state(module: nn.Module, compressed: bool = True) -> Params:
-    """Parameters and persistent buffers, each by the first of its names.
+    """Parameters and persistent buffers, each under the first of its names.
 
-    Those of compressed layers, if included, have their indices in the smaller form.
+    The indices of compressed layers, if included, have the smaller form.
     """
     state: dict[int, tuple[str, Tensor]] = {}
     for name, t in module.state_dict(keep_vars=True).items():
@@ -301,12 +303,12 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
 
 @dataclass(frozen=True)
 class Size:
-    """What a module amounts to, with what is shared counted once.
+    """The size of a module, with shared tensors counted once.
 
     Attributes:
-        parameters: values of all parameters; of a sparse tensor, its values.
-        nonzeros: of these, how many are not zero.
-        nbytes: of parameters and persistent buffers, as :func:`save_deployed` writes them: a file without its
+        parameters: number of values of all parameters; a sparse tensor counts its stored values.
+        nonzeros: number of these values that are not zero.
+        nbytes: bytes of parameters and persistent buffers as :func:`save_deployed` writes them, without the file's
             header.
     """
 
@@ -316,7 +318,7 @@ class Size:
 
 
 def measure_size(module: nn.Module) -> Size:
-    """Parameter count and bytes of any module."""
+    """Measure parameter count and bytes of any module."""
     parameters = [*module.parameters()]
     return Size(
         sum(p.numel() for p in parameters),
@@ -335,10 +337,10 @@ class Latency:
 
 
 def compare_latency(modules: Mapping[str, nn.Module], x: Any, repeats: int = 30) -> dict[str, Latency]:
-    """CPU time of a call of each module, on one thread and without gradients, after two calls to warm up.
+    """Measure the CPU time of a call of each module, on one thread and without gradients, after two warm-up calls.
 
-    They take turns, so that what disturbs the machine disturbs all; CPU time leaves out the wait for a core.
-    The input may be a dict of keyword arguments.
+    The modules take turns, so that other load affects all of them; CPU time excludes waiting for a core.
+    The input ``x`` may be a dict of keyword arguments.
     """
     if repeats < 1:
         raise ConfigError(f"repeats must be >= 1; it is {repeats}")

@@ -15,13 +15,13 @@ from ..linalg.factored import compute_svd
 
 @tree_dataclass
 class PFedLoRAAdapter:
-    """Linear(inputs → width) → [ReLU] → Linear(width → classes).
+    """The adapter Linear(inputs → width) → [ReLU] → Linear(width → classes).
 
     Attributes:
-        a: ``[width, inputs]``.
-        a_bias: ``[width]``.
-        b: ``[classes, width]``.
-        b_bias: ``[classes]``.
+        a: weight of the first layer, ``[width, inputs]``.
+        a_bias: bias of the first layer, ``[width]``.
+        b: weight of the second layer, ``[classes, width]``.
+        b_bias: bias of the second layer, ``[classes]``.
     """
 
     a: Tensor
@@ -30,14 +30,14 @@ class PFedLoRAAdapter:
     b_bias: Tensor
 
     def apply(self, r: Tensor, relu: bool) -> Tensor:
-        """Scores ``[batch, classes]`` of representations ``[batch, inputs]``."""
-        # the model may have another type than the adapter at its head
+        """Compute scores ``[batch, classes]`` of representations ``[batch, inputs]``."""
+        # the model's head may have another type than the adapter
         z = functional.linear(r.to(self.a.dtype), self.a, self.a_bias)
         return functional.linear(functional.relu(z) if relu else z, self.b, self.b_bias)
 
 
 def initial_adapter(inputs: int, width: int, classes: int, key: Key) -> PFedLoRAAdapter:
-    """Initial values as of ``nn.Linear``: uniform in ±1/√fan-in."""
+    """Create initial values as ``nn.Linear`` does: uniform in ±1/√fan-in."""
     generator = key.generator()
 
     def sample(fan_in: int, *shape: int) -> Tensor:
@@ -52,12 +52,12 @@ def initial_adapter(inputs: int, width: int, classes: int, key: Key) -> PFedLoRA
 
 
 def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter) -> PFedLoRAAdapter:
-    """An adapter that begins as the rank-``width`` decomposition of a model's head.
+    """Create an adapter that begins at the rank-``width`` decomposition of a model's head.
 
     For a head of one linear layer, W ≈ U Σ Vᵀ gives a = √Σ Vᵀ and b = U √Σ. For a head of two, W3 ∘ ReLU ∘
-    W2, the first is decomposed, W2 ≈ U Σ Vᵀ, and b = W3 U √Σ, so that without the ReLU the adapter is the
-    best such head. Where the weight has less rank than the adapter has width, rows of ``a`` are left at
-    random with zero columns of ``b``, as ``filler`` has them: they change no output but can learn.
+    W2, the first is decomposed, W2 ≈ U Σ Vᵀ, and b = W3 U √Σ, so that without the ReLU the adapter is the best such
+    head. If the rank of the weight is below ``width``, the other rows of ``a`` are random and the other columns of
+    ``b`` zero, as in ``filler``: they do not change the output but can learn.
 
     Raises:
         TaskError: if the head is not one or two linear layers.

@@ -8,10 +8,10 @@ from .lora.lora_factors import lora_of
 
 
 def full_state_dict(model: Model, params: Params) -> Params:
-    """The state dict of a client's model; tensors that no client changes are the module's own.
+    """Build the state dict of a client's model; tensors that no client changes are the module's own.
 
-    Frozen tensors are not copied: every client's state has the module's own. LoRA factors get the rank of
-    the module's slots, see :meth:`fedlowrank.adapters.lora.lora_factors.LoRA.match_module_ranks`.
+    Frozen tensors are not copied: every client's state dict has the module's own. LoRA factors get the ranks of the
+    module's own factors, see :meth:`fedlowrank.adapters.lora.lora_factors.LoRA.match_module_ranks`.
     """
     state: Params = dict(model.module.state_dict())
     if any(n in state and t.shape != state[n].shape for n, t in params.items()):
@@ -19,7 +19,7 @@ def full_state_dict(model: Model, params: Params) -> Params:
     state |= params
     first_names: dict[int, str] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        # a parameter under two names is trained under its first one
+        # a parameter with two names is trained under its first name
         first_name = first_names.setdefault(id(parameter), name)
         if first_name in params and name in state:
             state[name] = params[first_name]

@@ -1,4 +1,4 @@
-"""Runs a module with other tensors in place of some of its parameters, and leaves the module as it was.
+"""Running a module with other tensors in place of some of its parameters, without changing the module.
 
 ``torch.func.functional_call`` does the same, but not in the cases that follow. A module that is registered
 under two names is left with the substitute in place of its parameter. Replicas made by ``nn.DataParallel``
@@ -30,9 +30,9 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 def get_submodule(root: nn.Module, path: str) -> nn.Module:
-    """The submodule of a dotted path.
+    """Return the submodule of a dotted path.
 
-    Unlike the method, it finds one called ``type`` or like another attribute.
+    Unlike ``nn.Module.get_submodule``, it finds a submodule called ``type`` or like another attribute.
     """
     for name in path.split(".") if path else ():
         root = cast(nn.Module, root._modules[name])
@@ -40,7 +40,7 @@ def get_submodule(root: nn.Module, path: str) -> nn.Module:
 
 
 def set_submodule(root: nn.Module, path: str, leaf: nn.Module) -> None:
-    """Registers a submodule under a dotted path of any names; modules on the way are made."""
+    """Register a submodule under a dotted path of any names; missing modules on the path are created."""
     *parents, leaf_name = path.split(".")
     for parent in parents:
         root = cast(nn.Module, root._modules.setdefault(parent, nn.Module()))
@@ -48,7 +48,7 @@ def set_submodule(root: nn.Module, path: str, leaf: nn.Module) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, as of ``named_parameters``; also those of an ``nn.DataParallel`` replica."""
+    """Return the parameters by name, as ``named_parameters`` does; also those of an ``nn.DataParallel`` replica."""
     tensors: dict[str, Tensor] = {}
     seen_ids: set[int] = set()
     for prefix, layer in module.named_modules():
@@ -61,8 +61,8 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def lock_module(module: nn.Module) -> Iterator[None]:
-    """Let one thread at a time use a module; the others wait."""
-    # setdefault is one step, so that two threads cannot make two locks
+    """Let only one thread at a time use a module; the others wait."""
+    # setdefault is atomic, so that two threads cannot create two locks
     with _LOCKS.setdefault(module, threading.RLock()):
         yield
 
@@ -73,14 +73,14 @@ def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> It
 
     Args:
         module: any module.
-        values: by name of the parameter, as :func:`named_tensors` has them.
+        values: substitutes by name of the parameter, as in :func:`named_tensors`.
 
     Raises:
-        TaskError: where a value is read inside ``torch.utils.checkpoint``, while gradients are recorded.
+        TaskError: if a substitute is read inside ``torch.utils.checkpoint`` while gradients are recorded.
     """
     tensors = named_tensors(module)
     values_by_id = {id(tensors[name]): value for name, value in values.items()}
-    # frame 1 is contextlib's, frame 2 the caller's
+    # frame 1 belongs to contextlib, frame 2 to the caller
     caller_frame = sys._getframe(2) if torch.is_grad_enabled() else None
     restorers: list[Callable[[], None]] = []
     try:
@@ -106,12 +106,12 @@ def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> It
 
 @contextmanager
 def add_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
-    """Add forward hooks to modules within a block; they get keywords and run before the user's hooks."""
+    """Add forward hooks to modules within a block; they get keyword arguments and run before the user's hooks."""
     handles = []
     try:
         for layer, hook in hooks:
             if _is_replica(layer):
-                # all replicas share the dictionaries of the original; each runs in a thread of its own
+                # all replicas share the dictionaries of the original, and each runs in its own thread
                 for name in _HOOKS:
                     layer.__dict__[name] = layer.__dict__[name].copy()
             handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
@@ -122,12 +122,12 @@ def add_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]
 
 
 class _Substitutes(dict[str, Tensor | None]):
-    """The parameters of one layer, of which some are substitutes.
+    """The parameters of one layer, some of which are substitutes.
 
     Attributes:
-        names: of the substitutes.
-        caller_frame: a frame of the stack; activation checkpointing that began above it is none of ours. None
-            checks nothing.
+        names: names of the substitutes.
+        caller_frame: frame of the stack; activation checkpointing that began in an outer frame is allowed. None
+            turns the check off.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ def _parameter_table(layer: nn.Module) -> Mapping[str, Tensor | None]:
 
 
 def _replace_parameters(layer: nn.Module, values: _Substitutes) -> Callable[[], None]:
-    """Give a layer other parameters; the function returned gives it its own back."""
+    """Replace the parameters of a layer; the returned function restores them."""
     original_parameters = layer._parameters
-    # a replica's parameters are attributes, which would be found first
+    # the parameters of a replica are attributes, which would be found first
     attributes = {
         attribute: layer.__dict__.pop(attribute) for attribute in values if attribute in layer.__dict__
     }

@@ -1,16 +1,16 @@
-"""Layers whose weight is a product of thin factors plus a sparse tensor: linear ones and convolutions.
+"""Linear layers and convolutions whose weight is a product of thin factors plus a sparse tensor.
 
-A linear layer of factors is two thin ones; a convolution is one of kernel 1×K2 to r channels, then one of
-K1×1. The first has no bias, so stride, dilation and padding of any mode go dimension by dimension to the one
-or the other. All groups of a convolution share ``right``: they are folded into the batch for the first one.
-Rank 0 without a sparse tensor gives the bias, or zeros.
+A linear layer of factors is two thin linear layers; a convolution is one with kernel 1×K2 to r channels, then one
+with kernel K1×1. The first has no bias, so each dimension's stride, dilation and padding (of any mode) belongs to
+one of the two. All groups of a convolution share ``right``: they are folded into the batch for the first
+convolution. Rank 0 without a sparse tensor gives the bias, or zeros.
 
-How the sparse tensor p computes is measured (one core with AVX-512, float32, densities 1 to 10 %). In a
-linear layer, weighted sums of rows (``embedding_bag``) take 0.05 to 0.3 of the dense time at batch 20, less
-than a sparse tensor or a p made dense at every call; at batch 1 they gain below 5 %. In a convolution either
-needs a copy of every patch: 5 dense convolutions at 64 channels, level at 512. So there the dense weight is
-made at every call, of w + p, or of p beside thin layers where the map is small; a convolution with a sparse
-part saves bytes and *no time*.
+The computation with the sparse tensor p was chosen by measurements (one core with AVX-512, float32, densities 1 to
+10 %). In a linear layer, weighted sums of rows (``embedding_bag``) take 0.05 to 0.3 of the dense time at batch 20,
+less than a sparse tensor or a p that is made dense at every call; at batch 1 they gain below 5 %. In a convolution
+both need a copy of every patch: the time of 5 dense convolutions at 64 channels, and of one at 512. So a
+convolution forms the dense weight at every call, that of w + p, or of p beside thin layers where the map is small;
+a convolution with a sparse part saves bytes and *no time*.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from ..core.tree import Params
 from ..linalg.matricize import LowRank, matricize, matrix_shape, unmatricize
 
 TRANSFER_COST = 160
-"""Multiplications that cost as much as one value between two thin layers; 135 to 210 measured."""
+"""Number of multiplications that cost as much as one value between two thin layers; 135 to 210 measured."""
 
 
 class CompressedLayer(nn.Module):
-    """A layer whose weight is left · right + a sparse tensor; rank, or number of values, may be 0.
+    """A layer whose weight is left · right + a sparse tensor; the rank, or the number of values, may be 0.
 
     Attributes:
-        shape: of the weight.
+        shape: shape of the weight.
         left: weight of the second thin layer, ``[O, r]`` or ``[O, r, K1, 1]``.
-        right: of the first, ``[r, I]`` or ``[r, I, 1, K2]``.
-        values: of the sparse tensor, row by row (a row makes one output).
-        indices: int32, place of each value in its row.
-        starts: int32 ``[O + 1]``, where each row begins in ``values``, and its end; empty without values.
+        right: weight of the first thin layer, ``[r, I]`` or ``[r, I, 1, K2]``.
+        values: values of the sparse tensor, row by row (each row gives one output).
+        indices: index of each value in its row, int32.
+        starts: first index of each row in ``values``, and the end of the last row, int32 ``[O + 1]``; empty without
+            values.
     """
 
     shape: torch.Size
@@ -50,11 +51,11 @@ class CompressedLayer(nn.Module):
     starts: Tensor
 
     def sparse(self) -> Tensor:
-        """The sparse tensor, made dense."""
+        """The sparse tensor as a dense one."""
         return self._scatter(self.values)
 
     def mask(self) -> Tensor:
-        """Where the sparse tensor has values, in the shape of the weight."""
+        """The mask of the sparse tensor's values, in the shape of the weight."""
         return self._scatter(torch.ones_like(self.values, dtype=torch.bool))
 
     def _scatter(self, values: Tensor) -> Tensor:
@@ -75,10 +76,10 @@ class CompressedLayer(nn.Module):
 
 
 class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]  # weight is computed
-    """See :class:`CompressedLayer`."""
+    """A compressed ``nn.Linear``, see :class:`CompressedLayer`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs ``[..., O]`` of inputs ``[..., I]``."""
+        """Compute outputs ``[..., O]`` of inputs ``[..., I]``."""
         y = functional.linear(functional.linear(x, self.right), self.left, self.bias)
         if not len(self.values):
             return y
@@ -95,15 +96,15 @@ class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]  #
 
 
 class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]  # weight is computed
-    """See :class:`CompressedLayer`; ``convolutions`` are the two convolutions without their weights."""
+    """A compressed convolution, see :class:`CompressedLayer`; ``convolutions`` are its two convolutions without weights."""
 
     convolutions: tuple[_ConvNd, _ConvNd]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Feature maps of inputs ``[b, I, ...]`` or ``[I, ...]``."""
+        """Compute feature maps of inputs ``[b, I, ...]`` or ``[I, ...]``."""
         rank, n, (horizontal, vertical) = len(self.right), len(self.kernel_size), self.convolutions
         if not rank and not len(self.values):
-            # the convolution itself, without data, knows and checks shapes
+            # the convolution on the meta device infers and checks shapes
             meta_input, meta_weight = (
                 torch.empty(s, dtype=x.dtype, device="meta") for s in (x.shape, self.shape)
             )
@@ -119,11 +120,11 @@ class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]  # wei
 
 
 class CompressedConv1d(CompressedConv, nn.Conv1d):  # type: ignore[override]  # weight is computed
-    """See :class:`CompressedLayer`; kernels 1 and K."""
+    """A compressed ``nn.Conv1d``, see :class:`CompressedLayer`, with kernels 1 and K."""
 
 
 class CompressedConv2d(CompressedConv, nn.Conv2d):  # type: ignore[override]  # weight is computed
-    """See :class:`CompressedLayer`; kernels 1×K2 and K1×1."""
+    """A compressed ``nn.Conv2d``, see :class:`CompressedLayer`, with kernels 1×K2 and K1×1."""
 
 
 KINDS: dict[type, type] = {
@@ -134,15 +135,15 @@ KINDS: dict[type, type] = {
 
 
 def count_multiplications(layer: Any, rank: int) -> int:
-    """Multiplications of thin layers for one output position, with the cost of the values between them."""
+    """Count the multiplications of thin layers for one output position, with the cost of the values between them."""
     rows, columns = matrix_shape(layer.shape if isinstance(layer, CompressedLayer) else layer.weight.shape)
-    # the first convolution makes the rows that the second one strides over, too
+    # the first convolution also computes the rows that the second one strides over
     times = layer.stride[0] * layer.groups if isinstance(layer, _ConvNd) else 1
     return int(rank * (rows + times * (columns + TRANSFER_COST)))
 
 
 def compressed_tensors(factors: LowRank, sparse_part: Tensor) -> Params:
-    """Tensors of a :class:`CompressedLayer` from the factors of its matrix and its sparse tensor."""
+    """Build the tensors of a :class:`CompressedLayer` from the factors of its matrix and its sparse tensor."""
     shape, rank = sparse_part.shape, factors.rank
     return {
         "left": unmatricize(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: sparse_part.ndim])),
@@ -153,7 +154,7 @@ def compressed_tensors(factors: LowRank, sparse_part: Tensor) -> Params:
 
 
 def sparse_indices(mask: Tensor) -> Params:
-    """Indices and starts of a :class:`CompressedLayer`, from where its sparse tensor has values."""
+    """Build indices and starts of a :class:`CompressedLayer` from the mask of its sparse tensor."""
     rows = mask.reshape(len(mask), -1)
     columns = rows.nonzero(as_tuple=True)[1]
     starts = functional.pad(rows.count_nonzero(1).cumsum(0), (1, 0)).int()
@@ -161,7 +162,7 @@ def sparse_indices(mask: Tensor) -> Params:
 
 
 def count_index_bytes(count: int, shape: torch.Size) -> tuple[int, int]:
-    """Bytes of the positions of ``count`` values: as int32 indices with row starts, and as a bitmask."""
+    """Count the bytes of the positions of ``count`` values: as int32 indices with row starts, and as a bitmask."""
     return 4 * (count + shape[0] + 1) if count else 0, -(-shape.numel() // 8)
 
 
@@ -184,16 +185,16 @@ def compress_layer(layer: Any, tensors: Params) -> None:
 
 
 def copy_row_major(t: Tensor, device: torch.device) -> Tensor:
-    """A copy with the strides of a new tensor, also of dimensions of size 1.
+    """Copy a tensor with the strides of a new tensor, also in dimensions of size 1.
 
-    ``contiguous`` and ``clone`` keep those, and a convolution picks its algorithm by them. A tensor from a file
-    has new ones, so with others its layer would round otherwise.
+    ``contiguous`` and ``clone`` keep the strides of such dimensions, and a convolution chooses its algorithm by
+    them. A tensor from a file has new strides, so with other strides the layer would round differently.
     """
     return torch.empty(t.shape, dtype=t.dtype, device=device).copy_(t.detach())
 
 
 def _thin_convolution(layer: Any, is_vertical: bool) -> _ConvNd:
-    """The convolution over the kernel's first dimension alone, or over the others alone, without data."""
+    """Create the convolution over the kernel's first dimension alone, or over the others alone, without data."""
 
     def pick(values: Any, fill: int) -> Any:
         return [v if (d == 0) == is_vertical else fill for d, v in enumerate(values)]

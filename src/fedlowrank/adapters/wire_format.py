@@ -1,8 +1,7 @@
-"""Factor pairs on a lossy wire.
+"""Wire format of factor pairs, exact or lossy.
 
-What a receiver gets is what the server must later subtract, so both use these functions.
-
-The receiver gets factors of the type that the sender's had: a client trains in the type of its module.
+The server must later subtract exactly the factors that a receiver decodes, so both use these functions. The
+receiver gets factors in the type of the sender's factors: a client trains in the type of its module.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..core.tree import tree_dataclass
 from ..linalg.pair import Factors, Pair
 
 WireType = Literal["float32", "bfloat16", "int8"]
-"""float32: as they are, in their own type; bfloat16: rounded to nearest; int8: :class:`Quantized`."""
+"""Type in which factors are sent: float32, in their own type; bfloat16, rounded to nearest; int8, :class:`Quantized`."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -26,18 +25,18 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""Types that factors can have, by the names that they have on the wire."""
+"""Types that factors can have, by their names on the wire."""
 
 LEVELS = 127
 _BITS = 17
-"""Significant bits of a scale: times a level of 7 bits it is exact in the 24 bits of a float32."""
+"""Significant bits of a scale: its product with a level of 7 bits is exact in the 24 bits of a float32."""
 _SMALLEST = 2.0**-133
-"""The least scale, of which 17 bits are exact in a float32."""
+"""The smallest scale whose 17 bits are exact in a float32."""
 
 
 @tree_dataclass
 class Rounded:
-    """A factor pair B ``[d, r]`` and A ``[r, k]`` in bfloat16, with the name of the type that it had."""
+    """A factor pair B ``[d, r]`` and A ``[r, k]`` in bfloat16, with the name of its original type."""
 
     b: Tensor
     a: Tensor
@@ -51,11 +50,11 @@ class Quantized:
     An entry x becomes the integer nearest to x / scale, so it is off by at most scale / 2; zeros stay zeros.
 
     Attributes:
-        b: ``[d, r]``, int8 in ±127.
-        b_scale: float32 ``[r]``, one for each column of B.
-        a: ``[r, k]``, int8 in ±127.
-        a_scale: float32 ``[r]``, one for each row of A.
-        dtype: name of the type that the factors had.
+        b: levels of B ``[d, r]``, int8 in ±127.
+        b_scale: scale of each column of B, float32 ``[r]``.
+        a: levels of A ``[r, k]``, int8 in ±127.
+        a_scale: scale of each row of A, float32 ``[r]``.
+        dtype: name of the factors' original type.
     """
 
     b: Tensor
@@ -66,23 +65,24 @@ class Quantized:
 
 
 PackedFactors = dict[str, "Pair | Rounded | Quantized"]
-"""Factor pairs by layer name, as they are sent."""
+"""Factor pairs in the form in which they are sent, by layer name."""
 
 
 def pack_factors(pairs: Mapping[str, Pair], wire: WireType) -> PackedFactors:
-    """Factor pairs in the form in which they are sent.
+    """Convert factor pairs to the form in which they are sent.
 
     Args:
-        pairs: by layer name, of any floating-point type.
-        wire: the form. ``"float32"`` changes nothing, so that pairs in float64 or bfloat16 stay so.
+        pairs: factor pairs by layer name, of any floating-point type.
+        wire: type in which factors are sent. ``"float32"`` changes nothing: pairs in float64 or bfloat16 keep their
+            type.
 
     Returns:
-        A tree. Packing what :func:`unpack_factors` gives loses nothing more, but for int8 of factors in half
-        precision, to which the receiver rounds.
+        The packed pairs, a tree. Packing the result of :func:`unpack_factors` again is exact, except in int8 for
+        factors in half precision, to which the receiver rounds.
 
     Raises:
-        TaskError: if a value is not finite, or too large for a lossy form; if factors are of a type that is
-            not in :data:`DTYPES`.
+        TaskError: if a value is not finite, or too large for a lossy form, or if the type of factors is not in
+            :data:`DTYPES`.
     """
     if wire == "float32":
         return dict(pairs)
@@ -91,10 +91,10 @@ def pack_factors(pairs: Mapping[str, Pair], wire: WireType) -> PackedFactors:
 
 
 def unpack_factors(packed_factors: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
-    """The factors that the receiver of :func:`pack_factors` works with, in their original dtype.
+    """Recover the factors that the receiver of :func:`pack_factors` uses, in their original dtype.
 
     Raises:
-        TaskError: if a type has a name that is not in :data:`DTYPES`.
+        TaskError: if the name of a type is not in :data:`DTYPES`.
     """
     return {name: p if isinstance(p, Pair) else _restore_pair(name, p) for name, p in packed_factors.items()}
 
@@ -135,15 +135,15 @@ def _quantize_pair(name: str, pair: Pair) -> Quantized:
 
 
 def _quantize_factor(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor]:
-    """Integers and scales ``[1, r]`` or ``[r, 1]``, for each slice along ``dim``."""
+    """Compute integers and scales ``[1, r]`` or ``[r, 1]``, one for each slice along ``dim``."""
     x = x.detach().double()
     max_magnitude = x.abs().amax(dim, keepdim=True)
     mantissa, exponent = torch.frexp(max_magnitude / LEVELS)
-    # Rounded up to 17 bits, a scale times a level is exact in float32: the bound then holds for what is
-    # received, and quantizing that once more finds the same scale.
+    # If a scale is rounded up to 17 bits, its product with a level is exact in float32: the bound then holds for
+    # the received values, and quantizing these again gives the same scale.
     scale = torch.ldexp((mantissa * 2**_BITS).ceil() / 2**_BITS, exponent)
     scale = torch.where(max_magnitude > 0, scale.clamp(min=_SMALLEST), 0.0)
-    # asked of the largest entry too, for a NaN is not > 0
+    # the largest entry is checked too, because a NaN is not > 0
     if not bool((max_magnitude.isfinite() & (scale * LEVELS <= torch.finfo(torch.float32).max)).all()):
         raise _range_error(name, factor, "int8")
     levels = torch.where(scale > 0, x / scale, 0.0).round()

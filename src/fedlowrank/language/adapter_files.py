@@ -49,17 +49,17 @@ def write_adapter(
     differs from the head in the base's files therefore needs ``head``, even if the head was frozen.
 
     Args:
-        folder: created if it does not exist; other files in it stay. It is returned.
-        pairs: factors by layer.
-        scale: s of the update s·B A.
+        folder: folder to write to, created if it does not exist; other files in it stay. It is returned.
+        pairs: factor pairs by layer.
+        scale: scale s of the update s·B A.
         config: ``peft_config["default"]`` of the model, with the target modules that PEFT found.
-        layers: the adapted layers (``find_lora(model, None).layers``).
+        layers: adapted layers of the model (``find_lora(model, None).layers``).
         base_name: name of the base, as the user gave it.
         digest: digest of the base's files (:func:`fedlowrank.storage.base_files.combine_file_digests`).
         head: all tensors of a classification head, by their names in the base.
         saved_tensors: all tensors of layers that are stored whole and not as factors, by their names in the base.
         rows: rows of new tokens, by their names in the file (:func:`.lora.new_tokens.name_rows`).
-        round: round of the adapter, counted from 0.
+        round: index of the adapter's round, from 0.
         client_id: index of the client that owns the adapter; None for the server.
     """
     rank = max(1, *(pair.rank for pair in pairs.values()))
@@ -100,8 +100,8 @@ def merge_update(
     """Copy the base of a model and add updates to its weights, in float32, then cast to the weight's dtype.
 
     Args:
-        model: a base with an adapter; the copy has no adapter.
-        layers: its adapted layers.
+        model: base with an adapter; the copy has no adapter.
+        layers: adapted layers of the model.
         updates: factors, or whole matrices ``[d, k]``, by layer.
         head: tensors that replace tensors of the base, by their names in the base.
 

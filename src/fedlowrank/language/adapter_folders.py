@@ -62,9 +62,9 @@ class AdapterFolders:
     """Writes the models of one language model's clients and server.
 
     Args:
-        model: the base with LoRA factors (``peft.PeftModel``).
-        loaded: the base's name, digest, head and tokenizer.
-        base_name: name of the base in adapter_config.json; None for the name by which it was loaded.
+        model: base with LoRA factors (``peft.PeftModel``).
+        loaded: loaded base, which gives name, digest, head and tokenizer.
+        base_name: name of the base in adapter_config.json; None for the name under which it was loaded.
         metadata: further entries of ``fedlowrank.json``.
     """
 
@@ -136,7 +136,7 @@ class AdapterFolders:
         """Approximate a model's updates by factors of a given rank: the truncated SVD of each layer.
 
         Returns:
-            None if the model is an adapter of at most this rank already.
+            The truncated update of each layer, or None if the model is already an adapter of at most this rank.
         """
         if not model.weight_updates and all(pair.rank <= rank for pair in model.factors.values()):
             return None
@@ -148,9 +148,9 @@ class AdapterFolders:
         """Write a model as a plain adapter of the base; ``fedlowrank.json`` states the truncation error.
 
         Args:
-            folder: made if it does not exist. It is returned.
-            model: the model.
-            truncations: truncated updates from :meth:`truncate`; None for a model that is an adapter already.
+            folder: folder to write to, created if it does not exist. It is returned.
+            model: model to write.
+            truncations: truncated updates from :meth:`truncate`; None for a model that is already an adapter.
         """
         if truncations is None:
             self._write_adapter_files(folder, model.factors, self._lora.scale, model)

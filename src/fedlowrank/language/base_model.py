@@ -36,23 +36,24 @@ class LanguageBase(CheckedFields):
     Needs ``pip install 'fedlowrank[language]'``.
 
     Attributes:
-        path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
-        task: causal: a model that continues a text; classification: an encoder or decoder with a classification head;
+        path: folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
+        task: kind of the model. causal: a model that continues a text; classification: an encoder or decoder with a
+            classification head;
             token_classification: an encoder or decoder with a classification head for each token; embedding: a
             model without a head, whose last hidden states are averaged over the tokens of a text.
         dtype: dtype of the weights in memory; auto takes the dtype of the files.
-        quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install
+        quantize: quantization of the weights by bitsandbytes: 4bit (NF4), 8bit, or None. Needs ``pip install
             'fedlowrank[quantize]'``.
         attention: implementation of attention. auto: the default of transformers; or eager, sdpa, flash_attention_2. For
             short texts on a CPU, training by eager is several times faster than by sdpa, whose fused backward pass
             works in long blocks.
-        gradient_checkpointing: recompute activations in the backward pass instead of storing them, with the parameters
-            of the forward pass (:mod:`fedlowrank.models.stateless`).
+        gradient_checkpointing: whether activations are recomputed in the backward pass and not stored, with the
+            parameters of the forward pass (:mod:`fedlowrank.models.stateless`).
         revision: branch, tag or commit of a model on the hub; None for its main branch.
-        offline: never contact the hub; models downloaded before are loaded from the cache.
+        offline: whether the hub is never contacted; models that were downloaded before are loaded from the cache.
         new_tokens: special tokens to add to the tokenizer, such as ``["<|im_start|>", "<|im_end|>"]``. Their rows of the
-            embedding and of the output layer are trained beside the factors, also those of tokens that the tokenizer
-            has already.
+            embedding and of the output layer are trained beside the factors, also those of tokens that the
+            tokenizer already has.
     """
 
     path: str
@@ -81,13 +82,13 @@ class LoadedBase:
     """A loaded base with its tokenizer.
 
     Attributes:
-        model: a ``transformers.PreTrainedModel`` in evaluation mode; no parameter requires a gradient.
-        tokenizer: a ``transformers`` tokenizer that has a padding token.
+        model: model (``transformers.PreTrainedModel``) in evaluation mode; no parameter requires a gradient.
+        tokenizer: tokenizer of ``transformers`` that has a padding token.
         name: name of the base, as the user gave it.
-        folder: folder of its files; for a model on the hub the downloaded snapshot.
+        folder: folder of the base's files; for a model on the hub the downloaded snapshot.
         head: names of the modules that are trained whole: the classification head, and modules of the body whose
             weights are missing in the files. Empty for a causal model.
-        notes: warnings about changes that the settings do not ask for, each a sentence.
+        notes: warnings about changes that the settings do not request, each a sentence.
         saved_modules: names of further modules that are trained whole, from ``lora.modules_to_save``.
         token_ids: ids of ``language.new_tokens``.
     """
@@ -108,7 +109,7 @@ class LoadedBase:
 
     @property
     def digest(self) -> str:
-        """One digest of all its files; the same in every dtype and quantization."""
+        """One digest of all files; the same in every dtype and quantization."""
         return combine_file_digests(self.files)
 
 
@@ -239,7 +240,7 @@ def has_bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the CPU has instructions for products of bfloat16 matrices; True if the system does not say.
 
     Args:
-        cpuinfo: the system's description of its processors.
+        cpuinfo: file with the system's description of its processors.
     """
     try:
         text = cpuinfo.read_text()
@@ -374,7 +375,7 @@ def _compare_end_tokens(model: Any, tokenizer: Any, base: LanguageBase) -> list[
     """Compare the tokenizer's end token, which the model learns to write, with the end tokens of generation.
 
     Returns:
-        A note if the model does not stop at the tokenizer's end token.
+        A note if the model does not stop at the tokenizer's end token, otherwise none.
     """
     model_end_tokens = find_end_tokens(model.config) | find_end_tokens(
         getattr(model, "generation_config", None)
@@ -439,10 +440,10 @@ def check_positions(model: Any, context: int) -> None:
 
 
 def _ensure_padding_token(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
-    """Set a padding token that tokenizer and model know.
+    """Set a padding token in tokenizer and model.
 
     Returns:
-        A note if the tokenizer had no padding token.
+        A note if the tokenizer had no padding token, otherwise none.
     """
     notes = []
     if tokenizer.pad_token_id is None:

@@ -17,10 +17,11 @@ class ChatSession:
     the context. Without a chat template the model sees only the last question, in the format of training.
 
     Args:
-        model: a causal model of ``transformers``.
+        model: causal model of ``transformers``.
         tokenizer: tokenizer of the model.
-        write_prompt: writes a question in the format of training; used without a chat template.
-        decoding: how replies are generated. The tokenizer adds no special tokens to prompts of a chat template, as in
+        write_prompt: function that writes a question in the format of training; used without a chat template.
+        decoding: settings of text generation. The tokenizer adds no special tokens to prompts of a chat template,
+            as in
             training.
         by_template: whether the chat template writes the prompts, if the tokenizer has one.
 
@@ -87,7 +88,7 @@ class ChatSession:
         return text.strip()
 
     def _compute_excess(self, prompt: str) -> int:
-        """Compute by how many tokens a prompt and a reply exceed the context; at most 0 if they fit."""
+        """Compute the number of tokens by which a prompt and a reply exceed the context; at most 0 if they fit."""
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if limit is None:
             return 0

@@ -15,7 +15,7 @@ def add_embedding_noise(model: Any, alpha: float) -> None:
     The noise is drawn from torch's generators, which the engine seeds for every client, round and pass.
 
     Args:
-        model: a model of ``transformers``.
+        model: model of ``transformers``.
         alpha: noise strength α; the paper uses 5 to 15.
 
     Source:

@@ -67,24 +67,28 @@ class LanguageSettings(LanguageBase):
     """Settings of the section ``[language]``: the base model, the tokenization of texts, and the precision of computation.
 
     Attributes:
-        format: how an instruction is written: auto (chat for rows of messages, else the format of the data source, or
-            alpaca if it has none), alpaca, plain, verbatim (prompt and response with nothing between them), chat (the
+        format: format of instructions: auto (chat for rows of messages, otherwise the format of the data source, or
+            alpaca if it has none), alpaca, plain, verbatim (prompt and response with nothing between them), chat
+            (the
             tokenizer's template) or none. The template always writes conversations.
         context: maximum number of tokens of an example.
         loss_on: tokens that the loss counts. response or assistant: the response, or all turns of the assistant; last:
             the last turn of the assistant only; all: the prompt and the response.
-        packing: put several short samples into one row; the tokens of a sample attend to that sample only.
-        truncate: what happens to samples longer than ``context``. right or left: that side is cut off; turns: the oldest
+        packing: whether several short samples are put into one row; the tokens of a sample attend to that sample
+            only.
+        truncate: treatment of samples longer than ``context``. right or left: that side is cut off; turns: the
+            oldest
             turns are dropped, except the system's; refuse: an error is raised. The notes of the data set count the
             truncated samples of each client.
-        system: how the system's turn of a conversation is written. template: by the chat template; merge: its text is put
+        system: form of the system's turn of a conversation. template: by the chat template; merge: its text is put
             before the text of the first user's turn, for templates without a system role.
-        by_length: form training batches of examples of similar length.
-        neftune: α of the noise that is added to embeddings in training; 0 for no noise.
+        by_length: whether training batches have examples of similar length.
+        neftune: strength α of the noise that is added to embeddings in training; 0 for no noise.
         autocast: dtype of matrix products, bfloat16 or float16, for weights of any dtype; none uses the dtype of the
             weights.
-        trainer: own: this package takes the gradient steps; trl: TRL's ``SFTTrainer`` takes them, and of the loss dpo TRL's
-            ``DPOTrainer``; or ``module:function``: your function, which makes a ``transformers.Trainer`` from a
+        trainer: trainer of a pass. own: this package takes the gradient steps; trl: TRL's ``SFTTrainer`` takes
+            them, or ``DPOTrainer`` for the loss dpo; or ``module:function``: your function, which creates a
+            ``transformers.Trainer`` from a
             :class:`~fedlowrank.language.trl.training_pass.TrainingPass`.
         trainer_args: fields of ``trl.SFTConfig`` or ``trl.DPOConfig`` for such a trainer, such as ``{optim = "adamw_8bit"}``.
         prompts: questions that the models of a simulation answer before the first and after the last round, for the report.
@@ -131,10 +135,10 @@ class Language:
 
     Attributes:
         settings: settings of the section ``[language]``.
-        loaded: the base with its tokenizer.
-        model: a ``peft.PeftModel`` of the base.
-        export: settings of the section ``[export]``: how models are written for other programs.
-        start: folder of the adapter that the factors start from, or None.
+        loaded: loaded base with its tokenizer.
+        model: base with factors, a ``peft.PeftModel``.
+        export: settings of the section ``[export]``, with which models are written for other programs.
+        start: folder of the adapter from which the factors start, or None.
     """
 
     settings: LanguageSettings
@@ -145,7 +149,7 @@ class Language:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Digest of what all machines need: the files of the base, the weights of the start adapter, and new tokens."""
+        """Digest of the parts that all machines need: files of the base, weights of the start adapter, and new tokens."""
         digests = dict(self.loaded.files)
         if self.settings.new_tokens:
             digests["language.new_tokens"] = digest_of(json.dumps(self.settings.new_tokens).encode())
@@ -162,7 +166,7 @@ class Language:
         """Make the architecture: the module with its frozen base; for pairs of texts it returns two scores or embeddings.
 
         Args:
-            example: one batch of inputs.
+            example: inputs of one batch.
         """
         head = PEFT_PREFIX + self.loaded.head[0] if len(self.loaded.head) == 1 else None
         architecture = Architecture(ARCHITECTURE_NAME, self.model, dict(example), head)
@@ -179,7 +183,7 @@ class Language:
         return architecture
 
     def answer(self, run: Run) -> list[dict[str, Any]]:
-        """Answer the prompts of the section ``[language]``; see :func:`.sample_answers.sample_answers`."""
+        """Generate answers to the prompts of the section ``[language]``; see :func:`.sample_answers.sample_answers`."""
         prompts, tokens = self.settings.prompts, self.settings.answer_tokens
         if not prompts:
             return []
@@ -213,16 +217,16 @@ class Language:
         and clients are written as adapters for it.
 
         Args:
-            run: a run of this federation.
-            folder: parent of ``server`` and ``client_0000``, ``client_0001``, ..., and ``server_merged``.
+            run: run of this federation.
+            folder: parent folder of ``server`` and ``client_0000``, ``client_0001``, ..., and ``server_merged``.
             settings: form of the export; None for the settings of the experiment without ``merged``.
             records: records of the run's rounds, for the metrics of the model cards.
 
         Returns:
-            The folders written.
+            The paths of the written folders.
 
         Raises:
-            TaskError: if a merged model is asked for and the method has no model of the server.
+            TaskError: if a merged model is requested and the method has no model of the server.
         """
         settings = replace(self.export, merged=False) if settings is None else settings
         folders = self._folders(settings)
@@ -321,9 +325,9 @@ class Language:
         (path / "README.md").write_text(format_card(card, facts))
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
-        """Write one model: truncated to ``export.rank`` if that is set, else without truncation.
+        """Write one model: truncated to ``export.rank`` if that is set, otherwise without truncation.
 
-        Without truncation the folder holds a whole model if all base weights changed, else an adapter.
+        Without truncation the folder holds a whole model if all base weights changed, otherwise an adapter.
         """
         folders = self._folders(self.export)
         model = folders.split_model(params, round, client)
@@ -352,7 +356,7 @@ def load_with_texts(
     key: Key,
     classes: Sequence[str] = (),
 ) -> tuple[Dataset, Language]:
-    """Load the model and tokenize the texts that it learns; see :func:`load_language_model`.
+    """Load the model and tokenize its training texts; see :func:`load_language_model`.
 
     Without ``classes`` the class names are read from the texts.
     """
@@ -403,12 +407,13 @@ def load_language_model(
 
     Args:
         settings: settings of the base and of the tokenization.
-        lora: fields of ``peft.LoraConfig``; and ``start``, the folder of an adapter to start from, or None.
+        lora: fields of ``peft.LoraConfig``, and ``start``, the folder of an adapter from which factors start, or
+            None.
         key: source of randomness for new weights and for initial factors.
         classes: class names; empty for a causal model.
 
     Raises:
-        FedlowrankError: if base and adapter do not fit.
+        FedlowrankError: if base and adapter do not match.
     """
     loaded = load_base(settings, classes, key / "base")
     if settings.packing:

@@ -15,8 +15,8 @@ def import_library(module: str, purpose: str, install: str = "'fedlowrank[langua
 
     Args:
         module: name of the module.
-        purpose: what needs the module, for the message.
-        install: what to ``pip install``, for the message.
+        purpose: feature that needs the module, for the message.
+        install: argument of ``pip install``, for the message.
 
     Raises:
         DataError: if the package is not installed.

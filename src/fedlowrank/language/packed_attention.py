@@ -13,14 +13,14 @@ _MAX_RELATIVE_DIFFERENCE = 1e-3
 
 
 def use_packed_attention(model: Any) -> None:
-    """Make a causal model treat each sample of a row as if it had its own row.
+    """Make a causal model treat each sample of a row as if the sample had its own row.
 
     The attention mask is removed from inputs with ``position_ids``. ``transformers`` then starts a new sequence wherever
     positions start at 0 again, for every implementation of attention: no token attends to an earlier sample. Padding is
     on the right, so no token of a sample attends to it.
 
     Args:
-        model: a causal model of ``transformers``.
+        model: causal model of ``transformers``.
 
     Raises:
         ConfigError: if the logits of a row of two samples differ from the logits of the samples in separate rows, as with

@@ -33,11 +33,11 @@ def sample_answers(
     first clients.
 
     Args:
-        run: the run in its current state.
-        prompts: the questions.
+        run: run in its current state.
+        prompts: questions to answer.
         use_parameters: context manager that puts parameters into the model.
         tokenizer: tokenizer of the model.
-        write_prompt: writes a question in the format of training; used without a chat template.
+        write_prompt: function that writes a question in the format of training; used without a chat template.
         tokens: maximum number of tokens of an answer.
         by_template: whether the chat template of the tokenizer writes the prompts.
 

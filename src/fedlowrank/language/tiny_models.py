@@ -28,10 +28,10 @@ def build_tiny_model(
     encode any text; its merges are learnt from the texts. Equal keys and texts give equal files.
 
     Args:
-        folder: created if it does not exist.
-        task: the task of the model.
+        folder: folder to write to, created if it does not exist.
+        task: task of the model.
         key: source of randomness of the weights.
-        texts: texts that the merges of the tokenizer are learnt from.
+        texts: texts from which the merges of the tokenizer are learnt.
         width: width of the hidden states, a multiple of 8.
 
     Returns:

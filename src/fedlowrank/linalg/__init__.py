@@ -1,4 +1,4 @@
 """Matrices as factors: truncation, thresholding, randomized decompositions, sums of low-rank matrices.
 
-Nothing here is federated.
+This package does not depend on federated learning.
 """

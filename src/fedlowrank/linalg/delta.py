@@ -1,23 +1,23 @@
-"""The server's effective update in federated LoRA: what is added to each frozen weight.
+"""The server's effective update in federated LoRA: the delta that is added to each frozen weight.
 
 The delta W ``[d, k]`` of a weight is a sum of uploads in the unit of the weight, Σ w_b B_b A_b; the scale α/r is
-part of w_b and appears nowhere here. A round of FedHL (Peng et al., Algorithm 1, line 17) is
+part of w_b and does not appear here. A round of FedHL (Peng et al., Algorithm 1, line 17) is
 
     W ← Σ_i p_i [W + s_i B_i A_i - W^{r_i}],    W^{r}: the best approximation of rank r.
 
-:func:`update_deltas` computes it without forming a matrix. All W^{r_i} have the singular vectors of W, so the terms
-W - W^{r_i} only multiply each singular value by a share (:class:`_LayerStep`). The uploads are added as factors
-(:mod:`fedlowrank.linalg.low_rank_sum`). FlexLoRA, FLoRA and the exact average of factor pairs are the same sum
-without the first term, ``previous=0``.
+:func:`update_deltas` computes this step without forming a matrix. All W^{r_i} have the singular vectors of W, so
+the terms W - W^{r_i} only multiply each singular value by a share (:class:`_LayerStep`). The uploads are added as
+factors (:mod:`fedlowrank.linalg.low_rank_sum`). FlexLoRA, FLoRA and the exact average of factor pairs are the same
+sum without the first term, ``previous=0``.
 
 A delta is stored in one of three states, which give the same values:
 
-- exact: U diag(s) Vᵀ with every triplet that is not rounding;
+- exact: U diag(s) Vᵀ with every triplet above rounding;
 - capped: the same with at most ``cap`` triplets; the energy that was cut off is recorded;
-- dense: W itself and its leading triplets (:mod:`.randomized_svd`). They come from an iteration that begins at the
-  last ones. If it is not proven that they are singular triplets and that none is missing (to the share given
-  there), the eigenvectors of the Gram matrix replace them, or at last a full decomposition. What is subtracted for
-  a client is precisely what the client was sent.
+- dense: W itself and its leading triplets (:mod:`.randomized_svd`). An iteration that begins at the previous ones
+  computes them. If it cannot prove that they are singular triplets and that none is missing (to the share given
+  there), the eigenvectors of the Gram matrix replace them, or, as a last resort, a full decomposition. The
+  truncation that is subtracted for a client is exactly the one that the client was sent.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ FactorSplit = Literal["sqrt", "B", "A"]
 LowRankTerms = Mapping[str, Sequence[tuple[float, Pair]]]
 """The terms w_b B_b A_b of a sum, by layer name: weights w_b and the factor pairs that they multiply."""
 SentRanks = Mapping[str, Sequence[tuple[float, int]]]
-"""By layer name, weights p_i and ranks r_i of the clients that were sent the truncation W^{r_i}."""
+"""Weights p_i and ranks r_i of the clients that were sent the truncation W^{r_i}, by layer name."""
 
 MIN_KEPT_SHARE = 1e-12
-"""A triplet is dropped if the share that it keeps is at most this part of all weights: such a share is rounding."""
+"""A triplet is dropped if its kept share is at most this fraction of all weights, because such a share is rounding."""
 BATCH_ENTRIES = 2**20
-"""Entries of one factor of the stacks that are decomposed together; further layers are done in turn, to bound the
-memory. On a CPU larger batches are no faster, and what one layer of a batch needs by its condition is done for all."""
+"""Maximum number of entries in one factor of the stacks that are decomposed together; further layers follow in turn, to
+bound the memory. On a CPU larger batches are no faster, and the extra work of one ill-conditioned layer is done for all."""
 
 
 @tree_dataclass
@@ -57,12 +57,12 @@ class DeltaForm(CheckedFields):
     """How the server stores a delta.
 
     Attributes:
-        kind: exact, capped or dense, see the module; or auto: exact while the stacked width (rank kept +
-            ranks of the terms of a round) has factors no larger than the matrix, width·(d + k) ≤ d·k, and
-            dense from then on. At about this width a step of either state costs the same
+        kind: state of the delta: exact, capped or dense, see the module; or auto: exact while factors of the
+            stacked width (rank kept + ranks of the terms of a round) are no larger than the matrix, width·(d + k) ≤
+            d·k, and dense from then on. At about this width a step costs the same in both states
             (docs/results/server-step.md).
-        cap: triplets that the capped form keeps; None for four times the largest rank of a client.
-        dtype: of factors and matrices; singular values and energies are in float64.
+        cap: maximum number of triplets in the capped form; None for four times the largest rank of a client.
+        dtype: type of factors and matrices; singular values and energies are in float64.
     """
 
     kind: Literal["auto", "exact", "capped", "dense"] = "auto"
@@ -83,24 +83,24 @@ class DeltaForm(CheckedFields):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch knows it."""
+        """The dtype as a ``torch.dtype``."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
 
 @tree_dataclass
 class Delta:
-    """What is added to one frozen weight ``[d, k]``.
+    """The update that is added to one frozen weight ``[d, k]``.
 
     Attributes:
-        u: ``[d, r]`` with orthonormal columns; in the dense state the leading ones.
+        u: left singular vectors ``[d, r]`` with orthonormal columns; in the dense state only the leading ones.
         s: singular values in float64, descending and above 0 ``[r]``.
-        v: ``[k, r]`` with orthonormal columns.
-        matrix: W ``[d, k]`` in the dense state, else None.
-        energy: ‖W‖_F², summed in float64.
-        discarded_energy: ‖·‖_F² of what the last step cut off to keep the cap.
-        total_discarded_energy: the sum of ``discarded_energy`` over all steps.
-        max_client_rank: the largest rank of a client; in the dense state no more triplets are known.
-        form: in which state it is stored.
+        v: right singular vectors ``[k, r]`` with orthonormal columns.
+        matrix: matrix W ``[d, k]`` in the dense state, otherwise None.
+        energy: squared norm ‖W‖_F², summed in float64.
+        discarded_energy: squared norm ‖·‖_F² of the triplets that the last step cut off to keep the cap.
+        total_discarded_energy: sum of ``discarded_energy`` over all steps.
+        max_client_rank: largest rank of a client; in the dense state no more triplets are known.
+        form: form in which the delta is stored.
     """
 
     u: Tensor
@@ -122,39 +122,39 @@ class Delta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(d, k)."""
+        """The shape (d, k) of W."""
         return self.u.shape[0], self.v.shape[0]
 
     @property
     def rank(self) -> int:
-        """Number of triplets stored: the rank of W; in the dense state at most ``max_client_rank``."""
+        """The number of stored triplets: the rank of W; in the dense state at most ``max_client_rank``."""
         return len(self.s)
 
     @property
     def has_all_triplets(self) -> bool:
-        """Whether the stored triplets are all nonzero ones."""
+        """Whether all nonzero triplets are stored."""
         if self.matrix is None:
             return True
         return self.rank < self.max_client_rank or self.max_client_rank == min(self.shape)
 
     def dense(self) -> Tensor:
-        """W ``[d, k]``."""
+        """The matrix W ``[d, k]``."""
         return (self.u * self.s.to(self.u.dtype)) @ self.v.mT if self.matrix is None else self.matrix
 
 
 def initial_deltas(
     shapes: Mapping[str, tuple[int, int]], form: DeltaForm, r_max: int, device: torch.device | str = "cpu"
 ) -> dict[str, Delta]:
-    """Build deltas of zero, of rank 0.
+    """Build zero deltas, which have rank 0.
 
     Args:
-        shapes: (d, k) of every adapted weight, by layer name.
-        form: how to store them.
-        r_max: the largest rank of a client.
-        device: where they live and are computed.
+        shapes: shape (d, k) of every adapted weight, by layer name.
+        form: form in which they are stored.
+        r_max: largest rank of a client.
+        device: device on which they are stored and computed.
 
     Raises:
-        ConfigError: if ``r_max`` is not a whole number of at least 1.
+        ConfigError: if ``r_max`` is not an integer of at least 1.
         TaskError: if a weight has no entries.
     """
     if type(r_max) is not int or r_max < 1:
@@ -196,25 +196,26 @@ def update_deltas(
 ) -> dict[str, Delta]:
     """Compute one step of the server: W' = previous·W - Σ_i p_i W^{r_i} + Σ_b w_b B_b A_b for every layer.
 
-    In the factored states no tensor of d·k entries is made while the stack is narrower than d and k. Layers
-    of one shape and one stacked width are decomposed together.
+    In the factored states no tensor of d·k entries is created while the stack is narrower than d and k. Layers with
+    the same shape and the same stacked width are decomposed together.
 
     Args:
-        deltas: W by layer name.
-        terms: (w_b, pair) of every layer; a layer that is left out has none. The weight includes the scale
-            of the upload. It may be negative: in this way a server subtracts what it sent over a lossy wire
-            (:mod:`fedlowrank.adapters.wire_format`), to the last bit. Pairs of any floating-point type, on
-            any device; they are computed in the dtype and on the device of W.
-        sent_ranks: (p_i, r_i) of the clients that were sent :func:`truncate_delta` without loss.
-        previous_weight: 1 to add to the previous delta, 0 to replace it.
+        deltas: current delta W of every layer, by layer name.
+        terms: pairs (w_b, factor pair) of every layer; a missing layer has no terms. The weight includes the scale
+            of the upload. It may be negative: in this way a server subtracts a truncation exactly as it was sent
+            over a lossy wire (:mod:`fedlowrank.adapters.wire_format`). Factor pairs have any floating-point type
+            and device; the computation has the dtype and the device of W.
+        sent_ranks: weights p_i and ranks r_i of the clients that were sent :func:`truncate_delta` exactly, by layer
+            name.
+        previous_weight: weight of the previous delta: 1 to add to it, 0 to replace it.
 
     Returns:
-        W' by layer name, in the order of ``deltas``.
+        The new deltas W' by layer name, in the order of ``deltas``.
 
     Raises:
-        TaskError: if a layer is unknown, a pair does not fit it, or the numbers are not finite.
-        ConfigError: if a weight is not finite, or a rank in ``sent_ranks`` is one that :func:`truncate_delta`
-            would have refused.
+        TaskError: if a layer is unknown, the shape of a pair does not match it, or the numbers are not finite.
+        ConfigError: if a weight is not finite, or :func:`truncate_delta` would have refused a rank in
+            ``sent_ranks``.
     """
     sent_ranks = sent_ranks or {}
     for name in (*terms, *sent_ranks):
@@ -238,24 +239,24 @@ def update_deltas(
 
 
 class _LayerStep:
-    """A step of one layer, checked, in the basis of the singular vectors of its W.
+    """A checked step of one layer, in the basis of the singular vectors of its W.
 
-    With W = Σ_j s_j u_j v_jᵀ (j from 0), the truncation is W^{r} = Σ_{j < r} s_j u_j v_jᵀ. So
+    With W = Σ_j s_j u_j v_jᵀ (j from 0), the truncation is W^{r} = Σ_{j < r} s_j u_j v_jᵀ. Hence
 
         previous·W - Σ_i p_i W^{r_i} = Σ_j (previous - Σ_{i: r_i > j} p_i) s_j u_j v_jᵀ.
 
     The j-th triplet keeps its vectors, and its singular value is multiplied by the share in parentheses. In FedHL
     ``previous`` and Σ_i p_i are 1. Then the share is 0 for a triplet that every client was sent: their uploads
-    replace it. It is 1 for one that no client was sent: the server keeps it. Between them it is the weight of
-    those clients that were not sent the triplet.
+    replace it. It is 1 for a triplet that no client was sent: the server keeps it. For all others it is the total
+    weight of the clients that were not sent the triplet.
 
     Attributes:
-        subtracted_shares: Σ_{i: r_i > j} p_i of every triplet j.
-        kept_triplets: every j whose share is not rounding.
-        kept_shares: the share of each of these.
-        kept_rank: their number.
-        terms: the terms w_b B_b A_b that are added and are not zero.
-        width: columns of the stack of kept triplets and added factors.
+        subtracted_shares: sum Σ_{i: r_i > j} p_i of every triplet j.
+        kept_triplets: indices j of all triplets whose share exceeds rounding.
+        kept_shares: share of each kept triplet.
+        kept_rank: number of kept triplets.
+        terms: added terms w_b B_b A_b that are not zero.
+        width: number of columns of the stack of kept triplets and added factors.
     """
 
     def __init__(
@@ -313,13 +314,13 @@ def _check_shapes(name: str, delta: Delta, terms: Sequence[tuple[float, Pair]]) 
 
 
 def _update_factors(steps: list[_LayerStep]) -> dict[str, Delta]:
-    """Compute the steps of layers of one shape and one width that are stored as factors."""
+    """Compute the steps of layers stored as factors that have the same shape and the same stacked width."""
     first_step = steps[0]
     reference, (d, k), m = first_step.delta.u, first_step.delta.shape, first_step.width - first_step.kept_rank
     left, right = empty_rows(reference, len(steps), m, d), empty_rows(reference, len(steps), m, k)
     for i, step in enumerate(steps):
         step.write_terms(left[i], right[i])
-        # no singular value can exceed this product, so nothing below overflows
+        # no singular value can exceed this product, so the computation below does not overflow
         norms = torch.linalg.vector_norm(left[i], dtype=REAL) * torch.linalg.vector_norm(right[i], dtype=REAL)
         if not bool(norms.square().isfinite()):
             raise step.overflow_error()
@@ -345,7 +346,7 @@ def _update_factors(steps: list[_LayerStep]) -> dict[str, Delta]:
 
 
 def _select_columns(u: Tensor, columns: list[int]) -> Tensor:
-    # the columns are mostly the last ones, for which no copy is needed
+    # the columns are usually the last ones, which need no copy
     if columns and columns[-1] - columns[0] == len(columns) - 1:
         return u[:, columns[0] : columns[-1] + 1]
     return u[:, columns]
@@ -356,7 +357,7 @@ def _stack(matrices: list[Tensor]) -> Tensor:
 
 
 def _update_matrix(step: _LayerStep, previous_weight: float) -> Delta:
-    """Compute the step of a layer that is stored as a matrix, or is from now on."""
+    """Compute the step of a layer that is stored as a matrix, or becomes one in this step."""
     delta, m = step.delta, step.width - step.kept_rank
     (d, k), reference = delta.shape, delta.u
     left, right = reference.new_empty(delta.rank + m, d), reference.new_empty(delta.rank + m, k)
@@ -383,11 +384,11 @@ def _check_rank(delta: Delta, rank: int) -> None:
 
 
 def truncate_delta(delta: Delta, rank: int) -> Factored:
-    """Truncate W to W^{r}, the best approximation of that rank: the leading triplets, in the dtype of W.
+    """Truncate W to W^{r}, the best approximation of rank r: the leading triplets, in the dtype of W.
 
     Args:
-        delta: W.
-        rank: r ≥ 0; if W has less rank there are fewer triplets.
+        delta: delta W.
+        rank: rank r ≥ 0; if W has a smaller rank, there are fewer triplets.
 
     Raises:
         ConfigError: if the rank is negative, or above ``delta.max_client_rank`` in the dense state.
@@ -400,30 +401,30 @@ def truncate_delta(delta: Delta, rank: int) -> Factored:
 def measure_tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
     """Measure ‖W - W^{r}‖_F² for every rank, in float64; see :func:`truncate_delta` for the ranks.
 
-    It is the sum of the squares of the singular values left out (Eckart and Young). In the dense state these
-    are not known, and it is ‖W‖_F² less the squares of those kept, never below 0.
+    It is the sum of the squares of the truncated singular values (Eckart and Young). In the dense state these are
+    not known, and it is ‖W‖_F² minus the squares of the kept ones, but at least 0.
     """
     for rank in ranks:
         _check_rank(delta, rank)
     squares = delta.s.to(REAL).square()
-    # summed from the smallest up; so a tail far below the leading values is not rounded away
+    # summed from the smallest value up, so that a tail far below the leading values is not rounded away
     tails = [*squares.flip(0).cumsum(0).flip(0).tolist(), 0.0]
     unknown_energy = 0.0 if delta.has_all_triplets else max(0.0, delta.energy - tails[0])
     return [unknown_energy + tails[min(rank, delta.rank)] for rank in ranks]
 
 
 def split_svd(f: Factored, rank: int, split: FactorSplit = "sqrt") -> Pair:
-    """Split U diag(s) Vᵀ into factors for a client to begin at.
+    """Split U diag(s) Vᵀ into the initial factors of a client.
 
     Args:
-        f: triplets, descending; of more than ``rank`` the leading ones are taken.
+        f: triplets, descending; only the leading ``rank`` triplets are used.
         rank: number of columns of B. Missing triplets become zero columns of B and zero rows of A, where the
             gradient of both is zero: fill these rows of A with random numbers before training.
-        split: where the singular values go: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ
+        split: factor that takes the singular values: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ
             (FlexLoRA); A, B = U and A = S Vᵀ.
 
     Raises:
-        ConfigError: if ``split`` is no choice or the rank is negative.
+        ConfigError: if ``split`` is unknown or the rank is negative.
     """
     choices: tuple[FactorSplit, ...] = ("sqrt", "B", "A")
     if split not in choices:
@@ -439,9 +440,9 @@ def split_svd(f: Factored, rank: int, split: FactorSplit = "sqrt") -> Pair:
 
 
 def measure_product_norm(pair: Pair) -> float:
-    """Measure ‖B A‖_F = √tr((BᵀB)(A Aᵀ)) in float64, without the product."""
+    """Measure ‖B A‖_F = √tr((BᵀB)(A Aᵀ)) in float64, without forming the product."""
     b, a = pair.b.detach().to(REAL), pair.a.detach().to(REAL)
-    # rounding may take the trace below 0 where the components cancel
+    # rounding may make the trace negative where the components cancel
     return math.sqrt(max(0.0, float(((b.mT @ b) * (a @ a.mT)).sum())))
 
 

@@ -18,9 +18,9 @@ class Factored:
     """A matrix of rank r as U diag(s) Vᵀ.
 
     Attributes:
-        u: ``[m, r]`` with orthonormal columns.
-        s: ``[r]``, descending, not negative.
-        v: ``[n, r]`` with orthonormal columns.
+        u: left singular vectors ``[m, r]`` with orthonormal columns.
+        s: singular values ``[r]``, descending, not negative.
+        v: right singular vectors ``[n, r]`` with orthonormal columns.
     """
 
     u: Tensor
@@ -29,24 +29,24 @@ class Factored:
 
     @property
     def rank(self) -> int:
-        """Number of singular values."""
+        """The number of singular values."""
         return len(self.s)
 
     def dense(self) -> Tensor:
-        """The matrix ``[m, n]``; in half precision computed in float32 and rounded once."""
+        """The matrix ``[m, n]``; half precision is computed in float32 and rounded once."""
         wide_factors = widen(self)
         return ((wide_factors.u * wide_factors.s) @ wide_factors.v.mT).to(self.u.dtype)
 
 
 def check_real_matrix(w: Tensor, caller: str) -> None:
-    """Refuse a tensor that is no real matrix.
+    """Refuse a tensor that is not a real matrix.
 
     Args:
         w: any tensor.
-        caller: the function that it was given to, for the message.
+        caller: name of the function that received it, for the message.
 
     Raises:
-        TaskError: if it has other than two dimensions, or is complex or of integers.
+        TaskError: if the tensor does not have two dimensions, or is complex or has integers.
     """
     if w.ndim != 2 or not w.is_floating_point():
         raise TaskError(
@@ -57,7 +57,7 @@ def check_real_matrix(w: Tensor, caller: str) -> None:
 
 
 def not_finite_error(shape: Sequence[int]) -> TaskError:
-    """The error for a matrix with a NaN or an infinity."""
+    """Create the error for a matrix with a NaN or an infinity."""
     return TaskError(
         f"a matrix of shape {[*shape]} holds a NaN or an infinity, so it has no singular values. Check it with "
         "torch.isfinite; in training, lower the learning rate."
@@ -65,23 +65,23 @@ def not_finite_error(shape: Sequence[int]) -> TaskError:
 
 
 def canonical_signs(u: Tensor) -> Tensor:
-    """1 or -1 for each column ``[1, r]`` that makes its largest entry by magnitude positive."""
+    """Compute the sign, 1 or -1, of each column ``[1, r]`` that makes its largest entry by magnitude positive."""
     if u.numel() == 0:
         return u.new_ones(1, u.shape[1])
     return torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
 
 
 def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, s and Vᵀ of matrices ``[..., m, n]``, in float32 for half precision, which LAPACK does not know."""
+    """Compute U, s and Vᵀ of matrices ``[..., m, n]``, in float32 for half precision, which LAPACK does not support."""
     u, s, vt = torch.linalg.svd(w.to(wide_type(w.dtype)), full_matrices=False)
     return u, s, vt
 
 
 def compute_svd(w: Tensor) -> Factored:
-    """The whole singular value decomposition of a matrix ``[m, n]``, with canonical signs.
+    """Compute the full singular value decomposition of a matrix ``[m, n]``, with canonical signs.
 
-    The largest entry of each column of U, by magnitude, is made positive, so that equal inputs give equal
-    factors. They are in float32 for a matrix of half precision, and to be rounded by the caller.
+    The largest entry of each column of U, by magnitude, is made positive, so that equal inputs give equal factors.
+    The factors of a half-precision matrix are in float32, and the caller rounds them.
     """
     u, s, vt = thin_svd(w)
     sign = canonical_signs(u)
@@ -89,12 +89,12 @@ def compute_svd(w: Tensor) -> Factored:
 
 
 def truncate_svd(f: Factored, rank: int) -> Factored:
-    """The best approximation of that rank: the leading triplets."""
+    """Truncate to the best approximation of the given rank: the leading triplets."""
     return Factored(f.u[:, :rank].contiguous(), f.s[:rank].contiguous(), f.v[:, :rank].contiguous())
 
 
 def rank_of_energy(s: Tensor, energy: float) -> int:
-    """The smallest r ≥ 1 with Σ_{i<r} s_i² ≥ energy · Σ_i s_i².
+    """Find the smallest r ≥ 1 with Σ_{i<r} s_i² ≥ energy · Σ_i s_i².
 
     Args:
         s: singular values, descending ``[k]``.
@@ -113,25 +113,24 @@ def rank_of_energy(s: Tensor, energy: float) -> int:
             f"rank_of_energy: the {len(s)} singular values hold a NaN or an infinity. Check the matrix with "
             "torch.isfinite; in training, lower the learning rate."
         )
-    # relative to the largest, for the squares of very large or very small values are no numbers of float64
+    # relative to the largest, because squares of very large or very small values overflow or underflow in float64
     square = (s.double() / s[0].double().clamp(min=torch.finfo(torch.float64).tiny)).square()
-    # summed from the smallest up, so that a tail far below the leading value is not rounded away
+    # summed from the smallest value up, so that a tail far below the leading value is not rounded away
     tail = square.flip(0).cumsum(0).flip(0)
     allowed = (1 - energy) * float(tail[0])
     return max(1, int((tail > allowed).sum()))
 
 
 def compress_update(update: Params, energy: float) -> CompressedUpdate:
-    """Compress an update: each weight at the smallest rank that keeps the energy (FedKD, Wu et al., eq. 8).
+    """Compress each weight of an update to the smallest rank that keeps the energy (FedKD, Wu et al., eq. 8).
 
-    A weight of two or more dimensions is a matrix of its first dimension by all others, so a convolution is
-    ``[O, I·k1·k2]``. Where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n, and for vectors,
-    the tensor itself is kept, and so is one without entries. Factors have the type of their tensor.
+    A weight of two or more dimensions is a matrix of its first dimension by all others, so a convolution is ``[O,
+    I·k1·k2]``. The tensor itself is kept where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n,
+    and for vectors and tensors without entries. Factors have the type of their tensor.
 
     Args:
         update: tensors by name.
-        energy: share of each weight's squared Frobenius norm to keep; 1 keeps all, and then every tensor as
-            it is.
+        energy: share of each weight's squared Frobenius norm to keep; 1 keeps every tensor unchanged.
 
     Raises:
         ConfigError: if the energy is not above 0 and at most 1.
@@ -154,7 +153,7 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
 
 
 def decompress_update(compressed: CompressedUpdate, params: Params) -> Params:
-    """Tensors of the shapes of ``params`` from :func:`compress_update`."""
+    """Rebuild the tensors, with the shapes of ``params``, from the result of :func:`compress_update`."""
     return {
         n: (c.dense() if isinstance(c, Factored) else c).reshape(params[n].shape).contiguous()
         for n, c in compressed.items()

@@ -2,15 +2,16 @@
 
 U and V are orthonormal already. Only the new columns L ``[d, M]`` and R ``[k, M]`` are made orthogonal to them, and
 a core of r + M rows and columns is decomposed, with r the number of columns of U. Block Gram-Schmidt loses
-orthogonality where the new columns lie nearly in the span of the old ones. That is the usual case in federated LoRA,
-since clients begin at the server's own factors. So it is done in two passes.
+orthogonality where the new columns lie nearly in the span of the old ones. That is the usual case in federated
+LoRA, since clients begin at the server's own factors. So there are two passes.
 
-Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend_basis`); Householder QRs of
-such tall matrices take several times as long. A Gram matrix squares the condition. So the first pass only has to
-leave well-conditioned columns, for which float32 is often enough. The second pass measures, in the dtype of the
-factors, what the first one left, and refuses it if it is too ill-conditioned. Then the first pass is repeated in that
-dtype, and as a last resort both are done by Householder QRs (BCGS2: Barlow and Smoktunowicz, Numer. Math. 123, 2013).
-The orthonormal columns of the second pass are never formed: its triangular factor goes into the rotation at the end.
+Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend_basis`); Householder QRs
+of such tall matrices take several times as long. A Gram matrix squares the condition number. So the first pass only
+has to produce well-conditioned columns, for which float32 is often enough. The second pass measures the result of
+the first pass in the dtype of the factors, and rejects it if it is too ill-conditioned. Then the first pass is
+repeated in that dtype, and as a last resort both passes are Householder QRs (BCGS2: Barlow and Smoktunowicz, Numer.
+Math. 123, 2013). The orthonormal columns of the second pass are never formed: its triangular factor goes into the
+rotation at the end.
 
 If the stack is as wide as the matrix has rows or columns, the matrix is no larger than the stack and is decomposed
 itself.
@@ -28,16 +29,16 @@ from .factored import thin_svd
 REAL = torch.float64
 """Dtype of singular values, energies and cores, for any dtype of the factors."""
 MAX_INVERSE_NORM = 10.0
-"""‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses only rounding."""
+"""Maximum ‖S⁻¹‖₁ of a Gram matrix S with unit diagonal whose Cholesky factor loses only rounding."""
 MAX_INVERSE_NORM_FLOAT32 = 1e4
-"""The same bound for a first pass in float32; the inverses of its triangular factors are harmless then."""
+"""Maximum ‖S⁻¹‖₁ for a first pass in float32, where inverses of triangular factors are accurate enough."""
 MIN_OUTSIDE_SHARE = 1e-4
-"""The share of their squared norms that new columns must have outside the old ones for a first pass in float32; in
-other dtypes the bound on the rounding of a first pass."""
+"""Minimum share of their squared norms that new columns must have outside the old ones for a first pass in float32; in
+other dtypes, the bound on the rounding of a first pass."""
 TRIANGLE_ROWS = 40
-"""Rows of one triangular solve; the rest is a product of matrices, which takes half the time."""
+"""Number of rows of one triangular solve; the rest is a matrix product, which takes half the time."""
 ROW_GAP = 8
-"""Unused entries between the rows of a buffer."""
+"""Number of unused entries between the rows of a buffer."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class ExtendedBasis:
     """The orthonormal columns [basis Q]. Q is not stored; it is defined by new_rowsᵀ = basis·overlap + Q·triangle.
 
     Attributes:
-        basis: ``[L, n, R]`` with orthonormal columns.
-        new_rows: ``[L, M, n]``, one row for each column of Q; with the basis they span the same space as the added
+        basis: orthonormal columns ``[L, n, R]``.
+        new_rows: rows ``[L, M, n]``, one for each column of Q; with the basis they span the same space as the added
             columns.
-        overlap: ``[L, R, M]`` in float64.
-        triangle: ``[L, M, M]``, upper triangular, in float64.
-        coordinates: C ``[L, R + M, M]`` in float64, where the added columns are [basis Q] C.
+        overlap: components of the new rows in the basis, ``[L, R, M]`` in float64.
+        triangle: upper triangular factor ``[L, M, M]`` in float64.
+        coordinates: coordinates C ``[L, R + M, M]`` in float64 of the added columns, which are [basis Q] C.
     """
 
     basis: Tensor
@@ -71,19 +72,19 @@ class ExtendedBasis:
 def empty_rows(reference: Tensor, *shape: int) -> Tensor:
     """Allocate a tensor with a gap after each row.
 
-    Without it the rows of most weights are a power of two apart. Then few rows fit a cache at once, and some
-    products take twice the time.
+    Without the gap the rows of most weights are a power of two apart. Then only few rows fit into a cache together,
+    and some products take twice the time.
     """
     *batch_shape, n = shape
     return reference.new_empty(*batch_shape, n + ROW_GAP)[..., :n]
 
 
 def extend_basis(basis: Tensor, new_rows: Tensor) -> ExtendedBasis:
-    """Extend orthonormal columns by the span of others.
+    """Extend orthonormal columns by the span of other columns.
 
     Args:
-        basis: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
-        new_rows: ``[L, M, n]``, one row for each new column, R + M ≤ n.
+        basis: orthonormal columns ``[L, n, R]``, R = 0 allowed.
+        new_rows: rows ``[L, M, n]``, one for each new column, R + M ≤ n.
     """
     for run_first_pass in (_first_pass_float32, _first_pass) if new_rows.shape[1] else ():
         first_pass = run_first_pass(basis, new_rows)
@@ -91,7 +92,7 @@ def extend_basis(basis: Tensor, new_rows: Tensor) -> ExtendedBasis:
         if extended_basis is not None:
             return extended_basis
     q, c = orthogonalize(basis, new_rows.mT)
-    # in this case the triangle is the identity
+    # the new columns are orthonormal here, so the triangle is the identity
     eye = torch.eye(q.shape[-1], dtype=REAL, device=q.device).expand(len(q), -1, -1)
     inner = eye.new_zeros(len(q), basis.shape[-1], q.shape[-1])
     return ExtendedBasis(basis, q.mT, inner, eye, c.to(REAL))
@@ -102,11 +103,11 @@ _FirstPass = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _first_pass_float32(basis: Tensor, new_rows: Tensor) -> _FirstPass | None:
-    """Do the first pass from products in float32; None if these are too coarse for it.
+    """Do the first pass with products in float32; None if float32 is too coarse.
 
-    Only the leading columns of the basis are subtracted, as many as the new ones have large components in: clients are sent
-    the leading triplets. The second pass subtracts the others; their components must be no larger than what
-    remains.
+    Only the leading columns of the basis are subtracted, those in which the new columns have large components,
+    because clients are sent the leading triplets. The second pass subtracts the others; their components must be no
+    larger than the remainder.
     """
     o, n = basis.float(), new_rows.float()
     c, gram = (o.mT @ n.mT).to(REAL), (n @ n.mT).to(REAL)
@@ -117,7 +118,7 @@ def _first_pass_float32(basis: Tensor, new_rows: Tensor) -> _FirstPass | None:
     t, inverse_norm = _cholesky(s)
     if not inverse_norm <= MAX_INVERSE_NORM_FLOAT32:
         return None
-    # squared norms of what would remain in the columns of the basis from the j-th one on, relative to the rest
+    # squared norms of the components in the columns of the basis from the j-th one on, relative to the remainder
     components = torch.linalg.solve_triangular(t, c, upper=True, left=False).square()
     remaining_norms = components.flip(-2).cumsum(-2).flip(-2).amax((0, -1))
     c = c[:, : int((remaining_norms > 1).sum())]
@@ -133,7 +134,7 @@ def _first_pass(basis: Tensor, new_rows: Tensor) -> _FirstPass | None:
     t, inverse_norm = _cholesky((residual @ residual.mT).to(REAL))
     if not inverse_norm * torch.finfo(basis.dtype).eps <= MIN_OUTSIDE_SHARE:
         return None
-    # by an inverse, the error would grow with the condition
+    # a solve and not an inverse, whose error would grow with the condition number
     residual = torch.linalg.solve_triangular(t.to(residual.dtype), residual.mT, upper=True, left=False).mT
     return residual, c, t
 
@@ -168,7 +169,7 @@ def _diagonal(s: Tensor) -> Tensor:
 def _cholesky(s: Tensor) -> tuple[Tensor, float]:
     """Factorize S: T, upper triangular, with S = Tᵀ T, and the largest ‖·‖₁ of the inverses of S scaled to unit diagonal.
 
-    That norm is no less than the spectral one; it is NaN or infinite where there is no factor.
+    That norm is at least the spectral norm; it is NaN or infinite where there is no factor.
     """
     size = _diagonal(s).sqrt()
     lower, info = torch.linalg.cholesky_ex(s / (size[..., :, None] * size[..., None, :]))
@@ -192,14 +193,14 @@ def _solve(t: Tensor, rows: Tensor) -> Tensor:
 
 
 def orthogonalize(basis: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Extend orthonormal columns by new ones.
+    """Extend orthonormal columns by new columns.
 
     Args:
-        basis: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
-        columns: ``[L, n, M]``, R + M ≤ n.
+        basis: orthonormal columns ``[L, n, R]``, R = 0 allowed.
+        columns: new columns ``[L, n, M]``, R + M ≤ n.
 
     Returns:
-        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` where columns = [basis Q]
+        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with columns = [basis Q]
         C.
     """
     if basis.shape[-1] == 0:
@@ -217,10 +218,10 @@ def _qr(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounding_floor(shape: tuple[int, int], dtype: torch.dtype) -> float:
-    """The share of the largest addend below which a singular value is rounding.
+    """Compute the share of the largest addend below which a singular value is rounding.
 
-    It is max(d, k)·ε in float64. In float32 that would be 5e-4 for a matrix of 4096 rows and would drop real
-    singular values, so there it is 32 ε.
+    It is max(d, k)·ε in float64. In float32 it is 32 ε, because max(d, k)·ε would be 5e-4 for a matrix of 4096 rows
+    and would drop true singular values.
     """
     eps = torch.finfo(dtype).eps
     return eps * (max(shape) if dtype == REAL else 32)
@@ -229,18 +230,18 @@ def rounding_floor(shape: tuple[int, int], dtype: torch.dtype) -> float:
 def add_low_rank(
     u: Tensor, s: Tensor, v: Tensor, left: Tensor, right: Tensor, cap: int | None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Compute the singular value decompositions of U diag(s) Vᵀ + L Rᵀ for L matrices of one shape.
+    """Compute the singular value decompositions of U diag(s) Vᵀ + L Rᵀ for L matrices of the same shape.
 
     Args:
-        u: ``[L, d, R]`` with orthonormal columns.
-        s: ``[L, R]`` in float64, of any sign and order.
-        v: ``[L, k, R]`` with orthonormal columns.
-        left: ``[L, d, M]``.
-        right: ``[L, k, M]``.
-        cap: how many triplets to keep at most, or None.
+        u: left vectors ``[L, d, R]`` with orthonormal columns.
+        s: diagonal values ``[L, R]`` in float64, of any sign and order.
+        v: right vectors ``[L, k, R]`` with orthonormal columns.
+        left: left factors ``[L, d, M]``.
+        right: right factors ``[L, k, M]``.
+        cap: maximum number of triplets to keep, or None.
 
     Returns:
-        For each matrix U' ``[d, r]``, s' ``[r]`` in float64, V' ``[k, r]``, and the singular values that ``cap``
+        For each matrix, U' ``[d, r]``, s' ``[r]`` in float64, V' ``[k, r]``, and the singular values that ``cap``
         cut off. Values that are rounding (:func:`rounding_floor`) are dropped. The largest entry of each column
         of U', by magnitude, is positive.
     """
@@ -252,8 +253,7 @@ def add_low_rank(
         bases = [extend_basis(u, left.mT), extend_basis(v, right.mT)]
         core = bases[0].coordinates @ bases[1].coordinates.mT
         core.diagonal(dim1=-2, dim2=-1)[:, :r] += s
-    # A difference of large addends is no more accurate than they are, so they set the scale and not the
-    # result.
+    # A difference of large addends is no more accurate than the addends, so these determine the scale.
     column_norms = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(
         right, dim=1, dtype=REAL
     )
@@ -267,7 +267,7 @@ def add_low_rank(
     for i, rank in enumerate(ranks):
         new_rank = rank if cap is None else min(rank, cap)
         xi, yi = x[i, :, :new_rank], yt[i, :new_rank].mT
-        # a clone, as it would else keep the columns that are dropped alive
+        # a clone, because a view would keep the dropped columns in memory
         u1 = (
             bases[0].multiply(i, xi)
             if bases
@@ -282,7 +282,7 @@ def add_low_rank(
 
 
 def _canonical_signs(u: Tensor) -> Tensor:
-    """1 or -1 for each column that makes its largest entry by magnitude, the first of equals, positive."""
+    """Compute the sign of each column that makes its largest entry by magnitude (the first one of ties) positive."""
     if u.shape[1] == 0:
         return u.new_ones(0)
     positive_peak, negative_peak = u.amax(0), -u.amin(0)

@@ -1,4 +1,4 @@
-"""Weights as matrices, and matrices as the product of two thinner ones."""
+"""Weights as matrices, and matrices as products of two thinner matrices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Weights = dict[str, "Tensor | LowRank | Sparse"]
 
 @tree_dataclass
 class LowRank:
-    """A matrix of rank r as a product, the singular values shared evenly between the factors.
+    """A matrix of rank r as a product, with the singular values divided evenly between the factors.
 
     Attributes:
-        left: U √s, ``[rows, r]``, columns orthogonal and of descending norm.
-        right: √s Vᵀ, ``[r, columns]``.
+        left: left factor U √s, ``[rows, r]``, whose columns are orthogonal and of descending norm.
+        right: right factor √s Vᵀ, ``[r, columns]``.
     """
 
     left: Tensor
@@ -29,12 +29,12 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """Number of singular values."""
+        """The number of singular values."""
         return self.left.shape[1]
 
     @property
     def s(self) -> Tensor:
-        """Singular values, descending ``[r]``."""
+        """The singular values ``[r]``, descending."""
         return widen(self.left).square().sum(0)
 
     def dense(self) -> Tensor:
@@ -44,34 +44,35 @@ class LowRank:
 
 @tree_dataclass
 class Sparse:
-    """A tensor stored as some of its entries, all others being zero.
+    """A tensor stored as some of its entries; all other entries are zero.
 
     Attributes:
-        values: of these entries, in the order of the tensor's memory ``[n]``; those that are zero are not counted.
-        mask: where they are, in the shape of the tensor; it travels as bits.
+        values: values of the stored entries ``[n]``, in the order of the tensor's memory; zeros among them do not
+            count.
+        mask: mask of the stored entries, in the shape of the tensor; it is sent as a bitmask.
     """
 
     values: Tensor
     mask: Tensor
 
     def dense(self) -> Tensor:
-        """The tensor."""
+        """The dense tensor."""
         return self.values.new_zeros(self.mask.shape).masked_scatter(self.mask, self.values)
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of :func:`matricize` for a weight of that shape."""
+    """Compute the rows and columns of :func:`matricize` for a weight of the given shape."""
     rows = shape[0] * (shape[2] if len(shape) > 2 else 1)
-    # not a quotient, for there may be no rows
+    # a product and not a quotient, because there may be no rows
     return rows, math.prod((*shape[1:2], *shape[3:]))
 
 
 def matricize(w: Tensor) -> Tensor:
-    """Scheme 2 of Idelbayev and Carreira-Perpiñán (CVPR 2020) for a weight of two or more dimensions.
+    """Reshape a weight of two or more dimensions to a matrix, by scheme 2 of Idelbayev and Carreira-Perpiñán (CVPR 2020).
 
     A convolution ``[O, I, K1, K2]`` becomes ``[O·K1, I·K2]``, entry (o, i, k1, k2) at row o·K1 + k1 and
-    column i·K2 + k2, so that a rank-r factorization is a 1×K2 convolution followed by a K1×1 one. A matrix
-    stays as it is. Where there is one kernel dimension it goes to the rows; a third one goes to the columns.
+    column i·K2 + k2, so that a rank-r factorization is a 1×K2 convolution followed by a K1×1 convolution. A matrix
+    is unchanged. A single kernel dimension goes to the rows; a third one goes to the columns.
     """
     if w.ndim <= 2:
         return w
@@ -80,7 +81,7 @@ def matricize(w: Tensor) -> Tensor:
 
 
 def unmatricize(matrix: Tensor, shape: torch.Size) -> Tensor:
-    """Inverse of :func:`matricize` for a weight of that shape, contiguous."""
+    """Invert :func:`matricize` for a weight of the given shape; the result is contiguous."""
     if len(shape) <= 2:
         return matrix.contiguous()
     order = (0, 2, 1, *range(3, len(shape)))
@@ -88,26 +89,26 @@ def unmatricize(matrix: Tensor, shape: torch.Size) -> Tensor:
 
 
 def pack_low_rank(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
-    """The factors if they are smaller than the weight, r (rows + columns) < numel, else the weight."""
+    """Return the factors if they are smaller than the weight, r (rows + columns) < numel, otherwise the weight."""
     if factors.rank * sum(matrix_shape(shape)) < shape.numel():
         return factors
     return unmatricize(factors.dense(), shape)
 
 
 def to_sparse(w: Tensor) -> Sparse:
-    """A tensor as the entries that are not zero."""
+    """Convert a tensor to its nonzero entries."""
     mask = w != 0
     return Sparse(w[mask], mask)
 
 
 def pack_sparse(w: Tensor) -> Tensor | Sparse:
-    """The nonzero entries and a bitmask if these are fewer bytes than the weight, else the weight."""
+    """Return the nonzero entries and a bitmask if these are fewer bytes than the weight, otherwise the weight."""
     sparse = to_sparse(w)
     return sparse if nbytes(sparse) < nbytes(w) else w
 
 
 def unpack_weights(weights: Weights, params: Params) -> Params:
-    """Tensors of the shapes of ``params`` from what :func:`pack_low_rank` and :func:`pack_sparse` made."""
+    """Rebuild tensors, with the shapes of ``params``, from the results of :func:`pack_low_rank` and :func:`pack_sparse`."""
     out: Params = {}
     for n, w in weights.items():
         if isinstance(w, LowRank):
@@ -118,11 +119,11 @@ def unpack_weights(weights: Weights, params: Params) -> Params:
 
 
 def dense_weights(value: Any, params: Params) -> Any:
-    """A tree with weights that are factors or sparse as whole tensors; dicts hold them by parameter.
+    """Replace the factored and sparse weights in a tree by dense tensors; dicts hold the weights by parameter name.
 
     Args:
         value: any tree.
-        params: parameters of the model, which tell the shapes.
+        params: parameters of the model, which determine the shapes.
     """
     if not isinstance(value, dict):
         return value
@@ -133,12 +134,12 @@ def dense_weights(value: Any, params: Params) -> Any:
 
 
 def count_parameters(parts: Sequence[Weights], params: Params) -> int:
-    """Parameter count of a model that is the sum of ``parts``.
+    """Count the parameters of a model that is the sum of ``parts``.
 
-    Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero
-    where it is :class:`Sparse`, and else all entries. A weight for which the sum over the parts exceeds its
-    entries is counted as dense. So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2),
-    but for that bound, without which its Table 5 has models above their dense size.
+    A weight counts r (rows + columns) if it is given as factors, its nonzero entries if it is :class:`Sparse`, and
+    otherwise all entries. A weight for which the sum over the parts exceeds its entries counts as dense. FedSLR
+    counts parameters in this way (Huang et al., arXiv:2302.11051, Table 2), except for that bound, without which
+    its Table 5 has models above their dense size.
     """
     return sum(
         min(sum(_count_stored(part[n]) for part in parts if n in part), w.numel()) for n, w in params.items()
@@ -146,9 +147,9 @@ def count_parameters(parts: Sequence[Weights], params: Params) -> int:
 
 
 def sum_parts(parts: Sequence[Weights], params: Params) -> Params:
-    """The sum of the parts of a model, in the shapes of ``params``; a weight that no part has is zero.
+    """Sum the parts of a model, in the shapes of ``params``; a weight that no part has is zero.
 
-    What is not in ``params``, such as a buffer, is that of the last part that has it.
+    An entry that is not in ``params``, such as a buffer, is taken from the last part that has it.
     """
     sums, other_weights = {n: torch.zeros_like(w) for n, w in widen(params).items()}, {}
     for part in parts:

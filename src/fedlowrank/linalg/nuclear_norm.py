@@ -1,4 +1,4 @@
-"""Norms that make the weights of a whole model low-rank or sparse, by their proximal operators."""
+"""Proximal operators of norms that make the weights of a whole model low-rank or sparse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .matricize import (
 from .svt import soft_threshold, threshold_all, threshold_dense
 
 Norm = Literal["low_rank", "sparse"]
-"""Nuclear norm of the matrices (:func:`fedlowrank.linalg.matricize.matricize`), or ℓ1 norm."""
+"""Penalty: nuclear norm of the matrices (:func:`fedlowrank.linalg.matricize.matricize`), or ℓ1 norm."""
 
 
 @tree_dataclass
@@ -33,8 +33,8 @@ class PenalizedModel:
     """A model after a prox.
 
     Attributes:
-        weights: of its parameters, as factors or as entries that are not zero where these are fewer.
-        ranks: of every penalized weight, also of dense ones; the full rank where none was computed.
+        weights: weights by parameter name, as factors or as nonzero entries where these are smaller.
+        ranks: rank of every penalized weight, also of dense ones; the full rank where none was computed.
     """
 
     weights: Weights
@@ -46,12 +46,12 @@ class PenalizedModel:
 
 
 def penalized_names(params: Params, exclude: tuple[str, ...]) -> list[str]:
-    """Names of the weights of two or more dimensions, but for those excluded by their exact name."""
+    """List the names of the weights of two or more dimensions, except those excluded by their exact name."""
     return [n for n, p in params.items() if p.ndim >= 2 and n not in exclude]
 
 
 def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
-    """Raise TaskError if a name to exclude is no parameter's: else a mistyped one would be penalized."""
+    """Raise TaskError if no parameter has an excluded name, because a parameter with a mistyped name would be penalized."""
     if unknown_names := sorted(set(exclude) - set(params)):
         raise TaskError(f"exclude: the model has no parameter {unknown_names}; it has {sorted(params)}")
 
@@ -59,7 +59,7 @@ def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
 def refuse_complex(title: str, names: Collection[str], norm: Norm, exclude: tuple[str, ...] = ()) -> None:
     """Raise TaskError if a nuclear norm would penalize complex parameters, given by their names.
 
-    They are stored by their real and imaginary parts, whose singular values are not those of the complex matrix.
+    They are stored as real and imaginary parts, whose singular values differ from those of the complex matrix.
     """
     if norm == "low_rank" and (complex_names := sorted(set(names) - set(exclude))):
         raise TaskError(
@@ -69,7 +69,7 @@ def refuse_complex(title: str, names: Collection[str], norm: Norm, exclude: tupl
 
 
 def unpenalized_model(params: Params, exclude: tuple[str, ...]) -> PenalizedModel:
-    """A model before any prox; raises TaskError as :func:`check_exclude`."""
+    """Build a model before any prox; raises TaskError as :func:`check_exclude`."""
     check_exclude(params, exclude)
     return PenalizedModel(
         {**params}, {n: min(matrix_shape(params[n].shape)) for n in penalized_names(params, exclude)}
@@ -79,17 +79,17 @@ def unpenalized_model(params: Params, exclude: tuple[str, ...]) -> PenalizedMode
 def apply_prox(
     params: Params, c: float, norm: Norm, exclude: tuple[str, ...], reference: Params | None = None
 ) -> PenalizedModel:
-    """The prox of c times the sum of the norms of all penalized weights. With c = 0 nothing changes.
+    """Apply the prox of c times the sum of the norms of all penalized weights. With c = 0 nothing changes.
 
     Args:
-        params: of the model.
-        c: at least 0.
-        norm: which one.
+        params: parameters of the model.
+        c: factor on the norms, at least 0.
+        norm: norm that is penalized.
         exclude: exact names of parameters that are not penalized.
-        reference: tensors by name to whose types the result is rounded; None keeps those of ``params``.
+        reference: tensors by name, to whose types the result is rounded; None keeps the types of ``params``.
 
     Raises:
-        TaskError: if a parameter holds a NaN or an infinity, or as :func:`check_exclude`.
+        TaskError: if a parameter holds a NaN or an infinity, or in the case of :func:`check_exclude`.
     """
     reference = params if reference is None else reference
     start = unpenalized_model(cast_like(params, reference), exclude)
@@ -116,7 +116,7 @@ def apply_prox(
 
 
 def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:
-    """:func:`apply_prox` without data-dependent shapes, for steps batched over clients."""
+    """Do :func:`apply_prox` without data-dependent shapes, for steps batched over clients."""
     out = dict(params)
     for n in penalized_names(params, exclude):
         p = params[n]
@@ -129,7 +129,7 @@ def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, .
 
 
 def as_model_part(params: Params, norm: Norm) -> Weights:
-    """Penalized parameters as a part of a model; under the ℓ1 norm each tensor by its entries, zeros uncounted."""
+    """Convert penalized parameters to a part of a model; under the ℓ1 norm only the nonzero entries of a tensor count."""
     if norm != "sparse":
         return {**params}
     return {n: Sparse(p.flatten(), torch.ones_like(p, dtype=torch.bool)) for n, p in params.items()}

@@ -1,4 +1,4 @@
-"""The two factors of one LoRA update, as they are trained and sent."""
+"""The two factors of one LoRA update, which are trained and sent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..core.tree import tree_dataclass
 
 @tree_dataclass
 class Pair:
-    """The update s·B A of one weight ``[d, k]``; the scale s stands beside it and not in it.
+    """The factors of the update s·B A of one weight ``[d, k]``; the scale s is not part of them.
 
     Attributes:
-        b: B ``[d, r]``.
-        a: A ``[r, k]``.
+        b: factor B ``[d, r]``.
+        a: factor A ``[r, k]``.
     """
 
     b: Tensor
@@ -22,20 +22,20 @@ class Pair:
 
     @property
     def rank(self) -> int:
-        """r, the number of columns of B."""
+        """The rank r, the number of columns of B."""
         return self.b.shape[1]
 
     def dense(self) -> Tensor:
-        """B A ``[d, k]``."""
+        """The product B A ``[d, k]``."""
         return self.b @ self.a
 
 
 Factors = dict[str, Pair]
-"""A factor pair of every adapted weight, by the name of its layer."""
+"""A factor pair for every adapted weight, by the name of its layer."""
 
 
 def zero_pad_pair(pair: Pair, rank: int) -> Pair:
-    """The same product with zero columns of B and zero rows of A up to a rank."""
+    """Pad B with zero columns and A with zero rows up to a rank; the product is the same."""
     padding = rank - pair.rank
     if padding <= 0:
         return pair
@@ -46,5 +46,5 @@ def zero_pad_pair(pair: Pair, rank: int) -> Pair:
 
 
 def truncate_pair(pair: Pair, rank: int) -> Pair:
-    """The first columns of B and rows of A."""
+    """Keep the first ``rank`` columns of B and rows of A."""
     return Pair(pair.b[:, :rank].contiguous(), pair.a[:rank].contiguous())

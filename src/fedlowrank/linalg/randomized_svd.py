@@ -1,19 +1,19 @@
-"""The leading singular triplets of a dense matrix, from where they were a round ago.
+"""The leading singular triplets of a dense matrix, computed from those of the previous round.
 
-Block Lanczos (Golub, Luk and Overton, ACM TOMS 7, 1981) with all columns kept orthogonal: it begins at the
-last V and random columns and adds what WᵀW makes of them. Where the spectrum hardly falls, subspace iteration
-takes many times the products. Triplets are believed only if
+Block Lanczos (Golub, Luk and Overton, ACM TOMS 7, 1981) with all columns kept orthogonal: it begins at the previous
+V and random columns and adds their products with WᵀW. Where the spectrum decays slowly, subspace iteration takes
+many times as many products. Triplets are accepted only if
 
-- every one is one of the matrix: ‖W v - σ u‖ and ‖Wᵀu - σ v‖ are at most 10 ε √max(d, k) σ₁;
-- none is missing that would come before the last, σ_r, by more than a share τ (1e-6 in float64, 1e-3 in
-  float32). A missing one has a square of at most g² + ‖W - Q Qᵀ W‖_F², with g the first Ritz value after σ_r
-  and Q the basis of the block. Where that bound does not tell, Sylvester's law of inertia counts the
-  eigenvalues of the Gram matrix above ((1 + τ) σ_r)².
+- each is a triplet of the matrix: ‖W v - σ u‖ and ‖Wᵀu - σ v‖ are at most 10 ε √max(d, k) σ₁;
+- none is missing that exceeds the last one, σ_r, by more than a share τ (1e-6 in float64, 1e-3 in float32). The
+  square of a missing singular value is at most g² + ‖W - Q Qᵀ W‖_F², with g the first Ritz value after σ_r and Q
+  the basis of the block. Where that bound does not suffice, Sylvester's law of inertia counts the eigenvalues of
+  the Gram matrix above ((1 + τ) σ_r)².
 
-Else the eigenvectors of the Gram matrix are tried, which take less than half the time of the decomposition of
-W. They have to pass the same two tests: squaring loses what is small, but not the leading triplets of a
-spectrum that hardly falls, and it is these that the iteration fails for. If they do not pass, and for small
-matrices at once, the full decomposition is computed. So the answer is always right; the time differs.
+Otherwise the eigenvectors of the Gram matrix are tried, which take less than half the time of the decomposition of
+W. They have to pass the same two tests: squaring loses small singular values, but not the leading triplets of a
+spectrum that decays slowly, for which the iteration fails. If they do not pass, and always for small matrices, the
+full decomposition is computed. So the result is always correct; only the time differs.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from .svt import Triplets, count_above
 
 OVERSAMPLE = 10
 MAX_WIDTH_SHARE = 1 / 3
-"""Share of the smaller dimension up to which a block is iterated at all."""
+"""Maximum width of a block that is iterated, as a share of the smaller dimension."""
 MAX_BLOCKS = 8
-"""Blocks to which the basis grows.
+"""Maximum number of blocks in the basis.
 
-A spectrum that needs more is one like noise, where hardly any number would do.
+A spectrum that needs more resembles noise, for which hardly any number of blocks would suffice.
 """
 HALFWAY_POWER = 1 / 4
-"""Power of the tolerance to which the residuals must have come when half of the basis is there, or the other
-half is not tried. They fall ever faster: of spectra that were proven in the end the slowest had come to the
-power 0.37, and noise to 0.08."""
+"""Power of the tolerance that the residuals must have reached when half of the basis is built; otherwise the other
+half is not tried. Residuals fall ever faster: the slowest of the spectra that were finally proven had reached the
+power 0.37 there, and noise 0.08."""
 GROWTH = 1.2
 """Factor by which the basis grows between two decompositions of the projected matrix."""
 
 
 def leading_triplets(w: Tensor, rank: int, warm_start: Tensor | None = None) -> Triplets:
-    """The ``rank`` leading triplets of a matrix ``[d, k]``; fewer where the others are rounding.
+    """Compute the ``rank`` leading triplets of a matrix ``[d, k]``; fewer if the others are rounding.
 
     Args:
-        w: the matrix, finite; of half precision, the triplets are those of the same numbers in float32.
-        rank: how many, at least 1.
-        warm_start: ``[k, any]``, columns to begin with, such as V of a matrix nearby; random ones are added.
+        w: matrix with finite entries; for half precision, the triplets are those of the same numbers in float32.
+        rank: number of triplets, at least 1.
+        warm_start: initial columns ``[k, any]``, such as V of a similar matrix; random columns are added.
 
     Returns:
         U, s and V. The largest entry of each column of U, by magnitude, is positive.
@@ -79,7 +79,7 @@ def leading_triplets(w: Tensor, rank: int, warm_start: Tensor | None = None) -> 
 
 
 def iterate_lanczos(w: Tensor, rank: int, warm_start: Tensor | None = None) -> Triplets | None:
-    """:func:`leading_triplets` by iteration alone; None if they are not proven.
+    """Compute :func:`leading_triplets` by iteration alone; None if they are not proven to be correct.
 
     Values may be rounding, and signs are not canonical.
     """
@@ -113,7 +113,7 @@ def iterate_lanczos(w: Tensor, rank: int, warm_start: Tensor | None = None) -> T
 
 
 def decompose_gram(w: Tensor, rank: int) -> Triplets | None:
-    """:func:`leading_triplets` from eigenvectors of the smaller Gram matrix; None if not accurate."""
+    """Compute :func:`leading_triplets` from eigenvectors of the smaller Gram matrix; None if they are not accurate."""
     flip = w.shape[0] < w.shape[1]
     a = w.mT if flip else w
     gram = _gram(w)
@@ -143,12 +143,12 @@ def _residual(w: Tensor, u: Tensor, s: Tensor, v: Tensor) -> float:
 
 
 def _gram(w: Tensor) -> Tensor:
-    """The smaller of WᵀW and WWᵀ in float64; on the CPU only its lower triangle is computed."""
+    """Compute the smaller of WᵀW and WWᵀ in float64; on the CPU only its lower triangle is computed."""
     a, is_wide = w.to(REAL), w.shape[0] < w.shape[1]
     if a.device.type != "cpu":
         return a @ a.mT if is_wide else a.mT @ a
-    # BLAS takes matrices column by column; what is row by row in memory is the transpose of one
-    # scipy.linalg takes half a second to import, so only those who need it wait
+    # BLAS reads matrices column by column; a row-major matrix is the transpose of a column-major one
+    # imported here because scipy.linalg takes half a second to import
     from scipy.linalg.blas import dsyrk
 
     return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T, trans=is_wide).T)
@@ -158,21 +158,21 @@ def _initial_block(width: int, k: int, warm_start: Tensor | None) -> Tensor:
     sample = torch.randn(k, width, generator=Key(("sketch", width, k)).generator(), dtype=REAL)
     if warm_start is None:
         return sample
-    # at least the oversampling stays random, or a direction that is new would never enter
+    # the oversampling columns stay random, otherwise new directions would never enter
     warm_columns = warm_start[:, : width - OVERSAMPLE].to(sample)
     return torch.cat([warm_columns, sample[:, : width - warm_columns.shape[1]]], 1)
 
 
 def _is_complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered_energy: float) -> bool:
-    """Whether no triplet beyond the first ``rank`` is larger than the last of these, to the share τ.
+    """Whether no triplet beyond the first ``rank`` exceeds the last of these by more than the share τ.
 
     Args:
-        w: the matrix.
+        w: matrix of the triplets.
         q: basis of the iteration.
-        s: all of its Ritz values.
-        rank: how many are asked for.
-        covered_energy: ‖QᵀW‖_F² as the iteration knows it, by which the first of the two bounds is not tried where
-            it cannot hold.
+        s: all Ritz values of the basis.
+        rank: number of requested triplets.
+        covered_energy: estimate of ‖QᵀW‖_F² from the iteration, with which the first of the two bounds is skipped
+            where it cannot hold.
     """
     tau = _tau(w.dtype)
     next_energy = float(s[rank]) ** 2 if rank < len(s) else 0.0

@@ -1,4 +1,4 @@
-"""The best approximation of an update by factors of a given rank, and how far it is from the update."""
+"""The best approximation of an update by factors of a given rank, and its error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Truncation:
     """The best approximation W_r of an update W.
 
     Attributes:
-        pair: its factors, W_r = B A, in float32.
-        lost_energy: ‖W - W_r‖_F².
-        energy: ‖W‖_F².
+        pair: factors of the approximation, W_r = B A, in float32.
+        lost_energy: squared norm of the error, ‖W - W_r‖_F².
+        energy: squared norm of the update, ‖W‖_F².
     """
 
     pair: Pair
@@ -34,20 +34,20 @@ class Truncation:
 
     @property
     def error(self) -> float:
-        """‖W - W_r‖_F / ‖W‖_F, 0 of a W that is zero."""
+        """The relative error ‖W - W_r‖_F / ‖W‖_F; 0 if W is zero."""
         return relative_error([self])
 
 
 def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
-    """The truncated singular value decomposition of an update.
+    """Compute the truncated singular value decomposition of an update.
 
     Args:
-        update: factors, whose product is never formed, or a matrix ``[d, k]``.
-        rank: of the result, at least 1; at most the smaller dimension is used.
+        update: factor pair, whose product is never formed, or a matrix ``[d, k]``.
+        rank: rank of the result, at least 1; it is limited to the smaller dimension.
 
     Raises:
         ConfigError: if the rank is below 1.
-        TaskError: if the update holds a NaN or an infinity, is no matrix, or is complex or of integers.
+        TaskError: if the update holds a NaN or an infinity, is not a matrix, or is complex or has integers.
     """
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"the rank of an adapter must be a whole number of at least 1; it is {rank!r}")
@@ -68,14 +68,14 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
 
 
 def relative_error(layers: Iterable[Truncation]) -> float:
-    """‖W - W_r‖_F / ‖W‖_F of all layers together, 0 where there is no update."""
+    """Compute ‖W - W_r‖_F / ‖W‖_F over all layers together; 0 if there is no update."""
     truncations = list(layers)
     energy = sum(p.energy for p in truncations)
     return math.sqrt(sum(p.lost_energy for p in truncations) / energy) if energy > 0 else 0.0
 
 
 def _decompose_product(pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
-    """The decomposition of B A from that of a core of its rank."""
+    """Decompose B A by decomposing a core matrix of its rank."""
     left, upper = torch.linalg.qr(pair.b.detach().to(REAL))
     right, lower = torch.linalg.qr(pair.a.detach().to(REAL).mT)
     x, s, yt = thin_svd(upper @ lower.mT)

@@ -14,8 +14,8 @@ Y. Deng, M. M. Kamani, M. Mahdavi. 2020. arXiv:2003.13461, Algorithm 1, with ada
 
 All three gradients of a step are taken on the same batch at the same old w, v and a. They are those of the one loss
 F_k(w) + F_k(v̄) with w held constant inside v̄, so w is FedAvg's model whatever v and a. a is learnt against the
-client's concurrent local w and used with the global w received, never with the w_k it sent away. v is never replaced
-by the mixture.
+client's concurrent local w and used with the global w received, never with the w_k that it sent. v is never
+replaced by the mixture.
 
 Choices: a adapts at every step, with the learning rate of the models unless ``optimizer.groups`` gives ``a`` its own;
 ``adaptive = false`` holds it at ``alpha``. AdamW is refused where a adapts: v and w begin equal, so that the gradient of
@@ -40,7 +40,7 @@ from ..core.tree import Params, map_leaves, tree_dataclass, widen
 
 @tree_dataclass
 class ClientState:
-    """What a client keeps: its model v, and its share ``a [1]`` in the mixture, float32 for half precision."""
+    """The state of a client: its model v, and the share ``a [1]`` of v in the mixture, float32 for half precision."""
 
     v: Params
     a: Tensor
@@ -48,7 +48,7 @@ class ClientState:
 
 @tree_dataclass
 class Joint:
-    """What is trained at once: the local copy w of the global model, v, and a."""
+    """The parameters that are trained together: the local copy w of the global model, v, and a."""
 
     w: Params
     v: Params
@@ -57,7 +57,7 @@ class Joint:
 
 def mixture(a: Tensor, v: Params, w: Params) -> Params:
     """The mixture a v + (1 - a) w, exact at both ends."""
-    # the shape, too, for a has one dimension and a parameter may have none
+    # reshape: a has one dimension, and a parameter may have none
     return map_leaves(lambda p, q: (a * p + (1 - a) * q).to(p.dtype).reshape(p.shape), v, w)
 
 
@@ -66,8 +66,8 @@ class APFL(Method[Params, ClientState, Params, Params]):
     """A mixture of a local and the global model, in proportions that every client learns.
 
     Attributes:
-        alpha: a in [0, 1], share of the local model in the mixture, to begin with.
-        adaptive: learn a, by SGD alone; else it stays.
+        alpha: initial a in [0, 1], the share of the local model in the mixture.
+        adaptive: whether a is learnt, by SGD alone; otherwise it stays at ``alpha``.
     """
 
     alpha: float = 0.5
@@ -93,7 +93,7 @@ class APFL(Method[Params, ClientState, Params, Params]):
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """The local model v starts at the common initial weights."""
         initial = task.model(client).initial
-        # one element rather than none: the vectorized engine flattens what follows the client axis
+        # one element and not a scalar: the vectorized engine flattens the dimensions after the client axis
         return ClientState(initial, widen(next(iter(initial.values()))).new_full((1,), self.alpha))
 
     def local_update(self, state: ClientState, down: Params, view: ClientView) -> tuple[ClientState, Params]:
@@ -119,5 +119,5 @@ class APFL(Method[Params, ClientState, Params, Params]):
         return total
 
     def client_model(self, state: ClientState, down: Params, view: ClientView) -> ClientModel:
-        """v̄ with the global w received."""
+        """The mixture v̄ of v and the global w received."""
         return ClientModel(mixture(state.a, state.v, down))

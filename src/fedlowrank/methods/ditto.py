@@ -31,7 +31,7 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     Attributes:
         lam: λ ≥ 0, weight of the proximal term.
-        personal_epochs: of the personal model; None for as many as of the global one.
+        personal_epochs: number of epochs of the personal model; None for as many as the global model trains.
     """
 
     lam: float = 0.1
@@ -42,7 +42,7 @@ class Ditto(Method[Params, Params, Params, Params]):
     bounds = {"lam": ">= 0", "personal_epochs": ">= 1"}
 
     def passes(self) -> dict[str, Pass]:
-        """One for each model; the place of a pass decides on its order of examples."""
+        """One pass for each model; the position of a pass determines its order of examples."""
         personal_pass = None if self.personal_epochs is None else Pass(self.personal_epochs, self.batch_size)
         return {"global": self.main_pass, "personal": personal_pass or self.main_pass}
 
@@ -55,7 +55,7 @@ class Ditto(Method[Params, Params, Params, Params]):
         return task.model(client).initial
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
-        """FedAvg's box, then SGD on F_k(v) + λ/2 ‖v - w^t‖²."""
+        """FedAvg's local training of w, then SGD on F_k(v) + λ/2 ‖v - w^t‖²."""
         loss = supervised_loss(view.model)
         w = view.train(loss, down, "global", self.optimizer)
         v = view.train(
@@ -68,5 +68,5 @@ class Ditto(Method[Params, Params, Params, Params]):
         return total
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
-        """v_k, and w as a second series."""
+        """The personal model v_k, and w as a second series."""
         return ClientModel(state, {"personal": state, "global": down})

@@ -1,4 +1,4 @@
-"""Ensemble: C whole models, of which every client mixes some.
+"""Ensemble: C whole models that every client mixes in its own shares.
 
 The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: problem (FML) without weight sharing.
 
@@ -7,8 +7,7 @@ The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: proble
      2  client k: one SGD on θ^k and all w^k_c of the mixture's loss, π^k = softmax(θ^k)    local_update
      3  server: w_c ← Σ_k π^k_c N^k w^k_c / Σ_k π^k_c N^k                                   server_update
 
-With optimal routing π^k is the one-hot of the known cluster and only that model travels: FedAvg in every
-cluster.
+With optimal routing π^k is the one-hot of the known cluster and only that model is sent: FedAvg in every cluster.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from ..core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     Method,
     Model,
     Pass,
@@ -66,8 +66,8 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     Attributes:
         clusters: C, number of models.
-        mix: outputs, Σ_c π_c f(w_c; x), by C forward passes; or weights, f(Σ_c π_c w_c; x), by one.
-        router: how a client finds its mixture.
+        mix: mixed quantity: outputs, Σ_c π_c f(w_c; x), in C forward passes; or weights, f(Σ_c π_c w_c; x), in one.
+        router: settings by which a client finds its mixture.
     """
 
     clusters: int = 4
@@ -82,15 +82,15 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         refuse_router_group(self.optimizer, self.title)
 
     def passes(self) -> dict[str, Pass]:
-        """Local training, and the steps in which a newcomer learns its router."""
+        """Local training, and the steps in which a new client learns its router."""
         return self.router.passes(self.main_pass)
 
     def remarks(self, task: Task) -> list[str]:
-        """Models that do not begin as the user's module does."""
+        """Warn of models that do not begin at the weights of the user's module."""
         return describe_draws(self.title, task, self.clusters)
 
     def server_init(self, task: Task) -> Params:
-        """C draws of the initial weights ``[C, ...]``, the first that of every other method."""
+        """C draws of the initial weights ``[C, ...]``; the first is that of every other method."""
         return draw_models(self.title, task, self.clusters)
 
     def client_init(self, client: ClientInfo, task: Task) -> Tensor | None:
@@ -121,7 +121,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
             parts["models"], self.router.shares(theta)
         )
 
-    def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> dict[str, Any]:
+    def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> Contribution:
         """Each w^k_c weighted by π^k_c N^k."""
         return contribute_by_cluster(
             upload.models, compute_cluster_weights(self.title, client, upload.pi, self.clusters)
@@ -132,7 +132,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         return average_clusters(server, total)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
-        """Relative to the models as they were sent; π^k is no update."""
+        """The models, relative to the models as they were sent; π^k is no update."""
         return Update({"models": down, "pi": NO_UPDATE})
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:

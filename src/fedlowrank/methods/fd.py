@@ -50,7 +50,7 @@ from .shared.class_statistics import zero_rows_per_class
 class Outputs:
     """Mean outputs of one client: for each label it owns ``labels [m]`` a row of ``mean [m, outputs]``.
 
-    They are statistics and in float32 for a model of half precision, too.
+    They are statistics, so they are in float32 even for a model in half precision.
     """
 
     labels: Tensor
@@ -59,7 +59,7 @@ class Outputs:
 
 @tree_dataclass
 class Targets:
-    """Soft target of each label ``mean [classes, outputs]``, where ``known [classes]``."""
+    """Soft target ``mean [classes, outputs]`` of each label in the mask ``is_known [classes]``."""
 
     mean: Tensor
     is_known: Tensor
@@ -67,7 +67,7 @@ class Targets:
 
 @tree_dataclass
 class ServerState:
-    """Sum and number of the outputs for each label, and each client's share in them."""
+    """The sum and the number of the outputs for each label, and each client's part of both."""
 
     total: Tensor
     count: Tensor
@@ -91,7 +91,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> ServerState:
-        """No output is known; raises TaskError if models have other numbers of outputs or other types."""
+        """No output is known; raises TaskError if models differ in their number of outputs or their type."""
         counts = {name: m.probe(m.example).shape[-1] for name, m in sorted(task.architectures.items())}
         if len(set(counts.values())) > 1:
             counts_text = ", ".join(f"{name} has {count}" for name, count in counts.items())
@@ -107,7 +107,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
         return task.model(client).initial
 
     def download(self, server: ServerState, client: ClientInfo) -> Targets:
-        """Ĝ_k: the means without the client's own share."""
+        """Ĝ_k: the means over the other clients."""
         total, count = server.total, server.count
         latest_outputs = server.latest.get(str(client.id))
         if latest_outputs is not None:
@@ -140,11 +140,11 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
         return theta, Outputs(labels, total[labels] / count[labels, None])
 
     def contribution(self, server: ServerState, upload: Outputs, client: ClientInfo) -> Each[Outputs]:
-        """The client's own outputs: the next download to it leaves them out."""
+        """The client's own outputs, kept apart so that the next download to it can leave them out."""
         return Each(upload)
 
     def server_update(self, server: ServerState, total: dict[int, Outputs], view: ServerView) -> ServerState:
-        """Replace the share of every client that replied."""
+        """Replace the outputs of every client that replied."""
         latest = server.latest | {str(client_id): outputs for client_id, outputs in total.items()}
         sums, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
         for client_outputs in latest.values():
@@ -153,10 +153,10 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
         return ServerState(sums, count, latest)
 
     def describe_update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
-        """The mean outputs themselves, relative to nothing; a row for every label that the client owns."""
+        """The mean outputs themselves, not a difference; a row for every label that the client owns."""
         form = Lengths(Outputs(torch.zeros(0, dtype=torch.int64), down.mean[:0]), task.classes)
         return Update({"labels": NO_UPDATE, "mean": ZERO_REFERENCE}, form=form)
 
     def client_model(self, state: Params, down: Targets, view: ClientView) -> ClientModel:
-        """θ_k."""
+        """The client's model θ_k."""
         return ClientModel(state)

@@ -18,8 +18,8 @@ ones. η = 0 leaves W_k at 1 and is FedAvg.
 Choices: the upper layers are the model's head, or the last ``layers`` modules that have parameters of their
 own (the authors' code counts parameter tensors). The paper trains W_k for the first time until the losses of
 the last ten epochs hardly differ; a pass has a fixed length, and eleven epochs are the fewest after which
-that rule may stop. The examples that W_k is trained on are drawn anew in each round, s = 80% of them as in
-the paper; the authors' code takes consecutive examples and skips the last, smaller mini-batch. Inference
+that rule may stop. The examples on which W_k is trained are drawn again in each round, s = 80% of them as in the
+paper; the authors' code takes consecutive examples and skips the last, smaller mini-batch. Inference
 takes W_k as it was last trained, where the paper trains it once more on the model received.
 """
 
@@ -38,7 +38,7 @@ from ..core.tree import Params, map_leaves, tree_dataclass
 
 @tree_dataclass
 class ClientState:
-    """What a client keeps: its last upper layers, their weights W in [0, 1], and the rounds it trained."""
+    """The state of a client: its last upper layers, their weights W in [0, 1], and the number of rounds it trained."""
 
     upper: Params
     weights: Params
@@ -46,12 +46,12 @@ class ClientState:
 
 
 def mix_upper_layers(weights: Params, received_upper: Params, personal_upper: Params) -> Params:
-    """W u + (1 - W) u_k, exact at both ends."""
+    """The mixture W u + (1 - W) u_k, exact at both ends."""
     return map_leaves(lambda w, u, v: w * u + (1 - w) * v, weights, received_upper, personal_upper)
 
 
 def clip_weights(weights: Params, _: float, *constants: Params) -> Params:
-    """Weights in [0, 1]."""
+    """Clip the weights to [0, 1]."""
     return map_leaves(lambda w: w.clamp(0, 1), weights)
 
 
@@ -63,9 +63,9 @@ class FedALA(Method[Params, ClientState, Params, Params]):
 
     Attributes:
         weights_lr: η ≥ 0, learning rate of the weights W.
-        first_epochs: of W in a client's second round.
-        layers: p, how many of the last layers are upper ones; None for the head.
-        data_share: s in (0, 1], of a client's examples that W is trained on in a round.
+        first_epochs: number of epochs that W trains in a client's second round.
+        layers: p, number of last layers that count as upper layers; None for the head.
+        data_share: s in (0, 1], share of a client's examples on which W is trained in a round.
     """
 
     weights_lr: float = 1.0
@@ -78,7 +78,7 @@ class FedALA(Method[Params, ClientState, Params, Params]):
     bounds = {"weights_lr": ">= 0", "first_epochs": ">= 1", "layers": ">= 1", "data_share": "> 0 and <= 1"}
 
     def passes(self) -> dict[str, Pass]:
-        """Of the model, and of W in a client's second round and in the following ones."""
+        """The pass of the model, and the passes of W in a client's second round and in the following ones."""
         return {
             "local": self.main_pass,
             "weights": Pass(1, self.batch_size, share=self.data_share),
@@ -92,7 +92,7 @@ class FedALA(Method[Params, ClientState, Params, Params]):
         return model.initial
 
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
-        """W = 1."""
+        """All weights W are 1."""
         upper = self._select_upper(task.model(client), task.model(client).initial)
         return ClientState(upper, map_leaves(torch.ones_like, upper), 0)
 

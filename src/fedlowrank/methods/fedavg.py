@@ -6,10 +6,10 @@ B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. AISTATS 2017. a
     client k:               θ_k ← SGD on F_k from θ^t, E epochs; send θ_k               local_update
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                 server_update
 
-The mean is over the sampled clients, as in the paper's fourth version; ``weighting = "uniform"`` gives every
-client the same. BatchNorm normalizes by the batch in training and by each client's own statistics at
+The mean is over the sampled clients, as in the paper's fourth version; ``weighting = "uniform"`` gives every client
+the same weight. BatchNorm normalizes by the batch in training and by each client's own statistics at
 inference, which are neither averaged nor sent (:mod:`fedlowrank.models.statistics.normalization`); its scales and shifts
-are averaged as any parameter.
+are averaged like any parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FedAvg(Method[Params, None, Params, Params]):
     """Federated averaging of whole models.
 
     Attributes:
-        weighting: of a reply: the client's number of training examples n_k, or uniform.
+        weighting: weight of a reply in the mean: the client's number of training examples n_k, or uniform.
     """
 
     weighting: Weighting = "examples"

@@ -36,13 +36,13 @@ class ServerState:
 class FedAvgM(Method[ServerState, None, Params, Params]):
     """FedAvg with momentum on the server.
 
-    Use it where clients hold different classes or few of them take part in a round, so that FedAvg's model
-    swings from round to round. Clients do nothing more than in FedAvg.
+    Use it where clients hold different classes or few of them take part in a round, so that FedAvg's model swings
+    from round to round. Clients do the same work as in FedAvg.
 
     Attributes:
         server_momentum: β in [0, 1), factor on the velocity.
         server_lr: η_s > 0, learning rate of the server.
-        weighting: of a reply: the client's number of training examples n_k, or uniform.
+        weighting: weight of a reply in the mean: the client's number of training examples n_k, or uniform.
     """
 
     server_momentum: float = 0.9
@@ -60,7 +60,7 @@ class FedAvgM(Method[ServerState, None, Params, Params]):
         return ServerState(w, zeros_like(widen(w)))
 
     def download(self, server: ServerState, client: ClientInfo) -> Params:
-        """w^t."""
+        """The model w^t."""
         return server.model
 
     local_update = train_model

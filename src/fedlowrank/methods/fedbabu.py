@@ -10,13 +10,13 @@ and body update).
     inference:              SGD on F_k from (φ, h), both, on the *training* data        client_model
                             (φ, h) as it is                                             client_model
 
-h is the head of the common initial weights: random, never trained before the fine-tuning, and never sent. Nothing of
-the fine-tuning is kept: it starts from the common model at each evaluation. By default it is that of the paper's
-comparisons, five epochs of the whole model.
+h is the head of the common initial weights: random, never trained before the fine-tuning, and never sent. The
+fine-tuned model is not kept: the fine-tuning starts from the common model at each evaluation. The default is that
+of the paper's comparisons, five epochs of the whole model.
 
-Choices: it uses the optimizer of the training unless ``fine_tuning_optimizer`` is given; ``fine_tuned_part = "head"``
-or ``"body"`` trains that part alone, as in the paper's ablation. An evaluation costs ``fine_tuning_epochs`` of
-training for each client; evaluate rarely where that is dear.
+Choices: the fine-tuning uses the optimizer of the training unless ``fine_tuning_optimizer`` is given;
+``fine_tuned_part = "head"`` or ``"body"`` trains that part alone, as in the paper's ablation. An evaluation costs
+``fine_tuning_epochs`` of training for each client; evaluate rarely where that is expensive.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ..core.tree import Params
 class FedBABU(Method[Params, None, Params, Params]):
     """A common body, trained below a random head; each client fine-tunes the model before it infers.
 
-    Use it where clients hold different classes and a personal model should be a few epochs away, also for a
+    Use it where clients hold different classes and a personal model should take only a few epochs, also for a
     client that never took part.
 
     Attributes:
-        epochs: of the body, with the head frozen.
-        fine_tuning_epochs: of a client on its own training data before it infers.
-        fine_tuned_part: what the client trains then: the whole model, the head or the body.
-        fine_tuning_optimizer: of the fine-tuning; None for the one of the training.
+        epochs: number of epochs in which the body trains, with the head frozen.
+        fine_tuning_epochs: number of epochs that a client trains on its own training data before it infers.
+        fine_tuned_part: part of the model that the fine-tuning trains: the whole model, the head or the body.
+        fine_tuning_optimizer: optimizer of the fine-tuning; None for the optimizer of the training.
     """
 
     fine_tuning_epochs: int = 5
@@ -67,7 +67,7 @@ class FedBABU(Method[Params, None, Params, Params]):
         }
 
     def server_init(self, task: Task) -> Params:
-        """φ^0, of the common initial weights."""
+        """φ^0, the body of the common initial weights."""
         model = task.common_model(self.title)
         return model.body_of(model.initial)
 
@@ -103,7 +103,7 @@ class FedBABU(Method[Params, None, Params, Params]):
         optimizer: Optimizer,
         view: ClientView,
     ) -> Params:
-        """A part of the model after a pass in which the other part is frozen."""
+        """Train one part of the model in a pass in which the other part is frozen."""
         model = view.model
 
         def loss(trained_params: Params, batch: Batch, frozen_params: Params) -> Tensor:

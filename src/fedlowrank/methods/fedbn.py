@@ -9,13 +9,13 @@ X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou. ICLR 2021. arXiv:2102.07623, Algorit
 
 A client infers with θ as aggregated after the round and its own b_k. The running statistics, which the paper keeps
 local too, are each client's own in every method of this package (:mod:`fedlowrank.models.statistics.normalization`);
-what FedBN adds are local scales and shifts.
+FedBN adds local scales and shifts.
 
 Differences from the paper: the paper's mean is uniform; here it is weighted by n_k, as for FedAvg.
 
-Choices: all b_k begin with the common initial weights. ``layers = "all"`` keeps those of group, layer and instance
-normalization local as well. A model without such layers is accepted with a remark and not refused: nothing stays at
-the client, so the run is FedAvg's, and one comparison can go over models with and without normalization.
+Choices: all b_k begin at the common initial weights. ``layers = "all"`` keeps those of group, layer and instance
+normalization local as well. A model without such layers is accepted with a warning and not refused: nothing stays
+at the client, so the run equals FedAvg, and one comparison can cover models with and without normalization.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from ..models.statistics.normalization import normalization_parameters
 class FedBN(Method[Params, Params, Params, Params]):
     """FedAvg but for the scales and shifts of normalization layers, which stay at each client.
 
-    Use it where clients see the same classes in different ways: other scanners, cameras, sensors or pens.
+    Use it where the inputs of one class differ between clients, as with other scanners, cameras, sensors or pens.
 
     Attributes:
-        layers: whose scales and shifts stay local: batch normalization as in the paper, or all normalization.
+        layers: layers whose scales and shifts stay local: batch normalization as in the paper, or all
+            normalization.
     """
 
     layers: Literal["batch", "all"] = "batch"
@@ -45,7 +46,7 @@ class FedBN(Method[Params, Params, Params, Params]):
     citation = "Li et al., ICLR 2021, arXiv:2102.07623"
 
     def remarks(self, task: Task) -> list[str]:
-        """Whether nothing is kept local."""
+        """Warn if the model has no parameter that stays local."""
         model = task.common_model(self.title)
         if self._names(model):
             return []
@@ -59,13 +60,13 @@ class FedBN(Method[Params, Params, Params, Params]):
         ]
 
     def server_init(self, task: Task) -> Params:
-        """θ^0, of the common initial weights."""
+        """θ^0, the shared part of the common initial weights."""
         model = task.common_model(self.title)
         local_names = self._names(model)
         return {n: p for n, p in model.initial.items() if n not in local_names}
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
-        """b_k of the common initial weights."""
+        """b_k, the scales and shifts of the common initial weights."""
         model = task.model(client)
         local_names = self._names(model)
         return {n: p for n, p in model.initial.items() if n in local_names}
@@ -80,9 +81,9 @@ class FedBN(Method[Params, Params, Params, Params]):
         return total
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
-        """Fresh common parameters, own scales and shifts."""
+        """The common parameters as received, with the client's own scales and shifts."""
         return ClientModel(down | state)
 
     def _names(self, model: Model) -> set[str]:
-        """Parameters that stay local."""
+        """Names of the parameters that stay local."""
         return normalization_parameters(model.module, self.layers) & model.initial.keys()

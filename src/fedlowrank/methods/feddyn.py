@@ -9,14 +9,14 @@ arXiv:2111.04263, Algorithm 1.
     server:                 h ← h - α 1/M Σ_{k∈S} (θ_k - θ^t)
                             θ^{t+1} = mean_S θ_k - h / α                                server_update
 
-M is the number of all clients that can train (those of ``run.unseen`` never do), so that h is the mean of all their g_k
-in every round, absentees included; all start at zero. At an exact solution g_k = ∇F_k(θ_k). Both added terms enter by
-their derivative, α (θ - θ^t) - g_k, added to the gradient; the norm is squared. All clients weigh the same, as in the
-paper, whose objective is their plain mean. Weight decay is part of F_k. The server subtracts h / α even if the clients
-hardly move, so a learning rate that falls to 0 does not suit this method. The model is θ, the paper's cloud model.
-``inference = "mean_of_clients"`` infers by the plain mean of the last replies, with θ as second series; the clients cannot
-compute that mean, so it is sent to them beside θ, and counted. α = 0.1 as in FedSLR's comparisons, where it is the
-inverse of the proximal step.
+M is the number of all clients that can train (those of ``run.unseen`` never do), so that h is the mean of all their
+g_k in every round, also of those that were not sampled; all start at zero. At an exact solution g_k = ∇F_k(θ_k).
+Both added terms enter by their derivative, α (θ - θ^t) - g_k, added to the gradient; the norm is squared. All
+clients have the same weight, as in the paper, whose objective is the plain mean over clients. Weight decay is part
+of F_k. The server subtracts h / α even if the clients hardly move, so a learning rate that falls to 0 does not suit
+this method. The model is θ, the paper's cloud model. ``inference = "mean_of_clients"`` infers with the plain mean
+of the last replies, and θ is the second series; the clients cannot compute that mean, so it is sent to them beside
+θ, and its bytes count. α = 0.1 as in FedSLR's comparisons, where it is the inverse of the proximal step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ServerState:
 
 @tree_dataclass
 class Download:
-    """θ^t, and the mean of the last replies if clients infer by it."""
+    """θ^t, and the mean of the last replies if clients infer with it."""
 
     model: Params
     mean: Params | None
@@ -62,7 +62,7 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
 
     Attributes:
         alpha: α > 0, weight of the proximal term towards the global model.
-        inference: infer by the cloud model θ, or by the mean of the last replies.
+        inference: model that clients infer with: the cloud model θ, or the mean of the last replies.
     """
 
     alpha: float = 0.1
@@ -79,11 +79,11 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
         return ServerState(theta, theta, zeros_like(widen(theta)))
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
-        """g_k = 0."""
+        """The dual variable g_k is 0."""
         return zeros_like(widen(task.model(client).initial))
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
-        """θ^t."""
+        """θ^t, and the mean of the last replies if clients infer with it."""
         return Download(server.model, None if self.inference == "cloud" else server.mean)
 
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Params]:
@@ -96,7 +96,7 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
     def follow_upload(
         self, before: Params, after: Params, down: Download, upload: Params, view: ClientView
     ) -> Params:
-        """g_k - α (θ_k - θ^t) with θ_k as it was sent, so that h stays the mean of all g_k."""
+        """Compute g_k - α (θ_k - θ^t) with θ_k as it was sent, so that h stays the mean of all g_k."""
         return add(before, sub(widen(upload), down.model), -self.alpha)
 
     def contribution(self, server: ServerState, upload: Params, client: ClientInfo) -> Mean[Params]:
@@ -104,17 +104,17 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
         return Mean(widen(upload))
 
     def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
-        """The dual h moves by the share of clients that replied, θ leaves their mean by h / α."""
+        """The dual h moves in proportion to the share of clients that replied; θ is their mean minus h / α."""
         h = add(server.h, sub(total, server.model), -self.alpha * view.share)
         model = cast_like(add(total, h, -1 / self.alpha), server.model)
         return ServerState(model, cast_like(total, server.mean), h)
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
-        """Relative to θ^t."""
+        """The model θ_k, relative to θ^t."""
         return Update(down.model)
 
     def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
-        """θ; or the mean of the last replies, with θ as a second series."""
+        """The model θ; or the mean of the last replies, with θ as a second series."""
         if down.mean is None:
             return ClientModel(down.model)
         return ClientModel(down.mean, {"mean_of_clients": down.mean, "cloud": down.model})

@@ -11,10 +11,10 @@ form, 2).
     server:                 θ_c ← Σ_k n_k θ_kc / Σ_k n_k                                    server_update
     inference:              Σ_c π_kc softmax(h_{θ_c}(x)); of a regression Σ_c π_kc h_{θ_c}(x) predictor
 
-The E-step takes the models received and π_k of the round before, and holds during local training: every batch
-finds the q of its examples again from those models in inference mode, C forward passes more. Scores are the logarithm
-of the mixture. A client without π_k begins at even shares; one that never took part takes ``unseen_steps`` EM steps on π_k
-alone, on its training data, before it infers.
+The E-step takes the models received and π_k of the round before. Its q stays fixed during local training: every
+batch recomputes the q of its examples from those models in inference mode, which costs C more forward passes.
+Scores are the logarithm of the mixture. A client without π_k begins at even shares; a client that never took part
+takes ``unseen_steps`` EM steps on π_k alone, on its training data, before it infers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .shared.fixed_models import in_inference_mode
 
 
 def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -> Tensor:
-    """The q ``[b, C]``: how likely each component is to have made each example."""
+    """The q ``[b, C]``: probability that each component generated each example."""
     return (pi.log() - compute_model_losses(model, models, batch)).softmax(-1)
 
 
@@ -51,14 +51,14 @@ def update_mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
 
 
 def _is_regression(task: Task, outputs: Tensor) -> bool:
-    """Whether the outputs ``[C, b, ...]`` are real numbers; texts have scores ``[C, b, T, V]`` and no classes."""
+    """Whether the outputs ``[C, b, ...]`` are those of a regression; texts have scores ``[C, b, T, V]`` and no classes."""
     if task.target is not None:
         return task.target.is_floating_point()
     return task.classes == 0 and outputs.ndim == 3
 
 
 def _even_shares(models: Params) -> Tensor:
-    """π ``[C]`` at first; shares are statistics, and in float32 for models of half precision, too."""
+    """The initial π ``[C]``; shares are statistics, so they are in float32 even for models in half precision."""
     return zero_router_logits(models).softmax(0)
 
 
@@ -68,7 +68,8 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
     Attributes:
         clusters: C, number of components.
-        unseen_steps: EM steps on the shares of a client that never took part, before it infers; 0 leaves them even.
+        unseen_steps: number of EM steps on the shares of a client that never took part, before it infers; 0 leaves
+            them even.
     """
 
     clusters: int = 4
@@ -79,10 +80,10 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
     bounds = {"unseen_steps": ">= 0"}
     zero_step_settings: ClassVar[dict[str, int]] = {
         "unseen_steps": 1
-    }  # the one EM step of a round moves the shares at any learning rate
+    }  # the EM step of a round moves the shares at any learning rate
 
     def remarks(self, task: Task) -> list[str]:
-        """Models that do not begin as the user's module does."""
+        """Warn of models that do not begin at the weights of the user's module."""
         return describe_draws(self.title, task, self.clusters)
 
     def server_init(self, task: Task) -> Params:
@@ -110,7 +111,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         )
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
-        """Mean of the components, weighted by n_k and not by the shares."""
+        """Mean of each component over the replies, weighted by n_k and not by the shares."""
         return total
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
@@ -139,7 +140,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         return ClientModel(lambda: components[int(pi.argmax())], {"personal": predict}, routes=pi)
 
     def _shares(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
-        """π_k; a client that never took part finds it by EM steps."""
+        """The shares π_k; a client that never took part computes them by EM steps."""
         if state is not None:
             return state
         pi = _even_shares(down)

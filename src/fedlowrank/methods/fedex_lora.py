@@ -1,4 +1,4 @@
-"""FedEx-LoRA: the means of B and A, and what they miss of the mean update added to the base.
+"""FedEx-LoRA: averages B and A, and adds the difference between the mean update and their product to the base.
 
 Singhal, Ponkshe, Vepakomma, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of
 Foundation Models", ACL 2025. arXiv:2410.09432.
@@ -8,17 +8,28 @@ Foundation Models", ACL 2025. arXiv:2410.09432.
     server:                 B = Σ p_i B_i,  A = Σ p_i A_i,  p_i = n_i / Σ n                 server_update
                             residual = s Σ p_i B_i A_i - s B A = s Σ p_i B_i (A_i - A)     server_update
 
-The second form of the residual has rank Σ r_i, not Σ r_i + r. It travels as factors.
+The second form of the residual has rank Σ r_i, not Σ r_i + r. It is sent as factors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from ..adapters.lora.lora_factors import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors, unpack_factors
-from ..core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, Method, ServerView, Task, Update
+from ..core.contract import (
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Contribution,
+    Each,
+    Mean,
+    Method,
+    ServerView,
+    Task,
+    Update,
+)
 from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.pair import Factors, Pair
 from .shared.base_updates import Base, UpdateForm, UpdateHistory, weigh_factors
@@ -41,7 +52,7 @@ from .shared.lora_family import (
 
 @tree_dataclass
 class ServerState:
-    """The mean factors, the residual of every round, and what is shared beside them."""
+    """The mean factors, the residual of every round, and the shared parameters beside them."""
 
     factors: Factors
     history: UpdateHistory
@@ -50,7 +61,7 @@ class ServerState:
 
 @tree_dataclass
 class Download:
-    """The mean factors and what is shared, and the residuals that a client lacks."""
+    """The mean factors, the shared parameters beside them, and the residuals that a client lacks."""
 
     message: Message
     residuals: list[PackedFactors]
@@ -58,14 +69,14 @@ class Download:
 
 @tree_dataclass
 class ClientState:
-    """What a client keeps: the residuals so far, and its head where that is personal."""
+    """The state of a client: the residuals so far, and its head where that is personal."""
 
     base: Base
     rest: Params
 
 
 class Total(TypedDict):
-    """The contributions of a round reduced."""
+    """The reduced contributions of a round."""
 
     mean: Factors
     each: dict[int, Factors]
@@ -77,9 +88,9 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     """Means of factors, with an exact residual.
 
     Attributes:
-        base_updates: merged: a client adds residuals to its base weights; stacked: it keeps them as a frozen adapter
-            beside.
-        training: rank, scale, head and form on the wire.
+        base_updates: form in which a client stores residuals: merged into its base weights, or stacked as a frozen
+            adapter beside them.
+        training: settings of the LoRA factors: rank, scale, head and wire type.
     """
 
     base_updates: UpdateForm = "merged"
@@ -97,11 +108,11 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
         return ServerState(factors, UpdateHistory([], {}), self.training.read_initial_shared_rest(model))
 
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
-        """The base as it is."""
+        """The base without residuals, and the client's head where that is personal."""
         return ClientState(Base({}, []), self.training.read_initial_personal_rest(task.model(client)))
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
-        """Factors, and the residuals that are missing."""
+        """The mean factors, and the residuals that the client lacks."""
         return Download(
             self.training.pack_message(server.factors, server.rest), server.history.missing_updates(client)
         )
@@ -123,26 +134,26 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
         personal_rest, upload = split_trained_leaves(self, leaves)
         return ClientState(base, personal_rest), upload
 
-    def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> dict[str, Any]:
-        """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
+    def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> Contribution:
+        """The factors, both for their mean and one by one for the residual, and the shared rest, weighted by n_i."""
         factors, n = unpack_factors(upload.factors), client.example_count
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
-        """Means, and what they miss: Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
+        """The means of the factors, and their residual Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
         means, weights = total["mean"], [float(c.example_count) for c in view.replied]
         deviations = [
             {n: Pair(widen(p.b), widen(p.a) - means[n].a) for n, p in factors.items()}
             for factors in (total["each"][c.id] for c in view.replied)
         ]
-        # all clients have one rank, and so one scale
+        # all clients have the same rank, and so the same scale
         scale = self.training.compute_client_scale(view.task, view.replied[0])
         residual = cast_like(weigh_factors(deviations, [scale * w / sum(weights) for w in weights]), means)
         history = server.history.with_update(residual, view.replied, self.training.wire)
         return ServerState(means, history, total["rest"])
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
-        """Relative to the factors as they were sent, in the client's scale."""
+        """The factors, relative to the factors as they were sent, in the client's scale."""
         return Update(down.message, self.training.compute_client_scale(task, client))
 
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
@@ -154,7 +165,7 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
         )
 
     def server_model(self, server: ServerState, state: ClientState, view: ClientView) -> Params:
-        """The same as at every client that has all residuals."""
+        """The model that every client with all residuals has."""
         leaves = join_leaves(server.factors, state.rest | server.rest)
         frozen_factors, _ = Base({}, server.history.updates).split_updates("stacked", lora_of(view.model))
         return insert_leaves(view.model, leaves, self.training.compute_scale(view), frozen_factors, {})

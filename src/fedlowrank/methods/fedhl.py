@@ -1,4 +1,4 @@
-"""FedHL: unequal LoRA ranks with an aggregate that truncation does not bias, weighted by truncation errors.
+"""FedHL: unequal LoRA ranks, an aggregate without truncation bias, and weights from the truncation errors.
 
 Peng et al., "FedHL: Federated Learning for Heterogeneous Low-Rank Adaptation via Unbiased Aggregation",
 arXiv:2505.18494, Algorithm 1.
@@ -11,9 +11,9 @@ arXiv:2505.18494, Algorithm 1.
     17  W_{t+1} ← Σ_i p_i [W_t + (W_{t+1}^i - W_t^{r_i})],  p_i by eq. 15   server_update, Weighing
 
 Choices: r̂_i is the squared norm, relative to ‖W_t‖² (eq. 15 is not free of scale otherwise), summed over
-layers; p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T); W_0 = 0 begins with a random A and B = 0, and
-components that W_t does not fill begin so in later rounds too. On a lossy wire, and for modules in half
-precision, exactly what was sent is subtracted. ``weighing.error = "squared"`` is eq. 15 to the letter, with
+layers; p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T); W_0 = 0 begins with a random A and B = 0, and components
+that W_t does not fill begin so in later rounds too. On a lossy wire, and for modules in half precision, the
+truncation is subtracted exactly as it was sent. ``weighing.error = "squared"`` is eq. 15 to the letter, with
 the square of eq. 8. Departures, off by default: a cap on the server's rank, and the residual W_t - W_t^{r_i}
 as a frozen second adapter.
 """
@@ -62,14 +62,14 @@ from .shared.lora_family import (
 
 @tree_dataclass
 class ServerState:
-    """W of every layer and what the server needs beside it.
+    """The update W of every layer, and the other values that the server needs.
 
     Attributes:
-        delta: W by layer.
-        initial_factors: of the largest rank; they fill the components that W does not have.
-        rest: what is shared and trained whole.
-        scaling: the scale s of each rank.
-        reply_metrics: p_i and r̂_i of the last replies, for the record.
+        delta: update W of every layer, by layer name.
+        initial_factors: initial factors of the largest rank; they fill the components that W does not have.
+        rest: shared parameters that are trained whole.
+        scaling: scale s of a client's update as a function of its rank.
+        reply_metrics: weight p_i and truncation error r̂_i of each of the last replies, for the record.
     """
 
     delta: dict[str, Delta]
@@ -81,7 +81,7 @@ class ServerState:
 
 @tree_dataclass
 class Download:
-    """The client's components, and where it is asked for the others as a frozen adapter of scale 1."""
+    """The client's components, and, if requested, the residual as a frozen adapter of scale 1."""
 
     message: Message
     residual: Factors
@@ -92,11 +92,12 @@ class FedHL(Method[ServerState, Params, Download, Message]):
     """Unbiased aggregation of unequal ranks.
 
     Attributes:
-        weighing: how truncation errors become p_i.
-        split: which factor takes the singular values: sqrt for both, B or A.
-        residual: send clients W - W^{r_i} too, which they do not train; local training then begins at W.
-        delta_form: how the server holds W; ``{kind = "capped", cap = 64}`` bounds its rank.
-        training: rank, scale, head and form on the wire.
+        weighing: rule by which truncation errors become the weights p_i.
+        split: factor that takes the singular values: B, A, or sqrt for both.
+        residual: whether clients are also sent W - W^{r_i}, which they do not train; local training then begins at
+            W.
+        delta_form: form in which the server stores W; ``{kind = "capped", cap = 64}`` bounds its rank.
+        training: settings of the LoRA factors: rank, scale, head and wire type.
     """
 
     weighing: Weighing = Weighing()
@@ -123,7 +124,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
     contribution = collect_factors  # line 15: the factors of W_{t+1}^i
 
     def remarks(self, task: Task) -> list[str]:
-        """Ranks that are lowered, and whom the weights favor."""
+        """Warn of ranks that are lowered, and of weights that ignore unequal example counts."""
         remarks, sizes = describe_ranks(self, task), [c.example_count for c in task.clients]
         if self.weighing.by == "truncation" and not self.weighing.by_examples and max(sizes) > 2 * min(sizes):
             size_range = f"{min(sizes):,} to {max(sizes):,}"
@@ -142,7 +143,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         return ServerState(delta, initial_factors, self.training.read_initial_shared_rest(model), scaling, {})
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
-        """Line 4: the first r_i components."""
+        """Line 4: the first r_i components of W."""
         rank = self.training.find_rank_within(client, server.initial_factors)
         factors = build_client_factors(
             server.delta, server.initial_factors, rank, self.split, server.scaling.scale_at(rank)
@@ -151,7 +152,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         return Download(self.training.pack_message(factors, server.rest), residual)
 
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
-        """Lines 9 and 10."""
+        """Lines 9 and 10: train the factors received."""
         start = read_leaves(down.message, state)
         leaves = train_leaves(
             view, start, self.training.compute_scale(view), self.optimizer, frozen_factors=down.residual
@@ -159,7 +160,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         return split_trained_leaves(self, leaves)
 
     def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
-        """Line 17."""
+        """Line 17: apply the replies to W."""
         ranks = [self.training.find_rank_within(c, server.initial_factors) for c in view.replied]
         max_ranks = {name: pair.rank for name, pair in server.initial_factors.items()}
         example_counts = [float(c.example_count) for c in view.replied]
@@ -169,7 +170,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
             for r, client in zip(ranks, view.replied, strict=True)
         ]
         if self.training.wire != "float32" or has_half_precision(server.initial_factors):
-            # rounded on its way: subtract W_t^{r_i} as it was sent
+            # the wire rounds: subtract W_t^{r_i} as it was sent
             sent_factors = [unpack_factors(self.download(server, c).message.factors) for c in view.replied]
             replies = [
                 reply._replace(received_factors=factors)
@@ -182,7 +183,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         return replace(server, delta=delta, rest=total["rest"], reply_metrics=metrics)
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
-        """Relative to W^{r_i} as it was sent, in the client's scale."""
+        """The factors, relative to W^{r_i} as it was sent, in the client's scale."""
         return Update(down.message, self.training.compute_client_scale(task, client))
 
     def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
@@ -193,7 +194,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
         )
 
     def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
-        """Rank of W; p_i and relative truncation errors of the last round; energy of W and its cut tail."""
+        """Rank of W; weights p_i and relative truncation errors of the last round; energy of W and of its truncated part."""
         delta = server.delta
         return {
             **server.reply_metrics,

@@ -7,8 +7,8 @@ arXiv:2305.05644, Algorithm 1.
     client i:               train B_i, A_i by E epochs                                     local_update
     server:                 B = Σ n_i B_i / Σ n_i,  A = Σ n_i A_i / Σ n_i                  server_update
 
-The mean of factors is not the factors of the mean: B A holds products B_i A_j of different clients. That is
-the method, and its known error. Entry by entry means need one rank, and one scale.
+The mean of factors is not the factors of the mean: B A holds products B_i A_j of different clients. That is the
+method, and its known error. Elementwise means need the same rank and the same scale for all clients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FedIT(Method[MeanFactors, Params, Message, Message]):
     """Means of B and of A.
 
     Attributes:
-        training: rank, scale, head and form on the wire.
+        training: settings of the LoRA factors: rank, scale, head and wire type.
     """
 
     training: LoRATraining = LoRATraining()

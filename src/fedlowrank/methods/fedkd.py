@@ -51,7 +51,7 @@ from ..linalg.factored import CompressedUpdate, Factored, compress_update, decom
 
 @tree_dataclass
 class ServerState:
-    """The mentee s^t, the compressed update of every round, and the round each client's copy is at."""
+    """The mentee s^t, the compressed update of every round, and the round of each client's copy."""
 
     mentee: Params
     updates: list[CompressedUpdate]
@@ -68,7 +68,7 @@ class Download:
 
 @tree_dataclass
 class ClientState:
-    """Mentor T, mentee s and the projection W ``[d_T, d_s]`` between their representations."""
+    """The mentor T, the mentee s and the projection W ``[d_T, d_s]`` between their representations."""
 
     mentor: Params
     mentee: Params
@@ -88,8 +88,8 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
 
     Attributes:
         energy_start: T_start, share of each update's energy that is sent in the first round.
-        energy_end: T_end, the same in the last round; 1 sends updates whole.
-        mentee: name of the shared architecture, or None for the smallest.
+        energy_end: T_end, share of each update's energy that is sent in the last round; 1 sends updates whole.
+        mentee: name of the shared architecture; None for the smallest one.
     """
 
     energy_start: float = 0.95
@@ -113,11 +113,11 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         return self.energy_start + rise
 
     def server_init(self, task: Task) -> ServerState:
-        """s^0, known to all."""
+        """The mentee s^0, known to all clients."""
         return ServerState(task.smallest_model(self.mentee).initial, [], {})
 
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
-        """T_k and s^0 at their initial weights, W as a linear layer's."""
+        """T_k and s^0 at their initial weights, and W as the weight of a new linear layer."""
         mentor, mentee = task.model(client), task.smallest_model(self.mentee)
         generator = (task.key / "fedkd" / mentor.name).generator()
         w = (2 * torch.rand(mentor.width, mentee.width, generator=generator) - 1) / mentee.width**0.5
@@ -139,7 +139,7 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
             h_t, h_s = mentor.represent(models.mentor, batch.x), mentee.represent(models.mentee, batch.x)
             t, s = mentor.head(models.mentor, h_t), mentee.head(models.mentee, h_s)
             ce_t, ce_s = task_loss(t, batch), task_loss(s, batch)
-            # models may hold tensors of several types
+            # the two models may have different types
             projected = h_s.to(models.projection.dtype) @ models.projection.mT
             to_mentor = kl_divergence(s.detach(), t, batch) + square_error(h_t, projected.detach(), batch)
             to_mentee = kl_divergence(t.detach(), s, batch) + square_error(h_t.detach(), projected, batch)
@@ -159,7 +159,7 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         return mentee
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
-        """Each weight whole, or as factors of any rank that makes them smaller."""
+        """The update of each weight, whole or as factors of any rank at which they are smaller."""
         mentee = task.smallest_model(self.mentee).initial
         form = {n: OneOf(w, factor_form(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
         return Update(down, form=form)
@@ -169,7 +169,7 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         return Mean(decompress_update(upload, server.mentee), client.example_count)
 
     def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
-        """s^{t+1}, which clients rebuild from the compressed mean update; those that replied hold s^t."""
+        """The mentee s^{t+1}, which clients rebuild from the compressed mean update; clients that replied hold s^t."""
         update = compress_update(total, self._energy(view))
         update_counts = server.update_counts | {
             str(client.id): len(server.updates) for client in view.replied
@@ -178,5 +178,5 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         return ServerState(mentee, [*server.updates, update], update_counts)
 
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
-        """The mentor T_k."""
+        """The client's mentor T_k."""
         return ClientModel(state.mentor)

@@ -9,20 +9,20 @@ J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor. NeurIPS 2020. arXiv:2007.07481,
                             x^{t+1} = x^t + τ_eff Σ_{k∈S_t} p_k d_k                     server_update
 
 a_k holds the weight that x_k - x^t gives to the gradient of each local step, in units of the learning rate.
-With s steps to go, this step included, it is
+For a step with s steps left, itself included, the weight is
 
     plain SGD               1                          ‖a_k‖₁ = τ_k
     momentum ρ              (1 - ρ^s) / (1 - ρ)
     proximal term μ         (1 - η μ)^(s-1)            with η the learning rate of the round
 
 so d_k is a mean of gradients however many steps a client takes, and a client with more examples does not count twice.
-Where all clients take as many steps, the result is FedAvg's. With μ > 0 the server takes τ_eff = Σ p_k τ_k, as the
-authors' code does. Weight decay and clipping are part of the gradient. Refused are optimizers for which the paper
-gives no a_k: AdamW, Nesterov's momentum, schedules within a round, and a proximal term beside momentum or groups of
-other learning rates.
+If all clients take the same number of steps, the result is that of FedAvg. With μ > 0 the server takes τ_eff = Σ
+p_k τ_k, as the authors' code does. Weight decay and clipping are part of the gradient. Optimizers for which the
+paper gives no a_k are refused: AdamW, Nesterov's momentum, schedules within a round, and a proximal term beside
+momentum or groups of other learning rates.
 
-Choices: the server finds τ_k from n_k, E and B, which it knows, so that nothing but d_k is sent. Where n_k is private,
-under privacy and secure sums, or a weight stands in its place, under robust rules, it cannot: there, set ``steps``, so
+Choices: the server computes τ_k from n_k, E and B, which it knows, so that only d_k is sent. It cannot do so where
+n_k is private (differential privacy, secure sums) or replaced by a weight (robust rules): there, set ``steps``, so
 that τ_k is the same for all.
 """
 
@@ -38,12 +38,12 @@ from ..core.tree import Params, add, cast_like, map_leaves, sub, widen, zeros_li
 
 
 def weight_of_gradients(steps: int, momentum: float = 0.0, shrinkage: float = 0.0) -> float:
-    """‖a‖₁, the sum of the weights of all local gradients, in units of the learning rate.
+    """Compute ‖a‖₁, the sum of the weights of all local gradients, in units of the learning rate.
 
     Args:
-        steps: τ ≥ 1.
-        momentum: ρ in [0, 1).
-        shrinkage: η μ ≥ 0; not beside momentum.
+        steps: number of local steps, τ ≥ 1.
+        momentum: momentum factor, ρ in [0, 1).
+        shrinkage: product η μ ≥ 0 of learning rate and proximal weight; 0 if there is momentum.
     """
     remaining_steps = range(1, steps + 1)
     return sum((1 - momentum**s) / (1 - momentum) * abs(1 - shrinkage) ** (s - 1) for s in remaining_steps)
@@ -57,7 +57,7 @@ class FedNova(Method[Params, None, Params, Params]):
     the global model should minimize the mean loss over all examples all the same.
 
     Attributes:
-        optimizer: SGD, with or without momentum.
+        optimizer: optimizer of local training: SGD, with or without momentum.
         mu: μ ≥ 0, strength of a proximal term as in FedProx; 0 for none.
     """
 
@@ -84,7 +84,7 @@ class FedNova(Method[Params, None, Params, Params]):
 
     @property
     def _momentum(self) -> float:
-        """ρ."""
+        """The momentum factor ρ."""
         return self.optimizer.momentum if isinstance(self.optimizer, SGD) else 0.0
 
     def server_init(self, task: Task) -> Params:
@@ -106,16 +106,16 @@ class FedNova(Method[Params, None, Params, Params]):
         return Mean(widen(upload), client.example_count)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
-        """A step of τ_eff along the mean of d_k."""
+        """A step of length τ_eff along the mean of d_k."""
         sizes = [client.example_count for client in view.replied] or [1]
         steps = [self.local_passes()["local"].steps_over(n) for n in sizes]
         weights = [weight_of_gradients(s, self._momentum) for s in steps]
-        # equal τ need no numbers of examples, and the network compares the bits
+        # with equal τ no example counts are needed, and the result keeps the same bits over the network
         effective_steps = weights[0]
         if len(set(weights)) > 1:
             effective_steps = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
         return cast_like(add(server, total, effective_steps), server)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
-        """d_k itself, relative to zeros."""
+        """The normalized update d_k itself, relative to zeros."""
         return Update(zeros_like(down))

@@ -12,8 +12,8 @@ arXiv:2003.00295, Algorithm 2.
                             v ← v - (1 - β₂) Δ² sign(v - Δ²)        (FedYogi)
                             x_{t+1} = x_t + η m / (√v + τ)                              server_update
 
-All operations are by coordinate. m begins at zero and v at τ², the smallest value that the paper allows; there is no
-correction of their bias. τ is added outside of the root. Δ points from the old model to the clients' mean, hence the
+All operations are elementwise. m begins at zero and v at τ², the smallest value that the paper allows; there is no
+bias correction. τ is added outside the root. Δ points from the old model to the clients' mean, hence the
 plus in the last line.
 
 Choices: the mean is weighted by n_k, as in the paper's experiments, where Algorithm 2 writes a plain one (``weighting
@@ -56,20 +56,20 @@ def initial_server(method: FedAdagrad | FedAdam | FedYogi, task: Task) -> Server
 
 
 def send_model(method: FedAdagrad | FedAdam | FedYogi, server: ServerState, client: ClientInfo) -> Params:
-    """x_t."""
+    """The model x_t."""
     return server.model
 
 
 def adaptive_step(
     method: FedAdagrad | FedAdam | FedYogi, server: ServerState, delta: Params, v: Params
 ) -> ServerState:
-    """The server's next state: x + η m / (√v + τ) with the next m.
+    """Compute the server's next state: x + η m / (√v + τ) with the next m.
 
     Args:
-        method: its β₁, η and τ.
-        server: before the round.
+        method: method that sets β₁, η and τ.
+        server: state of the server before the round.
         delta: Δ, the clients' mean minus x.
-        v: the next v.
+        v: next v, after the method's own update.
     """
     beta1, tau = method.beta1, method.tau
     m = map_leaves(lambda m, d: beta1 * m + (1 - beta1) * d, server.m, delta)
@@ -86,8 +86,8 @@ class FedAdagrad(Method[ServerState, None, Params, Params]):
     Attributes:
         server_lr: η > 0, learning rate of the server.
         beta1: β₁ in [0, 1), decay of the running mean of updates; 0 is Adagrad without momentum.
-        tau: τ > 0, how adaptive the step is: the smaller, the more.
-        weighting: of a reply: the client's number of training examples n_k, or uniform.
+        tau: τ > 0, constant added to √v; the smaller it is, the more adaptive the step.
+        weighting: weight of a reply in the mean: the client's number of training examples n_k, or uniform.
     """
 
     server_lr: float = 0.1
@@ -122,8 +122,8 @@ class FedAdam(Method[ServerState, None, Params, Params]):
         server_lr: η > 0, learning rate of the server.
         beta1: β₁ in [0, 1), decay of the running mean of updates.
         beta2: β₂ in [0, 1), decay of the running mean of squared updates.
-        tau: τ > 0, how adaptive the step is: the smaller, the more.
-        weighting: of a reply: the client's number of training examples n_k, or uniform.
+        tau: τ > 0, constant added to √v; the smaller it is, the more adaptive the step.
+        weighting: weight of a reply in the mean: the client's number of training examples n_k, or uniform.
     """
 
     server_lr: float = 0.01
@@ -153,14 +153,14 @@ class FedAdam(Method[ServerState, None, Params, Params]):
 class FedYogi(Method[ServerState, None, Params, Params]):
     """FedAvg whose server steps by Yogi: as FedAdam, but v moves by at most (1 - β₂) Δ² in a round.
 
-    Use it in the place of FedAdam where single rounds with small updates let FedAdam's step grow too fast.
+    Use it instead of FedAdam where single rounds with small updates let FedAdam's step grow too fast.
 
     Attributes:
         server_lr: η > 0, learning rate of the server.
         beta1: β₁ in [0, 1), decay of the running mean of updates.
         beta2: β₂ in [0, 1); 1 - β₂ is the share of Δ² by which v moves towards it.
-        tau: τ > 0, how adaptive the step is: the smaller, the more.
-        weighting: of a reply: the client's number of training examples n_k, or uniform.
+        tau: τ > 0, constant added to √v; the smaller it is, the more adaptive the step.
+        weighting: weight of a reply in the mean: the client's number of training examples n_k, or uniform.
     """
 
     server_lr: float = 0.01

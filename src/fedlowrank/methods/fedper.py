@@ -8,11 +8,11 @@ M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary. 2019. arXiv:1912.0081
     server:                 φ^{t+1} = Σ_{k∈S_t} n_k φ_k / Σ_{k∈S_t} n_k                 server_update
 
 A client infers with the base as aggregated after the round and its own head h_k. The personalization layers are the
-model's head; where it begins is the model's split point.
+model's head, which begins at the model's split point.
 
 Differences from the paper: in the paper all clients take part in every round and the weights n_k are divided by the
-examples of all clients; here both are over the sample. The paper draws the first h_k anew at each client; here all
-start from the common initial weights.
+examples of all clients; here both are over the sample. The paper draws the initial h_k separately at each client;
+here all start from the common initial weights.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. AAAI 2022. arXiv:21
                             keep θ_k; send c_k and n_k                                  local_update
     server:                 c̄_j = Σ_k n_{k,j} c_{k,j} / Σ_k n_{k,j}, over the owners    server_update
 
-A class without a prototype yet leaves its term out. Prototypes come from one pass after training. A class
+The term of a class without a prototype is left out. Prototypes come from one pass after training. A class
 that no reply covers keeps its last prototype. Inference is by the classifier (default, as tables of local
 models need), or by the nearest prototype over all classes (the paper's) or over the client's own; before
 there is any usable prototype, the classifier infers.
@@ -33,6 +33,7 @@ from ..core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     Lengths,
     Method,
     ServerView,
@@ -49,7 +50,7 @@ from .shared.class_statistics import zero_rows_per_class
 
 @tree_dataclass
 class Prototypes:
-    """Global prototypes ``mean [classes, d]``, where ``known [classes]``; in float32 for half precision, too."""
+    """Global prototypes ``mean [classes, d]`` of the classes in the mask ``is_known [classes]``, at least in float32."""
 
     mean: Tensor
     is_known: Tensor
@@ -66,7 +67,7 @@ class Upload:
 
 @tree_dataclass
 class ClientState:
-    """A model, and which classes its owner has ``[classes]``."""
+    """The client's model, and which classes its data have ``[classes]``."""
 
     model: Params
     is_owned: Tensor
@@ -78,8 +79,9 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
     Attributes:
         lam: λ ≥ 0, weight of the distance to the global prototype.
-        inference: by the classifier, by the nearest prototype of all classes, or of the client's own classes.
-        weighting: of owners in a prototype: their examples of the class, or uniform.
+        inference: rule of inference: the classifier, the nearest prototype of all classes, or that of the client's
+            own classes.
+        weighting: weight of a client in a prototype: the number of its examples of the class, or uniform.
     """
 
     lam: float = 1.0
@@ -127,10 +129,10 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
             labels, total[labels] / count[labels, None], count[labels].to(torch.int64)
         )
 
-    def contribution(self, server: Prototypes, upload: Upload, client: ClientInfo) -> dict[str, Sum[Tensor]]:
+    def contribution(self, server: Prototypes, upload: Upload, client: ClientInfo) -> Contribution:
         """The sum of the prototypes of each class, and their weights."""
-        # over a network a client could claim any count, and a class twice; it has no more examples than in
-        # all
+        # over a network a client could claim any count, or one class twice; a count is at most its number of
+        # examples
         labels = upload.labels.sort()[0]
         if bool((labels[1:] == labels[:-1]).any()):
             raise TaskError(f"{self.title}: client {client.id} sent a class twice")
@@ -149,7 +151,7 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
         return Prototypes(torch.where(has_owner[:, None], mean, server.mean), server.is_known | has_owner)
 
     def describe_update(self, down: Prototypes, client: ClientInfo, task: Task) -> Update:
-        """The prototypes themselves, relative to nothing; a row for every class that the client owns."""
+        """The prototypes themselves, not a difference; a row for every class that the client owns."""
         no_integers = torch.zeros(0, dtype=torch.int64)
         form = Lengths(Upload(no_integers, down.mean[:0], no_integers), task.classes)
         return Update({"labels": NO_UPDATE, "mean": ZERO_REFERENCE, "count": NO_UPDATE}, form=form)

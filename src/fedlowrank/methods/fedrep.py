@@ -34,8 +34,8 @@ class FedRep(Method[Params, Params, Params, Params]):
     """Shared representation, private heads, trained in turn.
 
     Attributes:
-        epochs: of the representation, with the head frozen.
-        head_epochs: of the head before that, with the representation frozen.
+        epochs: number of epochs in which the representation trains, with the head frozen.
+        head_epochs: number of epochs in which the head trains before that, with the representation frozen.
     """
 
     head_epochs: int = 10
@@ -45,7 +45,7 @@ class FedRep(Method[Params, Params, Params, Params]):
     bounds = {"head_epochs": ">= 1"}
 
     def passes(self) -> dict[str, Pass]:
-        """The two phases."""
+        """The passes of the two phases: head, then representation."""
         return {"head": Pass(self.head_epochs, self.batch_size), "base": self.main_pass}
 
     server_init = initial_body
@@ -53,7 +53,7 @@ class FedRep(Method[Params, Params, Params, Params]):
     client_model = body_with_head
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
-        """The head on the frozen representation, then the representation below the frozen head."""
+        """SGD on the head with the representation frozen, then on the representation with the head frozen."""
         model = view.model
 
         def loss(trained_params: Params, batch: Batch, frozen_params: Params) -> Tensor:

@@ -17,9 +17,8 @@ an output beyond the classes, becomes -∞, so that its loss moves no weight of 
 reaches h_k alone.
 
 Choices: h_k begins at zero, so that a client that never took part infers by the generic model. The generic
-head must be one linear layer: scores are then linear in its parameters, and the personal model is θ with g +
-h_k in the place of g. The paper's other variant, in which a hypernetwork makes h_k from class frequencies, is
-left out.
+head must be one linear layer: scores are then linear in its parameters, and the personal model is θ with g + h_k in
+the place of g. The paper's other variant, in which a hypernetwork computes h_k from class frequencies, is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ..core.tree import Params, add, map_leaves, numel, tree_dataclass, wide_typ
 
 @tree_dataclass
 class Joint:
-    """What is trained at once: the generic model θ and the personal head h_k."""
+    """The parameters that are trained together: the generic model θ and the personal head h_k."""
 
     model: Params
     personal_head: Params
@@ -80,7 +79,7 @@ class FedRoD(Method[Params, Params, Params, Params]):
         return model.initial
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
-        """h_k = 0."""
+        """The personal head h_k is 0."""
         model = task.model(client)
         return zeros_like(model.head_of(model.initial))
 
@@ -102,7 +101,7 @@ class FedRoD(Method[Params, Params, Params, Params]):
             )
 
         counts, parameter = view.sum_over_data(count_classes, down), next(iter(down.values()))
-        # the power before the logarithm: 0^0 = 1, whereas 0 log 0 is NaN
+        # take the power before the logarithm: 0^0 = 1, whereas 0 log 0 is NaN
         offset = counts.to(wide_type(parameter.dtype)).pow(self.gamma).log().to(parameter)
         joint = view.train(loss, Joint(down, state), "local", self.optimizer, constants=(offset,))
         return joint.personal_head, joint.model

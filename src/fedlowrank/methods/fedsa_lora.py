@@ -40,7 +40,7 @@ from .shared.lora_family import (
 
 @tree_dataclass
 class ClientState:
-    """What a client keeps: its B by layer, and its head where that is personal."""
+    """The state of a client: its B by layer, and its head where that is personal."""
 
     b: dict[str, Tensor]
     rest: Params
@@ -51,7 +51,7 @@ class FedSALoRA(Method[MeanFactors, ClientState, Message, Message]):
     """A averaged, B personal.
 
     Attributes:
-        training: rank, scale, head and form on the wire.
+        training: settings of the LoRA factors: rank, scale, head and wire type.
     """
 
     training: LoRATraining = LoRATraining()

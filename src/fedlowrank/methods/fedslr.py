@@ -18,12 +18,12 @@ the gradient explicitly; the optimizer's weight decay is part of f_i in both pha
 phase II is η μ / (1 - β), so that μ weighs the same penalty (:mod:`fedlowrank.methods.shared.proximal_steps`); with
 μ > 0 AdamW and groups of other learning rates are refused.
 
-Differences from the paper: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; and
-there, too, p_i of a normalization layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs
-no γ_i on the server (Algorithm 3); with ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end.
-Appendix A.3's other designs: ``global_norm`` is the norm that λ weighs, ``personal_norm`` the one that μ weighs (the
-nuclear one leaves vectors of p_i as they are); a sparse w is sent as its nonzero values and a bitmask. Those of
-A.2 are LPGD and GPGD, files of their own.
+Differences from the paper: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; even
+then p_i of a normalization layer starts at zero here, because w + p_i would begin with twice its scale). γ̄ needs
+no γ_i on the server (Algorithm 3); with ``memory_efficient`` off it keeps them all (Algorithm 2), with the same
+result. Appendix A.3's other designs: ``global_norm`` is the norm that λ weighs, ``personal_norm`` the one that μ
+weighs (the nuclear one leaves vectors of p_i as they are); a sparse w is sent as its nonzero values and a bitmask.
+The designs of A.2 are LPGD and GPGD, which have files of their own.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from ..core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     Each,
     Mean,
     Method,
@@ -69,7 +70,7 @@ from .shared.proximal_steps import check_proximal_optimizer, compute_proximal_st
 
 @tree_dataclass
 class ServerState:
-    """w^t; γ̄; and γ_i by client unless memory-efficient. γ is in float32 for parameters of half precision."""
+    """w^t, γ̄, and γ_i by client unless memory-efficient. γ is in float32 for parameters in half precision."""
 
     w: PenalizedModel
     gamma: Params
@@ -78,14 +79,14 @@ class ServerState:
 
 @tree_dataclass
 class ClientState:
-    """γ_i and p_i."""
+    """The dual variable γ_i and the personal component p_i of a client."""
 
     gamma: Params
     p: Params
 
 
 class Total(TypedDict):
-    """The contributions of a round reduced."""
+    """The reduced contributions of a round."""
 
     w: Params
     replies: NotRequired[dict[int, Params]]
@@ -96,18 +97,18 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
     """A low-rank global model, made by a dual method, and a sparse personal component added to it.
 
     Attributes:
-        epochs: of phase I.
-        optimizer: of both phases; SGD, with or without momentum.
-        fusion_epochs: of phase II.
+        epochs: number of epochs of phase I.
+        optimizer: optimizer of both phases: SGD, with or without momentum.
+        fusion_epochs: number of epochs of phase II.
         lam: λ ≥ 0, weight of the penalty on w.
         mu: μ ≥ 0, weight of the penalty on p_i.
         prox_step: η_g > 0, proximal step; its inverse is the weight of the proximal term towards w^t.
-        global_norm: penalty on w: nuclear norm of every matrix, or ℓ1 norm of the same.
-        personal_norm: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition
-            a step).
-        memory_efficient: the server keeps γ̄ alone, not γ_i of every client.
-        personal_start: p_i begins at zero, or at w^0 (but for normalization layers, where it begins at zero).
-        exclude: exact names of parameters that λ leaves alone.
+        global_norm: penalty on w: nuclear norm of every matrix, or ℓ1 norm of these matrices.
+        personal_norm: penalty on p_i: ℓ1 norm of all entries, or nuclear norm of every matrix (slow: a
+            decomposition in every step).
+        memory_efficient: whether the server keeps only γ̄, and not γ_i of every client.
+        personal_start: initial p_i: zero, or w^0 (but for normalization layers, where it is zero).
+        exclude: exact names of parameters without the penalty λ.
     """
 
     epochs: int = 2
@@ -128,7 +129,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
     bounds = {"lam": ">= 0", "mu": ">= 0", "prox_step": "> 0", "fusion_epochs": ">= 1"}
     zero_step_settings: ClassVar[dict[str, float]] = {
         "lam": 0.0
-    }  # else w shrinks at a learning rate of 0, too
+    }  # otherwise w would shrink even at a learning rate of 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,7 +137,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
             check_proximal_optimizer(self.optimizer, self.title, "mu")
 
     def passes(self) -> dict[str, Pass]:
-        """Phases I and II."""
+        """The passes of phases I and II."""
         return {
             "phase1": self.main_pass,
             "phase2": Pass(self.fusion_epochs, self.batch_size),
@@ -153,16 +154,16 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         return ServerState(w, zeros_like(widen(initial)), {})
 
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
-        """γ_i = 0, and p_i = 0 or w^0."""
+        """The dual γ_i is 0, and p_i is 0 or w^0."""
         model = task.model(client)
         p = zeros_like(model.initial)
         if self.personal_start == "initial":
-            # with normalizations too, w + p would begin with twice their scale
+            # zero for normalizations: w + p would begin with twice their scale
             p = zero_normalizations(model.initial, model.module)
         return ClientState(zeros_like(widen(model.initial)), p)
 
     def download(self, server: ServerState, client: ClientInfo) -> Weights:
-        """w^t."""
+        """The model w^t, as factors if they are smaller."""
         return server.w.weights
 
     def local_update(self, state: ClientState, down: Weights, view: ClientView) -> tuple[ClientState, Params]:
@@ -186,17 +187,17 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
     def follow_upload(
         self, before: ClientState, after: ClientState, down: Weights, upload: Params, view: ClientView
     ) -> ClientState:
-        """γ_i + (w^t - w_i) / η_g with w_i as it was sent, so that γ̄ stays the mean of all γ_i."""
+        """Compute γ_i + (w^t - w_i) / η_g with w_i as it was sent, so that γ̄ stays the mean of all γ_i."""
         w = unpack_weights(down, view.model.initial)
         return ClientState(add(before.gamma, sub(widen(w), upload), 1 / self.prox_step), after.p)
 
-    def contribution(self, server: ServerState, upload: Params, client: ClientInfo) -> dict[str, Any]:
+    def contribution(self, server: ServerState, upload: Params, client: ClientInfo) -> Contribution:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
         contributions: dict[str, Any] = {"w": Mean(widen(upload))}
         return contributions if self.memory_efficient else {**contributions, "replies": Each(upload)}
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
-        """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
+        """γ̄ moves by 1/M for each reply; w is the prox of the mean of the replies minus η_g γ̄."""
         initial = view.task.common_model(self.title).initial
         w, mean_w = widen(server.w.dense(initial)), total["w"]
         gamma_by_client, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.prox_step)
@@ -224,5 +225,5 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         return ClientModel(mixed_params, {"mixed": mixed_params, "gkr": w}, {"mixed": parts, "gkr": (down,)})
 
     def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
-        """Rank of w."""
+        """The rank of w."""
         return {"ranks": dict(server.w.ranks)}

@@ -13,26 +13,25 @@ training).
     server:                 w^{t+1} = w^t - 1/|S_t| Σ_{k∈S_t} U_k                           server_update
     inference:              m_k ⊙ w^{t+1}                                                   client_model
 
-The mean is over |S_t| everywhere, also where a mask holds no weight. The layers' densities are
-Erdős-Rényi-kernel: a weight of shape (o, i, k1, k2) has density min(1, ε (o + i + k1 + k2) / (o i k1 k2)),
-with ε such that all parameters together have the density asked for; vectors (biases, scales of norms) are
-dense and count. n never changes.
+The mean is over all of S_t for every entry, also over clients whose mask does not hold it. The layers' densities
+are Erdős-Rényi-kernel: a weight of shape (o, i, k1, k2) has density min(1, ε (o + i + k1 + k2) / (o i k1 k2)), with
+ε such that all parameters together have the requested density; vectors (biases, scales of norms) are dense and
+count. n never changes.
 
-What crosses: of each masked weight only the values on the mask, in row-major order. Both sides know m_k: its
-first value, of its own for each client, comes from the randomness common to all (``task.key``); afterwards
-the client sends what it grew, as bits, beside the update. A reply that is lost leaves the old mask on both
-sides. Static masks (α = 0) are never sent.
+Only the values on the mask are sent of each masked weight, in row-major order. Both sides know m_k: each client's
+first mask is drawn from the common randomness (``task.key``); afterwards the client sends its new mask, as bits,
+beside the update. If a reply is lost, both sides keep the old mask. Static masks (α = 0) are never sent.
 
-Choices: a pruned weight may grow again, as in public code. The one where gradients are equal (all zero)
-stays, so nothing moves where nothing is learnt. The gradient comes from one step of plain SGD on a copy that
-starts at zero.
+Choices: a pruned weight may grow again, as in public code. Where all gradients are equal (zero), the pruned weights
+grow again, so the mask does not change where nothing is learnt. The gradient comes from one step of plain SGD on a
+change that starts at zero.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -45,6 +44,7 @@ from ..core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     Each,
     Mean,
     Method,
@@ -79,7 +79,7 @@ class Upload:
 
 
 def layer_counts(params: Params, density: float) -> dict[str, int]:
-    """Active entries of every weight of two or more dimensions, by Erdős-Rényi-kernel densities.
+    """Count the active entries of every weight of two or more dimensions, by Erdős-Rényi-kernel densities.
 
     A weight without entries has no mask.
     """
@@ -90,7 +90,7 @@ def layer_counts(params: Params, density: float) -> dict[str, int]:
         raise TaskError(
             f"at density {density} the dense vectors leave nothing for the weights; raise density"
         )
-    # those that are full at the smallest ε first; what they cannot take is shared by the others
+    # weights that are full at the smallest ε come first; the others share the entries that do not fit
     for name in sorted(weights, key=lambda n: weights[n].numel() / sum(weights[n].shape)):
         share = sum(weights[name].shape) / sum(sum(p.shape) for n, p in weights.items() if n not in counts)
         exact_count = min(budget * share, weights[name].numel())
@@ -99,7 +99,7 @@ def layer_counts(params: Params, density: float) -> dict[str, int]:
 
 
 def next_mask(mask: Tensor, weight: Tensor, gradient: Tensor, rate: float) -> Tensor:
-    """The mask without its smallest weights, with as many entries of the largest gradients instead."""
+    """Replace the smallest weights of the mask by as many entries with the largest gradients."""
     flat_mask, weight_magnitudes, gradient_magnitudes = (
         mask.flatten(),
         weight.abs().flatten(),
@@ -107,7 +107,7 @@ def next_mask(mask: Tensor, weight: Tensor, gradient: Tensor, rate: float) -> Te
     )
     active_indices, exchange_count = flat_mask.nonzero()[:, 0], math.ceil(rate * int(mask.sum()))
     pruned_indices = active_indices[weight_magnitudes[active_indices].argsort(stable=True)[:exchange_count]]
-    # in a stable order, those that just left come first and win ties
+    # the sort is stable, so the entries that were just pruned come first and win ties
     inactive_indices = torch.cat([pruned_indices, (~flat_mask).nonzero()[:, 0]])
     grown_indices = inactive_indices[
         gradient_magnitudes[inactive_indices].argsort(descending=True, stable=True)[:exchange_count]
@@ -118,7 +118,7 @@ def next_mask(mask: Tensor, weight: Tensor, gradient: Tensor, rate: float) -> Te
 
 
 def gather_values(params: Params, masks: Masks) -> Params:
-    """The values on the mask ``[n]``, vectors whole."""
+    """Gather the values on the mask ``[n]``; vectors stay whole."""
     return {n: p[masks[n]] if n in masks else p for n, p in params.items()}
 
 
@@ -128,7 +128,7 @@ def scatter_values(values: Params, masks: Masks) -> Params:
 
 
 class Total(TypedDict):
-    """The contributions of a round reduced."""
+    """The reduced contributions of a round."""
 
     update: Params
     masks: NotRequired[dict[int, Masks]]
@@ -140,8 +140,8 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
 
     Attributes:
         density: share of the parameters that a client trains, in (0, 1].
-        prune: α in [0, 1], share of a layer's active weights exchanged after the first round, falling to none
-            by half a cosine; 0 keeps the masks.
+        prune: α in [0, 1], share of a layer's active weights that is exchanged after the first round; it falls to 0
+            along half a cosine. 0 keeps the masks.
     """
 
     density: float = 0.5
@@ -154,18 +154,18 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
     uses_rounds = True
 
     def passes(self) -> dict[str, Pass]:
-        """Masked training, and the batch whose gradient says what grows."""
+        """Masked training, and the batch whose gradient determines which entries grow."""
         return {"local": self.main_pass, "grow": Pass(1, self.batch_size, steps=1)}
 
     def server_init(self, task: Task) -> ServerState:
-        """w^0, and the masks as the clients draw them."""
+        """w^0, and the same initial masks that the clients draw."""
         model = task.common_model(self.title)
         initial = model.initial
         refuse_computed_weights(model.module, layer_counts(initial, self.density), self.title)
         return ServerState(initial, {str(c.id): self.client_init(c, task) for c in task.clients})
 
     def client_init(self, client: ClientInfo, task: Task) -> Masks:
-        """m_k at random in every layer."""
+        """The mask m_k, random in every layer."""
         initial, key = task.model(client).initial, task.key / "fedspa" / client.id
         counts = layer_counts(initial, self.density)
         order = {n: torch.randperm(initial[n].numel(), generator=(key / n).generator()) for n in counts}
@@ -198,7 +198,7 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
         next_masks = {n: next_mask(m, params[n], step[n], rate) for n, m in state.items()}
         return next_masks, Upload(update, next_masks)
 
-    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> dict[str, Any]:
+    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> Contribution:
         """The update, zero outside the client's mask, all with the same weight; and its next mask."""
         update = Mean(widen(scatter_values(upload.update, server.masks[str(client.id)])))
         return {"update": update, "masks": Each(upload.masks)} if self.prune > 0 else {"update": update}
@@ -210,10 +210,10 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
         return ServerState(model, server.masks | masks)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
-        """The values on the mask themselves; masks are no update."""
+        """The values of the update on the mask, relative to zeros; masks are no update."""
         return Update({"update": ZERO_REFERENCE, "masks": NO_UPDATE})
 
     def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:
-        """m_k ⊙ w, of which the values on the mask are stored."""
+        """The model m_k ⊙ w; only the values on the mask are stored."""
         sparse_params = {n: Sparse(v, state[n]) if n in state else v for n, v in down.items()}
         return ClientModel(scatter_values(down, state), parts={"personal": (sparse_params,)})

@@ -1,4 +1,4 @@
-"""FFA-LoRA: A stays at its random initial value, B alone is trained and averaged: no cross terms.
+"""FFA-LoRA: A stays at its random initial value, and only B is trained and averaged, so there are no cross terms.
 
 Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024. arXiv:2403.12313.
 
@@ -6,8 +6,8 @@ Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024
     client i:               train B_i by E epochs, A_0 frozen                              local_update
     server:                 B = Σ n_i B_i / Σ n_i                                          server_update
 
-A_0 is drawn from the seed that all share, or is that of an adapter that all start from, so it never travels.
-Σ p_i B_i A_0 = (Σ p_i B_i) A_0: the mean is exact.
+A_0 is drawn from the common seed, or read from the common initial adapter, so it is never sent. Σ p_i B_i A_0 = (Σ
+p_i B_i) A_0: the mean is exact.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FFALoRA(Method[MeanFactors, Params, Message, Message]):
     """A frozen, mean of B.
 
     Attributes:
-        training: rank, scale, head and form on the wire.
+        training: settings of the LoRA factors: rank, scale, head and wire type.
     """
 
     training: LoRATraining = LoRATraining()
@@ -54,7 +54,7 @@ class FFALoRA(Method[MeanFactors, Params, Message, Message]):
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
 
     def server_init(self, task: Task) -> MeanFactors:
-        """B = 0, or the model's trained one.
+        """B is 0, or that of the model's trained factors.
 
         Raises:
             TaskError: if ranks differ, or an embedding is adapted.

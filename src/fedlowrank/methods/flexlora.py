@@ -1,4 +1,4 @@
-"""FlexLoRA: the mean of whole updates, and for each client its best approximation of the client's rank.
+"""FlexLoRA: averages whole updates, and sends each client the best approximation of its rank.
 
 Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources",
 NeurIPS 2024. arXiv:2402.11505, Algorithm 1.
@@ -7,7 +7,7 @@ NeurIPS 2024. arXiv:2402.11505, Algorithm 1.
     client i:               train B_i, A_i by E epochs                                          local_update
     server:                 W = Σ p_i s_i B_i A_i,  p_i = n_i / Σ n                             server_update
 
-What a client's rank cuts off is lost with the next mean: the bias that FedHL removes.
+The components beyond a client's rank are lost in the next mean: this is the bias that FedHL removes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .shared.lora_family import LoRATraining, Message, Scaling, draw_initial_fac
 
 @tree_dataclass
 class ServerState:
-    """The mean update W of every layer, further initial components, and the shared rest."""
+    """The mean update W of every layer, the initial factors, and the shared parameters beside them."""
 
     delta: dict[str, Delta]
     initial_factors: Factors
@@ -53,9 +53,9 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
     """Means of updates, truncated for each client.
 
     Attributes:
-        split: which factor takes the singular values: B, as in the authors' code, A, or sqrt for both.
-        delta_form: how the server holds W.
-        training: rank, scale, head and form on the wire.
+        split: factor that takes the singular values: B, as in the authors' code, A, or sqrt for both.
+        delta_form: form in which the server stores W.
+        training: settings of the LoRA factors: rank, scale, head and wire type.
     """
 
     split: FactorSplit = "B"
@@ -81,7 +81,7 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
         )
 
     def download(self, server: ServerState, client: ClientInfo) -> Message:
-        """The first r_i components."""
+        """The first r_i components of W."""
         rank = self.training.find_rank_within(client, server.initial_factors)
         factors = build_client_factors(
             server.delta, server.initial_factors, rank, self.split, server.scaling.scale_at(rank)
@@ -96,7 +96,7 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
     client_model = model_with_factors
 
     def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
-        """W = Σ p_i s_i B_i A_i."""
+        """The new mean W = Σ p_i s_i B_i A_i."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.example_count) for c in view.replied]
         scales = [server.scaling.scale_at(measure_rank(f)) for f in factors]
@@ -107,7 +107,7 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
         )
 
     def server_metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
-        """Rank of W."""
+        """The rank of W."""
         return {"ranks": dict(measure_ranks(server.delta))}
 
     def server_model(self, server: ServerState, state: Params, view: ClientView) -> Params:

@@ -1,4 +1,4 @@
-"""FLoRA: stacks factors of unequal rank, adds them to the base, and begins each round with new ones.
+"""FLoRA: stacks factors of unequal rank, adds them to the base, and begins each round with new factors.
 
 Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations",
 NeurIPS 2024. arXiv:2409.05976.
@@ -46,7 +46,7 @@ from .shared.lora_family import (
 
 @tree_dataclass
 class ServerState:
-    """The stack of every round, and what is shared beside them."""
+    """The stack of every round, and the shared parameters beside them."""
 
     history: UpdateHistory
     rest: Params
@@ -54,7 +54,7 @@ class ServerState:
 
 @tree_dataclass
 class Download:
-    """The stacks that a client lacks, and what is shared beside them."""
+    """The stacks that a client lacks, and the shared parameters beside them."""
 
     stacks: list[PackedFactors]
     rest: Params
@@ -62,7 +62,7 @@ class Download:
 
 @tree_dataclass
 class ClientState:
-    """What a client keeps: the stacks so far, and its head where that is personal."""
+    """The state of a client: the stacks so far, and its head where that is personal."""
 
     base: Base
     rest: Params
@@ -73,9 +73,9 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     """Stacked factors.
 
     Attributes:
-        base_updates: merged: a client adds stacks to its base weights; stacked: it keeps them as a frozen adapter
-            beside, for bases that cannot be changed, such as quantized ones.
-        training: rank, scale, head and form on the wire.
+        base_updates: form in which a client stores the stacks: merged into its base weights, or stacked as a frozen
+            adapter beside them, for bases that cannot be changed, such as quantized ones.
+        training: settings of the LoRA factors: rank, scale, head and wire type.
     """
 
     base_updates: UpdateForm = "merged"
@@ -99,11 +99,11 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         return ServerState(history, self.training.read_initial_shared_rest(model))
 
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
-        """The base as it is."""
+        """The base without stacks, and the client's head where that is personal."""
         return ClientState(Base({}, []), self.training.read_initial_personal_rest(task.model(client)))
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
-        """The stacks that are missing."""
+        """The stacks that the client lacks."""
         return Download(server.history.missing_updates(client), server.rest)
 
     def local_update(
@@ -123,7 +123,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         return ClientState(base, personal_rest), upload
 
     def server_update(self, server: ServerState, total: CollectedFactors, view: ServerView) -> ServerState:
-        """One more stack."""
+        """Append the stack of the round."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.example_count) for c in view.replied]
         scales = [self.training.compute_client_scale(view.task, c) for c in view.replied]
@@ -131,13 +131,13 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         return ServerState(server.history.with_update(stack, view.replied, self.training.wire), total["rest"])
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
-        """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
+        """The fresh factors themselves, and the shared parameters relative to those that were sent."""
         return Update(
             {"factors": ZERO_REFERENCE, "rest": down.rest}, self.training.compute_client_scale(task, client)
         )
 
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
-        """The base with all stacks; the fresh adapter changes nothing."""
+        """The base with all stacks; the product of the fresh factors is zero."""
         frozen_factors, moved_weights = self._update_base(state, down, lora_of(view.model)).split_updates(
             self.base_updates, lora_of(view.model)
         )
@@ -146,7 +146,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
         )
 
     def server_model(self, server: ServerState, state: ClientState, view: ClientView) -> Params:
-        """The base with all stacks, as every client that has them."""
+        """The base with all stacks, the model of every client that has them."""
         frozen_factors, _ = Base({}, server.history.updates).split_updates("stacked", lora_of(view.model))
         return _build_params(view, frozen_factors, {}, state.rest | server.rest)
 

@@ -12,18 +12,18 @@ arXiv:2410.03497.
      6  server: u ← Σ_k N^k u^k / Σ_k N^k                                                   server_update
      7  server: a_c ← Σ_k π^k_c N^k a^k_c / Σ_k π^k_c N^k                                   average_clusters
 
-θ^k never leaves the client; the C numbers π^k do, for line 7. With optimal routing π^k is the one-hot of the
-client's known cluster, and only that cluster's adaptors travel, both ways. With ``router.update = "mfl"`` eq.
-4 and 5 replace line 4: the client finds π^k_c ∝ exp(-η f^k(w_c)) for the w_c that it receives, trains and
-sends it unchanged, and finds it anew for the next w_c; the first round's π^k is even. Adaptors add to the
-weights, so line 5 is one forward pass.
+θ^k never leaves the client; the C numbers π^k are sent, for line 7. With optimal routing π^k is the one-hot of the
+client's known cluster, and only that cluster's adaptors are sent, both ways. With ``router.update = "mfl"`` eq. 4
+and 5 replace line 4: the client computes π^k_c ∝ exp(-η f^k(w_c)) for the w_c that it receives, trains and sends it
+unchanged, and computes it again for the next w_c; the first round's π^k is even. Adaptors are added to the weights,
+so line 5 needs one forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from ..core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     Mean,
     Method,
     Pass,
@@ -68,11 +69,11 @@ from .shared.clusters import (
 )
 
 Theta = Tensor | None
-"""θ of a client, once it has trained."""
+"""Router logits θ of a client; None before it has trained."""
 
 
 class AdaptorModel(TypedDict):
-    """{u, a}: the base's parameters by name, and by the name of what is adapted the adaptors of all clusters, or of one."""
+    """{u, a}: the base's parameters by name, and by the adapted parameter's name the adaptors of all clusters or of one."""
 
     base: Params
     adaptors: Adaptors
@@ -80,7 +81,7 @@ class AdaptorModel(TypedDict):
 
 @tree_dataclass
 class ServerState:
-    """The model {u, a} and what the server's optimizer keeps."""
+    """The model {u, a}, and the state of the server's optimizer."""
 
     model: AdaptorModel
     optimizer_state: ServerOptimizerState
@@ -95,7 +96,7 @@ class Upload:
 
 
 class Total(TypedDict):
-    """The contributions of a round reduced."""
+    """The reduced contributions of a round."""
 
     base: Params
     adaptors: ClusterTotal[Adaptors]
@@ -106,20 +107,20 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     """Federated low-rank adaptive learning.
 
     Attributes:
-        clusters: C, number of adaptors of each adapted parameter.
-        rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at
-            least). An integer above what a weight can have is lowered there, with a warning.
-        rank_pattern: ranks or budgets of single layers, by the end of their names, such as {head = 10}.
+        clusters: C, number of clusters: each adapted parameter has C adaptors.
+        rank: rank of an adaptor, an integer; or, below 1, its budget ρ, a share of the parameter's size (rank 1 at
+            least). An integer above the largest rank of a weight is lowered for that weight, with a warning.
+        rank_pattern: ranks or budgets of single layers, by suffix of their names, such as {head = 10}.
         alpha: α, factor on the adaptors.
-        construction: of adaptors of convolutions.
-        kinds: what is adapted: linear, convolution, embedding, bias, norm.
-        random_factor: the factor of U Vᵀ that is random at first; the other is zero.
+        construction: construction of the adaptors of convolutions.
+        kinds: kinds of parameters that are adapted: linear, convolution, embedding, bias, norm.
+        random_factor: factor of U Vᵀ that is random at the start; the other one is zero.
         initial_scale: factor on the random factor's range ±√(6 / columns).
-        router: how a client finds its mixture.
+        router: settings by which a client finds its mixture.
         precondition: whether the gradients of low-rank factors are preconditioned (appendix D).
         eps: ε of the preconditioner.
         center: whether the server moves the mean adaptor into the base after each round (appendix E).
-        server_optimizer: of the server; SGD with lr 1 averages.
+        server_optimizer: optimizer of the server's step; SGD with lr 1 averages.
     """
 
     clusters: int = 4
@@ -152,11 +153,11 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         return adaptor_warnings(model.module, find_adapted(self, model))
 
     def passes(self) -> dict[str, Pass]:
-        """Local training, and the steps in which a newcomer learns its router."""
+        """Local training, and the steps in which a new client learns its router."""
         return self.router.passes(self.main_pass)
 
     def server_init(self, task: Task) -> ServerState:
-        """u^0, and adaptors that are zero."""
+        """The base u^0, and adaptors whose product is zero."""
         model, key = task.common_model(self.title), task.key / "adaptors"
         adapted_parameters, u = find_adapted(self, model), model.initial
         warn_adapted_ranks(self.title, adapted_parameters)
@@ -178,14 +179,14 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         return None
 
     def download(self, server: ServerState, client: ClientInfo) -> AdaptorModel:
-        """What is shared, u and the adaptors; with optimal routing only the client's own."""
+        """The base u and the adaptors; with optimal routing only the adaptors of the client's cluster."""
         if self.router.routing == "learned":
             return server.model
         cluster = require_known_cluster(self.title, client, self.clusters)
         return {"base": server.model["base"], "adaptors": select_cluster(server.model["adaptors"], cluster)}
 
     def local_update(self, state: Theta, down: AdaptorModel, view: ClientView) -> tuple[Theta, Upload]:
-        """Lines 2 to 5."""
+        """Lines 2 to 5: train θ, u and the adaptors."""
         theta = zero_router_logits(down["adaptors"]) if state is None else state
         apply, precondition = build_mixed_model(self, view.model), build_preconditioner(self)
         model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, precondition)
@@ -194,7 +195,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         kept_theta = theta if self.router.keep and self.router.descends else None
         return kept_theta, Upload(model, self.router.shares(theta))
 
-    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> dict[str, Any]:
+    def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> Contribution:
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
         weights = compute_cluster_weights(self.title, client, upload.pi, self.clusters)
         model = widen(upload.model)
@@ -202,7 +203,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         return {"base": base, "adaptors": contribute_by_cluster(model["adaptors"], weights)}
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
-        """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
+        """Lines 6 and 7, and a step of the server's optimizer towards their result."""
         old_model = widen(server.model)
         mean_model: AdaptorModel = {
             "base": total["base"],
@@ -219,11 +220,11 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         return ServerState(cast_like(model, server.model), optimizer_state)
 
     def describe_update(self, down: AdaptorModel, client: ClientInfo, task: Task) -> Update:
-        """Relative to {u, a} as they were sent; π^k is no update."""
+        """The model {u, a}, relative to {u, a} as it was sent; π^k is no update."""
         return Update({"model": down, "pi": NO_UPDATE})
 
     def client_model(self, state: Theta, down: AdaptorModel, view: ClientView) -> ClientModel:
-        """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
+        """The plain model with the weights Σ_c π^k_c w_c; a client without θ learns it first."""
         apply, initial_theta = build_mixed_model(self, view.model), zero_router_logits(down["adaptors"])
         theta = learn_router(self.router, down, initial_theta, apply, view) if state is None else state
         pi = self.router.shares(theta)

@@ -45,7 +45,7 @@ class FML(Method[Params, Params, Params, Params]):
     Attributes:
         alpha: α in [0, 1], share of the labels in the private model's loss.
         beta: β in [0, 1], share of the labels in the meme's loss.
-        meme: name of the shared architecture, or None for the smallest.
+        meme: name of the shared architecture; None for the smallest one.
     """
 
     alpha: float = 0.5
@@ -59,7 +59,7 @@ class FML(Method[Params, Params, Params, Params]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> Params:
-        """m^0."""
+        """The meme model m^0."""
         return task.smallest_model(self.meme).initial
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:

@@ -6,10 +6,9 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix
     client i:               w_i ← SGD on f_i from w^t, E epochs; send w_i                       local_update
     server:                 w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i            server_update
 
-That is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the
-penalized objective; it is here to be compared with, at FedSLR's matrices and settings, and without a personal
-component. The size of the threshold, λ η_g as in FedSLR, is our reading: the local steps have several sizes,
-so the paper's global step needs one.
+This is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the
+penalized objective; it serves as a comparison, with FedSLR's matrices and settings and without a personal
+component. The threshold λ η_g, as in FedSLR, is a choice: the paper does not give the step size of its global step.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     Attributes:
         lam: λ ≥ 0, weight of the penalty.
         prox_step: η_g > 0; the threshold is λ η_g.
-        norm: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
-        exclude: exact names of parameters that λ leaves alone.
+        norm: penalty: nuclear norm of every matrix, or ℓ1 norm of these matrices.
+        exclude: exact names of parameters without the penalty λ.
     """
 
     epochs: int = 2
@@ -57,7 +56,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     bounds = {"lam": ">= 0", "prox_step": "> 0"}
     zero_step_settings: ClassVar[dict[str, float]] = {
         "lam": 0.0
-    }  # else w shrinks at a learning rate of 0, too
+    }  # otherwise w would shrink even at a learning rate of 0
 
     def server_init(self, task: Task) -> PenalizedModel:
         """w^0, the common initial weights."""
@@ -68,7 +67,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
         return initial_model
 
     def download(self, server: PenalizedModel, client: ClientInfo) -> Weights:
-        """w^t."""
+        """The model w^t, as factors if they are smaller."""
         return server.weights
 
     def local_update(self, state: None, down: Weights, view: ClientView) -> tuple[None, Params]:
@@ -94,5 +93,5 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
         return ClientModel(unpack_weights(down, view.model.initial), parts={"personal": (down,)})
 
     def server_metrics(self, server: PenalizedModel) -> dict[str, dict[str, float]]:
-        """Rank of w."""
+        """The rank of w."""
         return {"ranks": dict(server.ranks)}

@@ -9,11 +9,10 @@ arXiv:2401.06432, Algorithm 1. Without pruning and with weights n_i it is the ba
     server:                 pad every B_i, A_i with zeros to r_max,
                             B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F        server_update
 
-The factors of the server are those of scale 1: the B of an upload is multiplied by s_i, the scale of the rank that the
-client was sent, pruned or not. With equal ranks and
-weights n_i that is FedIT, whatever the scale. A component that few clients hold is diluted by the zeros of
-the others; ``per_index`` divides each by the weight of those who hold it. γ r_i is rounded down, but a rank
-falls by one at least and to one at most.
+The server's factors have scale 1: the B of an upload is multiplied by s_i, the scale of the rank that the client
+was sent, pruned or not. With equal ranks and weights n_i this is FedIT, whatever the scale. A component that few
+clients hold is diluted by the zeros of the others; ``per_index`` divides each component by the weight of the
+clients that hold it. γ r_i is rounded down, but a rank falls by at least one and never below one.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from ..core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     Each,
     Mean,
     Method,
@@ -74,7 +74,7 @@ class ServerState:
 
 
 class Total(TypedDict):
-    """The contributions of a round reduced."""
+    """The reduced contributions of a round."""
 
     factors: Factors | None
     reached: Tensor
@@ -87,11 +87,11 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
     """Zero padding, truncation and self-pruning.
 
     Attributes:
-        weighting: p_i by examples, or by the norm of each client's update.
-        per_index: whether each component is averaged over those clients alone that hold it.
-        prune: γ, share of a client's rank that it keeps when it prunes; 1 prunes never.
-        penalty: λ on the tail of the factors, where it may be pruned.
-        training: rank, scale, head and form on the wire.
+        weighting: weights p_i of the replies: by examples, or by the norm of each client's update.
+        per_index: whether each component is averaged only over the clients that hold it.
+        prune: γ, share of its rank that a client keeps when it prunes; 1 never prunes.
+        penalty: weight λ of the penalty on the tail of the factors, the components that may be pruned.
+        training: settings of the LoRA factors: rank, scale, head and wire type.
     """
 
     weighting: Literal["examples", "norm"] = "examples"
@@ -148,8 +148,8 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
             factors = truncate_factors(factors, kept_rank)
         return self.training.select_personal_rest(leaves), self.training.pack_message(factors, leaves["rest"])
 
-    def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> dict[str, Any]:
-        """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
+    def contribution(self, server: ServerState, upload: Message, client: ClientInfo) -> Contribution:
+        """The weighted zero-padded factors of scale 1, the weight of each component, and the pruned rank."""
         factors, n = unpack_factors(upload.factors), float(client.example_count)
         rank, max_rank = measure_rank(factors), measure_rank(server.factors)
         # a pruned upload has the scale of the rank that was sent, not that of its own rank
@@ -174,8 +174,8 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         return {**contributions, "pruned": pruned_rank} if self.prune < 1 else contributions
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
-        """Means of padded factors."""
-        # without weight, as where all products are zero, the factors stay
+        """Weighted means of the padded factors."""
+        # if the weights sum to zero, as where all products are zero, the factors stay
         factors: Factors = server.factors if total["factors"] is None else total["factors"]
         if self.per_index and total["factors"] is not None:
             factors = average_present_components(factors, server.factors, total["reached"])
@@ -184,7 +184,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         return replace(server, factors=factors, rest=total["rest"], ranks=server.ranks | pruned_ranks)
 
     def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
-        """Relative to what was sent, in the scale of its rank; of that rank, or of what pruning leaves of it."""
+        """The factors relative to those sent, in the scale of their rank; of that rank, or of the rank after pruning."""
         rank = measure_rank(down.factors)
         kept_rank = max(1, int(self.prune * rank))
         pruned_message = self.training.pack_message(
@@ -194,7 +194,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         return Update(down, scale, OneOf(down, pruned_message))
 
     def _sent_rank(self, server: ServerState, client: ClientInfo) -> int:
-        """The rank that a client is sent: its own, or what pruning left of it."""
+        """The rank that a client is sent: its own, or its rank after pruning."""
         return server.ranks.get(str(client.id), self.training.find_rank_within(client, server.factors))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:

@@ -10,14 +10,13 @@ averaging).
     inference:              θ_ĵ, with ĵ chosen anew from the models received                     client_model
 
 F_k is the mean loss over all training examples of the client. A model that no client picked stays as it was.
-The paper takes the plain mean of the members; so does ``weighting = "uniform"``. The models begin at
-different draws, all layers are their own, and a client keeps nothing.
+The paper takes the plain mean of the members; so does ``weighting = "uniform"``. The models begin at different
+draws and share no layers, and a client keeps no state.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from ..core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Contribution,
     Method,
     ServerView,
     Task,
@@ -51,14 +51,14 @@ from .shared.clusters import (
 
 @tree_dataclass
 class Upload:
-    """The trained model ``[1, ...]``, and s_k ``[C]``."""
+    """The trained model ``[1, ...]``, and the one-hot s_k ``[C]`` of its cluster."""
 
     model: Params
     choice: Tensor
 
 
 def find_nearest_model(down: Params, view: ClientView) -> int:
-    """The model with the lowest loss on the client's training data; the first of equals."""
+    """Find the index of the model with the lowest loss on the client's training data; the first one wins ties."""
     model = view.model
 
     def sum_model_losses(models: Params, batch: Batch) -> Tensor:
@@ -73,7 +73,7 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     Attributes:
         clusters: C, number of models.
-        weighting: of a reply: the client's number of training examples n_k, or uniform.
+        weighting: weight of a reply in the mean: the client's number of training examples n_k, or uniform.
     """
 
     clusters: int = 4
@@ -84,7 +84,7 @@ class IFCA(Method[Params, None, Params, Upload]):
     keep_refusal = "a client may train the model of another cluster in the next round"
 
     def remarks(self, task: Task) -> list[str]:
-        """Models that do not begin as the user's module does."""
+        """Warn of models that do not begin at the weights of the user's module."""
         return describe_draws(self.title, task, self.clusters)
 
     def server_init(self, task: Task) -> Params:
@@ -92,7 +92,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         return draw_models(self.title, task, self.clusters)
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Upload]:
-        """Choose, and train what was chosen."""
+        """Choose a model, and train it."""
         model, cluster = view.model, find_nearest_model(down, view)
 
         def loss(p: Params, batch: Batch) -> Tensor:
@@ -101,7 +101,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         trained_model = view.train(loss, select_cluster(down, cluster), "local", self.optimizer)
         return None, Upload(trained_model, self._one_hot(cluster, down))
 
-    def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> dict[str, Any]:
+    def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> Contribution:
         """The trained model, in the mean of the cluster that the client chose."""
         weight = reply_weight(client, self.weighting)
         return contribute_by_cluster(upload.model, clamp_shares(upload.choice).double() * weight)
@@ -111,7 +111,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         return average_clusters(server, total)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
-        """The model relative to nothing: the server learns which one was trained from the reply alone."""
+        """The model itself, not a difference: only the reply tells the server which model was trained."""
         return Update({"model": ZERO_REFERENCE, "choice": NO_UPDATE})
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:

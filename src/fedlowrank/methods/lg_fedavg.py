@@ -50,7 +50,7 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
         return head
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
-        """φ_k of the architecture's initial weights."""
+        """The representation φ_k at the architecture's initial weights."""
         model = task.model(client)
         return model.body_of(model.initial)
 
@@ -65,7 +65,7 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
         return total
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
-        """Own representation, fresh global head."""
+        """The client's own representation with the global head as received."""
         return ClientModel(state | down)
 
 

@@ -32,12 +32,12 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     """One adaptor a client, which stays there.
 
     Attributes:
-        rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at
-            least). An integer above what a weight can have is lowered there, with a warning.
-        rank_pattern: ranks or budgets of single layers, by the end of their names, such as {head = 10}.
+        rank: rank of an adaptor, an integer; or, below 1, its budget ρ, a share of the parameter's size (rank 1 at
+            least). An integer above the largest rank of a weight is lowered for that weight, with a warning.
+        rank_pattern: ranks or budgets of single layers, by suffix of their names, such as {head = 10}.
         alpha: α, factor on the adaptor.
-        construction: of adaptors of convolutions.
-        kinds: what is adapted: linear, convolution, embedding, bias, norm.
+        construction: construction of the adaptors of convolutions.
+        kinds: kinds of parameters that are adapted: linear, convolution, embedding, bias, norm.
         precondition: whether the gradients of low-rank factors are preconditioned.
         eps: ε of the preconditioner.
     """
@@ -64,7 +64,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         return adaptor_warnings(model.module, find_adapted(self, model))
 
     def server_init(self, task: Task) -> Params:
-        """u^0."""
+        """The base u^0."""
         model = task.common_model(self.title)
         warn_adapted_ranks(self.title, find_adapted(self, model))
         return model.initial
@@ -76,7 +76,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         return initial_adaptors(adapted_parameters, 1, key, self.construction, model.initial)
 
     def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
-        """Line 2: one SGD on both."""
+        """Line 2: joint SGD on the base and the adaptor."""
         apply = build_mixed_model(self, view.model)
 
         def loss(p: dict[str, Any], batch: Batch, pi: Tensor) -> Tensor:
@@ -90,11 +90,11 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         return trained_parts["adaptors"], trained_parts["base"]
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
-        """Line 3."""
+        """Line 3: mean of the bases, weighted by N^k."""
         return total
 
     def client_model(self, state: Adaptors, down: Params, view: ClientView) -> ClientModel:
-        """U + a_k."""
+        """The model u + a_k."""
         return ClientModel(mix_weights(down, state, _unit_share(down), self.alpha, self.construction))
 
 

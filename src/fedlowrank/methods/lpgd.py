@@ -9,9 +9,9 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix
 
 η is the learning rate of the step; with momentum β the threshold is λ η / (1 - β), so that λ weighs the same penalty
 (:mod:`fedlowrank.methods.shared.proximal_steps`). With λ > 0 AdamW and groups of other learning rates are refused. A step
-costs a singular value decomposition of every matrix, and the mean of low-rank models has full rank, so the download does not
-shrink; that is why the paper proposes FedSLR. The upload could travel as factors; it is sent whole, as FedSLR's is.
-Matrices and settings are FedSLR's; there is no personal component.
+costs a singular value decomposition of every matrix, and the mean of low-rank models has full rank, so the download
+does not become smaller; for this reason the paper proposes FedSLR. The upload could be sent as factors; it is sent
+whole, as in FedSLR. Matrices and settings are FedSLR's; there is no personal component.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LPGD(Method[Params, None, Params, Params]):
     Attributes:
         optimizer: SGD, with or without momentum.
         lam: λ ≥ 0, weight of the penalty.
-        norm: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
-        exclude: exact names of parameters that λ leaves alone.
+        norm: penalty: nuclear norm of every matrix, or ℓ1 norm of these matrices.
+        exclude: exact names of parameters without the penalty λ.
     """
 
     epochs: int = 2
@@ -65,7 +65,7 @@ class LPGD(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """A proximal step after every gradient step."""
-        # the method itself is one object for all clients, so that an engine can tell that they run the same
+        # capture the method, one object for all clients, so that an engine recognizes that they run the same
         # function
         model, method = view.model, self
 

@@ -15,9 +15,9 @@ the round is FedAvg's up to rounding. μ = 0 is FedAvg in every round. μ is 5 f
 Tiny-ImageNet in the paper; τ = 0.5.
 
 Choices: the representation is the input of the model's head. The paper puts a projection of two layers
-between encoder and classifier and compares its outputs; to have it, write these layers into the model before
-its head. Of texts, whose representation is one vector a token, all tokens of an example count as one vector, padding
-left out. A client that missed rounds compares with the model of its own last round.
+between encoder and classifier and compares its outputs; to do the same, add these layers to the model before its
+head. The representation of a text is one vector a token; the vectors of all tokens of an example, without padding,
+are compared as one vector. A client that missed rounds compares with the model of its own last round.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from .shared.fixed_models import in_inference_mode
 
 
 def without_padding(representations: Tensor, batch: Batch) -> Tensor:
-    """Representations ``[b, T, d]`` of texts with zeros in the place of padding; all others as they are.
+    """Set the representations ``[b, T, d]`` of texts to zero at padding; all others stay as they are.
 
-    Padding is what ``attention_mask`` leaves out; of a model without one, the tokens without a label.
+    Padding are the tokens that ``attention_mask`` leaves out, or, without an ``attention_mask``, those without a
+    label.
     """
     mask = batch.x.get("attention_mask") if isinstance(batch.x, dict) else None
     if mask is None and batch.loss.predicts_tokens(batch.y):
         mask = batch.y >= 0
     if mask is None or representations.ndim != 3 or mask.shape != representations.shape[:2]:
         return representations
-    # where, not a product: padding may hold infinities, and 0 * inf is NaN
+    # torch.where and not a product: padding may hold infinities, and 0 * inf is NaN
     return torch.where(mask.bool()[..., None], representations, 0.0)
 
 
@@ -57,7 +58,7 @@ class MOON(Method[Params, Params, Params, Params]):
 
     Attributes:
         mu: μ ≥ 0, weight of the contrastive loss; the paper tunes it over 0.1, 1, 5 and 10.
-        temperature: τ > 0.
+        temperature: τ > 0, temperature of the contrastive loss.
     """
 
     mu: float = 1.0
@@ -70,7 +71,7 @@ class MOON(Method[Params, Params, Params, Params]):
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights; a model without a head is refused."""
         model = task.common_model(self.title)
-        # asks for the representation
+        # raises if a model has no representation
         task.common_width(self.title)
         return model.initial
 

@@ -16,8 +16,8 @@ Model-Agnostic Meta-Learning Approach. NeurIPS 2020. arXiv:2002.07948, Algorithm
 β is the learning rate of ``optimizer``, 0.001 by default. B1 and B2 are every other example of a batch, which
 is in random order; a batch of one example is both. The first order variant takes the inner gradient as a
 constant. The Hessian-free one takes its Hessian-vector product on B1, where the paper draws a third batch; so
-its step is the gradient of f_k(θ'(θ); B2) up to the error of the finite difference. Replies weigh the same,
-as in the paper; ``weighting = "examples"`` is n_k.
+its step is the gradient of f_k(θ'(θ); B2) up to the error of the finite difference. All replies have the same
+weight, as in the paper; ``weighting = "examples"`` weights them by n_k.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .shared.averaging import Weighting, reply_weight
 
 
 def split_batch(batch: Batch, offset: Literal[0, 1]) -> Batch:
-    """Every other example of a batch, from the first or the second on; of a single example, that one.
+    """Select every other example of a batch, from the first or the second on; a single example is in both halves.
 
-    Padding stands behind the examples, so the halves are the same whether a batch is padded or not.
+    Padding comes after the examples, so the halves are the same whether a batch is padded or not.
     """
     client_count, device = batch.client_count or 1, batch.y.device
     size = len(batch) // client_count
@@ -59,11 +59,11 @@ class PerFedAvg(Method[Params, None, Params, Params]):
     """A common model from which one step on a client's own data leads to a good personal one.
 
     Attributes:
-        optimizer: of the outer step; its learning rate is β.
+        optimizer: optimizer of the outer step; its learning rate is β.
         alpha: α ≥ 0, size of the inner step and of the one before inference.
-        variant: first_order, or hessian_free with a product by finite differences.
-        delta: δ > 0, of the finite difference.
-        weighting: of a reply: uniform, or the client's number of training examples n_k.
+        variant: form of the meta-gradient: first_order, or hessian_free with a product by finite differences.
+        delta: δ > 0, step of the finite difference.
+        weighting: weight of a reply in the mean: uniform, or the client's number of training examples n_k.
     """
 
     optimizer: Optimizer = SGD(lr=0.001)
@@ -78,7 +78,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
     bounds = {"alpha": ">= 0", "delta": "> 0"}
 
     def __post_init__(self) -> None:
-        """Refuse a δ that no difference uses."""
+        """Refuse a δ that the variant does not use."""
         super().__post_init__()
         check_switch(self, Switch("variant", {"delta": ("hessian_free",)}), self.title)
 
@@ -117,7 +117,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
                     for d in (delta, -delta)
                 )
                 gradient_change = sub(forward_gradient, backward_gradient)
-                # adds to the gradient and nothing to the value
+                # adds to the gradient and leaves the value unchanged
                 value = value - alpha / (2 * delta) * dot(gradient_change, sub(theta, detached_theta))
             return value
 

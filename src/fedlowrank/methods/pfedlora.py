@@ -15,13 +15,13 @@ parameters ω_k.
 
 The gradient of CE(ŷ1) reaches f_k through R. The adapter is Linear(R → width) → [ReLU] → Linear(width →
 classes): with ReLU on FC1's output it is the paper's *direct dimension reduction* (homogeneous models),
-without ReLU on FC2's output its *matrix decomposition* (heterogeneous models). Where the representation ends
-is the model's to say (``model.split``).
+without ReLU on FC2's output its *matrix decomposition* (heterogeneous models). The model defines where the
+representation ends (``model.split``).
 
 Choices: the mean is over the sampled clients (the paper divides by the examples of all N, which loses scale
 under partial participation). ``start = "svd"`` begins at the rank-width decomposition of the head of the
-first client's initial model. Clients of one architecture begin with the same initial weights (in the paper
-each draws its own).
+first client's initial model. Clients of one architecture begin with the same initial weights (in the paper each
+client draws its own).
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
         mu: μ in [0.5, 1], weight of the model's own loss; the paper tunes it over 0.5, 0.6, ..., 0.9. At 1, the limit of
             the paper's [0.5, 1), the model trains exactly as with Standalone.
         width: hidden width d of the adapter; the paper tunes 20-80 (heterogeneous) and 100-500 (homogeneous).
-        relu: ReLU between the adapter's layers (direct dimension reduction) or not (matrix decomposition).
-        start: the adapter's first values: random, or svd of the head's weights.
-        adapter_optimizer: η_θ and the rest for step 2, or None for that of the model.
+        relu: whether a ReLU stands between the adapter's layers (direct dimension reduction) or not (matrix
+            decomposition).
+        start: initial values of the adapter: random, or svd of the head's weights.
+        adapter_optimizer: optimizer of the adapter in step 2, with learning rate η_θ; None for the optimizer of the
+            model.
     """
 
     mu: float = 0.9
@@ -66,17 +68,17 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
     needs_classes = True
 
     def passes(self) -> dict[str, Pass]:
-        """Step 1 and step 2."""
+        """The passes of step 1 and step 2."""
         return {"model": self.main_pass, "adapter": self.main_pass}
 
     def server_init(self, task: Task) -> PFedLoRAAdapter:
-        """θ^0."""
+        """The adapter θ^0."""
         input_width, first_model = task.common_width(self.title), task.model(task.clients[0])
         key = task.key / "pfedlora"
         adapter = initial_adapter(input_width, self.width, task.classes, key)
         if self.start == "svd":
             adapter = initial_adapter_from_head(first_model, self.width, adapter)
-        # the widest type of all architectures, whatever the order of the clients
+        # the widest type of all architectures does not depend on the order of the clients
         dtypes = (next(iter(m.initial.values())).dtype for m in task.architectures.values())
         reference = next(iter(first_model.initial.values())).to(functools.reduce(torch.promote_types, dtypes))
         return PFedLoRAAdapter(
@@ -84,13 +86,13 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
         )
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
-        """ω_k at its architecture's initial weights."""
+        """ω_k starts at its architecture's initial weights."""
         return task.model(client).initial
 
     def local_update(
         self, state: Params, down: PFedLoRAAdapter, view: ClientView
     ) -> tuple[Params, PFedLoRAAdapter]:
-        """Model and adapter in turn."""
+        """SGD on the model, then on the adapter."""
         model, mu, relu = view.model, self.mu, self.relu
 
         def loss_of_model(omega: Params, batch: Batch, theta: PFedLoRAAdapter) -> Tensor:
@@ -114,5 +116,5 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
         return total
 
     def client_model(self, state: Params, down: PFedLoRAAdapter, view: ClientView) -> ClientModel:
-        """ω_k alone; the adapter only carries knowledge."""
+        """The client's model ω_k without the adapter, which only carries knowledge."""
         return ClientModel(state)

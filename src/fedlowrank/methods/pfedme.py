@@ -10,17 +10,17 @@ C. T. Dinh, N. H. Tran, T. D. Nguyen. NeurIPS 2020. arXiv:2006.08848, Algorithm 
     server:                 w^{t+1} = (1 - β) w^t + β 1/|S_t| Σ_{k∈S_t} w_k                     server_update
     inference:              θ of the client's last round                                        client_model
 
-λ (w - θ) is the gradient of the Moreau envelope F_k(w) = min_θ f_k(θ) + λ/2 ‖θ - w‖². A local round is
-therefore one step of SGD on F_k with the learning rate η of ``optimizer``, where K inner steps on the same
-mini-batch approximate the minimizer. The mini-batches of a round are those of E epochs, or R of them with
-``local_rounds``. The inner steps are stable where α (λ + L) < 2, with L the smoothness of f_k.
+λ (w - θ) is the gradient of the Moreau envelope F_k(w) = min_θ f_k(θ) + λ/2 ‖θ - w‖². A local round is therefore
+one step of SGD on F_k with the learning rate η of ``optimizer``, where K inner steps on the same mini-batch
+approximate the minimizer. A round takes the mini-batches of E epochs, or R mini-batches with ``local_rounds``. The
+inner steps are stable where α (λ + L) < 2, with L the smoothness of f_k.
 
-Choices: the inner steps begin at w, for the paper leaves their start open (the authors' code goes on from the
-θ of the last mini-batch). The personal model is θ(w_k), of one more mini-batch at the w_k that is sent; a
-step of size 1/λ on the envelope leads there. Replies weigh the same, as in the paper;
-``weighting = "examples"`` is n_k, as in the authors' code. That code adds a weight decay of 0.001 to the
+Choices: the inner steps begin at w, because the paper leaves their start open (the authors' code continues from the
+θ of the last mini-batch). The personal model is θ(w_k), computed on one more mini-batch at the w_k that is sent; a
+step of size 1/λ on the envelope leads there. All replies have the same weight, as in the paper; ``weighting =
+"examples"`` weights them by n_k, as in the authors' code. That code adds a weight decay of 0.001 to the
 inner steps; here there is none, and weight decay of ``optimizer`` acts on w. A client that never took part
-infers by its initial model.
+infers with its initial model.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class PFedMe(Method[Params, Params, Params, Params]):
     cheaper relative with the same penalty.
 
     Attributes:
-        optimizer: of w; its learning rate is η.
+        optimizer: optimizer of w; its learning rate is η.
         lam: λ > 0, strength of the penalty between θ and w.
-        inner_steps: K, on each mini-batch.
+        inner_steps: K, number of inner steps on each mini-batch.
         inner_lr: α ≥ 0, learning rate of the inner steps.
-        local_rounds: R, mini-batches of a round; None for those of ``epochs``.
-        beta: β > 0, how far the server goes to the mean of the replies.
-        weighting: of a reply: uniform, or the client's number of training examples n_k.
+        local_rounds: R, number of mini-batches in a round; None for the mini-batches of ``epochs``.
+        beta: β > 0, length of the server's step to the mean of the replies.
+        weighting: weight of a reply in the mean: uniform, or the client's number of training examples n_k.
     """
 
     lam: float = 15.0
@@ -73,7 +73,7 @@ class PFedMe(Method[Params, Params, Params, Params]):
         """Local rounds, and the mini-batch of the personal model."""
         local_pass = self.main_pass
         if self.local_rounds is not None:
-            # an epoch has at least one mini-batch, so there are R of them at a client of any size
+            # an epoch has at least one mini-batch, so R epochs give R mini-batches at a client of any size
             local_pass = Pass(self.local_rounds, self.batch_size, steps=self.local_rounds)
         return {"local": local_pass, "personal": Pass(1, self.batch_size, steps=1)}
 
@@ -82,11 +82,11 @@ class PFedMe(Method[Params, Params, Params, Params]):
         return task.common_model(self.title).initial
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
-        """θ of the common initial weights."""
+        """θ starts at the common initial weights."""
         return task.model(client).initial
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
-        """SGD on the envelope, then θ at its end."""
+        """SGD on the envelope, then θ at the last w."""
         risk, lam, lr, steps = supervised_loss(view.model), self.lam, self.inner_lr, self.inner_steps
 
         def envelope(w: Params, batch: Batch) -> Tensor:
@@ -100,10 +100,10 @@ class PFedMe(Method[Params, Params, Params, Params]):
         return view.train(envelope, w, "personal", SGD(lr=1 / lam)), w
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
-        """A step to the mean of the replies."""
+        """A step of size β to the mean of the replies."""
         new_model = map_leaves(lambda w, mean: (1 - self.beta) * w + self.beta * mean, widen(server), total)
         return cast_like(new_model, server)
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
-        """θ, and w as a second series."""
+        """The personal model θ, and w as a second series."""
         return ClientModel(state, {"personal": state, "global": down})

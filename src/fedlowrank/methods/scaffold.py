@@ -11,14 +11,14 @@ Algorithm 1.
                             c ← c + |S|/K mean_S (c_k⁺ - c_k)                           server_update
 
 K is the number of all clients that can train (those of ``run.unseen`` never do). All control variates start at zero, so
-that c is the mean of all K clients' c_k in every round, absentees included. τ is the number of steps of this very client
-and η the learning rate of this round; with a schedule within the round, τη is the sum of the learning rates of the
-steps, and the mean is weighted by them. (x - y)/(τη) is the mean of the directions taken, so c_k⁺ is the mean gradient of
-the round only if a step is η times a gradient: momentum, AdamW, groups of other rates and clipping are refused. Weight
-decay is part of the gradient: the objective is F_k + wd/2 ‖y‖², and c_k holds the mean of ∇F_k(y) + wd y. Means are
-plain, as in the paper.
+that c is the mean of all K clients' c_k in every round, also of those that were not sampled. τ is the number of
+steps of the client and η the learning rate of the round; with a schedule within the round, τη is the sum of the
+learning rates of the steps, and the mean is weighted by them. (x - y)/(τη) is the mean of the directions taken, so
+c_k⁺ is the mean gradient of the round only if a step is η times a gradient: momentum, AdamW, groups of other rates
+and clipping are refused. Weight decay is part of the gradient: the objective is F_k + wd/2 ‖y‖², and c_k holds the
+mean of ∇F_k(y) + wd y. Means are plain, as in the paper.
 
-Choices: a round in which the learning rate is 0 tells nothing of the gradients and leaves every c_k as it was.
+Choices: a round with learning rate 0 carries no information about the gradients and leaves every c_k as it was.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from ..core.tree import Params, add, cast_like, map_leaves, sub, tree_dataclass,
 class ControlledModel:
     """A model and its control variate: x and c on the way down, y - x and c_k⁺ - c_k on the way up.
 
-    Control variates are in float32 for parameters of half precision: what is rounded in one round would be
-    missing in all that follow.
+    Control variates are in float32 for parameters in half precision: a rounding error of one round would remain in
+    all following rounds.
     """
 
     model: Params
@@ -86,7 +86,7 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
         return ControlledModel(x, zeros_like(widen(x)))
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
-        """c_k = 0."""
+        """The control variate c_k is 0."""
         return zeros_like(widen(task.model(client).initial))
 
     def local_update(
@@ -100,14 +100,14 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
         total_rate = self.optimizer.total_rate(view.round, view.steps("local"))
         if total_rate == 0:
             return state, ControlledModel(sub(y, down.model), zeros_like(state))
-        # the client adds what it sends, so that both sides hold the same sum
+        # the client adds the change that it sends, so that both sides have the same sum
         change = map_leaves(lambda x, end, c: (x - end) / total_rate - c, widen(down.model), y, down.control)
         return add(state, change), ControlledModel(sub(y, down.model), change)
 
     def follow_upload(
         self, before: Params, after: Params, down: ControlledModel, upload: ControlledModel, view: ClientView
     ) -> Params:
-        """c_k⁺ is c_k and the change as it was sent, so that c stays the mean of all c_k."""
+        """Compute c_k⁺ = c_k + the change as it was sent, so that c stays the mean of all c_k."""
         return add(before, upload.control)
 
     def contribution(
@@ -119,12 +119,12 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
     def server_update(
         self, server: ControlledModel, total: ControlledModel, view: ServerView
     ) -> ControlledModel:
-        """A step along the mean; c moves by the share of the clients that replied."""
+        """A step along the mean; c moves in proportion to the share of clients that replied."""
         model = cast_like(add(server.model, total.model, self.server_lr), server.model)
         return ControlledModel(model, add(server.control, total.control, view.share))
 
     def describe_update(self, down: ControlledModel, client: ClientInfo, task: Task) -> Update:
-        """Both differences themselves, relative to zeros."""
+        """Both differences themselves, each relative to zeros."""
         return Update(zeros_like(down))
 
     def client_model(self, state: Params, down: ControlledModel, view: ClientView) -> ClientModel:

@@ -4,9 +4,9 @@ The lower bar of every comparison (``Local`` in FedSLR, Huang et al.; ``Standalo
 
     client k, each round:   θ_k ← SGD on F_k from θ_k, E epochs             local_update
 
-Choices: the clients that the protocol samples train in a round, as in the papers' tables, so that all methods
-take equally many local steps; ``all_clients = true`` trains all clients in every round. Clients of one
-architecture begin with the same initial weights.
+Choices: only the sampled clients train in a round, as in the papers' tables, so that all methods take equally many
+local steps; ``all_clients = true`` trains all clients in every round. Clients of one architecture begin with the
+same initial weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Standalone(Method[None, Params, None, None]):
     """Local training alone.
 
     Attributes:
-        all_clients: train all clients in every round, not just the sampled ones.
+        all_clients: whether all clients train in every round, and not only the sampled ones.
     """
 
     all_clients: bool = False
@@ -33,24 +33,24 @@ class Standalone(Method[None, Params, None, None]):
     heterogeneous = True
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
-        """The sampled clients, or all."""
+        """The sampled clients, or all clients."""
         return everyone if self.all_clients else sampled
 
     def server_init(self, task: Task) -> None:
-        """The server knows nothing."""
+        """The server has no state."""
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:
         """θ_k starts at its architecture's initial weights."""
         return task.model(client).initial
 
     def local_update(self, state: Params, down: None, view: ClientView) -> tuple[Params, None]:
-        """SGD on θ_k."""
+        """SGD on the client's model θ_k."""
         model = view.model
         return view.train(supervised_loss(model), state, "local", self.optimizer), None
 
     def server_update(self, server: None, total: None, view: ServerView) -> None:
-        """Nothing to do."""
+        """The server does nothing."""
 
     def client_model(self, state: Params, down: None, view: ClientView) -> ClientModel:
-        """θ_k."""
+        """The client's model θ_k."""
         return ClientModel(state)

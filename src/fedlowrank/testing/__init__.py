@@ -1,1 +1,1 @@
-"""What a method is tested by."""
+"""Checks of methods against their contract."""

@@ -1,4 +1,4 @@
-"""The battery that every method passes; users run it on their own methods."""
+"""The checks that every method passes; users run them on their own methods."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .purity import CalledTwice, ImpureError
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     ok: bool
@@ -65,11 +65,11 @@ def small_federation(
     """A small federation with clients of uneven size.
 
     Args:
-        heterogeneous: two architectures, or one.
-        seed: of everything.
-        client_count: their number.
-        scale: factor on their examples.
-        shift: by how much every second client's labels differ.
+        heterogeneous: whether there are two architectures, or one.
+        seed: seed of data, models and run.
+        client_count: number of clients.
+        scale: factor on the number of examples of each client.
+        shift: number by which the labels of every second client are shifted.
     """
     generator = torch.Generator().manual_seed(seed)
     rule = torch.randn(6, 3, generator=generator)
@@ -80,7 +80,7 @@ def small_federation(
     models = (
         {"small": lambda: _Net(4), "wide": lambda: _Net(7)} if heterogeneous else {"small": lambda: _Net(4)}
     )
-    # ranks as small as the layers: methods that have a default of their own may ask for more
+    # ranks as small as the layers: a method's own default rank may be larger
     return Federation.from_arrays(data, models, classes=3, seed=seed, rank=[2] * client_count)
 
 
@@ -88,11 +88,12 @@ def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
     """Test a method against the contract of :mod:`fedlowrank.core.contract.method`.
 
     Args:
-        method: with settings under which it trains (learning rate not 0).
-        device: where all runs take place: cpu, or cuda, where states are compared to 1e-6 instead of bit for bit.
+        method: method with settings under which it trains (learning rate not 0).
+        device: device of all runs: cpu; or cuda, where states are compared up to 1e-6 instead of bit for bit.
 
     Returns:
-        One finding a check that applies to the method; a check that raises fails, with the error as its detail.
+        One finding for each check that applies to the method; a check that raises fails, with the error as its
+        detail.
     """
     findings = []
     trajectory = Trajectory(method, device)
@@ -108,43 +109,43 @@ def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
 
 
 def _applies(test: Callable[[Trajectory], str | None], method: AnyMethod) -> bool:
-    """Whether a check tests something that the method claims."""
+    """Whether a check tests a property that the method claims."""
     if test is _check_one_model:
         return method.one_model
     return not (test is _check_extended and method.uses_rounds)
 
 
 def _describe_location(method: AnyMethod, error: Exception) -> str:
-    """Where an error arose: the last line in the method's own file, or the last of all."""
+    """Describe where an error was raised: the last line in the method's own file, or the last line of all."""
     frames = traceback.extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(method).__module__), "__file__", None)
     method_frames = [frame for frame in frames if frame.filename == file]
     if not method_frames and isinstance(error, FedlowrankError):
-        # its message says what to write, and no line of the method was reached
+        # the error's message says what to write, and no line of the method was reached
         return ""
     last_frame = (method_frames or frames)[-1]
     return f" ({Path(last_frame.filename).name}:{last_frame.lineno})"
 
 
 class _UnevaluatedRun(Run):
-    """A run whose rounds take no time for accuracies that no check reads."""
+    """A run that never evaluates its rounds, because no check reads the accuracies."""
 
     def is_due(self) -> bool:
         return False
 
 
 ROUNDS = 3
-"""Rounds that the runs of the checks plan."""
+"""Number of rounds of the runs in the checks."""
 
 
 class Trajectory:
-    """States of a method's sequential run, computed once for all checks.
+    """The states of a method's sequential run, computed once for all checks.
 
-    States are kept as bytes, so that a method that changes a state in place does not change what is compared.
+    States are kept as bytes, so that a method that changes a state in place does not change the compared states.
 
     Args:
-        method: what runs.
-        device: where.
+        method: method that is checked.
+        device: device of the run.
     """
 
     def __init__(self, method: AnyMethod, device: str = "cpu") -> None:
@@ -161,7 +162,7 @@ class Trajectory:
         method: AnyMethod | None = None,
         **settings: Any,
     ) -> Run:
-        """A run before its first round, of the method and on a small federation unless others are given."""
+        """Create a run before its first round, of the method and on a small federation unless others are given."""
         arguments: dict[str, Any] = {
             "rounds": total_rounds,
             "participation": 0.8,
@@ -172,14 +173,14 @@ class Trajectory:
         return _UnevaluatedRun(method or self.method, data, RunSettings(**arguments), engine or Sequential())
 
     def run_rounds(self, engine: Engine, total_rounds: int = ROUNDS) -> Any:
-        """Server state and client states after three of ``total_rounds`` rounds with an engine."""
+        """Compute server state and client states after three of ``total_rounds`` rounds with an engine."""
         run = self.start(engine, total_rounds)
         for _ in range(ROUNDS):
             run.step()
         return _states(run)
 
     def encode_states(self, rounds: int) -> bytes:
-        """Server state and client states after some rounds, as bytes."""
+        """Encode server state and client states after some rounds as bytes."""
         if self._run is None:
             self._run = self.start()
             self._encoded_states.append(tree.encode(_states(self._run)))
@@ -193,7 +194,7 @@ class Trajectory:
         return tree.decode(self.encode_states(rounds))
 
     def run(self, rounds: int, **settings: Any) -> Run:
-        """A run that goes on after some rounds."""
+        """Create a run that continues after some rounds."""
         server, clients = self.states(rounds)
         run = self.start(**settings)
         run.restore(State(rounds, server, ClientStore() | {int(i): c for i, c in clients.items()}))
@@ -223,7 +224,7 @@ def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
 
 def _compare_states(a: Any, b: Any, device: str = "cpu") -> str | None:
     if device != "cpu":
-        # kernels of a GPU are chosen by the addresses of tensors, too
+        # the choice of GPU kernels also depends on the addresses of tensors
         return _first_difference(a, b, 1e-6, 1e-9)
     return None if tree.equal(a, b) else _first_difference(a, b, 0, 0) or "some bits differ"
 
@@ -249,7 +250,7 @@ def _check_resume(trajectory: Trajectory) -> str | None:
 def _check_extended(trajectory: Trajectory) -> str | None:
     if trajectory.method.uses_rounds:
         return None
-    # a schedule over 3 rounds has come to its end where one over 40 has hardly begun
+    # a schedule over 3 rounds has ended when one over 40 rounds has hardly begun
     difference = _compare_states(
         trajectory.states(ROUNDS), trajectory.run_rounds(Sequential(), 40), trajectory.device
     )
@@ -285,7 +286,7 @@ def _check_pure(trajectory: Trajectory) -> str | None:
 
 
 def _impure_function(trajectory: Trajectory) -> str | None:
-    """The first function that changes an argument, or gives another result when it is called again."""
+    """Find the first function that changes an argument, or gives another result when it is called again."""
     try:
         run = trajectory.start(method=CalledTwice(inner=trajectory.method))
         for _ in range(2):
@@ -300,7 +301,7 @@ def _impure_function(trajectory: Trajectory) -> str | None:
 
 
 def _uploads(run: Run) -> dict[int, Any]:
-    """What the participants of the next round would send, without the round being taken."""
+    """Compute the uploads of the next round's participants, without taking the round."""
     infos = run.participants(run.round)
     jobs = [ClientJob(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
     results = Sequential().run(run.method, run.federation, run.task, run.round, jobs)
@@ -308,7 +309,7 @@ def _uploads(run: Run) -> dict[int, Any]:
 
 
 def _update_server(run: Run, uploads: dict[int, Any]) -> Any:
-    """The server's next state after these uploads, by client."""
+    """Compute the server's next state after these uploads, given by client."""
     server, aggregator, infos = run.state.server, Aggregator(list(uploads)), run.federation.infos
     for client_id, upload in uploads.items():
         aggregator.add(client_id, run.method.contribution(server, upload, infos[client_id]))
@@ -324,7 +325,7 @@ def _check_still(trajectory: Trajectory) -> str | None:
         for f in dataclasses.fields(method)
         if hasattr(value := getattr(method, f.name), "learning_rate")
     }
-    # a penalty acts at a learning rate of 0, too; a method names its settings to set aside for this check
+    # a penalty acts even at a learning rate of 0; a method names the settings that turn it off for this check
     zero_rate_method = dataclasses.replace(method, **zero_rate_optimizers, **type(method).zero_step_settings)
     run = trajectory.start(method=zero_rate_method, participation=1.0)
     initial_models = {i.id: run.personal_params(i) for i in run.federation.infos}
@@ -357,7 +358,7 @@ def _check_learns(trajectory: Trajectory) -> str | None:
 
 
 def _mean_accuracy(run: Run) -> float:
-    """Of the headline series, over all examples of all clients."""
+    """Compute the accuracy of the headline series over all examples of all clients."""
     shares = []
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         predict = next(iter(run.local_model(info).predictors.values()))
@@ -385,7 +386,7 @@ def _check_unseen(trajectory: Trajectory) -> str | None:
 
 def _check_lost(trajectory: Trajectory) -> str | None:
     run = trajectory.run(2, lost_replies=0.6)
-    # encoded, for a method that changes its state in place would change a mere reference too
+    # encoded, because a method that changes its state in place would also change a reference to it
     before = {i: tree.encode(s) for i, s in run.state.clients.items()}
     record = run.step()
     after = {i: tree.encode(s) for i, s in run.state.clients.items()}
@@ -474,4 +475,4 @@ def _alone(check: Callable[[Trajectory], str | None]) -> Callable[[AnyMethod], s
 
 
 CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {name: _alone(c) for name, c in _CHECKS.items()}
-"""Every check by itself: None if a method passes it, else what is wrong."""
+"""Every check as a function of a method, by name: returns None if the method passes, otherwise what is wrong."""

@@ -1,4 +1,4 @@
-"""Whether each function of a method gives the same result when it is called again, and leaves its arguments as they are."""
+"""Check that each function of a method gives the same result when it is called again, and does not change its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ImpureError(FedlowrankError):
 
 @dataclass(frozen=True)
 class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
-    """A method whose functions are called twice, with the results and the arguments compared."""
+    """A wrapper of a method that calls each function twice and compares the results and the arguments."""
 
     def server_init(self, task: Task) -> Any:
         """See the base class."""
@@ -83,7 +83,7 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
 
 
 def _content(value: Any) -> Any:
-    """What is compared of an argument or a result."""
+    """The content of an argument or a result that is compared."""
     if isinstance(value, ClientModel):
         series = {name: predictor for name, predictor in value.series.items() if not callable(predictor)}
         return _content([dict(value.whole()), series, value.routes])

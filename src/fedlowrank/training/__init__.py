@@ -1,1 +1,1 @@
-"""Local training: the passes of one client, and of many clients at once."""
+"""Local training: the passes of one client, or of many clients together."""

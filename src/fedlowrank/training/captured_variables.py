@@ -1,8 +1,8 @@
 """Identity of a function: its code and its captured variables (free variables and globals).
 
-A loss of a method is made anew at every client and in every round. Two of them compute the same where their
-code is the same and what they captured is. Numbers, words and settings that are frozen count by their value;
-what counts for the rest (models, tensors, other objects) is for the caller to say.
+A method creates its loss function anew at every client and in every round. Two such functions compute the same if
+their code and their captured variables are equal. Numbers, strings and frozen settings are compared by value; the
+caller decides how the others (models, tensors, other objects) are compared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 _PLAIN = bool, int, float, str, torch.dtype, torch.device, CodeType
 
 _EMPTY = object()
-"""In the place of a variable that is not bound yet."""
+"""Placeholder of a captured variable that is not bound yet."""
 
 
 def code_of(function: Any) -> Any:
-    """Identity of a function's code and of its captured numbers and words; equal at different clients."""
+    """Identity of a function's code and of its captured numbers and strings; equal at different clients."""
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", function), tuple(
         [v for v in captured_by(function) or () if is_plain(v)]
@@ -29,7 +29,7 @@ def code_of(function: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether something counts by its value: a number, a word, code."""
+    """Whether an object is compared by value: a number, a string, code."""
     return value is None or isinstance(value, _PLAIN)
 
 
@@ -42,7 +42,7 @@ def captured_by(value: Any) -> list[Any] | None:
         global_values = [
             v for v in global_values if not isinstance(v, (ModuleType, BuiltinFunctionType, type))
         ]
-        # what functions that are called by name captured is not looked at, only whether they are others now
+        # functions that are called by name are compared by their code alone, without their captured variables
         global_values = [v.__code__ if isinstance(v, FunctionType) else v for v in global_values]
         return [
             *cell_values,

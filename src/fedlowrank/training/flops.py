@@ -30,20 +30,20 @@ FORMULAS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""By operator. Torch's own table knows fused attention on a GPU, but counts it as nothing on a CPU."""
+"""Formula of each operator. Torch's own table has fused attention on a GPU, but counts it as zero on a CPU."""
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts in its block as ``torch.utils.flop_counter.FlopCounterMode`` does, many times faster.
+    """Counts the operations in its block as ``torch.utils.flop_counter.FlopCounterMode`` does, but many times faster.
 
-    That one imports torch's compiler, which takes seconds, and passes every operator through it.
+    ``FlopCounterMode`` imports torch's compiler, which takes seconds, and passes every operator through it.
 
     Attributes:
-        total: so far.
+        total: number of operations counted so far.
     """
 
     def __init__(self) -> None:
-        # torch gives it no types
+        # the constructor has no type annotations in torch
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
@@ -54,7 +54,7 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Execute one operator; those made of others are counted by their parts."""
+        """Execute one operator; a composite operator is counted by its parts."""
         kwargs = kwargs or {}
         count = FORMULAS.get(func._overloadpacket)
         if count is None and _is_made_of_others(func):
@@ -79,7 +79,7 @@ def forward_flops(model: EngineModel) -> int:
 
 
 class FlopLedger:
-    """Floating-point operations of a step, by the kind of step and the shape of its batch."""
+    """Floating-point operations of steps, by the kind of step and the size of its batch."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
@@ -87,11 +87,11 @@ class FlopLedger:
 
     @contextlib.contextmanager
     def counting(self, kind: Any, size: BatchSize) -> Iterator[None]:
-        """Count the step that is taken inside.
+        """Count the operations of the step that is taken inside this block.
 
         Args:
-            kind: everything but the batch that the cost depends on.
-            size: of the batch, examples and tokens.
+            kind: key of everything but the batch on which the cost depends.
+            size: size of the batch: examples, and tokens of each.
         """
         with FlopCounter() as counter:
             yield
@@ -108,18 +108,19 @@ class FlopLedger:
     def fit(self, kind: Any, count: Callable[[int, int], int], max_tokens: int) -> bool:
         """Learn the cost of all steps of a kind on texts from a few short ones.
 
-        A transformer takes b (c + α T + β T²) + γ + δ T operations for b texts of T tokens; γ and δ are those that a batch
-        shares, such as the rotations of positions where they are a matrix product. Three lengths and two texts give the
-        numbers; two texts of another length must come to the same exactly, or nothing is learnt. Nor is it where γ or δ is
-        negative, as where the texts of a batch look at each other.
+        A transformer takes b (c + α T + β T²) + γ + δ T operations for b texts of T tokens; γ and δ are those that
+        the texts of a batch share, such as the rotations of positions where they are a matrix product. Counts for
+        three lengths and for two texts determine the coefficients; they must predict the count for two texts of
+        another length exactly, or nothing is learnt. Nothing is learnt either if γ or δ is negative, as where the
+        texts of a batch attend to each other.
 
         Args:
-            kind: see :meth:`counting`.
-            count: counts a step of so many texts of so many tokens.
-            max_tokens: tokens of the longest text there is.
+            kind: kind of the steps, see :meth:`counting`.
+            count: function that counts the operations of a step, given the number of texts and the tokens of each.
+            max_tokens: number of tokens of the longest text.
 
         Returns:
-            Whether the cost of every size is known now.
+            Whether the cost of every size is now known.
         """
         if not self.has_tried(kind):
             self._fits[kind] = None if max_tokens < 4 else _fit_texts(count, max(1, min(8, max_tokens // 4)))
@@ -130,7 +131,7 @@ class FlopLedger:
         return self._fits.get(kind) is not None
 
     def total(self, kind: Any, sizes: Mapping[BatchSize, int]) -> int:
-        """Operations of a number of steps of each size, all of which are known."""
+        """Total operations of a number of steps of each size, whose costs are known."""
         return sum(steps * self._of(kind, size) for size, steps in sizes.items())
 
     def _of(self, kind: Any, size: BatchSize) -> int:
@@ -144,11 +145,11 @@ class TextCost(NamedTuple):
     """Operations of a step on texts: b (each + each_token T + each_pair T²) + batch + batch_token T.
 
     Attributes:
-        each: of a text, whatever its length.
-        each_token: of a token.
-        each_pair: of a pair of tokens of a text.
-        batch: of a batch, whatever its size.
-        batch_token: of a position, whatever the number of texts.
+        each: operations of a text, whatever its length.
+        each_token: operations of a token.
+        each_pair: operations of a pair of tokens of a text.
+        batch: operations of a batch, whatever its size.
+        batch_token: operations of a position, whatever the number of texts.
     """
 
     each: int
@@ -158,16 +159,16 @@ class TextCost(NamedTuple):
     batch_token: int
 
     def of(self, texts: int, tokens: int) -> int:
-        """Operations for that many texts of that many tokens each."""
+        """Operations of a step on ``texts`` texts of ``tokens`` tokens each."""
         text = self.each + self.each_token * tokens + self.each_pair * tokens**2
         return texts * text + self.batch + self.batch_token * tokens
 
 
 def _fit_texts(count: Callable[[int, int], int], unit: int) -> TextCost | None:
-    """Whole numbers of the cost of texts; None if it is no such cost."""
+    """Fit the integer coefficients of the cost of texts; None if the cost does not have this form."""
     cost_one, cost_two, cost_three = (count(1, k * unit) for k in (1, 2, 3))
     batch_two = 2 * cost_two - count(2, 2 * unit)
-    # nothing is shared as a rule, and a pass less is taken
+    # usually texts share no operations, and one count is saved
     batch_one = 2 * cost_one - count(2, unit) if batch_two else 0
     square, square_remainder = divmod(cost_three - 2 * cost_two + cost_one, 2 * unit**2)
     linear, linear_remainder = divmod(cost_two - cost_one - 3 * square * unit**2, unit)

@@ -1,12 +1,12 @@
 """Optimizer states that a client keeps from round to round (``optimizer.keep``), beside its method's state.
 
-Methods know nothing of them. An engine takes a client's optimizer states out of what the client keeps, hands each to
-the pass that it belongs to, and stores what the pass makes of it. So they are committed with the client's state: a
-client that skips a round goes on from its last one, and a client whose reply is lost keeps the states of before. They
-never travel. An adaptation before inference is no pass of a round: it begins afresh and changes none.
+Methods do not see these states. An engine reads them from the client's stored state, passes each to its training
+pass, and stores the state after the pass. They are committed with the client's state: a client that skips a round
+continues from its last round, and a client whose reply is lost keeps its previous states. They are never sent. An
+adaptation before inference is not a pass of a round: it begins with fresh states and changes none.
 
 A pass that a method takes several times in a round has a state for each time. The learning rate, weight decay and
-everything else that a step needs are those of the round.
+all other settings of a step are those of the round.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 @tree.tree_dataclass
 class StateWithOptimizers:
-    """What a client keeps when it keeps states of its optimizers.
+    """The stored state of a client that keeps the states of its optimizers.
 
     Attributes:
-        state: of the method, maybe with buffers.
-        optimizers: by the name of the pass, one for each time that the pass is taken in a round.
+        state: state of the method, possibly with buffers.
+        optimizers: optimizer states by the name of the pass, one for each time that the pass is taken in a round.
     """
 
     state: Any
@@ -41,22 +41,22 @@ class StateWithOptimizers:
 
 
 def split_optimizers(client_state: Any) -> tuple[Any, dict[str, list[OptimizerState]]]:
-    """Separate what a client keeps into the rest and the states of its optimizers."""
+    """Separate a client's stored state into the state of the method and the states of its optimizers."""
     if isinstance(client_state, StateWithOptimizers):
         return client_state.state, client_state.optimizers
     return client_state, {}
 
 
 class KeepingTrainer:
-    """Hands the optimizer states of a client to its passes, and collects the next ones.
+    """Passes the optimizer states of a client to its training passes, and collects the next states.
 
     Args:
-        trainer: executes the passes.
-        client: whose they are, for errors.
-        states: of the client's last round.
+        trainer: trainer that executes the passes.
+        client: client that owns the states, for error messages.
+        states: optimizer states after the client's last round, by the name of the pass.
 
     Attributes:
-        has_failed: whether a pass raised an error, such as that of a NaN, so that nothing of the round is kept.
+        has_failed: whether a pass raised an error, such as that of a NaN, so that no state of the round is kept.
     """
 
     def __init__(self, trainer: Trainer, client: ClientInfo, states: dict[str, list[OptimizerState]]) -> None:
@@ -97,7 +97,7 @@ class KeepingTrainer:
         return self._trainer.steps(name)
 
     def collect(self, client_state: Any) -> Any:
-        """What the client stores; a pass that this round did not take, or fewer times, keeps its states."""
+        """Build the state to store; a pass that was taken fewer times in this round, or not at all, keeps its states."""
         if self.has_failed:
             return StateWithOptimizers(client_state, self._states) if self._states else client_state
         remaining_states = {
@@ -109,7 +109,7 @@ class KeepingTrainer:
         return StateWithOptimizers(client_state, states) if states else client_state
 
     def _check(self, request: Request, previous_state: OptimizerState) -> None:
-        """Refuse a state of other parameters than those that are trained now."""
+        """Refuse a state that belongs to other parameters than the pass trains."""
         new_shapes = _shapes(request.start)
         for slot in previous_state.slots:
             if (old_shapes := _shapes(slot)) != new_shapes:
@@ -128,7 +128,7 @@ def _shapes(value: Any) -> dict[str, list[int]]:
 
 
 def slot_like(start: Any, tensors: Sequence[Tensor | None]) -> Any:
-    """One of the values that an optimizer keeps of each parameter, as a tree; 0 where it keeps none yet."""
+    """Build the tree of one value that an optimizer keeps for each parameter; 0 where it keeps none yet."""
     tensor_iterator = iter(tensors)
 
     def fill(p: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The training examples of one client, in the order and form in which its passes see them."""
+"""The training examples of one client, in the order and form in which its passes use them."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from ..data.text.batches import (
 )
 
 MAX_CHUNK = 256
-"""Examples at once without a gradient, at most: enough to keep a core busy, few enough for its cache."""
+"""Maximum number of examples evaluated together without a gradient: enough to keep a core busy, few enough for its cache."""
 
 MAX_CHUNK_TOKENS = 4096
-"""Tokens at once without a gradient, at most."""
+"""Maximum number of tokens evaluated together without a gradient."""
 
 MAX_CHUNK_SCORES = MAX_CHUNK_TOKENS << 15
-"""Scores of tokens at once without a gradient, at most: half a gigabyte. A vocabulary of 32,768 allows
-:data:`MAX_CHUNK_TOKENS` tokens."""
+"""Maximum number of token scores computed together without a gradient: half a gigabyte. A vocabulary of 32,768
+allows :data:`MAX_CHUNK_TOKENS` tokens."""
 
 
 def chunk_size(examples: Examples, vocabulary: int | None = None) -> int:
-    """Examples at once where no gradient is taken.
+    """Number of examples that are evaluated together where no gradient is taken.
 
     Args:
-        examples: of which a chunk is taken.
-        vocabulary: of a language model, which gives as many scores for each token that has a label.
+        examples: examples that are divided into chunks.
+        vocabulary: vocabulary size of a language model, the number of scores for each token that has a label.
     """
     width = _width(examples)
     if width is None or not isinstance(examples.x, dict):
         return MAX_CHUNK
-    # both responses of a pair
+    # a pair has the tokens of both responses
     tokens = examples.x["attention_mask"].shape[1:].numel()
     max_tokens = (
         MAX_CHUNK_TOKENS
@@ -59,26 +59,26 @@ def chunk_size(examples: Examples, vocabulary: int | None = None) -> int:
 
 
 def _width(examples: Examples) -> int | None:
-    """Tokens of the longest example, or None where examples are no texts."""
+    """Tokens of the longest example, or None if the examples are not texts."""
     mask = examples.x.get("attention_mask") if isinstance(examples.x, dict) else None
     return None if mask is None or mask.ndim not in (2, 3) else mask.shape[-1]
 
 
 @dataclass(frozen=True)
 class LocalData:
-    """Training examples of one client and the order in which each pass sees them.
+    """Training examples of one client and the order in which each pass uses them.
 
     Attributes:
-        info: whose.
-        examples: inputs and labels.
-        passes: of the method.
-        key: of this client and round; the order and the augmentation depend on the place of a pass among the
-            passes and not on its name, so that all methods see the same.
-        augment: what happens to the images of the batches of a pass.
-        quarter_turns: by how many the images are turned already, so that they are mirrored along their own
-            axis.
-        by_length: of texts: whether a batch is of examples of like length, the batches in random order.
-        loss: of the task.
+        info: info of the client.
+        examples: inputs and labels of the client.
+        passes: passes of the method, by name.
+        key: key of this client and round; the order and the augmentation depend on the position of a pass among the
+            passes and not on its name, so that they are the same for all methods.
+        augment: augmentation of the images in the batches of a pass.
+        quarter_turns: number of quarter turns by which the images are already rotated, so that they are mirrored
+            along their own axis.
+        by_length: whether the texts of a batch have similar lengths, with the batches in random order.
+        loss: loss of the task.
     """
 
     info: ClientInfo
@@ -93,7 +93,7 @@ class LocalData:
     _placed: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, name: str) -> Pass:
-        """The pass of that name."""
+        """The pass of the given name."""
         if name not in self.passes:
             raise TaskError(f"the method trains in a pass {name!r} but its passes() are {list(self.passes)}")
         return self.passes[name]
@@ -103,7 +103,7 @@ class LocalData:
         if name not in self._orders:
             training_pass = self.of(name)
             generator, n = self._generator("order", name), training_pass.examples_of(len(self.examples))
-            # the examples that the pass sees; None for all of them
+            # indices of the examples that the pass uses; None for all of them
             subset = None if n == len(self.examples) else self._draw(n, name)
             lengths = self.lengths if self.by_length else None
             steps: list[Tensor] = []
@@ -124,11 +124,11 @@ class LocalData:
         return self._orders[name]
 
     def _draw(self, n: int, name: str) -> Tensor:
-        """Indices of n examples at random, for a pass that sees a share of them."""
+        """Draw the indices of n random examples, for a pass that uses a share of the examples."""
         return torch.randperm(len(self.examples), generator=self._generator("share", name))[:n]
 
     def indices(self, name: str) -> list[Tensor]:
-        """The :meth:`order` on the device of the examples, copied in one piece so that no step waits."""
+        """The :meth:`order` on the device of the examples, copied in one transfer so that no step waits."""
         order, device = self.order(name), self.examples.y.device
         if device.type == "cpu" or not order:
             return order
@@ -137,11 +137,11 @@ class LocalData:
         return self._placed[name]
 
     def steps(self, name: str) -> int:
-        """Steps of a pass."""
+        """Number of steps of a pass."""
         return self.of(name).steps_over(len(self.examples))
 
     def columns(self, name: str) -> list[int | None]:
-        """Columns of the batch of every step of a pass, for texts; None where examples are no texts."""
+        """Columns of the batch of every step of a pass, for texts; None if the examples are not texts."""
         return [self._columns(i.numpy()) for i in self.order(name)]
 
     def batches(self, name: str) -> Iterator[Batch]:
@@ -152,7 +152,7 @@ class LocalData:
                 yield gather(self.examples, index, step, columns, self.loss)
             return
         self.augment.check(self.examples.x)
-        # of all steps at once: a copy to the device in a step would wait for all steps before
+        # for all steps together: a copy to the device within a step would wait for all previous steps
         sizes = [len(index) for index in order]
         draws = self.augment.draw(sum(sizes), self._generator("augment", name)).to(self.examples.y.device)
         for step, (index, draw) in enumerate(zip(indices, torch.split(draws, sizes), strict=True)):
@@ -160,17 +160,17 @@ class LocalData:
             yield replace(batch, x=self.augment.change(batch.x, draw, self.quarter_turns))
 
     def chunks(self, equal_width: bool = False, in_one: bool = False) -> Iterator[Batch]:
-        """All examples once, in their own order and as they are, in chunks of like sizes.
+        """All examples once, in their own order and without augmentation, in chunks of similar sizes.
 
         Args:
-            equal_width: whether texts are as wide as in one batch of all examples.
-            in_one: whether they are a single chunk.
+            equal_width: whether texts are padded to the width of one batch of all examples.
+            in_one: whether all examples form a single chunk.
         """
         for rows in self.chunk_slices(in_one):
             yield self.chunk(rows, equal_width)
 
     def chunk_slices(self, in_one: bool = False) -> list[slice]:
-        """Where the examples of each chunk lie."""
+        """The slice of examples of each chunk."""
         n = len(self.examples)
         chunk_count = 1 if in_one else -(-n // chunk_size(self.examples))
         size, longer_count = divmod(n, max(1, chunk_count))
@@ -184,13 +184,13 @@ class LocalData:
         return gather(self.examples, index, columns=columns, loss=self.loss)
 
     def chunk_shape(self, rows: slice) -> BatchSize:
-        """What the cost of a chunk depends on, see :func:`size_of`."""
+        """The size of a chunk, on which its cost depends, see :func:`size_of`."""
         columns = self._columns(rows)
         return (rows.stop - rows.start,) if columns is None else (rows.stop - rows.start, columns)
 
     @cached_property
     def form(self) -> Any:
-        """Name, shape and type of each input of an example."""
+        """The name, shape and type of each input of an example."""
         x = self.examples.x
         return tuple(
             [(n, t.shape[1:], t.dtype) for n, t in (x.items() if isinstance(x, dict) else [("", x)])]
@@ -198,21 +198,21 @@ class LocalData:
 
     @property
     def width(self) -> int | None:
-        """Tokens of a row of texts, padding included, or None where examples are no texts."""
+        """Tokens of a row of texts, padding included, or None if the examples are not texts."""
         return _width(self.examples)
 
     @cached_property
     def lengths(self) -> Tensor | None:
-        """Tokens of each example ``[n]``, on the CPU, or None where examples are no texts."""
+        """Tokens of each example ``[n]``, on the CPU, or None if the examples are not texts."""
         if _width(self.examples) is None or not isinstance(self.examples.x, dict):
             return None
         lengths = self.examples.x["attention_mask"].sum(-1)
-        # of a pair that of the longer response
+        # a pair has the length of its longer response
         return (lengths if lengths.ndim == 1 else lengths.amax(1)).cpu()
 
     @cached_property
     def _ends(self) -> np.ndarray | None:
-        """Where the last token of each example ends ``[n]``, or None where examples are no texts."""
+        """The column after the last token of each example ``[n]``, or None if the examples are not texts."""
         if _width(self.examples) is None or not isinstance(self.examples.x, dict):
             return None
         ends = measure_lengths(self.examples.x["attention_mask"])
@@ -220,7 +220,7 @@ class LocalData:
         return last_tokens
 
     def _columns(self, index: np.ndarray | slice) -> int | None:
-        """Columns of the batch of some examples, without a host synchronization; None if no texts."""
+        """Columns of the batch of some examples, without a host synchronization; None if the examples are not texts."""
         return None if self._ends is None else round_up_width(int(self._ends[index].max()))
 
     def size(self, index: Tensor) -> BatchSize:
@@ -237,15 +237,15 @@ class LocalData:
 def gather(
     examples: Examples, index: Tensor, step: int = 0, columns: int | None = None, loss: Loss = AUTO
 ) -> Batch:
-    """The batch of some examples: images in the fastest layout, texts without needless padding.
+    """Gather the batch of some examples: images in the fastest layout, texts without needless padding.
 
     Args:
-        examples: all.
-        index: indices of those in the batch ``[b]``; if they are not on the device of the examples, they are
-            copied there.
-        step: see :class:`Batch`.
-        columns: of texts, how many are needed; None to look, which on a GPU waits for all that is under way.
-        loss: of the task.
+        examples: all examples.
+        index: indices of the examples in the batch ``[b]``; they are copied to the device of the examples if
+            necessary.
+        step: step of the batch, see :class:`Batch`.
+        columns: number of columns that texts need; None to compute it, which on a GPU is a host synchronization.
+        loss: loss of the task.
     """
     index = index.to(examples.y.device)
     x, y = examples.x, examples.y.index_select(0, index)
@@ -258,11 +258,11 @@ def gather(
 
 
 BatchSize = tuple[int, ...]
-"""Examples of a batch; of texts, examples and tokens of each."""
+"""Number of examples of a batch; for texts, also the number of tokens of each."""
 
 
 def size_of(batch: Batch) -> BatchSize:
-    """What the cost of a step depends on in a batch."""
+    """The size of a batch, on which the cost of a step depends."""
     return (len(batch), batch.x["attention_mask"].shape[-1]) if _text(batch.x) else (len(batch),)
 
 
@@ -271,5 +271,5 @@ def _text(x: Any) -> bool:
 
 
 def channels_last(t: Tensor) -> Tensor:
-    """Images in the layout in which convolutions are fastest."""
+    """Convert images to the layout in which convolutions are fastest."""
     return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t

@@ -22,24 +22,25 @@ T = TypeVar("T")
 class PassSteps:
     """The parameters of a pass while they are trained: copies of its start, changed in place by every step.
 
-    A pass over a part of a model whose parameters are all frozen has none: its steps change nothing.
+    If all parameters of the trained part are frozen, there are no tensors to train, and steps have no effect.
 
     Args:
-        request: what is trained.
-        round: counted from 0.
-        steps: of the pass, for a schedule within it.
-        copy: False if the start belongs to this object already.
+        request: request of the pass.
+        round: index of the round, from 0.
+        steps: number of steps of the pass, for a schedule within it.
+        copy: whether the start is copied; False if it already belongs to this object.
 
     Attributes:
-        params_tree: the tree of parameters.
-        params: its tensors.
-        constants: of the request, in the fastest memory layout.
+        params_tree: tree of the trained parameters.
+        params: tensors of ``params_tree``.
+        constants: constants of the request, in the fastest memory layout.
         rates: learning rate and weight decay of each tensor, before the schedule within the pass.
         is_scheduled: whether the learning rate changes within the pass.
-        slots: what the optimizer keeps, lists with an entry for each tensor; None before its first step.
-        step_counts: steps of each tensor.
+        slots: values that the optimizer keeps, lists with an entry for each tensor; None before the tensor's first
+            step.
+        step_counts: number of steps of each tensor.
         center: tensors of the proximal term's center, or None.
-        linear: tensors of its linear part, or None.
+        linear: tensors of the proximal term's linear part, or None.
         is_plain_sgd: whether a step only subtracts the gradient times the learning rate.
     """
 
@@ -81,7 +82,7 @@ class PassSteps:
         )
 
     def optimizer_state(self) -> OptimizerState:
-        """What the optimizer keeps after the steps so far."""
+        """The state of the optimizer after the steps so far."""
         step_counts = [self.request.optimizer.count_kept(n) for n in self.step_counts]
         return OptimizerState([slot_like(self.request.start, slot) for slot in self.slots], step_counts)
 
@@ -93,11 +94,11 @@ class PassSteps:
     def gradient(self, value: Tensor) -> list[Tensor | None]:
         """The gradient of a loss; None for parameters that it does not depend on.
 
-        The sparse gradient of an embedding stays so where it is only subtracted. Everything else acts on all
+        The sparse gradient of an embedding stays sparse if it is only subtracted. Every other step acts on all
         rows, also on those that no example of the batch has.
 
         Raises:
-            LossError: if it is no single number, or depends on none of them.
+            LossError: if the loss is not a single number, or depends on no parameter.
         """
         if not self.params:
             return []
@@ -120,7 +121,7 @@ class PassSteps:
         if request.precondition is not None:
             grads = self.mapped(request.precondition, grads, self.params)
             unused_mask = [u and not bool(g.any()) for u, g in zip(unused_mask, grads, strict=True)]
-        # in float32 for half precision, so that a step with its prox is rounded once
+        # half-precision parameters are updated in float32, so that a step with its prox is rounded once
         params, grads = (
             (tree.widen(self.params), tree.widen(grads)) if self._is_half else (self.params, grads)
         )
@@ -140,7 +141,7 @@ class PassSteps:
             torch._foreach_copy_(self.params, params)
 
     def _optimize(self, params: list[Tensor], grads: list[Tensor], indices: list[int]) -> None:
-        """A step of the optimizer for some parameters, together for those that have taken equally many."""
+        """Take an optimizer step for some parameters, together for those with the same step count."""
         groups: dict[int, list[int]] = {}
         for i in indices:
             groups.setdefault(self.step_counts[i], []).append(i)
@@ -166,15 +167,15 @@ class PassSteps:
                 self.step_counts[i] += 1
 
     def _scale(self) -> float:
-        """Factor of the schedule within the pass on the learning rate of this step."""
+        """The factor of the schedule within the pass on the learning rate of this step."""
         return self.request.optimizer.local_schedule.scale(self._step, self._steps, self._round)
 
     def _after_prox(self, params: list[Tensor], prox: Callable[..., Any]) -> list[Tensor]:
-        """The prox of parameters, in float32 for half precision.
+        """Apply the prox to parameters, in float32 for half precision.
 
-        A decomposition raises on a NaN or an infinity. Then the prox leaves out the clients whose parameters
-        are not all finite, the pass goes on, and the check of its losses and parameters names the client and
-        the step.
+        A decomposition raises on a NaN or an infinity. Then the prox leaves out the clients whose parameters are
+        not all finite, the pass continues, and the check of its losses and parameters names the client and the
+        step.
         """
         lr = self._scale() * self._lr
 
@@ -197,33 +198,33 @@ class PassSteps:
         return tensors_like(self.params_tree, f(*trees, *self.constants))
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
-        """Gradients whose common norm is at most ``bound``."""
+        """Scale gradients so that their joint norm is at most ``bound``."""
         return clip(grads, bound)
 
 
 def _writable_copy(t: Tensor, copy: bool) -> Tensor:
-    """A tensor that steps may change in place, in the fastest memory layout."""
+    """Return a tensor that steps may change in place, in the fastest memory layout."""
     return channels_last(t.detach().clone() if copy else t.detach())
 
 
 def densify(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Gradients without sparse ones, such as of ``nn.Embedding(sparse=True)``."""
+    """Convert sparse gradients, such as those of ``nn.Embedding(sparse=True)``, to dense ones."""
     return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
 
 
 def layout(value: T) -> T:
-    """The memory layout in which convolutions are fastest; no value changes."""
+    """Convert a tree to the memory layout in which convolutions are fastest; no value changes."""
     return tree.map_leaves(channels_last, value)
 
 
 def refill(template: T, tensors: Iterable[Tensor]) -> T:
-    """A tree of that structure with these tensors."""
+    """Build a tree with the structure of ``template`` from these tensors."""
     tensor_iterator = iter(tensors)
     return tree.map_leaves(lambda _: next(tensor_iterator), template)
 
 
 def tensors_like(template: Any, value: Any) -> list[Tensor]:
-    """The tensors of a tree in the order of another, matched by path."""
+    """The tensors of ``value`` in the order of ``template``, matched by path."""
     out: list[Tensor] = []
     tree.map_leaves(lambda _, t: out.append(t), template, value)
     return out

@@ -1,4 +1,4 @@
-"""What a client would send, found by calling ``local_update`` without data."""
+"""Shape tracing: finds what a client would send by calling ``local_update`` without data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class TracingTrainer:
-    """Stands in for an engine in a client's ``local_update``; it trains nothing and needs no data.
+    """Replaces the engine in a client's ``local_update``; it trains nothing and needs no data.
 
     Attributes:
         trained: names of the passes that were trained, in order.
@@ -30,17 +30,17 @@ class TracingTrainer:
         self.trained: list[str] = []
 
     def train(self, request: Request) -> Any:
-        """Return the start plus one: a method may ask whether training changed anything."""
+        """Return the start plus one, because a method may check whether training changed anything."""
         self.trained.append(request.name)
         return tree.canonical(tree.map_leaves(lambda t: t.detach() + 1, request.start))
 
     def sum_over_data(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """The statistic of the model's example, twice: batch normalization fails on one example."""
+        """Evaluate the statistic on the model's example, repeated because batch normalization fails on one example."""
         with torch.no_grad():
             return tree.canonical(statistic(params, self._batch(), *constants))
 
     def steps(self, name: str) -> int:
-        """The steps of a client with one example: its registered number must not decide the cost here."""
+        """Number of steps of a client with one example, so that the cost does not depend on its registered example count."""
         return self.passes[name].steps_over(1)
 
     def _batch(self) -> Batch:
@@ -54,7 +54,7 @@ class TracingTrainer:
         if self.task.classes:
             return Batch(x, torch.zeros(2, dtype=torch.int64, device=first_input.device), loss=loss)
         scores = self.model.probe(x)
-        # scores of every token are [b, T, V], those of a regression [b, d]
+        # scores of tokens are [b, T, V], outputs of a regression [b, d]
         return Batch(
             x, torch.zeros_like(x["input_ids"] if is_dict and scores.ndim == 3 else scores), loss=loss
         )
@@ -65,13 +65,13 @@ def _twice(t: Tensor) -> Tensor:
 
 
 def trace_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> tuple[Any, tuple[str, ...]]:
-    """What a client would send if training changed every parameter by 1.
+    """Trace the upload of a client as if training changed every parameter by 1.
 
     Args:
-        method: whose client.
-        task: what is to be learnt.
-        info: the client.
-        down: what it was sent.
+        method: method of the client.
+        task: task that is learnt.
+        info: info of the client.
+        down: download that the client received.
 
     Returns:
         The upload, and the names of the passes that were trained, in order. Errors of the method are not

@@ -42,9 +42,9 @@ class Meter:
     """The cost of one client's work in a round.
 
     Attributes:
-        steps: optimizer steps.
-        flops: floating-point operations of training passes and statistics.
-        losses: of each pass, the mean over its steps.
+        steps: number of optimizer steps.
+        flops: number of floating-point operations of training passes and statistics.
+        losses: mean loss over the steps of each pass, by the name of the pass.
     """
 
     steps: int = 0
@@ -53,16 +53,16 @@ class Meter:
 
 
 MAX_BATCHED_STEP = 1 << 14
-"""Tokens of a batch times numbers of each up to which models of transformers train faster for many clients together."""
+"""Maximum product of a batch's tokens and the hidden size with which many transformer models train faster together."""
 
 
 class PassTrainer(Protocol):
-    """Takes the steps of a pass instead of :func:`descend`, such as a trainer of another library."""
+    """A trainer that takes the steps of a pass instead of :func:`descend`, such as one of another library."""
 
     def __call__(
         self, request: Request, data: LocalData, model: Architecture, round: int, micro_batch: int | None
     ) -> tuple[Any, Tensor]:
-        """Train a pass; returns the trained tree, and losses of steps or their mean ``[steps or 1]``."""
+        """Train a pass; returns the trained tree, and the losses of the steps or their mean ``[steps or 1]``."""
         ...
 
 
@@ -72,12 +72,12 @@ class LocalTrainer:
     Args:
         model: architecture of the client.
         models: all architectures of the task.
-        data: of the client.
-        round: counted from 0.
-        ledger: shared by all clients of a run.
-        micro_batch: examples at once in a step, or None for all of its batch.
-        may_halve: whether a step of repeatable models that runs out of memory is taken in halves; not where the loss of a
-            batch is no mean over its examples.
+        data: training data of the client.
+        round: index of the round, from 0.
+        ledger: ledger of the cost of steps, shared by all clients of a run.
+        micro_batch: number of examples whose gradient is computed together, or None for the whole batch.
+        may_halve: whether a step of repeatable models that runs out of memory is taken in halves; False if the loss
+            of a batch is not a mean over its examples.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LocalTrainer:
         self.meter = Meter()
 
     def fresh(self) -> LocalTrainer:
-        """The same client with a meter of its own."""
+        """Create a trainer of the same client with a new meter."""
         return LocalTrainer(
             self.model,
             self.models,
@@ -148,10 +148,10 @@ class LocalTrainer:
         return tree.canonical(end)
 
     def is_standard(self, request: Request) -> bool:
-        """Whether a step only computes: its functions and loss are this package's, and all layers are standard.
+        """Whether a step has no side effects: its functions and loss are this package's, and all layers are standard.
 
-        Only then may an engine evaluate the loss once more than the user's own loop would, or for many
-        clients at once.
+        Only then may an engine evaluate the loss more often than the user's own loop would, or for many clients
+        together.
         """
         return self.has_standard(request.loss, request.precondition, request.prox)
 
@@ -164,7 +164,7 @@ class LocalTrainer:
         return all(f is None or is_of_package(f) for f in functions) and not self.data.loss.is_custom
 
     def may_stack(self, request: Request) -> bool:
-        """Whether an engine may take the steps of many clients together: only the models may be more than standard."""
+        """Whether an engine may take the steps of many clients together: only the models may be nonstandard."""
         functions = request.loss, request.precondition, request.prox
         return self._has_package_functions(*functions) and self.beyond_stacking is None
 
@@ -175,11 +175,11 @@ class LocalTrainer:
 
     @property
     def beyond_stacking(self) -> str | None:
-        """Why the steps of clients with these models are not taken together, for a message; None if they are."""
+        """The reason why steps of clients with these models are not taken together, for a message; None if they are."""
         return next((reason for m in self.models if (reason := m.beyond_stacking or self._is_large(m))), None)
 
     def _is_large(self, model: Architecture) -> str | None:
-        """Why steps of a model that is more than standard are no faster together; None if they are."""
+        """The reason why steps of a nonstandard model are no faster together; None if they are."""
         if model.is_standard:
             return None
         if model.hidden_size is None or self.data.width is None:
@@ -191,11 +191,11 @@ class LocalTrainer:
         return f"a step of {rows} x {self.data.width} tokens of {model.hidden_size} numbers is as fast alone"
 
     def _counting(self, kind: Any, is_standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
-        """What is entered around each step, to count its operations.
+        """The context manager that is entered around each step to count its operations.
 
-        Steps of standard layers have been counted without being taken. All others are counted as they are
-        taken, the first of each size in every pass: counting may change the order of sums, and a result must
-        not depend on what a process did before.
+        Steps of standard layers have been counted without being taken. All others are counted when they are taken,
+        the first of each size in every pass: counting may change the order of sums, and a result must not depend on
+        earlier work of the process.
         """
         counted_sizes: set[BatchSize] = set()
         is_known = is_standard or self.ledger.is_fitted(kind)
@@ -210,11 +210,11 @@ class LocalTrainer:
         return around
 
     def account(self, request: Request, kind: Any, loss: float) -> None:
-        """Enter a pass of that :meth:`kind`, whose steps are counted, and its mean loss into the meter."""
+        """Enter a pass of the given :meth:`kind`, whose steps are counted, and its mean loss into the meter."""
         self.enter_pass(request.name, self.steps(request.name), self.flops(request, kind), loss)
 
     def flops(self, request: Request, kind: Any) -> int:
-        """Operations of a pass of that :meth:`kind`, whose steps are counted."""
+        """Operations of a pass of the given :meth:`kind`, whose steps are counted."""
         return self.ledger.total(kind, Counter(self.data.size(i) for i in self.data.order(request.name)))
 
     def enter_pass(self, name: str, steps: int, flops: int, loss: float) -> None:
@@ -224,7 +224,7 @@ class LocalTrainer:
         self.meter.losses[name] = loss
 
     def count(self, request: Request, kind: Any) -> None:
-        """Count steps of a request of standard layers, one of each size, without taking them."""
+        """Count the operations of one step of each size for a request of standard layers, without taking the steps."""
         pass_steps = None
         for size, i in {self.data.size(i): i for i in self.data.order(request.name)}.items():
             if not self.ledger.knows(kind, size):
@@ -233,7 +233,7 @@ class LocalTrainer:
                     pass_steps.gradient(pass_steps.loss(gather(self.data.examples, i, loss=self.data.loss)))
 
     def fit_cost(self, request: Request, kind: Any) -> None:
-        """Estimate the cost of steps on texts from a few short ones, which are counted and not taken; other data is skipped."""
+        """Fit the cost of steps on texts to a few short ones, which are counted and not taken; other data is skipped."""
         if self.data.width is None or self.ledger.has_tried(kind):
             return
         pass_steps = PassSteps(request, self.round)
@@ -261,25 +261,25 @@ class LocalTrainer:
 
     @property
     def owner(self) -> str:
-        """The client and its data, for errors."""
+        """The client and its data, for error messages."""
         examples = len(self.data.examples)
         return f"{self.data.info.title} with {examples} training example{'s' * (examples != 1)}"
 
     def inputs(self) -> Iterator[Any]:
-        """The inputs of all examples, chunk by chunk, of which batch normalizations take statistics."""
+        """The inputs of all examples, chunk by chunk, for the statistics of batch normalizations."""
         return (b.x for b in self.data.chunks(equal_width=True, in_one=self._in_one_chunk()))
 
     def _in_one_chunk(self) -> bool:
-        """Whether examples without a gradient must be in one chunk, because a model mixes those of a batch."""
+        """Whether examples without a gradient must be in one chunk, because a model mixes the examples of a batch."""
         is_one = len(self.data.examples) <= chunk_size(self.data.examples)
         return not is_one and any(map(mixes_examples, self.models))
 
     def kind(self, request: Request) -> Any:
-        """What the cost of a step depends on, but for its batch."""
+        """Key of everything but the batch on which the cost of a step depends."""
         return self.kind_of(request.loss, request.start, request.constants)
 
     def kind_of(self, function: Callable[..., Any], params: Any, constants: Any) -> Any:
-        """What the cost of a loss or of a statistic depends on, but for its batch."""
+        """Key of everything but the batch on which the cost of a loss or of a statistic depends."""
         forms = [tree.form(t, plain=False) for t in (params, constants)]
         return code_of(function), self.data.loss, self.model.name, self.data.form, *forms
 
@@ -314,7 +314,7 @@ class LocalTrainer:
     def count_total(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...], kind: Any
     ) -> None:
-        """Enter the cost of :meth:`sum_over_data` for a statistic of standard layers and that :meth:`kind_of` it."""
+        """Enter the cost of :meth:`sum_over_data` for a statistic of standard layers with the given :meth:`kind_of`."""
         sizes = Counter[BatchSize]()
         for rows in self.data.chunk_slices(self._in_one_chunk()):
             size = self.data.chunk_shape(rows)
@@ -328,7 +328,7 @@ class LocalTrainer:
     def _count_statistics(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
     ) -> int:
-        """Find the statistics of batch normalizations, and what they cost beside the examples themselves."""
+        """Compute the statistics of batch normalizations, and count their cost beyond that of the examples themselves."""
         batch = next(self.data.chunks(in_one=self._in_one_chunk()))
         counts: list[int] = []
         for _ in range(2):
@@ -347,18 +347,20 @@ def descend(
     steps: int = 1,
     owner: str | None = None,
 ) -> tuple[Any, Tensor]:
-    """Take one step a batch.
+    """Take one step for each batch.
 
-    A step that runs out of memory is taken again in two halves, and those after it in parts of that size, once in a pass.
+    A step that runs out of memory is repeated in two halves, and later steps are taken in parts of that size; this
+    happens at most once in a pass.
 
     Args:
-        request: what is trained.
-        batches: one a step.
-        round: counted from 0.
-        micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
-        counting: entered around each loss and its gradient.
-        steps: how many batches there are, for a schedule within the pass.
-        owner: the client, for the message where a step is halved; None to raise the error instead.
+        request: request of the pass.
+        batches: batches of the pass, one for each step.
+        round: index of the round, from 0.
+        micro_batch: number of examples whose gradient is computed together; these gradients sum to that of the
+            batch.
+        counting: function of the batch whose context manager is entered around each loss and its gradient.
+        steps: number of batches, for a schedule within the pass.
+        owner: client named in the message if a step is halved; None to raise the error instead.
 
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
@@ -382,7 +384,7 @@ def descend(
                 micro_batch,
                 micro_batch,
             )
-            # once in a pass
+            # halve only once in a pass
             owner = None
             with counting(batch):
                 value, grads = _gradient(pass_steps, batch, micro_batch)
@@ -396,7 +398,7 @@ def descend(
 def _gradient(
     pass_steps: PassSteps, batch: Batch, micro_batch: int | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss of a batch and its gradient."""
+    """Compute the loss of a batch and its gradient."""
     if micro_batch is None or len(batch) <= micro_batch:
         loss = pass_steps.loss(batch)
         gradient = pass_steps.gradient(loss)  # checks that the loss is a number first
@@ -414,7 +416,7 @@ def _gradient(
         if weights is None:
             value = value * (len(indices) / len(batch))
         else:
-            # stays on the device: a number of Python would wait for the steps before
+            # the value stays on the device: a Python number would wait for the previous steps
             value = value * (weights[indices].sum().double() / weights.sum().clamp(min=1)).to(value.dtype)
         for i, (total_grad, g) in enumerate(zip(grads, pass_steps.gradient(value), strict=True)):
             if g is not None:

@@ -1,1 +1,1 @@
-"""LoRA: layers with factors A and B, and the factors of a module."""
+"""LoRA: layers with factors A and B, and the factors of a whole module."""

@@ -1,4 +1,4 @@
-"""Layers that LoRA adapts: where a module has factors A and B, or could have them (Hu et al. 2021)."""
+"""Layers that LoRA adapts: those of a module that have factors A and B, or could have them (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..adaptable import EMBEDDINGS, AdaptableWeight, find_adaptable_weights
 from .lora_layers import LoRALayer, factor_name
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the names of the base model."""
+"""Prefix that PEFT adds to the names of the base model."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class AdaptedLayer:
     """A layer whose weight is adapted, W + s·B A.
 
     Attributes:
-        weight: name of the weight's parameter.
+        weight: name of the parameter that holds the weight.
         shape: (d, k) of the weight as a matrix; the update is B A with factors ``[d, r]`` and ``[r, k]``.
         stored_shape: shape of the weight's parameter.
         transposed: whether the parameter is stored as ``[k, d]``.
         a: name of the parameter A, or None if the update is added to the weight.
-        b: name of the parameter B, or None.
+        b: name of the parameter B, or None as for ``a``.
         a_tail: shape of parameter A after r (the kernel of a convolution).
         b_tail: shape of parameter B after (d, r).
         embedding: whether the layer is an embedding, whose initial A is zero and whose initial B is random.
-        dtype: of its factors, by default of the weight; layers of one model may differ.
-        limit: the most components that its factors may have beside min(d, k), or None: the module gave it fewer than other layers
-            (``rank_pattern`` of PEFT).
-        ratio: c, the module's own scale of this layer over that of the model (``alpha_pattern``). The update is s·B A with
-            factors that hold c; the parameter that begins at zero is the factor over c.
+        dtype: type of the factors, by default that of the weight; layers of one model may differ.
+        limit: bound on the rank of the factors in addition to min(d, k), or None; it is set where the module gave
+            the layer a lower rank than other layers (``rank_pattern`` of PEFT).
+        ratio: ratio c of the module's own scale of this layer to that of the model (``alpha_pattern``). The update
+            is s·B A with factors that include c; the parameter that begins at zero is the factor divided by c.
     """
 
     weight: str
@@ -62,30 +62,30 @@ class AdaptedLayer:
 
     @property
     def largest_rank(self) -> int:
-        """The most components that its factors may have."""
+        """The largest rank that the factors may have."""
         return min(self.shape) if self.limit is None else min(*self.shape, self.limit)
 
     def reshape_update(self, update: Tensor) -> Tensor:
-        """An update ``[d, k]`` in the shape of the weight's parameter."""
+        """Reshape an update ``[d, k]`` to the shape of the weight's parameter."""
         return (update.mT if self.transposed else update).reshape(self.stored_shape)
 
     def read_pair(self, params: Mapping[str, Tensor]) -> Pair:
-        """The factors of this layer among a model's parameters."""
+        """Read the factors of this layer from a model's parameters."""
         pair = Pair(params[str(self.b)].flatten(1), params[str(self.a)].flatten(1))
         return self._times(pair, self.ratio)
 
     def as_parameters(self, pair: Pair) -> Params:
-        """Factors, of any rank, as the two parameters of this layer."""
+        """Convert factors of any rank to the two parameters of this layer."""
         return self.shape_parameters(self._times(pair, 1 / self.ratio))
 
     def _times(self, pair: Pair, factor: float) -> Pair:
-        """A multiple of the product, by the factor that begins at zero."""
+        """Multiply the product by a number, applied to the factor that begins at zero."""
         if factor == 1.0:
             return pair
         return Pair(pair.b, pair.a * factor) if self.zero == "a" else Pair(pair.b * factor, pair.a)
 
     def shape_parameters(self, pair: Pair) -> Params:
-        """Two matrices, of any rank, in the shapes of the two parameters of this layer."""
+        """Reshape two matrices of any rank to the shapes of the two parameters of this layer."""
         a, b = pair.a, pair.b
         return {
             str(self.a): a.reshape(-1, *self.a_tail) if self.a_tail else a,
@@ -94,11 +94,11 @@ class AdaptedLayer:
 
 
 PRINCIPAL = ("pissa", "olora")
-"""Values of PEFT's ``init_lora_weights`` under which factors begin at a part of the weight, and the base holds the rest."""
+"""Values of PEFT's ``init_lora_weights`` that split the weight into initial factors and a base with the rest."""
 
 
 def is_gaussian_initial(initial: Any) -> bool | None:
-    """Whether a value of PEFT's ``init_lora_weights`` asks for a normal A; None if it is not supported."""
+    """Whether a value of PEFT's ``init_lora_weights`` means a normal A; None if the value is not supported."""
     if initial is True or is_principal_initial(initial):
         return False
     return True if isinstance(initial, str) and initial.lower() == "gaussian" else None
@@ -110,10 +110,10 @@ def is_principal_initial(initial: Any) -> bool:
 
 
 def find_initials(module: nn.Module) -> tuple[bool, bool]:
-    """Whether PEFT's configurations within a module ask for a normal A; and for a part of the weight (:data:`PRINCIPAL`).
+    """Find whether PEFT's configurations in a module mean a normal A, and whether a part of the weight (:data:`PRINCIPAL`).
 
     Raises:
-        TaskError: if one asks for an adapter that begins otherwise.
+        TaskError: if a configuration means another initialization.
     """
     are_gaussian, is_principal = set(), False
     for layer in module.modules():
@@ -132,7 +132,7 @@ def find_initials(module: nn.Module) -> tuple[bool, bool]:
 
 
 class FactorParameters(NamedTuple):
-    """The factors of a weight: names within the layer of the weight, A and B, s, r, and whether s is α/√r."""
+    """The factors of a weight: the names of weight, A and B in the layer, s, r, and whether s is α/√r."""
 
     weight: str
     a: str
@@ -143,10 +143,10 @@ class FactorParameters(NamedTuple):
 
 
 def find_factors(layer: nn.Module) -> list[FactorParameters]:
-    """The factors of a layer of PEFT or of :mod:`fedlowrank.adapters.lora.lora_layers`; attention has several.
+    """Find the factors of a layer of PEFT or of :mod:`fedlowrank.adapters.lora.lora_layers`; attention has several.
 
     Raises:
-        TaskError: if a PEFT layer has several adapters, or its update is not one of the weight.
+        TaskError: if a PEFT layer has several adapters, or its update is not an update of the weight.
     """
     if isinstance(layer, LoRALayer):
         return [
@@ -179,7 +179,7 @@ def find_factors(layer: nn.Module) -> list[FactorParameters]:
 
 
 def _check_convolution(base: Any, inner: Any) -> None:
-    """Refuse a convolution of PEFT whose A reads other inputs than the weight beside it."""
+    """Refuse a convolution of PEFT whose A reads other inputs than its weight."""
     if isinstance(base, nn.modules.conv._ConvNd):
         for setting in ("dilation", "padding_mode"):
             if getattr(base, setting) != getattr(inner, setting):
@@ -193,17 +193,17 @@ def _check_convolution(base: Any, inner: Any) -> None:
 def describe_adapted_layer(
     name: str, layer: nn.Module, factors: FactorParameters, limit: int | None = None, ratio: float = 1.0
 ) -> AdaptedLayer:
-    """The adapted layer of a layer with factors; ``limit`` and ``ratio`` are those of :class:`AdaptedLayer`.
+    """Describe a layer with factors as an adapted layer; ``limit`` and ``ratio`` are those of :class:`AdaptedLayer`.
 
     Raises:
-        TaskError: if it is a convolution of PEFT with groups, its weight is no parameter, or its factors are
-            complex.
+        TaskError: if the layer is a convolution of PEFT with groups, its weight is not a parameter, or its factors
+            are complex.
     """
     is_lora_layer = isinstance(layer, LoRALayer)
     base: Any = layer if is_lora_layer else layer.base_layer
     parameters = dict(layer.named_parameters())
     path, attribute = f"{name}.{factors.weight}".lstrip(".").rpartition(".")[::2]
-    # the parameter itself: the attribute of one of our layers is W + s·B A
+    # the parameter itself: the attribute of a layer of this package is W + s·B A
     weight = AdaptableWeight(path, base, attribute).parameter()
     a_shape, b_shape = parameters[factors.a].shape, parameters[factors.b].shape
     d, k = b_shape[0], math.prod(a_shape[1:])
@@ -242,12 +242,12 @@ def describe_adapted_layer(
 
 
 def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedLayer]:
-    """Linear layers, attention and convolutions outside the head, to whose weights an update can be added.
+    """Find linear layers, attention and convolutions outside the head, to whose weights an update can be added.
 
-    A weight that several layers share is one adapted layer, under the first of its names.
+    A weight that several layers share gives one adapted layer, under the first of its names.
 
     Raises:
-        TaskError: if there is none, or a layer's weight is no parameter of floating point.
+        TaskError: if there is no such layer, or a layer's weight is not a floating-point parameter.
     """
     layers, seen_ids = {}, set()
     names = {id(p): name for name, p in module.named_parameters()}
@@ -263,7 +263,7 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
         if target.is_transposed:
             size = size[1], size[0]
         layers[target.name] = AdaptedLayer(
-            # of a complex weight the update is real
+            # the update of a complex weight is real
             names[id(weight)],
             size,
             shape,

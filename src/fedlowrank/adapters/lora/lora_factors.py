@@ -1,15 +1,15 @@
-"""LoRA factors of a whole module: which layers have them, and the parameters they give (Hu et al., arXiv:2106.09685).
+"""LoRA factors of a whole module: the layers that have them, and the resulting parameters (Hu et al., arXiv:2106.09685).
 
-An adapted weight is W + s·B A. Three kinds of modules give the same :class:`LoRA`:
+An adapted weight is W + s·B A. Three kinds of modules are described by the same :class:`LoRA`:
 
-- wrapped by PEFT: the factors are parameters of its layers, and the update is applied to activations;
-- made by :func:`fedlowrank.adapters.lora.lora_layers.add_lora`, this package's layers: likewise, or to the weight
-  where other code reads it;
-- any other: s·B A is added to the weight itself, for every linear layer, attention and convolution outside
+- modules wrapped by PEFT: the factors are parameters of its layers, and the update is applied to activations;
+- modules of :func:`fedlowrank.adapters.lora.lora_layers.add_lora`, with this package's layers: the update is
+  applied to activations, or to the weight where other code reads it;
+- all other modules: s·B A is added to the weight itself, for every linear layer, attention and convolution outside
   the head.
 
-The scale s is not part of the factors. A wrapped module multiplies by a scale of its own, so its parameter B
-is B times the ratio of both scales.
+The scale s is not part of the factors. A wrapped module multiplies by its own scale, so its parameter B is B times
+the ratio of both scales.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class LoRA:
     """The adapted layers of a module.
 
     Attributes:
-        layers: by name of the layer in the base model.
-        base: the frozen weights W, by the name of their parameter.
-        scale: s by which the module itself multiplies B A; 1 if the update is added to the weight.
-        rank: r of the module's own factors, or None.
+        layers: adapted layers by their name in the base model.
+        base: frozen weights W, by the name of their parameter.
+        scale: scale s by which the module itself multiplies B A; 1 if the update is added to the weight.
+        rank: rank r of the module's own factors, or None.
         rslora: whether α is divided by √r instead of r.
         gaussian: whether the initial A is normal (``init_lora_weights = "gaussian"`` of PEFT), not uniform.
-        principal: whether the module's own factors begin at a part of the weights (PiSSA, OLoRA), and the base lacks it.
-        trained: the module's own factors where their product is not zero: clients go on from them.
-        cache: values derived from it, shared by all clients.
+        principal: whether the module's own factors begin at a part of the weights (PiSSA, OLoRA) that the base
+            lacks.
+        trained: module's own factors where their product is not zero, from which clients continue.
+        cache: values derived from this object, shared by all clients.
     """
 
     layers: Mapping[str, AdaptedLayer]
@@ -68,24 +69,25 @@ class LoRA:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(d, k) of every adapted weight."""
+        """The shape (d, k) of every adapted weight."""
         return {name: layer.shape for name, layer in self.layers.items()}
 
     @property
     def largest_rank(self) -> int:
-        """The largest rank that an update of one of the layers can have; a higher one adds nothing."""
+        """The largest rank that an update of one of the layers can have; a higher rank has no effect."""
         return max(layer.largest_rank for layer in self.layers.values())
 
     def draw_factors(self, rank: int, key: Key) -> Factors:
-        """Draw random initial factors as PEFT's, whose product is zero.
+        """Draw random initial factors whose product is zero, as PEFT does.
 
         A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero.
-        Of an embedding A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal
-        A then has the standard deviation 1/rank of this, the largest rank. Factors have the type and the device of
+        For an embedding, A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal A
+        then has the standard deviation 1/rank of the largest rank, the one given here. Factors have the type and
+        the device of
         their layer.
 
         Args:
-            rank: r, at most :attr:`largest_rank`; a layer that can have less gets fewer components.
+            rank: rank r, at most :attr:`largest_rank`; a layer with a smaller largest rank gets fewer components.
             key: source of randomness; each layer has its own subkey.
         """
         factors: Factors = {}
@@ -109,13 +111,13 @@ class LoRA:
         frozen_factors: Factors | None = None,
         moved_weights: Params | None = None,
     ) -> Params:
-        """Insert factors: the parameters under which the module computes W + s·B A (+ B' A' of a frozen second adapter).
+        """Build the parameters with which the module computes W + s·B A (+ B' A' of a frozen second adapter).
 
         Args:
-            factors: B and A of every layer, of any rank.
-            scale: s.
-            frozen_factors: a further update, with a scale of 1.
-            moved_weights: W by the name of its parameter, where it is not the module's own.
+            factors: factors B and A of every layer, of any rank.
+            scale: scale s of the product.
+            frozen_factors: factors of a further update, with a scale of 1.
+            moved_weights: weights W that differ from the module's own, by the name of their parameter.
         """
         params: Params = dict(moved_weights or {})
         for name, pair in factors.items():
@@ -146,10 +148,10 @@ class LoRA:
         return weights
 
     def match_module_ranks(self, params: Params, module_params: Params) -> Params:
-        """Change the factors of a model to the ranks of the module's own; the model stays the same.
+        """Convert the factors of a model to the ranks of the module's own factors; the function of the model does not change.
 
-        Factors of lower rank are zero-padded. Of a higher rank, s·B A is added to the weight and the factors
-        are zero.
+        Factors of a lower rank are zero-padded. For factors of a higher rank, s·B A is added to the weight and the
+        factors are zero.
         """
         matched_params = dict(params)
         for layer in self.layers.values():
@@ -174,7 +176,7 @@ def _uniform(columns: int, generator: torch.Generator, rank: int) -> Tensor:
 
 
 def lora_of(model: Model) -> LoRA:
-    """The :class:`LoRA` of a model, found once; raises TaskError as :func:`find_lora`."""
+    """Return the :class:`LoRA` of a model, which is found once; raises TaskError as :func:`find_lora`."""
     if "lora" not in model.cache:
         model.cache["lora"] = find_lora(model.module, model.head_name)
     lora: LoRA = model.cache["lora"]
@@ -182,7 +184,7 @@ def lora_of(model: Model) -> LoRA:
 
 
 def parameters_beside_factors(model: Model) -> Params:
-    """Initial values of what is trained beside LoRA factors: the head, and whatever else is not frozen."""
+    """Initial values of the parameters trained beside LoRA factors: the head, and all others that are not frozen."""
     factors = {n for layer in lora_of(model).layers.values() for n in (layer.a, layer.b) if n is not None}
     if factors:
         return {n: p for n, p in model.initial.items() if n not in factors}
@@ -194,7 +196,7 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
 
     Args:
         module: any module.
-        head: name of its head, which is trained whole.
+        head: name of the module's head, which is trained whole.
 
     Raises:
         TaskError: if no layer can be adapted, or an adapter of PEFT does not begin as a zero update of an unchanged base.
@@ -218,7 +220,7 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
             plain_layers, {layer.weight: parameters[layer.weight].detach() for layer in plain_layers.values()}
         )
     factors = [f for _, _, f in adapted_layers.values()]
-    # that of most layers; others have a ratio to it
+    # the scale of most layers; the others have a ratio to it
     scale, rank = Counter(f.scale for f in factors).most_common(1)[0][0], max(f.rank for f in factors)
     layers = {
         n.removeprefix(PEFT_PREFIX): describe_adapted_layer(
@@ -244,13 +246,13 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
 def average_present_components(
     means: Factors, previous_factors: Factors, component_weights: Tensor
 ) -> Factors:
-    """Average each component of padded factors over those clients alone that have it.
+    """Average each component of zero-padded factors only over the clients that have it.
 
     Args:
-        means: weighted means of all clients' zero-padded factors.
-        previous_factors: value of a component that no client has.
-        component_weights: sum of the weights of the clients that have each component ``[rank]``, descending; the first
-            is that of all.
+        means: weighted means of the zero-padded factors of all clients.
+        previous_factors: factors that give the value of a component that no client has.
+        component_weights: sum of the weights of the clients that have each component ``[rank]``, descending; the
+            first is that of all clients.
     """
     shares = (component_weights / component_weights[0]).tolist()
     factors: Factors = {}

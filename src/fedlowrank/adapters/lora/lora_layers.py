@@ -1,8 +1,8 @@
 """LoRA for the layers of any module: the weight W becomes W + s·B A, over a frozen W (Hu et al. 2021).
 
-A layer stays the object that it is, with its class, options, hooks and buffers; W stays the parameter of its
-name, and A and B are parameters beside it. Reading ``layer.weight`` gives W + s·B A: code that uses the
-weight without calling the layer, such as tied output layers, attention, and PyTorch's fused inference of
+A layer stays the same object, with its class, options, hooks and buffers; W keeps the name of its parameter, and A
+and B are parameters beside it. Reading ``layer.weight`` gives W + s·B A, for code that uses the weight without
+calling the layer, such as tied output layers, attention, and PyTorch's fused inference of
 ``nn.TransformerEncoderLayer``.
 
 A call of a linear layer, a convolution or an embedding does not form W + s·B A but computes W x + s·B (A x).
@@ -40,25 +40,25 @@ _CONVOLVE = {nn.Conv1d: functional.conv1d, nn.Conv2d: functional.conv2d, nn.Conv
 
 
 class LoRALayer(nn.Module):
-    """What a layer with low-rank updates has besides its own class.
+    """Mixin of a layer with low-rank updates, beside the layer's own class.
 
-    ``lora_A`` is A ``[r, k]``, random; of a convolution k = in · k1 · k2. ``lora_B`` is B ``[d, r]``, zero.
-    Of an embedding k is the number of rows, A zero and B random. The weights of ``nn.MultiheadAttention``
-    have factors of their own: ``in_proj_lora_A`` and so on.
+    ``lora_A`` is A ``[r, k]``, initially random; for a convolution, k = in · k1 · k2. ``lora_B`` is B ``[d, r]``,
+    initially zero. For an embedding, k is the number of rows, A is zero and B is random. Each weight of
+    ``nn.MultiheadAttention`` has its own factors: ``in_proj_lora_A`` and so on.
 
-    The weight that an attribute gives is computed at every access. So changes of it in place are lost, as
-    with ``torch.nn.utils.parametrize``; :meth:`base_weight` is W itself. The attribute cannot be assigned or
-    deleted: what reads W + s·B A and writes it back would apply the update twice.
+    The attribute of a weight is computed at every access. So changes of its value in place are lost, as with
+    ``torch.nn.utils.parametrize``; :meth:`base_weight` is W itself. The attribute cannot be assigned or deleted:
+    code that reads W + s·B A and writes it back would apply the update twice.
 
     ``torch.fx`` calls such a layer as a whole, like PyTorch's own layers.
 
     Attributes:
-        lora_scaling: s.
-        lora_rslora: whether s came from α/√r.
-        lora_transposed: names of the weights that are W + s·(B A)ᵀ: of embeddings, of GPT-2's ``Conv1D``, and
-            those that share their parameter with one.
-        lora_class: the layer's own class.
-        lora_weights: names of its weights that are adapted.
+        lora_scaling: scale s of the updates.
+        lora_rslora: whether s is α/√r.
+        lora_transposed: names of the weights that are W + s·(B A)ᵀ: those of embeddings and of GPT-2's ``Conv1D``,
+            and weights that share their parameter with one of these.
+        lora_class: own class of the layer.
+        lora_weights: names of the layer's adapted weights.
     """
 
     lora_scaling: float
@@ -68,21 +68,21 @@ class LoRALayer(nn.Module):
     lora_weights: ClassVar[tuple[str, ...]]
 
     def base_weight(self, name: str = "weight") -> Tensor:
-        """The frozen W."""
-        # replicas of nn.DataParallel have no parameters but plain attributes. Not getattr, for an
-        # AttributeError in a property would let nn.Module find the parameter W instead.
+        """The frozen weight W."""
+        # replicas of nn.DataParallel have plain attributes and no parameters. getattr is not used, because after an
+        # AttributeError in a property nn.Module would find the parameter W.
         values: dict[str, Any] = self.__dict__ if name in self.__dict__ else self._parameters
         _refuse_symbolic_tracing(self, name)
         tensor: Tensor = values[name]
         return tensor
 
     def factors(self, name: str = "weight") -> tuple[Tensor, Tensor]:
-        """(b, a) with the product b a in the orientation of the weight: B and A, or Aᵀ and Bᵀ."""
+        """Factors (b, a) whose product b a has the orientation of the weight: B and A, or Aᵀ and Bᵀ."""
         a, b = (self.base_weight(factor_name(name, f)) for f in "AB")
         return (a.mT, b.mT) if name in self.lora_transposed else (b, a)
 
     def adapted_weight(self, name: str = "weight") -> Tensor:
-        """W + s·B A."""
+        """The adapted weight W + s·B A."""
         w = self.base_weight(name)
         b, a = self.factors(name)
         # s is multiplied into the smaller factor, which saves a pass over the weight
@@ -101,7 +101,8 @@ class LoRALayer(nn.Module):
     def _refuse_change(self, name: str, attempted_change: str) -> None:
         """Refuse to change an adapted weight by its attribute.
 
-        Two changes are of W itself: ``load_state_dict(assign=True)``, and those of replicas of ``nn.DataParallel``.
+        Two changes are allowed, because they concern W itself: ``load_state_dict(assign=True)``, and those of
+        replicas of ``nn.DataParallel``.
         """
         caller = sys._getframe(2).f_globals.get("__name__")
         if caller == nn.Module.__module__ or getattr(self, "_is_replica", False):
@@ -113,19 +114,19 @@ class LoRALayer(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The layer's own, with the rank."""
+        """The layer's own representation, with the rank."""
         rank = self.base_weight(factor_name(self.lora_weights[0], "A")).shape[0]
         return ", ".join(filter(None, [super().extra_repr(), f"rank={rank}, scaling={self.lora_scaling:g}"]))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # the class is made at run time, so a copy makes it again
+        # the class is created at run time, so a copy creates it again
         reduced: Any = super().__reduce_ex__(protocol)
         return _new_layer, (self.lora_class, self.lora_weights), *reduced[2:]
 
 
 class _LinearLayer(LoRALayer):
     def forward(self, x: Tensor) -> Tensor:
-        """W x + s·B (A x)."""
+        """Compute W x + s·B (A x)."""
         layer: Any = self
         b, a = self.factors()
         out = functional.linear(x, self.base_weight(), layer.bias)
@@ -134,7 +135,7 @@ class _LinearLayer(LoRALayer):
 
 class _Conv1DLayer(LoRALayer):
     def forward(self, x: Tensor) -> Tensor:
-        """X W + s·(x b) a, of GPT-2's linear layer with the weight ``[k, d]``."""
+        """Compute x W + s·(x b) a, for GPT-2's linear layer with the weight ``[k, d]``."""
         layer: Any = self
         b, a = self.factors()
         out = functional.linear(x, self.base_weight().mT, layer.bias)
@@ -143,10 +144,10 @@ class _Conv1DLayer(LoRALayer):
 
 class _ConvolutionLayer(LoRALayer):
     def forward(self, x: Tensor) -> Tensor:
-        """W * x + s·B (A * x): A is a convolution with the layer's options, B one of kernel size 1."""
+        """Compute W * x + s·B (A * x): A is a convolution with the layer's options, B one of kernel size 1."""
         layer: Any = self
         if layer.groups > 1:
-            # B A is an update of the weight [out, in / groups, ...], not one convolution after another
+            # with groups, B A updates the weight [out, in / groups, ...] and is not a chain of two convolutions
             return super().forward(x)  # type: ignore[no-any-return]  # of the layer's own class
         w, (b, a) = self.base_weight(), self.factors()
         out: Tensor = layer._conv_forward(x, w, layer.bias)
@@ -157,14 +158,14 @@ class _ConvolutionLayer(LoRALayer):
 
 class _EmbeddingLayer(LoRALayer):
     def forward(self, x: Tensor) -> Tensor:
-        """Rows of W and s times rows of (B A)ᵀ; padding gives no gradient, as the layer defines it.
+        """Add rows of W and s times rows of (B A)ᵀ; padding gives no gradient, as the layer defines it.
 
-        Gradients of A and B are dense where those of W would be sparse.
+        Gradients of A and B are dense even where those of W would be sparse.
         """
         layer: Any = self
         padding = layer.padding_idx
         if layer.max_norm is not None or layer.scale_grad_by_freq:
-            # both are defined by whole rows, those of W + s·(B A)ᵀ; max_norm then changes no frozen W
+            # both options concern whole rows of W + s·(B A)ᵀ; max_norm then does not change the frozen W
             norm = layer.max_norm, layer.norm_type
             return functional.embedding(x, layer.weight, padding, *norm, layer.scale_grad_by_freq)
         b, a = self.factors()
@@ -178,9 +179,9 @@ class _EmbeddingBagLayer(LoRALayer):
     def forward(
         self, x: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Bags of rows of W and s times bags of rows of (B A)ᵀ; padding is in no bag, as the layer defines it.
+        """Add bags of rows of W and s times bags of rows of (B A)ᵀ; padding is in no bag, as the layer defines it.
 
-        Gradients of A and B are dense where those of W would be sparse.
+        Gradients of A and B are dense even where those of W would be sparse.
         """
         layer: Any = self
 
@@ -200,15 +201,15 @@ class _EmbeddingBagLayer(LoRALayer):
             return output
 
         if layer.max_norm is not None or layer.scale_grad_by_freq or layer.mode == "max":
-            # these are defined by whole rows, those of W + s·(B A)ᵀ; max_norm then changes no frozen W
+            # these options concern whole rows of W + s·(B A)ᵀ; max_norm then does not change the frozen W
             return bags(layer.weight)
         b, a = self.factors()
         return bags(self.base_weight()) + self.lora_scaling * functional.linear(bags(b), a.mT)
 
 
 def _refuse_symbolic_tracing(layer: LoRALayer, name: str) -> None:
-    """Refuse that ``torch.fx`` records W: its graph would read W + s·B A under the name of W."""
-    # not in torch.compile and torch.export, nor in make_fx, which record tensors and not names
+    """Refuse symbolic tracing by ``torch.fx``, whose graph would read W + s·B A under the name of W."""
+    # torch.compile, torch.export and make_fx are allowed, because they record tensors and not names
     if torch.compiler.is_compiling() or not getattr(_symbolic_trace, "_is_fx_tracing_flag", False):
         return
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
@@ -221,7 +222,7 @@ def _refuse_symbolic_tracing(layer: LoRALayer, name: str) -> None:
 
 
 def _product_form(base: type[nn.Module]) -> type[LoRALayer]:
-    """The form for layers of a class: with a product of its own only where ``forward`` is known."""
+    """The LoRA class for layers of a class: one that computes the product itself only where ``forward`` is known."""
     code: Any = base
     if code.forward is nn.Linear.forward:
         return _LinearLayer
@@ -240,7 +241,7 @@ def _product_form(base: type[nn.Module]) -> type[LoRALayer]:
 
 
 def factor_name(weight: str, factor: str) -> str:
-    """Name of a factor, ``"A"`` or ``"B"``, of a layer's weight: ``lora_A`` of ``weight``."""
+    """Name a factor, ``"A"`` or ``"B"``, of a layer's weight, such as ``lora_A`` for ``weight``."""
     return f"{weight.removesuffix('weight')}lora_{factor}"
 
 
@@ -249,7 +250,7 @@ def _weight_property(name: str) -> property:
         return layer.adapted_weight(name)
 
     def write(layer: LoRALayer, value: Tensor) -> None:
-        # only for replicas of nn.DataParallel: a parameter of that name is assigned by nn.Module
+        # only for replicas of nn.DataParallel: nn.Module itself assigns a parameter of that name
         layer.__dict__[name] = value
 
     return property(read, write)
@@ -257,8 +258,8 @@ def _weight_property(name: str) -> property:
 
 @cache
 def _lora_class(base: Any, weights: tuple[str, ...]) -> type[LoRALayer]:
-    """The subclass of a layer's class whose weights are adapted."""
-    # of a class of the user's nothing is known, so it is not one of this package's layers
+    """Create the subclass of a layer's class whose weights are adapted."""
+    # the forward of a user's class is unknown, so its subclass does not count as a layer of this package
     module = __name__ if base in LAYERS else base.__module__
     properties = {name: _weight_property(name) for name in weights}
     attributes = {"__module__": module, "lora_class": base, "lora_weights": weights}
@@ -281,33 +282,33 @@ def add_lora(
     trainable: Sequence[str] = (),
     key: Key | None = None,
 ) -> nn.Module:
-    """A copy of a module with low-rank updates of its weights, everything else frozen.
+    """Copy a module and add low-rank updates to its weights, with everything else frozen.
 
-    Linear layers, attention (``nn.MultiheadAttention``: its projections and its output layer), convolutions
-    and embeddings (``nn.EmbeddingBag``, too) can be adapted; other layers stay frozen. Adapted layers stay what
-    they are, with all their options: ``isinstance``, hooks and the names of the frozen weights are as before, and
+    Linear layers, attention (``nn.MultiheadAttention``: its projections and its output layer), convolutions and
+    embeddings (also ``nn.EmbeddingBag``) can be adapted; other layers stay frozen. Adapted layers keep their class
+    and all their options: ``isinstance``, hooks and the names of the frozen weights are as before, and
     ``layer.weight`` is W + s·B A; see :class:`LoRALayer`.
-    A weight that several layers share has one update, which all of them get if one of them is a target.
+    A weight that several layers share has one update, which applies to all of them if one of them is a target.
 
     Args:
-        module: left as it is.
-        rank: r. Above the largest that one of the layers can have it is lowered to that, α/r included; a layer
-            that can have less gets fewer components under the same scale. Either is warned of.
-        alpha: α, finite and not 0; by default r, a scale of 1.
-        target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular
-            expression for whole names, or ``"all"``. The name of an attention layer means all its weights.
-        rslora: scale by α/√r instead of α/r.
+        module: module to copy, which is not changed.
+        rank: rank r. A rank above the largest rank of all layers is lowered to that, also in α/r; a layer with a
+            smaller largest rank gets fewer components under the same scale. Both cases cause a warning.
+        alpha: scale numerator α, finite and not 0; by default r, for a scale of 1.
+        target_modules: layers to adapt, as in PEFT: names that equal a layer's name or end it (``["fc1"]``), a
+            regular expression for whole names, or ``"all"``. The name of an attention layer means all its weights.
+        rslora: whether the scale is α/√r instead of α/r.
         trainable: names of submodules that are trained whole, such as a head.
-        key: of the initial A; by default ``Key((0,))``.
+        key: key from which the initial A is drawn; by default ``Key((0,))``.
 
     Returns:
-        The module; its output is at first the original's exactly.
+        The copy, whose initial outputs equal those of the original exactly.
 
     Raises:
-        TaskError: if nothing matches, a layer cannot be adapted (a weight that is parametrized, such as by
-            ``weight_norm``, or of integers), is lazy, or has LoRA factors already.
-        ConfigError: if the rank is no whole number of at least 1, α is 0 or not finite, or ``target_modules``
-            is no regular expression.
+        TaskError: if no layer matches, or a layer cannot be adapted (its weight is parametrized, such as by
+            ``weight_norm``, or has integers), is lazy, or already has LoRA factors.
+        ConfigError: if the rank is not an integer of at least 1, α is 0 or not finite, or ``target_modules`` is not
+            a valid regular expression.
     """
     rank = check_minimum("add_lora.rank", rank, 1)
     if alpha is not None and (alpha == 0 or not math.isfinite(alpha)):
@@ -325,7 +326,7 @@ def add_lora(
                 f"layer {name or '(the module itself)'} has LoRA factors already; add them once, to the module "
                 "without them, for all layers together"
             )
-    # of the module itself, because a weight under weight_norm cannot be copied
+    # checked in the module itself, because a weight under weight_norm cannot be copied
     for adaptable in _find_targets(module, target_modules, trainable):
         if not adaptable.floating_parameter().numel():
             raise TaskError(
@@ -362,14 +363,14 @@ def add_lora(
         _adapt(layer, weights, scaling, rslora)
     for name in trainable:
         for parameter in _submodule(adapted_module, name).parameters():
-            # others take no gradient
+            # other types have no gradient
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_(True)
     return adapted_module
 
 
 def merge_lora(module: nn.Module) -> nn.Module:
-    """A plain copy of a module of :func:`add_lora`: each layer of its own class, with the weight W + s·B A.
+    """Copy a module of :func:`add_lora` as a plain module: each layer has its own class and the weight W + s·B A.
 
     Weights that layers share stay shared. A module without low-rank updates is only copied.
     """
@@ -379,10 +380,10 @@ def merge_lora(module: nn.Module) -> nn.Module:
 
 
 def merge_lora_(module: nn.Module) -> None:
-    """:func:`merge_lora` in place."""
+    """Do :func:`merge_lora` in place."""
     layers = [layer for layer in module.modules() if isinstance(layer, LoRALayer)]
     with torch.no_grad():
-        # all of them before the first change, because layers may share W
+        # computed for all layers before the first change, because layers may share W
         merged_weights = [
             (layer._parameters[n], layer.adapted_weight(n)) for layer in layers for n in layer.lora_weights
         ]
@@ -395,7 +396,7 @@ def merge_lora_(module: nn.Module) -> None:
                 delattr(layer, factor_name(name, factor))
         del layer.lora_scaling, layer.lora_rslora, layer.lora_transposed
         layer.__dict__.pop("__module__", None)
-        layer.__class__ = layer.lora_class  # type: ignore[assignment]  # what it was before
+        layer.__class__ = layer.lora_class  # type: ignore[assignment]  # the class before add_lora
 
 
 def _adapt(
@@ -404,7 +405,7 @@ def _adapt(
     scaling: float,
     rslora: bool,
 ) -> None:
-    """Adapt some weights of a layer, in place; the object stays the same, with its references and hooks."""
+    """Adapt some weights of a layer in place; the object stays the same, with its references and hooks."""
     base: Any = type(layer)
     layer.__class__ = _lora_class(base, tuple(weights))
     layer.lora_scaling, layer.lora_rslora = scaling, rslora
@@ -412,12 +413,12 @@ def _adapt(
     for name, (a, b, _) in weights.items():
         layer.register_parameter(factor_name(name, "A"), a)
         layer.register_parameter(factor_name(name, "B"), b)
-    # torch.fx calls as a whole, and does not trace into, what says that it is of torch.nn
+    # torch.fx calls modules that claim to be of torch.nn as a whole and does not trace into them
     layer.__dict__["__module__"] = nn.Module.__module__
 
 
 def _initial_factors(target: AdaptableWeight, rank: int, key: Key) -> tuple[nn.Parameter, nn.Parameter]:
-    """A random and B zero; of an embedding A zero and B random."""
+    """Create a random A and a zero B; for an embedding, a zero A and a random B."""
     weight, generator = target.parameter(), key.generator()
     d, k = weight.shape[0], math.prod(weight.shape[1:])
     if target.is_transposed:

@@ -1,7 +1,7 @@
-"""Ranks above what a layer can have: lowered in every place where a rank is set, with one warning.
+"""Ranks above the largest rank of a layer: they are lowered wherever a rank is set, with one warning.
 
-An update of a weight, as a matrix ``[d, k]``, has at most rank min(d, k); more components add nothing to what
-it can be.
+An update of a weight, as a matrix ``[d, k]``, has at most rank min(d, k); more components do not extend the
+possible updates.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from ...core.errors import LoweredRankWarning, warn_user
 
 _MAX_LISTED = 5
-"""Layers that a warning names."""
+"""Maximum number of layers that a warning names."""
 
 
 def describe_lowered_ranks(ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """A sentence that names the ranks, the layers and the ranks used there; none if nothing is lowered.
+    """Describe the lowered ranks in a sentence with the ranks, the layers and the ranks used there; none if none is lowered.
 
     Args:
-        ranks: that were set, by layer name.
-        shapes: (d, k) of every adapted weight as a matrix, by layer name.
+        ranks: ranks that were set, by layer name.
+        shapes: shape (d, k) of every adapted weight as a matrix, by layer name.
     """
     lowered_ranks = {name: min(shapes[name]) for name, rank in ranks.items() if rank > min(shapes[name])}
     if not lowered_ranks:

@@ -24,7 +24,7 @@ Kind = Literal["linear", "convolution", "embedding", "bias", "norm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 NO_PATTERN: Mapping[str, float] = MappingProxyType({})
 Include = Callable[[str, nn.Module], bool]
-"""Whether a layer is adapted, by its dotted name and the layer itself."""
+"""Predicate of a layer's dotted name and the layer itself: whether the layer is adapted."""
 
 _MATRICES: dict[type[nn.Module], Kind] = {
     nn.Linear: "linear",
@@ -43,16 +43,17 @@ class AdaptedParameter:
     """One parameter that gets adaptors.
 
     Attributes:
-        layer: dotted name of the layer with the parameter; of a shared one, the first.
-        kind: what it is.
-        shape: of the parameter.
-        rank: of each adaptor; 0 for an offset.
-        parameter_count: of each adaptor.
-        transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change
-            places.
-        note: a rank that is not the one asked for, other layers that share the parameter.
-        requested_rank: the rank asked for, above :attr:`rank` where the weight as a matrix cannot have it.
-        matrix: rows and columns of the weight as a matrix; of an offset (0, 0).
+        layer: dotted name of the layer with the parameter; the first one if layers share it.
+        kind: kind of the parameter.
+        shape: shape of the parameter.
+        rank: rank of each adaptor; 0 for an offset.
+        parameter_count: parameter count of each adaptor.
+        transposed: whether the weight is stored with the inputs first, as in GPT-2's ``Conv1D``; U and V then
+            change places.
+        note: text for a warning: a rank that differs from the requested one, other layers that share the parameter.
+        requested_rank: rank that was requested; it exceeds :attr:`rank` where the weight as a matrix cannot have
+            it.
+        matrix: rows and columns of the weight as a matrix; (0, 0) for an offset.
     """
 
     layer: str
@@ -74,31 +75,31 @@ def find_adapted_parameters(
     include: Include | None = None,
     rank_pattern: Mapping[str, float] = NO_PATTERN,
 ) -> dict[str, AdaptedParameter]:
-    """The parameters of a module that get adaptors, by name.
+    """Find the parameters of a module that get adaptors, by name.
 
     Args:
-        module: any module; layers other than linear, attention, convolution, embedding and normalization get
-            none, and neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a
-            linear layer; a layer of vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``,
-            is a normalization.
-        rank: an integer, lowered where it is above what a weight can have; or a budget ρ in (0, 1), see
+        module: any module; layers other than linear, attention, convolution, embedding and normalization get no
+            adaptors, and neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face counts
+            as a linear layer; a layer that has only vectors and "norm" in its class name, such as ``LlamaRMSNorm``,
+            counts as a normalization.
+        rank: integer rank, lowered for weights whose largest rank is smaller; or a budget ρ in (0, 1), see
             :meth:`.mixture.Fold.rank`.
-        construction: of convolutions.
-        kinds: what is adapted.
-        include: which layers are, asked of each layer that holds a parameter; by default all. A parameter
-            that several layers share is adapted if one of them is.
-        rank_pattern: ranks or budgets of single layers, by the end of their names, such as ``{"head": 10}``; the
-            first that fits counts. The others have ``rank``.
+        construction: construction of the adaptors of convolutions.
+        kinds: kinds of parameters that are adapted.
+        include: predicate of the layers to adapt, called for each layer that holds a parameter; by default all. A
+            parameter that several layers share is adapted if one of them is.
+        rank_pattern: ranks or budgets of single layers, by suffix of their names, such as ``{"head": 10}``; the
+            first match counts. All other layers have ``rank``.
 
     Raises:
-        TaskError: if nothing is left to adapt, a parameter is not yet initialized or not of floating point,
-            a weight is computed from other parameters (``weight_norm``, a parametrization), or an embedding
+        TaskError: if there is no parameter to adapt, a parameter is not yet initialized or not floating-point, a
+            weight is computed from other parameters (``weight_norm``, a parametrization), or an embedding
             renormalizes its rows or has sparse gradients.
         ConfigError: if a rank is neither an integer nor a budget, a kind or the construction is unknown, or a name
-            of ``rank_pattern`` fits no layer with adaptors.
+            of ``rank_pattern`` matches no layer with adaptors.
     """
     _check_choices(kinds, construction)
-    # checks ranks even if only offsets are adapted
+    # check ranks even if only offsets are adapted
     for rank_or_budget in (rank, *rank_pattern.values()):
         check_rank_or_budget("rank", rank_or_budget)
     for weight in find_adaptable_weights(module):
@@ -106,7 +107,7 @@ def find_adapted_parameters(
             include is None or include(weight.path, weight.layer)
         )
         if is_requested and weight.is_computed:
-            # raises TaskError
+            # raises TaskError for a computed weight
             weight.parameter()
     unused_suffixes: set[str | None] = {*rank_pattern}
     first_names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
@@ -161,10 +162,10 @@ def find_trained_adapted_parameters(
     kinds: tuple[Kind, ...],
     rank_pattern: Mapping[str, float] = NO_PATTERN,
 ) -> dict[str, AdaptedParameter]:
-    """:func:`find_adapted_parameters` among the trained parameters of an architecture.
+    """Do :func:`find_adapted_parameters` among the trained parameters of an architecture.
 
     Raises:
-        TaskError: if none is trained, and as :func:`find_adapted_parameters`.
+        TaskError: if no such parameter is trained, or in the cases of :func:`find_adapted_parameters`.
     """
     adapted_parameters = find_adapted_parameters(model.module, rank, construction, kinds, None, rank_pattern)
     trained_parameters = {n: s for n, s in adapted_parameters.items() if n in model.initial}
@@ -177,7 +178,7 @@ def find_trained_adapted_parameters(
 
 
 def warn_adapted_ranks(owner: str, adapted_parameters: Mapping[str, AdaptedParameter]) -> None:
-    """Warn of ranks that are above what a parameter can have."""
+    """Warn of ranks above the largest rank of a parameter."""
     ranks = {name: parameter.requested_rank for name, parameter in adapted_parameters.items()}
     warn_lowered_ranks(owner, ranks, {n: parameter.matrix for n, parameter in adapted_parameters.items()})
 
@@ -190,9 +191,9 @@ def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:
 
 
 def kind_of(layer: nn.Module, attribute: str, parameter: nn.Parameter) -> Kind | None:
-    """What a parameter of a layer is, by its name in it; None if it can have no adaptors."""
-    # by name, for a subclass may hold more: the size of a normalized weight, say, to which nothing can be
-    # added
+    """The kind of a layer's parameter, by its name in the layer; None if it can have no adaptors."""
+    # by name, because a subclass may have further parameters to which nothing can be added, such as the norm of a
+    # normalized weight
     if attribute not in _WEIGHTS + _BIASES or parameter.numel() == 0:
         return None
     if isinstance(layer, _NORMS):
@@ -258,10 +259,10 @@ def _adapted_parameter(
 def find_norms_with_statistics(
     module: nn.Module, adapted_parameters: Mapping[str, AdaptedParameter]
 ) -> dict[str, tuple[str, str]]:
-    """Names of γ and β, by layer, of the adapted BatchNorm layers that normalize by running statistics.
+    """Find the names of γ and β, by layer, of the adapted BatchNorm layers that normalize by running statistics.
 
-    One that keeps none always normalizes by the batch, as its adaptors would: there an offset is the same
-    thing.
+    A layer without running statistics always normalizes by the batch, as its adaptors would, so an offset is
+    equivalent.
 
     Raises:
         TaskError: if such a layer shares γ or β with another, or spans processes.

@@ -64,40 +64,40 @@ class Floral(nn.Module):
     A forward pass is one pass of the module with mixed weights, whatever C is. It is exact for any stride,
     padding, dilation, groups, shared weights and layers used twice, and equals the module at the start.
 
-    :attr:`base` is the module itself, not a copy; its parameters train unless they are frozen. Adaptors carry
-    the names of what they adapt: ``adaptors.layer1.0.weight.u``. Code that bypasses this module's forward
+    :attr:`base` is the module itself, not a copy; its parameters train unless they are frozen. Adaptors are named
+    after the parameters they adapt: ``adaptors.layer1.0.weight.u``. Code that bypasses this module's forward
     (``model.base.generate(...)``) needs ``model.merge()``. Activation checkpointing inside the base is
     refused: it would recompute layers without adaptors; checkpoint the whole wrapper instead. Other
-    recomputation in the backward pass (reversible blocks) is not recognized and gives wrong gradients. A
-    layer must read its weight as its own attribute. A warning names weights without adaptors (an LSTM's).
+    recomputation in the backward pass (reversible blocks) is not recognized and gives wrong gradients. A layer must
+    read its weight as its own attribute. A warning names weights without adaptors, such as those of an LSTM.
 
     Args:
         model: any module with linear layers, attention, convolutions, embeddings or normalizations.
-        rank: of the updates, an integer; or a budget ρ in (0, 1), each parameter's share (rank 1 at least). A
-            rank above what a weight can have is lowered there, with a warning.
-        num_clusters: C.
-        rank_pattern: ranks or budgets of single layers, by the end of their names, such as ``{"head": 10}``.
-        alpha: α.
-        construction: of updates of convolutions; see :mod:`fedlowrank.adapters.mixtures.mixture`.
-        kinds: what is adapted: linear, convolution, embedding, bias, norm.
-        include: predicate of a layer's name and the layer: which are adapted. It is asked of the layers that
-            hold parameters, not of what contains them.
-        exclude: predicate of the same form: which are not.
-        router: of θ: temperature, noise, top and routing. Its lr counts in :meth:`parameter_groups`; update,
-            keep and adapt are the federated method's.
+        rank: rank of the updates, an integer; or a budget ρ in (0, 1), a share of each parameter's size (rank 1 at
+            least). A rank above the largest rank of a weight is lowered for that weight, with a warning.
+        num_clusters: number C of clusters.
+        rank_pattern: ranks or budgets of single layers, by suffix of their names, such as ``{"head": 10}``.
+        alpha: factor α on the adaptors.
+        construction: construction of the updates of convolutions; see :mod:`fedlowrank.adapters.mixtures.mixture`.
+        kinds: kinds of parameters that are adapted: linear, convolution, embedding, bias, norm.
+        include: predicate of a layer's name and the layer, true for layers to adapt. It is called for layers that
+            hold parameters, not for modules that contain them.
+        exclude: predicate of the same form, true for layers that are not adapted.
+        router: settings of θ: temperature, noise, top and routing. Its ``lr`` is used by :meth:`parameter_groups`;
+            ``update``, ``keep`` and ``adapt`` concern the federated method only.
         reparameterize: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42).
-            Otherwise each adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x;
-            γ_c, β_c) is computed. These start as the main ones, and batches count for the adaptors that have
-            a share. As in PyTorch, ``layer.training`` decides between statistics of the batch and running ones.
-        seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout
-            does, so that activation checkpointing replays the noise.
+            Otherwise each adaptor has its own running statistics and BN(x; γ, β) + α Σ_c π_c BN_c(x; γ_c, β_c) is
+            computed. These statistics start at the main ones, and a batch updates those of the adaptors with a
+            share. As in PyTorch, ``layer.training`` decides between statistics of the batch and running ones.
+        seed: seed of the random factors, for which torch's generator is not used. The router's noise uses torch's
+            generator, as dropout does, so that activation checkpointing replays the noise.
 
     Attributes:
-        base: the module.
-        theta: θ ``[C]``.
+        base: module with the main weights.
+        theta: router logits θ ``[C]``.
 
     Raises:
-        TaskError: if nothing can be adapted, a layer is lazy, or a layer cannot be adapted exactly.
+        TaskError: if no parameter can be adapted, a layer is lazy, or a layer cannot be adapted exactly.
         ConfigError: if a setting is out of range.
 
     Example:
@@ -135,7 +135,7 @@ class Floral(nn.Module):
         self.base = model
         self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
         self._route: list[float] | None = None
-        # names of γ and β by layer, of BatchNorm layers whose adaptors have statistics of their own
+        # names of γ and β, by layer, of the BatchNorm layers whose adaptors have their own statistics
         self._norms_with_statistics = (
             {} if reparameterize else find_norms_with_statistics(model, self._adapted)
         )
@@ -160,7 +160,7 @@ class Floral(nn.Module):
             set_submodule(self.adaptors, name, leaf)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the base makes of the arguments with its weights mixed.
+        """Call the base with mixed weights.
 
         Raises:
             TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong
@@ -175,7 +175,7 @@ class Floral(nn.Module):
         ]
         with lock_module(self.base):
             mixed_weights = mix_weights(self._weights(), adaptors, pi, self.alpha, self.construction)
-            # both last for this pass alone, so that the base stays the module it was
+            # both are undone after this pass, so that the base stays unchanged
             with (
                 add_forward_hooks(hooks),
                 substitute_parameters(self.base, {name: mixed_weights[name] for name in adaptors}),
@@ -184,32 +184,32 @@ class Floral(nn.Module):
 
     @property
     def pi(self) -> Tensor:
-        """The shares π ``[C]`` now, without noise and gradient."""
+        """The current shares π ``[C]``, without noise and gradient."""
         return self._shares(noisy=False).detach()
 
     def route(self, to: Route | None) -> None:
-        """Fix π, or learn it again. A fixed route is in the state dict; θ then gets no gradient.
+        """Fix π, or let it be learnt again. A fixed route is in the state dict; θ then gets no gradient.
 
-        In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for
+        In distributed training θ gets a gradient of zeros instead, because ``DistributedDataParallel`` waits for
         one.
 
         Args:
-            to: a cluster, for its one-hot; shares of all C; or None, to learn.
+            to: index of a cluster, for its one-hot; shares of all C clusters; or None, to learn π.
 
         Raises:
-            ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that add up to 1.
+            ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that sum to 1.
         """
         self._route = None if to is None else parse_route(to, self.clusters)
 
     def merge(self, pi: Route | None = None) -> nn.Module:
-        """A plain copy of the base with the mixture in its weights; shared weights stay shared.
+        """Copy the base as a plain module with the mixture in its weights; shared weights stay shared.
 
         Args:
-            pi: a cluster or shares of all C; by default what :attr:`pi` is now.
+            pi: index of a cluster, or shares of all C clusters; by default the current :attr:`pi`.
 
         Returns:
-            The module; it computes what this one does without noise. With statistics of BatchNorm adaptors of
-            their own that holds in evaluation mode.
+            The copy, which computes the same function as this module without noise. If BatchNorm adaptors have
+            their own statistics, this holds in evaluation mode only.
         """
         shares = self.pi if pi is None else self.theta.new_tensor(parse_route(pi, self.clusters))
         with torch.no_grad():
@@ -226,7 +226,7 @@ class Floral(nn.Module):
     def adapted(self) -> Adaptors:
         """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``.
 
-        The tensors are the parameters.
+        The tensors are the parameters themselves, not copies.
         """
         adaptors: Adaptors = {}
         for name in self._adapted:
@@ -245,18 +245,18 @@ class Floral(nn.Module):
         ]
 
     def parameter_budget(self) -> ParameterBudget:
-        """What the adaptors add, parameter by parameter; print it for a table."""
+        """The parameters that adaptors add, for each adapted parameter; it prints as a table."""
         return compute_budget(self.base, self._adapted, self.clusters)
 
     @torch.no_grad()
     def precondition_(self, eps: float = EPS) -> None:
-        """Precondition the gradients of low-rank updates in place (appendix D); those that are None stay so.
+        """Precondition the gradients of low-rank updates in place (appendix D); gradients that are None stay None.
 
-        Call it once between ``backward()`` and ``step()``, before clipping; or once and for all
+        Call it once between ``backward()`` and ``step()``, before clipping; or register it once as a hook:
         ``optimizer.register_step_pre_hook(lambda *_: model.precondition_())``.
 
         Args:
-            eps: ε.
+            eps: ε of the preconditioner.
         """
         pairs = {
             n: a
@@ -276,15 +276,15 @@ class Floral(nn.Module):
     def center_(self, weights: Sequence[float] | Tensor | None = None) -> None:
         """Move the mean adaptor into the base (appendix E).
 
-        The merged model of every mixture stays what it is, but for what exceeds the rank (offsets lose
-        nothing). Adaptors of frozen parameters are residual alone.
+        The merged model of every mixture is unchanged except for the parts that exceed the rank (offsets are
+        exact). For frozen parameters, adaptors keep only the residual.
 
         Args:
-            weights: p(c) of the mean, C numbers that add up to 1; by default even.
+            weights: weights p(c) of the mean, C numbers that sum to 1; by default all equal.
 
         Raises:
             TaskError: if every adapted parameter is frozen.
-            ConfigError: if the weights are not such.
+            ConfigError: if the weights are not C numbers that sum to 1.
         """
         p = parse_route([1 / self.clusters] * self.clusters if weights is None else weights, self.clusters)
         base, adaptors = self._weights(), self.adapted()
@@ -313,7 +313,7 @@ class Floral(nn.Module):
                 cast(Tensor, adaptor).copy_(cast(Tensor, a))
 
     def get_extra_state(self) -> Tensor:
-        """The fixed route ``[C]``, NaN without one: one tensor, as all the rest."""
+        """The fixed route ``[C]``, NaN without one, so that the state is a tensor like all others."""
         return torch.tensor(
             [math.nan] * self.clusters if self._route is None else self._route, dtype=torch.float64
         )
@@ -322,7 +322,7 @@ class Floral(nn.Module):
         """Inverse of :meth:`get_extra_state`.
 
         Raises:
-            ConfigError: if it is that of another number of clusters.
+            ConfigError: if the state has another number of clusters.
         """
         route = state.tolist()
         if len(route) != self.clusters:
@@ -340,7 +340,7 @@ class Floral(nn.Module):
         if self._route is not None:
             fixed_route = self.theta.new_tensor(self._route)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
-                # a gradient of zeros: DistributedDataParallel needs one of every parameter
+                # a gradient of zeros: DistributedDataParallel needs a gradient of every parameter
                 return torch.where(torch.ones_like(fixed_route, dtype=torch.bool), fixed_route, self.theta)
             return fixed_route
         if self.router.routing == "optimal":
@@ -349,8 +349,7 @@ class Floral(nn.Module):
             )
         if not noisy or self.router.noise == 0:
             return self.router.shares(self.theta)
-        # from torch's generator of the CPU, whose state activation checkpointing restores before it
-        # recomputes
+        # drawn from torch's CPU generator, whose state activation checkpointing restores before it recomputes
         key = Key((int(torch.randint(2**62, ())),))
         return self.router.shares(self.theta + self.router.noises(key, 1, self.theta)[0])
 
@@ -362,13 +361,13 @@ class Floral(nn.Module):
         return cast(_BatchNorm, get_submodule(self.base, name))
 
     def _norms(self) -> Iterator[tuple[str, BatchNormAdaptor, Tensor]]:
-        """Adapted BatchNorm layers with statistics per adaptor: name, γ_c with the statistics, β_c."""
+        """The adapted BatchNorm layers with statistics for each adaptor: name, γ_c with the statistics, β_c."""
         for layer, (gamma, beta) in self._norms_with_statistics.items():
             node, beta_node = (get_submodule(self.adaptors, name) for name in (gamma, beta))
             yield layer, cast(BatchNormAdaptor, node), cast(Tensor, beta_node.offset)
 
     def _offsets(self, original_adaptors: Adaptors) -> Adaptors:
-        """The same with each BatchNorm's adaptors as offsets of γ and β, by the current statistics."""
+        """Convert each BatchNorm's adaptors to offsets of γ and β, by the current statistics; others are unchanged."""
         adaptors = dict(original_adaptors)
         for layer, node, beta in self._norms():
             bn = self._layer(layer)

@@ -1,9 +1,9 @@
-"""Mixtures of low-rank updates of one weight: C pairs of factors, of which every client mixes a few.
+"""Mixtures of low-rank updates of one weight: C pairs of factors that every client mixes in its own shares.
 
-FLoRAL (Almansoori, Horváth, Takáč, arXiv:2410.03497, §3.2, appendices D to F). An update of a matrix is U Vᵀ;
-one of a convolution is the same of the weight folded to a matrix, so stride, padding, dilation and groups
-stay those of the layer. All of them are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one
-weight, and a mixed model one forward pass, whatever C is.
+FLoRAL (Almansoori, Horváth, Takáč, arXiv:2410.03497, §3.2, appendices D to F). An update of a matrix is U Vᵀ; an
+update of a convolution is the same for the weight folded to a matrix, so stride, padding, dilation and groups stay
+those of the layer. All updates are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one weight, and a
+mixed model needs one forward pass, whatever C is.
 
 Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the parameter count of rank r:
 
@@ -44,8 +44,8 @@ class Pairs:
     """C low-rank updates U_c V_cᵀ of one folded weight.
 
     Attributes:
-        u: ``[C, rows, r]``.
-        v: ``[C, columns, r]``.
+        u: factors U_c, ``[C, rows, r]``.
+        v: factors V_c, ``[C, columns, r]``.
     """
 
     u: Tensor
@@ -53,7 +53,7 @@ class Pairs:
 
     @property
     def rank(self) -> int:
-        """Of each update."""
+        """The rank of each update."""
         return self.u.shape[-1]
 
     def dense(self) -> Tensor:
@@ -61,16 +61,16 @@ class Pairs:
         return self.u @ self.v.mT
 
     def mix(self, pi: Tensor) -> Tensor:
-        """Σ_c π_c U_c V_cᵀ for ``pi [C]``, one product: ``[rows, columns]``."""
+        """Compute Σ_c π_c U_c V_cᵀ for ``pi [C]`` as one product ``[rows, columns]``."""
         weighted_u = (self.u * pi[:, None, None]).movedim(0, 1).flatten(1)
         return weighted_u @ self.v.movedim(0, 1).flatten(1).mT
 
 
 @dataclass(frozen=True)
 class Fold:
-    """A weight as a matrix: which of its axes are rows, in order; the others are columns.
+    """The folding of a weight to a matrix: ``rows`` lists the axes that form its rows, the others form its columns.
 
-    The rank is ``times`` the one asked for (O for ``filter``).
+    The rank is ``times`` the requested one (O for ``filter``).
     """
 
     shape: tuple[int, ...]
@@ -79,47 +79,47 @@ class Fold:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Axes that make the columns."""
+        """The axes that form the columns."""
         return tuple(i for i in range(len(self.shape)) if i not in self.rows)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The number of rows and of columns."""
         return math.prod(self.shape[i] for i in self.rows), math.prod(self.shape[i] for i in self.columns)
 
     def unfold(self, matrix: Tensor) -> Tensor:
-        """A matrix ``[rows, columns]`` in the shape of the weight."""
+        """Reshape a matrix ``[rows, columns]`` to the shape of the weight."""
         order = (*self.rows, *self.columns)
         back = [order.index(i) for i in range(len(order))]
         return matrix.reshape([self.shape[i] for i in order]).permute(back)
 
     def rank(self, rank_or_budget: float) -> int:
-        """The rank for an integer ≥ 1, or for a budget ρ in (0, 1).
+        """Compute the rank for an integer ≥ 1, or for a budget ρ in (0, 1).
 
-        Of a budget it is the largest r ≥ 1 with r (rows + columns) ≤ ρ numel.
+        For a budget it is the largest r ≥ 1 with r (rows + columns) ≤ ρ numel, and at least 1.
 
         Raises:
-            ConfigError: if it is neither.
+            ConfigError: if the argument is neither.
         """
         rank_or_budget = check_rank_or_budget("rank", rank_or_budget)
         if rank_or_budget >= 1:
             return int(rank_or_budget) * self.times
-        # ρ itself is a rounded number, so a hair above counts as at the bound
+        # ρ itself is rounded, so a value just above the bound counts as at the bound
         affordable_rank = rank_or_budget * math.prod(self.shape) / (sum(self.size) * self.times)
         return max(1, math.floor(affordable_rank + 1e-9)) * self.times
 
 
 def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
-    """How a weight ``[O, I, kernel...]``, or transposed ``[I, O, kernel...]``, is folded."""
+    """Choose the folding of a weight ``[O, I, kernel...]``, or transposed ``[I, O, kernel...]``."""
     if len(shape) == 2:
         return Fold(shape, (0,))
     kernel = range(2, len(shape))
     if construction == "filter":
-        # of one kernel axis there is nothing to share out: it stays with the inputs, as k1 does
+        # a single kernel axis cannot be divided: it stays with the inputs, as k1 does
         return Fold(shape, (0, *list(kernel)[1:]), shape[0])
     axis_sets: list[tuple[int, ...]] = [()]
     if construction == "balanced":
-        # both factors take an axis, also where one that takes all would be smaller (c_max / c_min > k_max):
+        # both factors take an axis, even where one factor with all axes would be smaller (c_max / c_min > k_max):
         # that is "channel"
         kernel_dims = len(kernel)
         counts = range(1, kernel_dims) if kernel_dims > 1 else range(2)
@@ -141,16 +141,16 @@ def initial_pairs(
     random: Factor = "u",
     scale: float = 1.0,
 ) -> Pairs:
-    """C initial updates of zero: one factor is uniform in ±scale·√(6 / columns), the other is zero.
+    """Create C initial updates of zero: one factor is uniform in ±scale·√(6 / columns), the other is zero.
 
     Args:
-        fold: of the weight.
-        rank: an integer, or a budget; see :meth:`Fold.rank`.
-        cluster_count: C.
-        key: source of randomness; each c has a subkey.
-        dtype: of the weight.
-        random: which factor; by default U, as in the paper.
-        scale: of the range; 1 in the paper.
+        fold: folding of the weight.
+        rank: integer rank, or a budget; see :meth:`Fold.rank`.
+        cluster_count: number C of updates.
+        key: source of randomness; each update has a subkey.
+        dtype: type of the weight.
+        random: factor that is random; by default U, as in the paper.
+        scale: factor on the range of the random values; 1 in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
     size, other_size = (columns, rows) if random == "v" else (rows, columns)
@@ -163,16 +163,16 @@ def initial_pairs(
 
 
 def precondition_matrix(gradient: Pairs, pairs: Pairs, eps: float = EPS) -> Pairs:
-    """G_U (VᵀV + εI)⁻¹ and G_V (UᵀU + εI)⁻¹, by a linear solve for all C at once (appendix D).
+    """Compute G_U (VᵀV + εI)⁻¹ and G_V (UᵀU + εI)⁻¹ by one linear solve for all C updates (appendix D).
 
-    So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
+    So the step of U Vᵀ does not depend on how its norm is divided between the factors.
     """
 
     def solved(g: Tensor, factor: Tensor) -> Tensor:
         factor = widen(factor)
         gram = factor.mT @ factor + eps * torch.eye(pairs.rank, dtype=factor.dtype, device=factor.device)
-        # The matrix is symmetric, so dividing from the right is solving for the transpose. Of a client that
-        # diverges ε may be lost beside it: solve_ex gives a NaN, not an error that names no client.
+        # The matrix is symmetric, so dividing from the right is solving for the transpose. If a client diverges, ε
+        # may be rounded away: solve_ex then gives a NaN and not an error that names no client.
         solution: Tensor = torch.linalg.solve_ex(gram, widen(g).mT).result
         return solution.mT.to(g.dtype)
 
@@ -180,7 +180,7 @@ def precondition_matrix(gradient: Pairs, pairs: Pairs, eps: float = EPS) -> Pair
 
 
 def precondition_convolution(gradient: Pairs, pairs: Pairs, eps: float = EPS) -> Pairs:
-    """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms, for convolutions (appendix D)."""
+    """Compute G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms, for convolutions (appendix D)."""
 
     def scaled(g: Tensor, factor: Tensor) -> Tensor:
         factor = widen(factor)
@@ -191,16 +191,16 @@ def precondition_convolution(gradient: Pairs, pairs: Pairs, eps: float = EPS) ->
 
 
 def center_pairs(pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
-    """The mean update E_c[U_c V_cᵀ], which moves into the base, and rank-r factors of the rest (eq. 37).
+    """Compute the mean update E_c[U_c V_cᵀ], which moves into the base, and rank-r factors of the rest (eq. 37).
 
     Args:
-        pairs: the updates of a folded weight.
-        weights: of the mean ``[C]``, adding up to 1.
+        pairs: updates of a folded weight.
+        weights: weights of the mean, ``[C]``, which sum to 1.
 
     Returns:
-        The mean ``[rows, columns]``, and updates that share their singular values evenly between the factors.
-        What exceeds rank r is lost. Where a singular value is nothing but rounding, U is zero and V a unit
-        vector: with both at zero no gradient would ever move them again.
+        The mean ``[rows, columns]``, and updates whose singular values are divided evenly between the factors.
+        Components beyond rank r are lost. Where a singular value is only rounding, U is zero and V a unit vector:
+        if both were zero, no gradient would move them again.
     """
     mean, dense = pairs.mix(weights), widen(pairs.dense())
     u, s, vt = thin_svd(dense - mean)
@@ -217,23 +217,23 @@ def center_pairs(pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
 
 
 Statistics = tuple[Tensor, Tensor]
-"""Mean and variance by which a BatchNorm normalizes, ``[d]`` or ``[C, d]``."""
+"""Mean and variance with which a BatchNorm normalizes, ``[d]`` or ``[C, d]``."""
 
 
 def reparameterize(
     gamma: Tensor, beta: Tensor, main: Statistics, adaptor: Statistics, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """γ_i and β_i of the adaptor's own BatchNorm such that γ_i, β_i are offsets of the main one (eq. 42).
+    """Compute γ_i' and β_i' of the adaptor's own BatchNorm such that γ_i, β_i are offsets of the main one (eq. 42).
 
     With them BN(x; γ, β) + BN_i(x; γ_i', β_i') = x̂ (γ + γ_i) + β + β_i, where x̂ is normalized by the main
     statistics.
 
     Args:
-        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``.
-        beta: β_i, like it.
+        gamma: offset γ_i, ``[d]``, or those of C adaptors, ``[C, d]``.
+        beta: offset β_i, with the shape of ``gamma``.
         main: mean and variance of the main BatchNorm ``[d]``.
-        adaptor: mean and variance of the BatchNorm of the adaptor, like ``gamma``.
-        eps: ε of the layer, which is added to both variances.
+        adaptor: mean and variance of the adaptor's BatchNorm, with the shape of ``gamma``.
+        eps: constant ε of the layer, which is added to both variances.
 
     Returns:
         γ_i' = (σ_i/σ) γ_i and β_i' = β_i + ((μ_i - μ)/σ) sg(γ_i), with the paper's stop-gradient sg.
@@ -248,7 +248,7 @@ def reparameterize(
 def as_offsets(
     gamma: Tensor, beta: Tensor, main: Statistics, adaptor: Statistics, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """Inverse of :func:`reparameterize`: the offsets of the main γ and β that BN_i(x; γ_i, β_i) amounts to.
+    """Invert :func:`reparameterize`: compute the offsets of the main γ and β that are equivalent to BN_i(x; γ_i, β_i).
 
     They are (σ/σ_i) γ_i and β_i + ((μ - μ_i)/σ_i) γ_i.
     """
@@ -258,7 +258,7 @@ def as_offsets(
 
 
 def main_statistics(layer: _BatchNorm) -> Statistics:
-    """Running mean and variance of a layer that keeps them."""
+    """The running mean and variance of a layer that keeps them."""
     return cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
 
 
@@ -279,7 +279,7 @@ class OffsetAdaptor(nn.Module):
 
 
 class BatchNormAdaptor(OffsetAdaptor):
-    """γ_c ``[C, d]`` of a BatchNorm's adaptors, each with running statistics of its own (app. F.2)."""
+    """γ_c ``[C, d]`` of a BatchNorm's adaptors, each with its own running statistics (app. F.2)."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -300,18 +300,18 @@ class BatchNormAdaptor(OffsetAdaptor):
         return self.running_mean, self.running_var
 
     def term(self, x: Tensor, beta: Tensor, pi: Tensor, layer: _BatchNorm, training: bool) -> Tensor:
-        """Σ_c π_c BN_c(x; γ_c, β_c) in one pass: by the batch in training, else by the running statistics."""
+        """Compute Σ_c π_c BN_c(x; γ_c, β_c) in one pass, with the batch's statistics in training, else with running ones."""
         pi = pi.to(self.offset.dtype)
         if not training:
             slope = self.offset / (self.running_var + layer.eps).sqrt()
             shift = beta - slope * self.running_mean
             form = (1, -1, *[1] * (x.ndim - 2))
             return x * (pi @ slope).view(form) + (pi @ shift).view(form)
-        # with momentum 1 these come back as the statistics of the batch, which all adaptors share
+        # with momentum 1 these become the statistics of the batch, which all adaptors share
         mean, var = torch.zeros_like(self.running_mean[0]), torch.ones_like(self.running_var[0])
         y = functional.batch_norm(x, mean, var, pi @ self.offset, pi @ beta, True, 1.0, layer.eps)
         with torch.no_grad():
-            # an adaptor without a share takes no part in the layer and has seen nothing
+            # an adaptor without a share takes no part in the layer, so its statistics do not change
             is_active = (pi > 0).to(mean.dtype)
             self.num_batches_tracked += pi > 0
             batch_counts = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
@@ -324,7 +324,7 @@ class BatchNormAdaptor(OffsetAdaptor):
 
 
 def check_rank_or_budget(name: str, value: Any) -> float:
-    """An integer rank ≥ 1, or a budget ρ in (0, 1); a ConfigError that begins with the name for anything else."""
+    """Check an integer rank ≥ 1 or a budget ρ in (0, 1); raises a ConfigError that begins with the name otherwise."""
     number: float = check_value(name, float, value)
     if not 0 < number < 1 and not (number >= 1 and float(number).is_integer()):
         raise ConfigError(

@@ -1,9 +1,9 @@
 """Mixture adaptors of a whole module: initial values, mixing, preconditioning, centering (FLoRAL).
 
 An adaptor of a matrix or a convolution is a low-rank update (:class:`~fedlowrank.adapters.mixtures.mixture.Pairs`);
-one of a bias or of the γ, β of a normalization is an offset. All of them add to the weights, so a mixture is
-one set of weights and costs one forward pass, and a layer that is used twice, or a weight that two layers
-share, is adapted once.
+an adaptor of a bias or of the γ, β of a normalization is an offset. All of them are added to the weights, so a
+mixture is one set of weights and costs one forward pass, and a layer that is used twice, or a weight that two
+layers share, is adapted once.
 
 BatchNorm is adapted with respect to the main statistics. That is the reparameterized form of eq. 42: with γ_i
 → (σ̂_i/σ̂) γ_i and β_i → β_i + ((μ̂_i - μ̂)/σ̂) γ_i the output of the adapted layer is x̂ (γ + γ_i) + β +
@@ -36,7 +36,7 @@ from .mixture import (
 
 _FLOAT32 = torch.zeros(0)
 Adaptors = dict[str, Pairs | Tensor]
-"""C adaptors by name of the parameter they adapt: low-rank updates, or offsets ``[C, ...]``."""
+"""C adaptors by name of the adapted parameter: low-rank updates, or offsets ``[C, ...]``."""
 
 
 def initial_adaptors(
@@ -48,16 +48,16 @@ def initial_adaptors(
     random: Factor = "u",
     scale: float = 1.0,
 ) -> Adaptors:
-    """C adaptors of every adapted parameter, each zero at first, with random factors of its own.
+    """Create C adaptors of every adapted parameter, each initially zero, with its own random factors.
 
     Args:
-        adapted_parameters: see :func:`.adapted_parameters.find_adapted_parameters`.
-        cluster_count: C.
+        adapted_parameters: adapted parameters by name, see :func:`.adapted_parameters.find_adapted_parameters`.
+        cluster_count: number C of adaptors of each parameter.
         key: source of randomness.
-        construction: of convolutions.
-        reference: a tensor with the dtype and device to have, or one for every parameter by name.
-        random: which factor is random, the other being zero; of embeddings always V, for a row of U
-            that is zero stays so, and with it the row of a padding token.
+        construction: construction of the adaptors of convolutions.
+        reference: tensor whose dtype and device the adaptors get, or one for every parameter, by name.
+        random: factor that is random, while the other one is zero; for embeddings always V, because a zero row of U
+            stays zero, and with it the row of a padding token.
         scale: factor on the random factors.
 
     Raises:
@@ -72,7 +72,7 @@ def initial_adaptors(
             adaptors[name] = t.new_zeros((cluster_count, *parameter.shape))
             continue
         shape = parameter.shape[::-1] if parameter.transposed else parameter.shape
-        # the rank given here is the final one, which filter-wise construction has multiplied already
+        # the rank given here is the final one, already multiplied by filter-wise construction
         fold = replace(choose_fold(shape, construction), times=1)
         factor = "v" if parameter.kind == "embedding" else random
         pairs = initial_pairs(fold, parameter.rank, cluster_count, key / name, t.dtype, factor, scale)
@@ -88,9 +88,9 @@ def mix_weights(
     alpha: float = 1.0,
     construction: Construction = "balanced",
 ) -> Params:
-    """The weights of a model with w + α Σ_c π_c a_c in place of each adapted w, for shares ``pi [C]``.
+    """Mix the weights of a model: each adapted w becomes w + α Σ_c π_c a_c, for shares ``pi [C]``.
 
-    Each keeps its dtype; an adaptor may have another, such as float32 beside half precision.
+    Each weight keeps its dtype; an adaptor may have another one, such as float32 beside half precision.
     """
     mixed_weights = dict(weights)
     for name, a in adaptors.items():
@@ -106,7 +106,7 @@ def mix_weights(
 def precondition_adaptors(
     weights: Params, gradient: Adaptors, adaptors: Adaptors, eps: float = EPS
 ) -> Adaptors:
-    """Precondition the gradients of low-rank factors; those of offsets stay (appendix D)."""
+    """Precondition the gradients of low-rank factors; gradients of offsets are unchanged (appendix D)."""
     directions = dict(gradient)
     for name, a in adaptors.items():
         g = gradient[name]
@@ -123,10 +123,10 @@ def center_adaptors(
     alpha: float = 1.0,
     construction: Construction = "balanced",
 ) -> tuple[Params, Adaptors]:
-    """Move the mean adaptor, by p(c) ``shares [C]`` that add up to 1, into the weights (appendix E).
+    """Move the mean adaptor, under ``shares [C]`` p(c) that sum to 1, into the weights (appendix E).
 
     Returns:
-        New weights and adaptors. Low-rank updates lose what exceeds their rank; offsets lose nothing.
+        The new weights and adaptors. Low-rank updates lose the components beyond their rank; offsets are exact.
     """
     base, residual = dict(weights), dict(adaptors)
     for name, a in adaptors.items():

@@ -13,13 +13,13 @@ from .adapted_parameters import AdaptedParameter, Include, kind_of
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """What the adaptors of one parameter add.
+    """The parameters that the adaptors of one parameter add.
 
     Attributes:
-        name: of the parameter.
-        parameter: its layer, kind, shape, rank and the parameter count of an adaptor.
+        name: name of the parameter.
+        parameter: adapted parameter, with layer, kind, shape, rank and the parameter count of an adaptor.
         added: parameter count of all C adaptors.
-        share: parameter count of one adaptor over that of the parameter.
+        share: ratio of one adaptor's parameter count to that of the parameter.
     """
 
     name: str
@@ -30,12 +30,12 @@ class BudgetRow:
 
 @dataclass(frozen=True)
 class ParameterBudget:
-    """What adaptors add to a module; prints as a table.
+    """The parameters that adaptors add to a module; prints as a table.
 
     Attributes:
-        rows: one for each adapted parameter.
+        rows: one row for each adapted parameter.
         unadapted_shapes: shape of each parameter that is not adapted, by name.
-        clusters: C.
+        clusters: number C of clusters.
     """
 
     rows: tuple[BudgetRow, ...]
@@ -95,7 +95,7 @@ class ParameterBudget:
 def compute_budget(
     module: nn.Module, adapted_parameters: Mapping[str, AdaptedParameter], cluster_count: int
 ) -> ParameterBudget:
-    """What C adaptors of parameters add to the module."""
+    """Compute the parameters that C adaptors of each adapted parameter add to a module."""
     rows = [
         BudgetRow(name, s, cluster_count * s.parameter_count, s.parameter_count / torch.Size(s.shape).numel())
         for name, s in adapted_parameters.items()
@@ -123,12 +123,12 @@ def adaptor_warnings(module: nn.Module, adapted_parameters: Mapping[str, Adapted
 def unadapted_warning(
     module: nn.Module, adapted_parameters: Mapping[str, AdaptedParameter], include: Include | None = None
 ) -> str | None:
-    """A warning that names weight matrices without adaptors and their share; None if there is none.
+    """Build the warning that names weight matrices without adaptors and their share; None if there are none.
 
     Args:
         module: any module.
-        adapted_parameters: what is adapted.
-        include: which layers were to be adapted; by default all.
+        adapted_parameters: adapted parameters by name.
+        include: predicate of the layers that were to be adapted; by default all.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     layers: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How a client mixes clusters: routes π = softmax(θ)."""
+"""The router of a client, which mixes clusters by the route π = softmax(θ)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...core.errors import ConfigError
 from ...core.key import Key
 
 Route = int | Sequence[float] | Tensor
-"""A single cluster, or the shares of all C."""
+"""The index of a single cluster, or the shares of all C clusters."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,20 @@ class Router(CheckedFields):
     """How a client learns its mixture π = softmax(θ / temperature).
 
     Attributes:
-        routing: learned; or optimal, the one-hot of the client's known cluster.
-        lr: learning rate of θ, without weight decay; η of the MFL update.
-        update: gradient, with the model's (Algorithm 1); or mfl, π_c ∝ exp(-η f_k(w_c)) of the models that
-            the server has averaged (eq. 4 and 5): found when they arrive, fixed while the client trains, even
-            shares in the first round.
-        temperature: above 0; a higher one evens the shares out.
+        routing: source of the mixture: learned; or optimal, the one-hot of the client's known cluster.
+        lr: learning rate of θ, which has no weight decay; η of the MFL update.
+        update: update of θ: gradient, together with the model (Algorithm 1); or mfl, π_c ∝ exp(-η f_k(w_c)) of the
+            models that the server has averaged (eq. 4 and 5): computed when they arrive, fixed while the client
+            trains, even shares in the first round.
+        temperature: temperature of the softmax, above 0; a higher one makes the shares more even.
         noise: standard deviation of uniform noise on θ at every training step.
-        top: mix only so many clusters, those with the largest θ, the first of equal ones; None mixes all. A
-            gradient needs two at least.
-        keep: whether a client keeps θ from round to round; else it learns it anew from 0. The MFL update
-            needs no θ kept.
-        adapt: steps in which a client that holds no θ learns it before inference, all else frozen; 0 mixes
-            evenly. The MFL update takes no steps; a client finds its π before it infers as before it trains.
+        top: number of clusters that are mixed, those with the largest θ (the first ones win ties); None mixes all.
+            A gradient needs at least two.
+        keep: whether a client keeps θ from round to round; otherwise it learns θ anew from 0. The MFL update does
+            not need a kept θ.
+        adapt: number of steps in which a client without θ learns it before inference, with all else frozen; 0 mixes
+            evenly. The MFL update takes no steps; a client computes its π before inference as it does before
+            training.
     """
 
     routing: Literal["learned", "optimal"] = "learned"
@@ -50,7 +51,7 @@ class Router(CheckedFields):
     keep: bool = True
     adapt: int = 10
 
-    # keep = False is true of every router that keeps no θ
+    # keep = False holds for every router that keeps no θ
     switch: ClassVar[Switch] = Switch(
         "routing",
         dict.fromkeys(("lr", "update", "temperature", "noise", "top", "adapt"), ("learned",)),
@@ -58,7 +59,7 @@ class Router(CheckedFields):
 
     def __post_init__(self) -> None:
         check_switch(self, self.switch, "router")
-        # the MFL update divides by the temperature what it has multiplied by it
+        # in the MFL update the temperature cancels out
         reads = dict.fromkeys(("temperature", "noise", "adapt"), ("gradient",))
         check_switch(self, Switch("update", reads), "router")
         if not (0 <= self.lr < math.inf and 0 < self.temperature < math.inf and 0 <= self.noise < math.inf):
@@ -83,25 +84,25 @@ class Router(CheckedFields):
 
     @property
     def weighs(self) -> bool:
-        """Whether θ is found by the loss of each cluster."""
+        """Whether θ is computed from the loss of each cluster."""
         return self.routing == "learned" and self.update == "mfl"
 
     def passes(self, local_pass: Pass) -> dict[str, Pass]:
-        """Local training, and the steps in which a newcomer learns its router."""
+        """Local training, and the steps in which a new client learns its router."""
         steps = max(1, self.adapt)
         return {"local": local_pass, "router": Pass(steps, local_pass.batch_size, steps)}
 
     def shares(self, theta: Tensor) -> Tensor:
-        """π ``[C]`` of θ ``[C]``."""
+        """Compute the shares π ``[C]`` from θ ``[C]``."""
         z = theta / self.temperature
         if self.top is not None and self.top < len(theta):
-            # sorted stably, so that equal ones are ordered alike on every engine
+            # a stable sort, so that ties have the same order on every engine
             excluded_clusters = z.detach().sort(descending=True, stable=True).indices[self.top :]
             z = z.scatter(0, excluded_clusters, -math.inf)
         return z.softmax(0)
 
     def noises(self, key: Key, steps: int, theta: Tensor) -> Tensor:
-        """Noise on θ for each step ``[steps, C]``; one row of zeros without noise."""
+        """Draw the noise on θ for each step ``[steps, C]``; one row of zeros without noise."""
         if self.noise == 0:
             return theta.new_zeros(1, len(theta))
         # a uniform variable on ±b has the standard deviation b / √3
@@ -111,12 +112,12 @@ class Router(CheckedFields):
 
 
 def parse_route(route: Route, cluster_count: int) -> list[float]:
-    """The shares of all C clusters, adding up to 1; a cluster's number gives its one-hot.
+    """Convert a route to the shares of all C clusters, which sum to 1; the index of a cluster gives its one-hot.
 
-    A number is an int, or an integer of NumPy or a tensor without dimensions.
+    An index is an int, an integer of NumPy or a tensor without dimensions.
 
     Raises:
-        ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that add up to 1.
+        ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that sum to 1.
     """
     if isinstance(route, np.integer) or (
         isinstance(route, np.ndarray | Tensor) and not route.ndim and "int" in str(route.dtype)
@@ -129,7 +130,7 @@ def parse_route(route: Route, cluster_count: int) -> list[float]:
             )
         return [float(c == route) for c in range(cluster_count)]
     shares = torch.as_tensor(route, dtype=torch.float64).detach()
-    # softmax in half precision adds up to 1 within a thousandth
+    # a softmax in half precision sums to 1 up to a thousandth
     if (
         shares.shape != (cluster_count,)
         or not bool((shares >= 0).all())

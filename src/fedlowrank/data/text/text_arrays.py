@@ -23,7 +23,7 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int, value: int) -> tuple[Ten
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(width) < lengths[:, None]
     out = torch.full((len(rows), width), value)
-    out[mask] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
+    out[mask] = torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum())))
     return out, mask.long()
 
 

@@ -1,1 +1,1 @@
-"""What leaves a run for other programs: settings of an export, model cards, and uploads to the Hugging Face Hub."""
+"""Exports of a run for other programs: settings, model cards, and uploads to the Hugging Face Hub."""

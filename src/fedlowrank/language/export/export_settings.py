@@ -16,18 +16,19 @@ class ExportSettings(CheckedFields):
     """How ``fedlowrank adapters`` and ``run.adapters`` write the models of a run.
 
     Attributes:
-        form: adapters: every model is written as a LoRA adapter of the base, which PEFT, vLLM and llama.cpp load, and is
+        form: form of the written models. adapters: every model is written as a LoRA adapter of the base, which
+            PEFT, vLLM and llama.cpp load, and is
             truncated to ``rank`` if its update has a larger rank; exact: nothing is truncated, and a layer whose update
             is a full matrix is stored whole.
         rank: maximum rank of an adapter; None for the largest rank of a client. ``fedlowrank serve`` and ``join``
             truncate only if it is set.
-        merged: also write the server's model as a whole model, in the dtype of the base: the base plus the written
-            adapter. Only for ``fedlowrank adapters``.
-        card: write a model card, README.md, to each folder.
+        merged: whether the server's model is also written as a whole model, in the dtype of the base: the base plus
+            the written adapter. Only for ``fedlowrank adapters``.
+        card: whether a model card, README.md, is written to each folder.
         base_model: name of the base on the Hugging Face Hub, for adapter_config.json and the card; None for the
             path in ``[language]``.
-        push: repository on the Hugging Face Hub, OWNER/NAME, that ``fedlowrank adapters RUN --push`` uploads the
-            server's model to. Nothing is uploaded without ``--push``.
+        push: repository on the Hugging Face Hub, OWNER/NAME, to which ``fedlowrank adapters RUN --push`` uploads
+            the server's model. Nothing is uploaded without ``--push``.
     """
 
     section = "export"

@@ -16,7 +16,7 @@ def check_upload(repository: str) -> None:
     """Check that an upload is possible, before anything is written.
 
     Args:
-        repository: OWNER/NAME.
+        repository: name of the repository, OWNER/NAME.
 
     Raises:
         ConfigError: if this cannot be the name of a repository.
@@ -42,15 +42,16 @@ def upload_model(folder: Path, repository: str, message: str) -> str:
 
     Args:
         folder: folder of an adapter or a whole model; its files go to the root of the repository.
-        repository: OWNER/NAME.
+        repository: name of the repository, OWNER/NAME.
         message: commit message.
 
     Returns:
         The address of the repository.
 
     Raises:
-        ConfigError: see :func:`check_upload`.
-        DataError: likewise, or if the Hub cannot be reached or refuses the upload.
+        ConfigError: if ``repository`` cannot be the name of a repository, see :func:`check_upload`.
+        DataError: if an upload is not possible, see :func:`check_upload`, or if the Hub cannot be reached or
+            refuses the upload.
     """
     check_upload(repository)
     hub: Any = import_library("huggingface_hub", "an upload to the Hugging Face Hub")

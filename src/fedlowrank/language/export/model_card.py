@@ -49,15 +49,15 @@ class RunFacts:
 
     Attributes:
         method: title of the method.
-        citation: citation of its paper; may be empty.
+        citation: citation of the method's paper; may be empty.
         rounds: number of completed rounds.
         clients: number of training examples and rank of each client, in the order of their indices.
         privacy: ε, δ and the kind of differential privacy, in words; None if the run was not private.
         metrics: rows of the table of metrics: name, after the last round, after the best round.
-        best: the best round by validation; None without validation.
-        last: the last evaluated round; None without evaluations.
+        best: best round by validation; None without validation.
+        last: last evaluated round; None without evaluations.
         versions: versions of software packages, by name.
-        objective: the minimized loss, in words.
+        objective: minimized loss, in words.
         tags: tags of the objective on the Hub.
     """
 
@@ -80,10 +80,10 @@ class CardModel:
 
     Attributes:
         base: name of the base model, or its folder.
-        client: whose model it is; None for the server's.
+        client: index of the client that owns the model; None for the server's model.
         is_adapter: whether the folder holds an adapter, and not a whole model.
         task: task of the base.
-        prompt: the training prompt, with the placeholder ``{instruction}``; None for the tokenizer's chat template or a
+        prompt: training prompt, with the placeholder ``{instruction}``; None for the tokenizer's chat template or a
             model that writes no text.
         rank: rank of the adapter; None for a whole model.
         truncation: ``rank`` and relative ``error`` of the truncation, and ``layers`` with the error of each layer; None
@@ -111,7 +111,7 @@ def list_lora_ranks(run: Run, max_rank: int, default_rank: int) -> list[int]:
     """List the LoRA rank of each client of a run.
 
     Args:
-        run: a run with language models.
+        run: run with language models.
         max_rank: maximum rank of a layer of the model.
         default_rank: rank of the model's own factors, for methods that set no rank.
     """
@@ -125,9 +125,9 @@ def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] 
     """Gather the facts of a run for its model cards.
 
     Args:
-        run: the run in its current state.
+        run: run in its current state.
         ranks: LoRA ranks of the clients.
-        records: records of its rounds; without them a card has no metrics.
+        records: records of the run's rounds; without them a card has no metrics.
     """
     completed_records = [r for r in records if r.round <= run.round]
     evaluated_records = [r for r in completed_records if r.is_evaluated]
@@ -155,8 +155,8 @@ def format_card(model: CardModel, facts: RunFacts) -> str:
     """Format a model card: metadata in YAML between two lines of dashes, then Markdown.
 
     Args:
-        model: the model in the folder.
-        facts: facts of its run.
+        model: model in the folder.
+        facts: facts of the model's run.
     """
     owner = "the server" if model.client is None else f"client {model.client}"
     description = f"LoRA adapter of rank {model.rank}" if model.is_adapter else "Model"

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 def find_server_model(run: Run) -> Params | None:
     """Find the model of a run's server.
 
-    If the method keeps a model at the server (FedHL), it is that model; else it is the model that all clients share
-    (FedIT).
+    If the method keeps a model at the server (FedHL), it is that model; otherwise it is the model that all clients
+    share (FedIT).
 
     Args:
-        run: the run in its current state.
+        run: run in its current state.
 
     Returns:
-        Parameters of the server's model. None if the models of clients differ (FedSA-LoRA), or if there is a single
+        Parameters of the server's model, or None if the models of clients differ (FedSA-LoRA), or if there is a
+        single
         client, whose model may differ from the server's.
     """
     first_client, *other_clients = run.federation.infos

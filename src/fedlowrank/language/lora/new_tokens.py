@@ -1,4 +1,4 @@
-"""Adds tokens to a base, whose rows of the embedding are trained beside the factors: PEFT's ``trainable_token_indices``."""
+"""Adds tokens to a base; their rows of the embedding are trained beside the factors (PEFT's ``trainable_token_indices``)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ...core.errors import ConfigError, DataError
 from ...models.stateless import is_within
 
 _ROWS = ".token_adapter.trainable_tokens_delta"
-"""What PEFT appends to the name of a layer for the rows of trained tokens."""
+"""Suffix that PEFT appends to the name of a layer for the rows of trained tokens."""
 
 
 def add_tokens(model: Any, tokenizer: Any, tokens: Sequence[str]) -> tuple[int, ...]:
     """Add special tokens to a tokenizer, and rows for them to the embedding and the output layer, in place.
 
-    A new row is the mean of the rows of the former tokens, so that all machines begin alike. A token that the tokenizer has
-    already keeps its row. Rows that the base has beyond its vocabulary are used first.
+    A new row is the mean of the rows of the former tokens, so it is the same on all machines. A token that the
+    tokenizer already has keeps its row. Rows that the base has beyond its vocabulary are used first.
 
     Args:
-        model: a base without adapters.
-        tokenizer: its tokenizer.
-        tokens: the texts of the tokens.
+        model: base without adapters.
+        tokenizer: tokenizer of the base.
+        tokens: texts of the tokens.
 
     Returns:
         The ids of the tokens, in their order.
@@ -73,13 +73,13 @@ def find_token_layers(
     These are the embedding and, unless both are one tensor, the output layer. PEFT ties the rows of tied layers itself.
 
     Args:
-        model: a base without adapters.
+        model: base without adapters.
         ids: ids of the tokens.
-        saved_modules: modules that are trained whole; their rows are trained already.
+        saved_modules: modules that are trained whole, so their rows are already trained.
         targets: layers that get factors.
 
     Raises:
-        ConfigError: if such a layer gets factors, too, or PEFT cannot train rows of it.
+        ConfigError: if such a layer also gets factors, or PEFT cannot train its rows.
     """
     if not ids:
         return {}

@@ -51,7 +51,7 @@ def attach_adapter(
     """Attach LoRA factors to the target layers of a base, in place. The initial factors do not change the outputs.
 
     Args:
-        model: a base without adapters; a ``transformers`` model or any module.
+        model: base without adapters, a ``transformers`` model or any module.
         config: result of :func:`.peft_config.make_lora_config`; it is copied. ``peft_config["default"]`` of the result
             is the copy with the target modules that PEFT found. A rank above the maximum rank of a layer is lowered,
             with a warning, as by :func:`fedlowrank.adapters.lora.lora_layers.add_lora`.

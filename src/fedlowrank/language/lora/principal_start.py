@@ -19,10 +19,10 @@ def start_from_weights(model: Any, names: Sequence[str], adapter: str, init: str
     the QR decomposition.
 
     Args:
-        model: a ``peft.PeftModel`` whose layers have their final scales.
+        model: model (``peft.PeftModel``) whose layers have their final scales.
         names: names of the adapted layers in the base.
         adapter: name of the adapter.
-        init: ``"pissa"`` or ``"olora"``.
+        init: initialization, ``"pissa"`` or ``"olora"``.
 
     Raises:
         TaskError: if a layer is not linear, is quantized, or shares its weight with another module, whose weight would

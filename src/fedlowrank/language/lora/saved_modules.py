@@ -13,12 +13,12 @@ def find_saved_modules(model: Any, names: Sequence[str], head: Sequence[str] = (
     """Find the modules of a base whose names end in one of the given names, as PEFT does.
 
     Args:
-        model: a base without adapters.
-        names: ends of names, such as ``"lm_head"`` or ``"norm"``.
-        head: modules that are trained whole already; they and the modules within them are left out.
+        model: base without adapters.
+        names: suffixes of names, such as ``"lm_head"`` or ``"norm"``.
+        head: modules that are already trained whole; they and the modules within them are left out.
 
     Returns:
-        Full names, in the order of the model.
+        Full names of the modules, in the order of the model.
 
     Raises:
         ConfigError: if a name matches no module with parameters, or if a module is quantized or shares a tensor with

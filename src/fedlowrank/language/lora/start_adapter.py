@@ -1,4 +1,4 @@
-"""Reads the LoRA adapter that a federation starts from, from a folder that PEFT wrote."""
+"""Reads the LoRA adapter from which a federation starts, from a folder that PEFT wrote."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_start_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         DataError: if the folder holds no adapter of PEFT.
-        ConfigError: if it is no plain LoRA adapter, or has settings that federated training does not allow.
+        ConfigError: if it is not a plain LoRA adapter, or has settings that federated training does not allow.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
@@ -100,7 +100,7 @@ def load_start(model: Any, folder: Path) -> None:
     multiplied by their quotient. Components beyond the adapter's rank do not change.
 
     Args:
-        model: a ``peft.PeftModel`` with initial factors.
+        model: model (``peft.PeftModel``) with initial factors.
         folder: folder of the adapter.
 
     Raises:

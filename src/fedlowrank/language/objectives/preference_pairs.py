@@ -20,16 +20,16 @@ from ...data.dataset import ClientData, Examples
 def make_pairs(clients: Sequence[ClientData], loss: Loss, source: str) -> list[ClientData]:
     """Make the examples that a preference loss needs from pairs of responses.
 
-    The labels of tokens ``[n, 2, T]`` become an input ``response_mask``, 1 where a token counts; the label of an example is
-    0, the place of the chosen response.
+    The labels of tokens ``[n, 2, T]`` become an input ``response_mask``, 1 where a token counts; the label of an
+    example is 0, the index of the chosen response.
 
     Args:
         clients: data of the clients, with labels of tokens ``[n, 2, T]``.
-        loss: a preference loss.
-        source: name of the data, for the error.
+        loss: preference loss of the task.
+        source: name of the data, for error messages.
 
     Raises:
-        DataError: if the data are no pairs of responses.
+        DataError: if the data are not pairs of responses.
     """
     for data in clients:
         if data.train.y.ndim != 3 or not data.train.has_token_labels:
@@ -63,8 +63,9 @@ def score_pairs(model: Callable[[Any], Tensor], x: Any) -> Tensor:
     score is the mean of the response's log-probabilities.
 
     Args:
-        model: returns logits ``[b, T, V]`` of the next token for inputs ``[b, T]``.
-        x: ``input_ids``, ``attention_mask`` and ``response_mask`` ``[b, 2, T]``, and optionally ``reference`` ``[b, 2]``.
+        model: function that returns logits ``[b, T, V]`` of the next token for inputs ``[b, T]``.
+        x: inputs ``input_ids``, ``attention_mask`` and ``response_mask`` ``[b, 2, T]``, and optionally
+            ``reference`` ``[b, 2]``.
             Without ``response_mask`` the model's logits are returned.
     """
     if not isinstance(x, dict) or RESPONSE_MASK not in x:

@@ -14,7 +14,7 @@ def embed_pairs(model: Callable[[Any], Tensor], x: Any) -> Tensor:
     """Compute embeddings ``[b, 2, d]`` of both texts of each pair; half precision is computed in float32.
 
     Args:
-        model: returns the last hidden states ``[b, T, d]`` for inputs ``[b, T]``.
+        model: function that returns the last hidden states ``[b, T, d]`` for inputs ``[b, T]``.
         x: inputs ``[b, 2, T]``, including ``attention_mask``; or inputs ``[b, T]`` of single texts, which give embeddings
             ``[b, d]``.
     """

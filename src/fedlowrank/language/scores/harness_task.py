@@ -33,24 +33,26 @@ class HarnessTask(CheckedFields):
     prompt, where tokenizers such as Llama-2's drop the first space, and with it the indentation of code.
 
     Attributes:
-        name: a task or group of lm_eval (``lm-eval ls tasks`` lists them), or the path of a task's YAML file.
+        name: name of a task or group of lm_eval (``lm-eval ls tasks`` lists them), or the path of a task's YAML
+            file.
         path: file with the records of the test split, for a named task. None takes the data set of the task,
             which lm_eval downloads from the Hugging Face hub.
-        train_path: beside ``path``: file with the records from which few-shot examples are drawn.
-        shots: few-shot examples before each record; None leaves the number to the task.
-        prompting: plain: the prompt is the text of the task; format: the text of the task is an instruction in the format
+        train_path: with ``path`` only: file with the records from which few-shot examples are drawn.
+        shots: number of few-shot examples before each record; None for the task's own number.
+        prompting: form of the prompt. plain: the prompt is the text of the task; format: the text of the task is an
+            instruction in the format
             of training.
-        execute: must be True for a task that runs programs that the model wrote, such as humaneval. They run as the
-            user of this process, without a sandbox: start such a task in a container.
-        metric: the metric that is the value of the score, such as ``exact_match,flexible-extract``; None takes the
+        execute: whether programs that the model wrote may be run; must be True for a task that runs them, such as
+            humaneval. They run as the user of this process, without a sandbox: start such a task in a container.
+        metric: metric that is the value of the score, such as ``exact_match,flexible-extract``; None takes the
             task's first metric. The details list all metrics.
         limit: number of records of each task, from the first on; None takes all.
         bootstrap: number of resamplings for standard errors; 0 for no standard errors. Standard errors of means need
             no resampling but a number above 0.
         batch_size: number of prompts in a batch.
         max_new_tokens: maximum number of tokens after a prompt; None takes the number of the task.
-        prompt_tokens: see :class:`Decoding`.
-        special_tokens: see :class:`Decoding`.
+        prompt_tokens: maximum number of prompt tokens, see :class:`Decoding`.
+        special_tokens: whether the tokenizer adds its special tokens to the prompt, see :class:`Decoding`.
     """
 
     section = "lm_eval"
@@ -248,7 +250,7 @@ class HarnessTask(CheckedFields):
 
 @functools.cache
 def _load_task_manager(include_defaults: bool) -> Any:
-    """Load the tasks of lm_eval once, because reading its thousands of files takes many seconds."""
+    """Load the tasks of lm_eval once, because reading their thousands of files takes many seconds."""
     library = import_library("lm_eval.tasks", "this score", _INSTALL_TARGET)
     return library.TaskManager(include_defaults=include_defaults)
 

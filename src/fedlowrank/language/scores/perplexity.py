@@ -52,15 +52,15 @@ def tokenize_texts(
     Prompt and text are tokenized separately and joined, so that no token spans both.
 
     Args:
-        tokenizer: a tokenizer of transformers.
-        prompts: the text before each text; may be empty.
-        texts: one text for each prompt.
+        tokenizer: tokenizer of transformers.
+        prompts: prompt before each text; may be empty.
+        texts: texts, one for each prompt.
         context: maximum number of tokens of a row; longer rows are truncated on the right.
         end: whether the end token is appended and counts.
         special_tokens: whether the tokenizer adds its special tokens to the prompt.
 
     Raises:
-        ConfigError: if an end token is asked for and the tokenizer has none.
+        ConfigError: if an end token is requested and the tokenizer has none.
     """
     eos = tokenizer.eos_token_id
     if end and eos is None:

@@ -1,4 +1,4 @@
-"""Computes Rouge-L (Lin 2004) by the package ``rouge-score``, which needs no network."""
+"""Computes Rouge-L (Lin 2004) with the package ``rouge-score``, which needs no network."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How prompts are written and tokenized, as in training.
+    """Format in which prompts are written and tokenized, as in training.
 
     Attributes:
-        write: writes the prompt of a record with ``instruction`` and ``input`` (may be empty).
+        write: function that writes the prompt of a record with ``instruction`` and ``input`` (may be empty).
         special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt. False for a
             chat template, which writes special tokens itself.
     """
@@ -26,7 +26,7 @@ class PromptFormat:
 
 
 Render = Callable[[Mapping[str, str]], str]
-"""Writes the prompt of a record with ``instruction`` and ``input``: a :class:`PromptFormat` or a function."""
+"""Function that writes the prompt of a record with ``instruction`` and ``input``, or a :class:`PromptFormat`."""
 
 
 def adds_special_tokens(format: Render) -> bool:
@@ -61,6 +61,6 @@ class ScoreTask(Protocol):
 
         Raises:
             DataError: if the data cannot be read or do not fit the task.
-            ConfigError: if the settings do not fit.
+            ConfigError: if the settings do not fit the model.
         """
         ...

@@ -21,13 +21,13 @@ class DollyTask(CheckedFields):
     """Dolly (Databricks 2023): mean Rouge-L F of the answers to the instructions of a held-out category.
 
     Attributes:
-        path: jsonl of ``instruction``, ``context``, ``response`` and ``category``, or another file that
+        path: jsonl file with ``instruction``, ``context``, ``response`` and ``category``, or another file that
             :func:`fedlowrank.data.text.table.read_file` reads.
         category: category of the records that are scored; None takes all, for a file that has only held-out
             records.
         stemmer: whether words are reduced to their stems first.
-        limit: number of these records, from the first on; None takes all.
-        decoding: greedy with 128 new tokens, by default.
+        limit: number of records that are scored, from the first on; None takes all.
+        decoding: settings of text generation; by default greedy with 128 new tokens.
     """
 
     section = "dolly"
@@ -67,10 +67,10 @@ class PerplexityTask(CheckedFields):
     """Perplexity of texts: exp of the mean negative log-likelihood of a token.
 
     Attributes:
-        path: jsonl of records.
+        path: jsonl file with records.
         text: column whose tokens count.
-        instruction: column with an instruction, which the text answers; the instruction is written as a prompt in the
-            given format. None: the text has no prompt.
+        instruction: column with an instruction that the text answers; the instruction is written as a prompt in the
+            given format. None for texts without a prompt.
         input: column with the instruction's input, or None.
         context: maximum number of tokens of a row; longer rows are truncated on the right. None truncates nothing.
         end: whether the end token counts.

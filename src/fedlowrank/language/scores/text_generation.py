@@ -28,17 +28,18 @@ class Decoding(CheckedFields):
 
     Attributes:
         max_new_tokens: maximum number of tokens after the prompt.
-        method: greedy, the likeliest token each time; or sample, from the distribution.
-        temperature: for sampling: divides the logits; above 0.
-        top_p: for sampling: keep only the likeliest tokens that together reach this probability, in (0, 1].
+        method: choice of the next token: greedy, the likeliest one; or sample, from the distribution.
+        temperature: divisor of the logits for sampling, above 0.
+        top_p: probability in (0, 1] for sampling, which keeps only the likeliest tokens that together reach it.
         batch_size: number of prompts in a batch.
-        stop: the text ends before the first of these strings. A string that is a special token of the tokenizer ends
+        stop: strings that end the text, which stops before the first of them. A string that is a special token of
+            the tokenizer ends
             the text as the end token does.
         prompt_tokens: maximum number of prompt tokens; longer prompts are truncated on the left. With None, a prompt
             that exceeds the model's context is an error.
         special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt.
             False for prompts that include them, such as prompts of a chat template.
-        key: for sampling: source of randomness.
+        key: source of randomness for sampling.
     """
 
     max_new_tokens: int = 256
@@ -183,7 +184,7 @@ def _seed_sampling(decoding: Decoding, batch: int) -> Iterator[None]:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, special_tokens: bool = True) -> list[int]:
-    """Tokenize a prompt; a prompt that begins with the begin token, as of a chat template, gets no second one."""
+    """Tokenize a prompt; a prompt that begins with the begin token, as from a chat template, gets no second one."""
     begin_token: str | None = getattr(tokenizer, "bos_token", None)
     adds_special = special_tokens and not (begin_token and prompt.startswith(begin_token))
     return list(tokenizer(prompt, add_special_tokens=adds_special)["input_ids"])

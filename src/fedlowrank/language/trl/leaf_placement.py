@@ -24,10 +24,10 @@ _PROBE_DEVIATION = 0.5
 
 @dataclass(frozen=True)
 class LeafSlot:
-    """A place of a leaf in the module.
+    """The place of a leaf in the module.
 
     Attributes:
-        slot: the module's table of parameters and a name in it.
+        slot: table of a module's parameters, and a name in this table.
         layer: layer of PEFT whose scale is multiplied by ``factor``; None if ``factor`` is 1.
         factor: factor by which the method multiplies the leaf.
     """
@@ -44,7 +44,7 @@ class Placement:
     Attributes:
         leaves: places of each leaf, in the order of the tree; several where weights are tied.
         exchanged_tensors: parameters that the method replaces and does not train, such as a changed base.
-        value: the method's loss of a batch at ``probe``.
+        value: loss of a batch at ``probe``, computed by the method.
         probe: values of the leaves at which ``value`` is computed: initial values plus noise.
     """
 
@@ -78,8 +78,8 @@ def find_leaf_slots(
     """Find the places of a pass's leaves: the module's parameters while the method's loss of a batch is computed.
 
     Args:
-        request: the pass.
-        batch: its first batch.
+        request: request of the pass.
+        batch: first batch of the pass.
         model: architecture whose module the loss calls.
         generator: source of randomness of the probe, on the CPU.
 
@@ -109,7 +109,7 @@ def find_leaf_slots(
         for parameter_name, p in layer._parameters.items()
     }
     hook = model.module.register_forward_pre_hook(record_parameters)
-    # without dropout and noise, like the loss that it is compared with
+    # evaluated without dropout and noise, like the loss with which it is compared
     was_training = model.training
     model.set_training(False)
     try:
@@ -169,7 +169,7 @@ def _find_slot_name(module: nn.Module, slot: Slot) -> str:
 
 
 def _find_lora_layer(module: nn.Module, slot: Slot) -> Any:
-    """Find the layer of PEFT that a factor belongs to."""
+    """Find the layer of PEFT to which a factor belongs."""
     name = _find_slot_name(module, slot)
     for infix in (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B."):
         if infix in f".{name}.":

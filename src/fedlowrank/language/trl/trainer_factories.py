@@ -41,7 +41,7 @@ def make_dpo_trainer(training_pass: TrainingPass) -> Any:
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
     class MaskedCollator(DataCollatorForPreference):
-        """TRL's collator, for responses of which some tokens do not count."""
+        """TRL's collator, for responses with tokens that do not count."""
 
         def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
             """Make a batch ``[2 b, T]``: the chosen responses, then the rejected ones."""
@@ -59,11 +59,11 @@ def make_dpo_trainer(training_pass: TrainingPass) -> Any:
             return _load_batches(self, training_pass)
 
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            """Leave the rows, which are tokens already."""
+            """Return the rows unchanged, because they are already tokens."""
             return dataset
 
         def _precompute_ref_logps(self, dataset: Any, *_: Any) -> Any:
-            """Leave the rows, which have the reference already."""
+            """Return the rows unchanged, because they already have the reference."""
             return dataset
 
     arguments = _list_arguments(training_pass, library.DPOTrainer)
@@ -79,7 +79,7 @@ SIDES = ("chosen", "rejected")
 
 
 class _NoModel(nn.Module):
-    """Stands in for TRL's reference model, so that TRL adds no adapter to the trained model as a reference."""
+    """A placeholder of TRL's reference model, so that TRL adds no adapter to the trained model as a reference."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

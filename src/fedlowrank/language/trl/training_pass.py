@@ -93,17 +93,17 @@ class TrainingPass:
     Attributes:
         model: ``peft.PeftModel`` that holds the client's factors; trained parameters require a gradient.
         tokenizer: tokenizer of the base.
-        rows: a ``datasets.Dataset`` of the client's texts with ``input_ids`` and ``labels``, -100 where a token does not
-            count; of pairs of responses the columns of :func:`.trainer_rows.list_pairs`.
-        batches: row indices of each step.
-        parameters: parameter groups of a torch optimizer: trained parameters with learning rate and weight decay.
+        rows: texts of the client, a ``datasets.Dataset`` with ``input_ids`` and ``labels``, -100 where a token does
+            not count; for pairs of responses it has the columns of :func:`.trainer_rows.list_pairs`.
+        batches: row indices of the batch of each step.
+        parameters: parameter groups for a torch optimizer: trained parameters with learning rate and weight decay.
         optimizer: optimizer settings of the method.
-        client: the client of the pass.
-        round: round of the pass, counted from 0.
+        client: client of the pass.
+        round: index of the round, from 0.
         seed: seed of the trainer, different for each client and round.
         arguments: fields of ``trl.SFTConfig``, or of ``trl.DPOConfig`` for pairs of responses: the fields that this run sets,
             updated by ``language.trainer_args``. ``max_steps`` is the number of steps that must be taken.
-        examples: the rows as examples of this package.
+        examples: rows as examples of this package.
         has_pairs: whether a row is a pair of responses.
     """
 
@@ -124,7 +124,7 @@ class TrainingPass:
         """Make the method's optimizer in torch; or the optimizer ``trainer_args.optim`` with the method's learning rates.
 
         Args:
-            trainer: the trainer class, which makes the optimizers of transformers.
+            trainer: trainer class, which creates the optimizers of transformers.
         """
         o = self.optimizer
         if "optim" in self.arguments:

@@ -54,10 +54,10 @@ class TrlTrainer:
 
     Attributes:
         tokenizer: tokenizer of the base.
-        factory: makes the trainer of a pass.
-        arguments: ``language.trainer_args``.
-        autocast: ``language.autocast``.
-        name: ``language.trainer``, for messages.
+        factory: function that creates the trainer of a pass.
+        arguments: trainer arguments of the user, ``language.trainer_args``.
+        autocast: dtype of matrix products, ``language.autocast``.
+        name: name of the trainer, ``language.trainer``, for messages.
     """
 
     tokenizer: Any
@@ -255,7 +255,7 @@ class TrlTrainer:
             "use_cpu": device.type == "cpu",
             "bf16": self.autocast == "bfloat16",
             "fp16": self.autocast == "float16",
-            # the base recomputes activations itself, where the settings say so
+            # the base itself recomputes activations if the settings request it
             "activation_checkpointing": False,
             "max_length": None,
             "remove_unused_columns": False,
@@ -293,10 +293,10 @@ class TrlTrainer:
         """Make the trainer, run it, and return the mean loss.
 
         Args:
-            training_pass: the pass.
+            training_pass: pass to train.
             parameters: trained parameters in the module.
             starts: initial values of the parameters.
-            loss: loss of the first batch, to compare TRL's loss with; None for no comparison.
+            loss: loss of the first batch, with which TRL's loss is compared; None for no comparison.
         """
         title = f"language.trainer = {self.name!r}, {training_pass.client.title}, round {training_pass.round}"
         try:
@@ -343,8 +343,8 @@ def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None
     """Raise ConfigError for an unknown trainer, for reserved arguments, and for arguments without a trainer.
 
     Args:
-        name: ``own``, ``trl`` or ``module:function``.
-        arguments: ``trainer_args``, fields of ``trl.SFTConfig``.
+        name: name of the trainer: ``own``, ``trl`` or ``module:function``.
+        arguments: setting ``trainer_args``, fields of ``trl.SFTConfig``.
         section: section of the settings, for messages.
     """
     if name not in ("own", "trl") and ":" not in name:

@@ -1,1 +1,1 @@
-"""What several methods share: clusters, LoRA training, effective updates."""
+"""Functions that several methods share: clusters, LoRA training, effective updates."""

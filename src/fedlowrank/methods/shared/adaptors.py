@@ -1,4 +1,4 @@
-"""What FLoRAL and Local Adaptor share: which parameters have adaptors, the mixed model, and the preconditioner."""
+"""Functions that FLoRAL and Local Adaptor share: adapted parameters, the mixed model, and the preconditioner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedAvg's client half and the weight of a reply, for FedAvg and the methods that differ from it elsewhere.
+"""FedAvg's local training and the weight of a reply, for FedAvg and methods that share these two.
 
 A method takes these functions as its own: ``local_update = train_model``.
 """
@@ -26,12 +26,12 @@ class _Averaging(Protocol):
 
 
 def train_model(method: _Averaging, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
-    """SGD on F_k from the model received."""
+    """Train the model received by SGD on F_k."""
     return None, view.train(supervised_loss(view.model), down, "local", method.optimizer)
 
 
 def average_models(method: _Averaging, server: Any, upload: Params, client: ClientInfo) -> Mean[Params]:
-    """The client's model, weighted by n_k or uniformly; in float32, for the server computes on with the mean."""
+    """The client's model, weighted by n_k or uniformly; the mean is in float32, because the server computes with it."""
     return Mean(widen(upload), reply_weight(client, method.weighting))
 
 

@@ -1,9 +1,9 @@
 """Updates of the frozen base, added round by round (FLoRA, FedEx-LoRA), and clients that catch up with them.
 
-A server stores the update of every round as packed factors, and how many of them each client has. It sends those
-that a client lacks, so a client that sits out some rounds, or joins late, catches up. A client keeps what it
-received. Clients that are simulated in one process share the large tensors with the server, so that their number
-costs no memory.
+A server stores the update of every round as packed factors, and the number of updates that each client has. It
+sends the updates that a client lacks, so a client that misses some rounds, or joins late, catches up. A client
+keeps the updates received. Clients that are simulated in one process share the large tensors with the server, so
+their memory does not grow with the number of clients.
 
 A client uses the updates merged (added to the weights of its base) or stacked (as factors beside the weights, whose
 rank grows with the rounds). Merged updates are summed once their factors take more memory than the weights. The sum,
@@ -35,8 +35,8 @@ class UpdateHistory:
     """The server's side: the update of every round, of scale 1, and the number of updates that each client has.
 
     Attributes:
-        updates: in the order of the rounds.
-        update_counts: number of updates by client.
+        updates: packed factors of each update, in the order of the rounds.
+        update_counts: number of updates that each client has, by client.
     """
 
     updates: list[PackedFactors]
@@ -47,27 +47,27 @@ class UpdateHistory:
         return self.updates[self.update_counts.get(str(client.id), 0) :]
 
     def with_update(self, update: Factors, clients: Sequence[ClientInfo], wire: WireType) -> UpdateHistory:
-        """Append an update; the given clients have all updates before it."""
+        """Return the history with one more update; the given clients have all updates before it."""
         update_counts = self.update_counts | {str(client.id): len(self.updates) for client in clients}
         return UpdateHistory([*self.updates, pack_factors(update, wire)], update_counts)
 
 
 @tree_dataclass
 class Base:
-    """The client's side: the updates so far.
+    """The client's side: the updates received so far.
 
     Attributes:
-        dense: the sum ``[d, k]`` of the first updates by layer, once it is smaller than their factors; else empty.
-        stacks: the factors of the later updates.
+        dense: sum ``[d, k]`` of the first updates by layer, once it is smaller than their factors; otherwise empty.
+        stacks: factors of the later updates, one entry an update.
     """
 
     dense: dict[str, Tensor]
     stacks: list[PackedFactors]
 
     def with_updates(self, updates: Sequence[PackedFactors], keep: UpdateForm, lora: LoRA) -> Base:
-        """Append further updates.
+        """Return the base with further updates appended.
 
-        They are appended one after another, so that clients have the same sums whenever they caught up.
+        They are appended one after another, so that clients have the same sums no matter when they caught up.
         """
         base = self
         for update in updates:
@@ -94,7 +94,7 @@ class Base:
         sums = dict(self.dense)
         for factors in map(unpack_factors, self.stacks):
             for name, pair in factors.items():
-                # in half precision small updates would be lost
+                # float32: in half precision small updates would be lost
                 update = tree.widen(pair.b) @ tree.widen(pair.a)
                 sums[name] = sums[name] + update if name in sums else update
         return sums
@@ -102,7 +102,7 @@ class Base:
 
 @dataclass(eq=False)
 class Memo:
-    """The last value of each kind, with the tensors that it was computed from."""
+    """A cache of the last value of each kind, with the tensors that it was computed from."""
 
     values: dict[str, tuple[list[Any], list[Tensor], Any]] = field(default_factory=dict)
 
@@ -110,21 +110,21 @@ class Memo:
         """Return the value of a kind that belongs to a base; it must not be changed."""
         tensors = [t for _, t in tree.leaves(base)]
         if any(type(t) is not Tensor or t.is_inference() for t in tensors):
-            # A subclass stands for the tensors of many clients, and the engine makes it anew each time. An inference
-            # tensor has no version.
+            # A subclass stands for the tensors of many clients, and the engine creates it anew each time. An
+            # inference tensor has no version.
             return make()
         identity = [_identity(t) for t in tensors]
         entry = self.values.get(kind)
         if entry is not None and entry[0] == identity:
             value: T = entry[2]
             return value
-        # the last value goes before the next one is made
+        # free the last value before the next one is computed
         entry = None
         self.values.pop(kind, None)
-        # a value that was made for inference could not be trained with
+        # a value created in inference mode could not be used in training
         with torch.inference_mode(False), torch.no_grad():
             new_value = make()
-        # the tensors are stored with it, so that no other one takes their place in memory
+        # the tensors are stored with the value, so that their memory is not reused for others
         self.values[kind] = (identity, tensors, new_value)
         return new_value
 
@@ -140,7 +140,7 @@ def _memo(lora: LoRA) -> Memo:
 
 
 def stack_factors(factors: Sequence[Factors]) -> Factors:
-    """Stack factors to those of the sum of their products: the columns of all B, the rows of all A."""
+    """Stack the columns of all B and the rows of all A: the product of the result is the sum of the products."""
     names = factors[0]
     return {
         n: Pair(torch.cat([f[n].b for f in factors], 1), torch.cat([f[n].a for f in factors])) for n in names
@@ -148,7 +148,7 @@ def stack_factors(factors: Sequence[Factors]) -> Factors:
 
 
 def weigh_factors(factors: Sequence[Factors], weights: Sequence[float]) -> Factors:
-    """Stack factors to those of Σ w_i B_i A_i; the weights are on B alone, for on both factors they would count twice."""
+    """Stack factors so that their product is Σ w_i B_i A_i; only B is weighted, so that the weights count once."""
     return stack_factors(
         [{n: Pair(w * p.b, p.a) for n, p in f.items()} for f, w in zip(factors, weights, strict=True)]
     )

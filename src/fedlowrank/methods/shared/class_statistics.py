@@ -8,12 +8,12 @@ from ...core.contract import Task
 
 
 def zero_rows_per_class(title: str, task: Task, width: int) -> Tensor:
-    """A row of zeros for each class ``[classes, width]``, in the type in which all architectures exchange numbers.
+    """Create a row of zeros for each class ``[classes, width]``, in the type in which all architectures exchange numbers.
 
     Args:
-        title: of the method, for messages.
-        task: with the models.
-        width: of a row.
+        title: title of the method, for messages.
+        task: task with the clients' models.
+        width: length of a row.
 
     Raises:
         TaskError: if architectures have parameters of different types.

@@ -1,4 +1,4 @@
-"""Clusters of clients: how a client mixes them, and how the server averages for each of them."""
+"""Clusters of clients: how a client mixes them, and how the server averages each of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...adapters.mixtures.router import Router
 from ...core import tree
-from ...core.contract import Batch, ClientInfo, ClientView, Mean, Model, Sum, Task
+from ...core.contract import Batch, ClientInfo, ClientView, Contribution, Mean, Model, Sum, Task
 from ...core.errors import ConfigError, TaskError
 from ...core.learning.batch_losses import example_losses, sum_losses, task_loss
 from ...core.learning.optimizer import SGD, Group, Optimizer
@@ -21,15 +21,15 @@ T = TypeVar("T")
 Parts = TypeVar("Parts", bound=Mapping[str, Any])
 
 MIN_CLUSTER_SHARE = 1e-6
-"""Least share of the examples of a round with which a cluster changes; one with less keeps its value."""
+"""Minimum share of a round's weights with which a cluster is updated; a cluster with less keeps its value."""
 
 
 class ClusterTotal(TypedDict, Generic[T]):
     """The total of :func:`contribute_by_cluster`.
 
     Attributes:
-        means: of each cluster, tensors ``[1, ...]``; None without weight.
-        weights: sums over the clients ``[C]``, float64.
+        means: mean of each cluster, a tree of tensors ``[1, ...]``; None if the cluster has no weight.
+        weights: sum of the clients' weights for each cluster, ``[C]``, float64.
     """
 
     means: list[T | None]
@@ -43,14 +43,14 @@ Apply = Callable[[Any, Tensor, Any], Tensor]
 def zero_router_logits(parts: Any) -> Tensor:
     """Build θ = 0 ``[C]`` for parts whose tensors begin with the axis of clusters; in float32 for half precision.
 
-    Steps of θ are far below the distance of two neighboring numbers of half precision.
+    Steps of θ are far smaller than the rounding of half precision.
     """
     first_tensor = next(t for _, t in tree.leaves(parts))
     return first_tensor.new_zeros(len(first_tensor), dtype=tree.wide_type(first_tensor.dtype))
 
 
 def refuse_router_group(optimizer: Optimizer, title: str) -> None:
-    """Raise ConfigError if ``optimizer.groups`` sets the router's θ, whose settings are those of the router."""
+    """Raise ConfigError if ``optimizer.groups`` sets the router's θ, which the router's own settings control."""
     if "theta" in optimizer.groups:
         raise ConfigError(
             f"{title}: optimizer.groups.theta does nothing, for θ is the router's: it moves at router.lr, without weight "
@@ -67,19 +67,19 @@ def train_mixture(
     view: ClientView,
     precondition: Callable[..., Any] | None = None,
 ) -> tuple[Parts, Tensor]:
-    """Do the pass ``"local"``: one SGD on θ and all parts of the mixed model; Algorithm 1 of FLoRAL, lines 3 to 5.
+    """Run the pass ``"local"``: joint SGD on θ and all parts of the mixed model; Algorithm 1 of FLoRAL, lines 3 to 5.
 
     Args:
-        router: how θ moves. With optimal routing it stays; the MFL update sets it before the pass.
-        parts: the parts that are mixed, such as adaptors.
+        router: settings of the update of θ. With optimal routing θ stays; the MFL update sets it before the pass.
+        parts: parts that are mixed, such as adaptors.
         theta: initial θ.
-        apply: of the method; may capture nothing that differs between clients.
-        optimizer: of the parts; its group ``theta`` is set from the router.
-        view: of the client.
-        precondition: of the gradient of ``{**parts, "theta": theta}``.
+        apply: function that computes the method's mixed model; it may capture nothing that differs between clients.
+        optimizer: optimizer of the parts; its group ``theta`` is set from the router.
+        view: view of the client.
+        precondition: function that preconditions the gradient of ``{**parts, "theta": theta}``; None for none.
 
     Returns:
-        The parts and θ.
+        The trained parts and θ.
     """
     if router.weighs and view.round > 0:
         theta = weigh_clusters(router, parts, theta, apply, view)
@@ -100,7 +100,7 @@ def train_mixture(
 def weigh_clusters(
     router: Router, parts: Mapping[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
-    """Compute θ = -η f_k(w_c) of every cluster: π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
+    """Compute θ = -η f_k(w_c) of every cluster, so that π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives shape and type."""
 
     def summed_loss(parts: Mapping[str, Any], batch: Batch, pi: Tensor) -> tuple[Tensor, Tensor]:
         return sum_losses(example_losses(apply(parts, pi, batch.x), batch), batch)
@@ -113,7 +113,7 @@ def weigh_clusters(
 def learn_router(
     router: Router, parts: Mapping[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
-    """Learn θ of a client that has none: by eq. 5, or by the pass ``"router"``, which trains nothing else."""
+    """Learn θ of a client that has none: by eq. 5, or by the pass ``"router"``, which trains only θ."""
     if router.weighs:
         return weigh_clusters(router, parts, theta, apply, view)
     if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
@@ -129,7 +129,7 @@ def require_known_cluster(title: str, client: ClientInfo, cluster_count: int) ->
     """Read the client's ground-truth cluster.
 
     Raises:
-        TaskError: if it is unknown, or there are fewer clusters.
+        TaskError: if the cluster is unknown or not below ``cluster_count``.
     """
     if client.cluster is None:
         raise TaskError(
@@ -150,12 +150,12 @@ def build_known_route(title: str, client: ClientInfo, cluster_count: int) -> Ten
 
 
 def find_routes(title: str, router: Router, client: ClientInfo, pi: Tensor, cluster_count: int) -> Tensor:
-    """Find a client's share of every cluster; with optimal routing, ``pi`` is of its own cluster alone."""
+    """Find a client's share of every cluster; with optimal routing, ``pi`` is the share of its own cluster alone."""
     return pi if router.routing == "learned" else build_known_route(title, client, cluster_count)
 
 
 def compute_cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, cluster_count: int) -> Tensor:
-    """Compute the weights π^k_c N^k of a client's reply ``[C]``, float64; without π^k, the one-hot of its known cluster."""
+    """Compute the weights π^k_c N^k of a client's reply ``[C]``, float64; without π^k, its known cluster has share 1."""
     route = build_known_route(title, client, cluster_count) if pi is None else clamp_shares(pi)
     return route.double() * client.example_count
 
@@ -166,13 +166,13 @@ def clamp_shares(pi: Tensor) -> Tensor:
     return shares / shares.sum() if shares.sum() > 1 + 1e-3 else shares
 
 
-def contribute_by_cluster(value: Any, weights: Tensor) -> dict[str, Any]:
+def contribute_by_cluster(value: Any, weights: Tensor) -> dict[str, Contribution]:
     """Contribute a value to one mean for each cluster.
 
     Args:
-        value: a tree of tensors ``[C, ...]``; or ``[1, ...]``, of a client that was sent the one cluster it
-            has a weight for.
-        weights: of each cluster ``[C]``, float64.
+        value: tree of tensors ``[C, ...]``, or ``[1, ...]`` if the client was sent only the one cluster it has a
+            weight for.
+        weights: weight of the value for each cluster, ``[C]``, float64.
     """
     cluster_count = len(weights)
 
@@ -189,8 +189,8 @@ def average_clusters(old_value: T, total: ClusterTotal[T]) -> T:
     """Average each cluster: a_c = Σ_k w_kc a_kc / Σ_k w_kc; a cluster without weight keeps its old value.
 
     Args:
-        old_value: a tree whose tensors begin with the axis of clusters, ``[C, ...]``.
-        total: of contributions by :func:`contribute_by_cluster`.
+        old_value: tree whose tensors begin with the axis of clusters, ``[C, ...]``.
+        total: total of the contributions by :func:`contribute_by_cluster`.
     """
     weights = total["weights"].tolist()
     values = [
@@ -201,7 +201,7 @@ def average_clusters(old_value: T, total: ClusterTotal[T]) -> T:
 
 
 def select_cluster(value: T, cluster: int) -> T:
-    """Select one cluster of a tree whose tensors begin with the axis of clusters, the axis kept: ``[1, ...]``."""
+    """Select one cluster of a tree whose tensors begin with the axis of clusters; the result has this axis: ``[1, ...]``."""
     return tree.map_leaves(lambda t: t[cluster : cluster + 1], value)
 
 
@@ -239,7 +239,7 @@ def describe_draws(title: str, task: Task, model_count: int) -> list[str]:
 
 
 def unbind_models(models: Params) -> list[Params]:
-    """Unbind C models ``[C, ...]``; backward makes one gradient for all of them, not C padded ones."""
+    """Unbind C models ``[C, ...]``; backward builds one gradient for all of them, not C padded ones."""
     slices_by_name = {n: t.unbind() for n, t in models.items()}
     return [
         {n: slices[c] for n, slices in slices_by_name.items()}
@@ -248,6 +248,6 @@ def unbind_models(models: Params) -> list[Params]:
 
 
 def compute_model_losses(model: Model, models: Params, batch: Batch) -> Tensor:
-    """Compute the loss of each example under each of C models: ``[b, C]`` of weights ``[C, ...]``."""
+    """Compute the loss of each example under each of C models with weights ``[C, ...]``, as ``[b, C]``."""
     scores = [model.apply(params, batch.x) for params in unbind_models(models)]
     return torch.stack([example_losses(s, batch) for s in scores], -1)

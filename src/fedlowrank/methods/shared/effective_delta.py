@@ -32,23 +32,23 @@ from ...linalg.pair import Factors, Pair
 def build_client_factors(
     deltas: Mapping[str, Delta], initial_factors: Factors, rank: int, split: FactorSplit, scale: float
 ) -> Factors:
-    """Build the factors that a client of a rank begins at: s·B A = W^{r}, the best approximation of the rank.
+    """Build the initial factors of a client of rank r: s·B A = W^{r}, the best approximation of W of that rank.
 
-    Where W has less rank, the other components are initial ones: a random row of A and a column of B of zeros
-    (of an embedding the other way round). The product is the same, and a gradient reaches them.
+    If W has a smaller rank, the other components are initial ones: a random row of A and a zero column of B (for an
+    embedding, a zero row of A and a random column of B). The product is the same, and a gradient reaches them.
 
     Args:
-        deltas: W by layer.
-        initial_factors: of the largest rank, in the type that factors have.
-        rank: r.
-        split: which factor takes the singular values.
-        scale: s.
+        deltas: update W of every layer, by layer name.
+        initial_factors: initial factors of the largest rank, in the type of the result.
+        rank: rank r of the client.
+        split: factor that takes the singular values.
+        scale: scale s of the client.
     """
     power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[split]
     factors: Factors = {}
     for name, delta in deltas.items():
         initial = initial_factors[name]
-        # a layer that can have less than r gets all that it can have
+        # a layer whose largest rank is below r gets its largest rank
         layer_rank = min(rank, initial.rank)
         truncation = truncate_delta(delta, layer_rank)
         pair, r = split_svd(truncation, layer_rank, split), truncation.rank
@@ -62,9 +62,9 @@ def build_starting_deltas(model: Model, form: DeltaForm, rank: int) -> dict[str,
     """Build W before the first round: the update of the model's trained factors, or zero.
 
     Args:
-        model: with its adapted layers.
-        form: how W is stored.
-        rank: the largest of a client.
+        model: model with adapted layers.
+        form: form in which W is stored.
+        rank: largest rank of a client.
     """
     lora = lora_of(model)
     zero_deltas = initial_deltas(lora.shapes, form, rank)
@@ -78,7 +78,7 @@ def has_half_precision(factors: Factors) -> bool:
 
 
 def build_server_model(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
-    """Build the parameters of the base with all of W: as factors where W is stored so, else added to the weights."""
+    """Build the parameters of the base with all of W: as factors where W is stored as factors, otherwise added to the weights."""
     factors: Factors = {}
     dense_updates: dict[str, Tensor] = {}
     lora = lora_of(model)
@@ -89,7 +89,7 @@ def build_server_model(model: Model, deltas: Mapping[str, Delta], rest: Params) 
             dense_updates[name] = delta.matrix.to(
                 base.device, torch.promote_types(layer.dtype, torch.float32)
             )
-            # the layer's own adapter, if it has one, must add nothing
+            # the layer's own adapter, if any, must add zero
             d, k = delta.shape
             b, a = delta.matrix.new_zeros(d, 1), delta.matrix.new_zeros(1, k)
         else:
@@ -103,9 +103,10 @@ def factorize_residual(deltas: Mapping[str, Delta], rank: int, initial_factors: 
     """Factorize W - W^{r} of every layer; W must be stored as factors.
 
     Args:
-        deltas: W by layer.
-        rank: r.
-        initial_factors: factors of the largest rank, with the type of the result. A layer that can have less was sent less.
+        deltas: update W of every layer, by layer name.
+        rank: rank r of the client.
+        initial_factors: initial factors of the largest rank, in the type of the result. A layer whose largest rank
+            is below r was sent that rank.
     """
     residuals: Factors = {}
     for name, delta in deltas.items():
@@ -123,9 +124,9 @@ def build_update_terms(
     """Build the terms p_i s_i B_i A_i of every layer, for :func:`fedlowrank.linalg.delta.update_deltas`.
 
     Args:
-        weights: p_i of every reply, by layer.
-        scales: s_i of every reply.
-        factors: of every reply.
+        weights: weight p_i of every reply, by layer.
+        scales: scale s_i of every reply.
+        factors: factors B_i and A_i of every reply.
     """
     return {
         name: [
@@ -137,13 +138,14 @@ def build_update_terms(
 
 
 class FactorReply(NamedTuple):
-    """What a client of rank r_i was sent, and what it replied.
+    """The reply of a client of rank r_i, and the truncation that it received.
 
     Attributes:
-        rank: r_i: it was sent the truncation of W to it.
-        scale: s_i.
-        factors: B_i and A_i by layer.
-        received_factors: the truncation as it arrived over a lossy wire; None where it arrived exactly.
+        rank: rank r_i to which the W that was sent to the client is truncated.
+        scale: scale s_i of the client.
+        factors: factors B_i and A_i of the reply, by layer.
+        received_factors: factors of the truncation as they arrived over a lossy wire; None where they arrived
+            exactly.
     """
 
     rank: int
@@ -161,14 +163,14 @@ def apply_replies(
     """Apply the replies of a round: W ← Σ_i p_i [W + (s_i B_i A_i - W^{r_i})] for every layer.
 
     The weights sum to 1, so this is W + Σ_i p_i s_i B_i A_i - Σ_i p_i W^{r_i}. The last sum is subtracted in one of
-    two ways. Over an exact wire W^{r_i} is known by its rank alone (:func:`_subtract_truncations`). Over a lossy wire
-    it is what the client received (:func:`_subtract_received`).
+    two ways. Over an exact wire the rank alone determines W^{r_i} (:func:`_subtract_truncations`). Over a lossy
+    wire W^{r_i} is what the client received (:func:`_subtract_received`).
 
     Args:
-        deltas: W by layer.
-        weights: p_i of every reply by layer, summing to 1.
-        replies: all with a truncation as it arrived, or none.
-        max_ranks: the most components that the factors of a layer may have.
+        deltas: update W of every layer, by layer name.
+        weights: weight p_i of every reply, by layer; the weights of a layer sum to 1.
+        replies: replies of the round; all of them have ``received_factors``, or none has.
+        max_ranks: largest rank of the factors of each layer.
     """
     uploads = build_update_terms(
         weights, [reply.scale for reply in replies], [reply.factors for reply in replies]
@@ -200,7 +202,7 @@ def _subtract_received(
     replies: Sequence[FactorReply],
     uploads: Mapping[str, Sequence[tuple[float, Pair]]],
 ) -> dict[str, Delta]:
-    """Apply replies over a lossy wire: what a client received is a term of weight -p_i s_i, with its rounding."""
+    """Apply replies over a lossy wire: the rounded truncation that a client received is a term of weight -p_i s_i."""
     received_factors = [reply.received_factors for reply in replies if reply.received_factors is not None]
     negative_terms = build_update_terms(weights, [-reply.scale for reply in replies], received_factors)
     return update_deltas(deltas, {name: [*terms, *negative_terms[name]] for name, terms in uploads.items()})
@@ -211,15 +213,15 @@ class ReplyWeights:
     """The weights of a round's replies.
 
     Attributes:
-        weights: p_i of every reply by layer, each adding up to 1.
-        errors: ‖W - W^{r_i}‖² / ‖W‖² over all layers, of every reply.
+        weights: weight p_i of every reply, by layer; the weights of a layer sum to 1.
+        errors: relative truncation error ‖W - W^{r_i}‖² / ‖W‖² of every reply, over all layers.
     """
 
     weights: dict[str, list[float]]
     errors: list[float]
 
     def reply_metrics(self, client_ids: Sequence[int]) -> dict[str, dict[str, float]]:
-        """For the record: weight (the mean over layers) and truncation error of every client."""
+        """Weight (the mean over layers) and truncation error of every client, for the record."""
         layer_weights = list(self.weights.values())
         mean_weights = [sum(p[i] for p in layer_weights) / len(layer_weights) for i in range(len(client_ids))]
         return {
@@ -235,14 +237,14 @@ class Weighing(CheckedFields):
     """Weights p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T) (Peng et al., FedHL, eq. 15).
 
     Attributes:
-        by: truncation, as above; or, for comparison (Table VIII), examples or ranks: p_i ∝ n_i or r_i, not
-            smoothed.
-        error: r̂_i: relative ‖W - W^{r_i}‖² / ‖W‖²; absolute, without the divisor; or squared, the square of
-            the absolute one, as eq. 8 and eq. 15 read together.
-        eps: ε.
-        temperature: T; 0 leaves eq. 15 as it is.
-        per_layer: weights of their own for every layer; else errors are summed over layers.
-        by_examples: multiply p_i by n_i.
+        by: basis of the weights: truncation, as above; or, for comparison (Table VIII), examples or ranks: p_i ∝
+            n_i or r_i, not smoothed.
+        error: definition of r̂_i: relative, ‖W - W^{r_i}‖² / ‖W‖²; absolute, without the divisor; or squared, the
+            square of the absolute one, as eq. 8 and eq. 15 read together.
+        eps: constant ε that is added to r̂_i.
+        temperature: temperature T of the softmax; 0 uses the weights of eq. 15 without it.
+        per_layer: whether every layer has its own weights; otherwise errors are summed over layers.
+        by_examples: whether p_i is multiplied by n_i.
     """
 
     by: Literal["truncation", "examples", "ranks"] = "truncation"
@@ -274,10 +276,10 @@ class Weighing(CheckedFields):
         """Weigh the replies of a round.
 
         Args:
-            deltas: W_t by layer.
-            ranks: r_i of every reply.
-            example_counts: n_i of every reply.
-            max_ranks: the most components that the factors of a layer may have.
+            deltas: update W_t of every layer, by layer name.
+            ranks: rank r_i of every reply.
+            example_counts: number of examples n_i of every reply.
+            max_ranks: largest rank of the factors of each layer.
 
         Raises:
             TaskError: if the weights are by examples and no reply has any.
@@ -293,7 +295,7 @@ class Weighing(CheckedFields):
             for name, delta in deltas.items()
         }
         energies = {name: delta.energy for name, delta in deltas.items()}
-        # over all layers
+        # sums over all layers
         total_errors, total_energy = (
             [sum(e) for e in zip(*errors.values(), strict=True)],
             sum(energies.values()),
@@ -329,7 +331,7 @@ class Weighing(CheckedFields):
 
 
 def measure_ranks(deltas: Mapping[str, Delta]) -> dict[str, int]:
-    """Measure the rank of every layer's W; of a dense W with only its leading triplets, the smaller dimension."""
+    """Measure the rank of every layer's W; it is the smaller dimension if only the leading triplets of a dense W are known."""
     return {n: d.rank if d.has_all_triplets else min(d.shape) for n, d in deltas.items()}
 
 
@@ -339,5 +341,5 @@ def measure_energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
 
 
 def measure_discarded_energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
-    """Measure ‖·‖_F² of what a cap on the rank cut off in the last round, of every layer."""
+    """Measure ‖·‖_F² of the components of every layer's W that a cap on the rank cut off in the last round."""
     return {n: d.discarded_energy for n, d in deltas.items()}

@@ -1,4 +1,4 @@
-"""Local training of LoRA factors: the step that all LoRA methods share."""
+"""Local training of LoRA factors, which all LoRA methods share."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def train_leaves(
     moved_weights: Params | None = None,
     penalty: Penalty | None = None,
 ) -> Leaves:
-    """Train leaves by the pass ``local``: the loss is that of W_0 + s·B A.
+    """Train leaves in the pass ``local``; the loss is that of the model with W_0 + s·B A.
 
     Args:
-        view: the client's.
-        start: the leaves that are trained, as they begin.
-        scale: s.
-        optimizer: of the pass.
-        fixed_leaves: leaves that the model has too and that are not trained, such as A in FFA-LoRA.
-        frozen_factors: a second adapter that is not trained, see :func:`~.lora_family.insert_leaves`.
-        moved_weights: weights W_0 that are no longer the initial ones, by the name of their parameter.
-        penalty: added to the loss.
+        view: view of the client.
+        start: initial values of the leaves that are trained.
+        scale: scale s of the product.
+        optimizer: optimizer of the pass.
+        fixed_leaves: further leaves of the model, which are not trained, such as A in FFA-LoRA.
+        frozen_factors: factors of a second adapter that is not trained, see :func:`~.lora_family.insert_leaves`.
+        moved_weights: weights W_0 that differ from the initial ones, by the name of their parameter.
+        penalty: function of the trained leaves whose value is added to the loss.
 
     Returns:
         The trained leaves.
 
     Raises:
-        TaskError: as :func:`check_factors_changed`.
+        TaskError: if no factor changed, see :func:`check_factors_changed`.
     """
     model, lora = view.model, lora_of(view.model)
-    # A layer with a scale of its own is trained in the module's own factors.
+    # A layer whose scale differs is trained in the module's own factors.
     rescaled_layers = {name: layer for name, layer in lora.layers.items() if layer.ratio != 1}
 
     def loss(
@@ -71,7 +71,7 @@ def train_leaves(
         value = task_loss(model.apply(params, batch.x), batch)
         return value if penalty is None else value + penalty(trained_leaves)
 
-    # A tensor, not a number: clients with unequal scales are still trained together.
+    # A tensor and not a number, so that clients with unequal scales are trained together.
     first_b = next(iter(start["b"].values()))
     client_scale = None if scale == lora.scale else first_b.new_tensor(scale, dtype=torch.float64)
     frozen_factors = frozen_factors or {}
@@ -88,13 +88,13 @@ def check_factors_changed(view: ClientView, start: Leaves, end: Leaves, optimize
     """Check that training changed a factor, unless the learning rate of all factors is 0.
 
     Args:
-        view: the client's.
-        start: the leaves before the pass ``local``.
-        end: the leaves after it.
-        optimizer: of the pass.
+        view: view of the client.
+        start: leaves before the pass ``local``.
+        end: leaves after the pass.
+        optimizer: optimizer of the pass.
 
     Raises:
-        TaskError: if no factor changed: no gradient reaches them.
+        TaskError: if no factor changed, because no gradient reaches them.
     """
     if _has_learning_rate(view, start, optimizer) and not _has_changed_factor(
         lora_of(view.model), start, end
@@ -114,7 +114,7 @@ def _rank_dimensions(frozen_factors: Factors) -> PaddedDimensions:
         for name in frozen_factors
         for factor, axis in rank_axes.items()
     }
-    # of the constants of train_leaves: the fixed leaves, the frozen factors
+    # axes of the constants of train_leaves: of the fixed leaves and of the frozen factors
     return PaddedDimensions(leaf_axes, (leaf_axes, frozen_axes))
 
 
@@ -124,7 +124,7 @@ def _has_learning_rate(view: ClientView, start: Leaves, optimizer: Optimizer) ->
     rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
     if not any(lr for path, lr in rates if path.startswith(("/a/", "/b/"))):
         return False
-    # a schedule over rounds may have ended, whether counted in rounds or in steps
+    # a schedule over rounds or over steps may have ended
     steps, schedule = view.steps("local"), optimizer.local_schedule
     return any(schedule.scale(t, steps, view.round) for t in range(steps))
 
@@ -150,8 +150,8 @@ def _scale_layers(leaves: Leaves, layers: Mapping[str, AdaptedLayer], power: Lit
 def _has_changed_factor(lora: LoRA, start: Leaves, end: Leaves) -> bool:
     """Whether one of the factors that are zero at the start changed, or none is zero.
 
-    The other factor proves nothing: weight decay moves it without a gradient, and a large factor stays the same
-    where a step is below its rounding.
+    The other factor is no evidence: weight decay moves it without a gradient, and a large factor does not change if
+    a step is below its rounding.
     """
     zero_factors = [
         (layer.zero, name)

@@ -1,4 +1,4 @@
-"""Models that a client's training reads and does not train, such as a teacher or the model received."""
+"""Models that local training evaluates but does not train, such as a teacher or the model received."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ...core.contract import Model
 
 @contextlib.contextmanager
 def in_inference_mode(model: Model) -> Iterator[None]:
-    """Put a model in evaluation mode within this block, as ``model.eval()``, and back into the mode of before.
+    """Put a model in evaluation mode within this block, as ``model.eval()`` does, and restore its mode afterwards.
 
-    Dropout draws nothing. Batch normalizations without running statistics go on to use the batch.
+    Dropout is off. Batch normalizations without running statistics still use those of the batch.
     """
     if not model.training:
         yield

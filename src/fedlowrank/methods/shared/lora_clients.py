@@ -1,4 +1,4 @@
-"""Hooks that LoRA methods share: the client half, and the server half of methods that average factors.
+"""Hooks that LoRA methods share: those of the client, and those of a server that averages factors.
 
 A method takes these functions as its own: ``local_update = train_factors``.
 """
@@ -11,7 +11,17 @@ from torch import Tensor
 
 from ...adapters.lora.lora_factors import lora_of
 from ...adapters.wire_format import unpack_factors
-from ...core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, ServerView, Task, Update
+from ...core.contract import (
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Contribution,
+    Each,
+    Mean,
+    ServerView,
+    Task,
+    Update,
+)
 from ...core.learning.optimizer import Optimizer
 from ...core.tree import Params, tree_dataclass
 from ...linalg.pair import Factors
@@ -46,9 +56,9 @@ class MeanFactors:
     """The state of a server that averages factors entry by entry.
 
     Attributes:
-        factors: B ``[d, r]`` and A ``[r, k]`` of every adapted weight. A factor that is not shared is empty: A has no
-            rows, or B no columns.
-        rest: what is shared beside them, the parameters that are trained whole.
+        factors: factors B ``[d, r]`` and A ``[r, k]`` of every adapted weight. A factor that is not shared is
+            empty: A has no rows, or B no columns.
+        rest: shared parameters that are trained whole.
     """
 
     factors: Factors
@@ -56,7 +66,7 @@ class MeanFactors:
 
 
 class CollectedFactors(TypedDict):
-    """The total of :func:`collect_factors`: factors by client, and the mean of what is shared beside them."""
+    """The total of :func:`collect_factors`: factors by client, and the mean of the shared parameters beside them."""
 
     factors: dict[int, Factors]
     rest: Params
@@ -66,17 +76,17 @@ class CollectedFactors(TypedDict):
 
 
 def describe_ranks(method: TrainsFactors, task: Task) -> list[str]:
-    """Ranks that are above what a layer can have."""
+    """Warn of ranks above the largest rank of a layer."""
     return method.training.describe_ranks(task, method.title)
 
 
 def initial_rest(method: TrainsFactors, client: ClientInfo, task: Task) -> Params:
-    """What is trained whole, where it is personal."""
+    """Initial values of the personal parameters that are trained whole."""
     return method.training.read_initial_personal_rest(task.model(client))
 
 
 def send_factors(method: TrainsFactors, server: MeanFactors, client: ClientInfo) -> Message:
-    """The server's factors, and what is shared beside them."""
+    """The server's factors, and the shared parameters beside them."""
     return method.training.pack_message(server.factors, server.rest)
 
 
@@ -93,27 +103,25 @@ def train_factors(
 def average_factors(
     method: TrainsFactors, server: Any, upload: Message, client: ClientInfo
 ) -> Mean[tuple[Factors, Params]]:
-    """The factors and what is shared beside them, weighted by n_i."""
+    """The factors and the shared parameters beside them, weighted by n_i."""
     return Mean((unpack_factors(upload.factors), upload.rest), client.example_count)
 
 
-def collect_factors(
-    method: TrainsFactors, server: Any, upload: Message, client: ClientInfo
-) -> dict[str, Any]:
-    """The factors by themselves, for their products count; what is shared beside them, weighted by n_i."""
+def collect_factors(method: TrainsFactors, server: Any, upload: Message, client: ClientInfo) -> Contribution:
+    """The factors of each client apart, because their products count, and the shared parameters, weighted by n_i."""
     return {"factors": Each(unpack_factors(upload.factors)), "rest": Mean(upload.rest, client.example_count)}
 
 
 def store_mean_factors(
     method: TrainsFactors, server: MeanFactors, total: tuple[Factors, Params], view: ServerView
 ) -> MeanFactors:
-    """The means of :func:`average_factors`, weighted by n_i, are the next factors."""
+    """Store the means of :func:`average_factors`, weighted by n_i, as the next factors."""
     factors, rest = total
     return MeanFactors(factors, rest)
 
 
 def describe_factor_update(method: TrainsFactors, down: Message, client: ClientInfo, task: Task) -> Update:
-    """Relative to what was sent, in the client's scale s."""
+    """The factors, relative to those that were sent, in the client's scale s."""
     return Update(down, method.training.compute_client_scale(task, client))
 
 
@@ -122,11 +130,11 @@ def model_with_factors(method: TrainsFactors, state: Params, down: Message, view
     return build_client_model(view, read_leaves(down, state), method.training.compute_scale(view))
 
 
-# Their parts
+# Parts of the hooks
 
 
 def build_factors_of_rank(method: TrainsFactors, task: Task, rank: int) -> Factors:
-    """Build what clients of a rank begin with, in the scale of that rank.
+    """Build the initial factors of clients of a rank, in the scale of that rank.
 
     Raises:
         TaskError: if models differ, or trained factors have a higher rank.
@@ -136,12 +144,12 @@ def build_factors_of_rank(method: TrainsFactors, task: Task, rank: int) -> Facto
 
 
 def read_leaves(message: Message, personal_rest: Params) -> Leaves:
-    """Read the leaves to train: the factors of a message, and its rest with the client's own."""
+    """Read the leaves to train: the factors of a message, and its rest together with the client's personal rest."""
     return join_leaves(unpack_factors(message.factors), personal_rest | message.rest)
 
 
 def split_trained_leaves(method: TrainsFactors, leaves: Leaves) -> tuple[Params, Message]:
-    """Split trained leaves into what the client keeps and what it sends."""
+    """Split trained leaves into the client's state and its upload."""
     upload = method.training.pack_message(read_factors(leaves), leaves["rest"])
     return method.training.select_personal_rest(leaves), upload
 

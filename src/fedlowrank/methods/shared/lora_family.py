@@ -1,8 +1,8 @@
 """Ranks, scales, initial values and messages of federated LoRA (Hu et al. 2021); training is in :mod:`.factor_training`.
 
 A client of rank r holds factors B ``[d, r]`` and A ``[r, k]`` of every adapted weight; its model is W_0 + s·B
-A. A server works on updates in the unit of the weights: it multiplies an upload by s and divides a download
-by s, so that no aggregator knows of α or r.
+A. A server works on updates in the unit of the weights: it multiplies an upload by s and divides a download by s,
+so that no aggregator depends on α or r.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...core.tree import Params, tree_dataclass
 from ...linalg.pair import Factors, Pair, truncate_pair
 
 Leaves = dict[str, dict[str, Tensor]]
-"""What is trained: ``a`` and ``b``, the factors by layer, and ``rest``, parameters trained whole, by name."""
+"""Trained tensors: the factors ``a`` and ``b``, by layer, and ``rest``, parameters that are trained whole, by name."""
 
 
 @tree_dataclass
@@ -35,9 +35,9 @@ class Scaling:
     It is part of a server's state where ``download``, which gets no task, divides by s.
 
     Attributes:
-        scale: s at rank0.
-        rank0: the rank that the adapter's configuration names.
-        power: 0 for equal scales; 1 for α/r and 1/2 for α/√r with one α.
+        scale: scale s at rank ``rank0``.
+        rank0: rank in the adapter's configuration.
+        power: exponent of rank0 / r: 0 for equal scales; 1 for α/r and 1/2 for α/√r with one α.
     """
 
     scale: float
@@ -45,20 +45,20 @@ class Scaling:
     power: float
 
     def scale_at(self, rank: int) -> float:
-        """The scale s of a client of that rank."""
+        """The scale s of a client of the given rank."""
         return self.scale * float((self.rank0 / rank) ** self.power)
 
 
 @tree_dataclass
 class Message:
-    """What is sent: factors, and the parameters that are trained whole if these are shared."""
+    """A message between server and client: factors, and the shared parameters that are trained whole."""
 
     factors: PackedFactors
     rest: Params
 
 
 DEFAULT_RANK = 8
-"""Rank of clients where neither they nor the method nor the model name one."""
+"""Rank of clients if neither the client nor the method nor the model sets one."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class LoRATraining(CheckedFields):
     """How LoRA clients train and what they send.
 
     Attributes:
-        rank: of clients that do not bring one; None for that of the model's LoRA layers (``lora.r``), or for 8
-            where the model has none. A rank above what a layer can have is lowered, with a warning: to the largest
-            that a layer of the model can have, so that the scale α/r is that of the lowered rank; and in layers that
-            can have less to min(d, k), under the same scale.
-        scaling: equal: all clients have the scale of the configuration, α_i = c·r_i; alpha: they have its α,
-            so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
-        head: what is trained beside the factors, a classification head say: shared, averaged by examples;
-            personal, kept by each client; frozen, at its initial values.
-        wire: the form in which factors travel: float32 (as they are), bfloat16 or int8.
+        rank: rank of clients that do not bring one; None for the rank of the model's LoRA layers (``lora.r``), or
+            for 8 where the model has none. A rank above min(d, k) of a layer is lowered, with a warning: to the
+            largest min(d, k) of the model's layers, so that the scale α/r is that of the lowered rank; and, in
+            layers with a smaller min(d, k), to that, under the same scale.
+        scaling: scale of clients with unequal ranks: equal, all clients have the scale of the configuration, α_i =
+            c·r_i; alpha, they have its α, so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
+        head: treatment of the parameters trained beside the factors, such as a classification head: shared,
+            averaged by examples; personal, kept by each client; frozen, at its initial values.
+        wire: type in which factors are sent: float32 (unchanged), bfloat16 or int8.
     """
 
     section = "training"
@@ -92,19 +92,20 @@ class LoRATraining(CheckedFields):
         """Find the rank of a client's factors.
 
         Args:
-            client: whose rank it is.
-            lora: of the client's model. A rank above :attr:`LoRA.largest_rank` is lowered to it. A layer that can
-                have less has fewer components, under the same scale.
+            client: client whose rank is wanted.
+            lora: LoRA layers of the client's model. A rank above :attr:`LoRA.largest_rank` is lowered to it. A
+                layer with a smaller largest rank has fewer components, under the same scale.
         """
         return min(self._find_requested_rank(client, lora), lora.largest_rank)
 
     def find_rank_within(self, client: ClientInfo, factors: Mapping[str, Pair]) -> int:
-        """Find the same rank as :meth:`find_rank` from a server's factors, where the model is not at hand.
+        """Find the same rank as :meth:`find_rank` from a server's factors, where the model is not available.
 
         Args:
-            client: whose rank it is.
-            factors: those of the client with the largest rank. Where no client has a rank of its own and ``rank`` is None,
-                all clients have this one: :meth:`resolve_ranks` refuses clients of which only some have a rank.
+            client: client whose rank is wanted.
+            factors: factors of the client with the largest rank. If no client has a rank of its own and ``rank`` is
+                None, all clients have this rank, because :meth:`resolve_ranks` refuses clients of which only some
+                have a rank.
         """
         largest_rank = measure_rank(factors)
         return min(self._find_set_rank(client) or largest_rank, largest_rank)
@@ -117,7 +118,7 @@ class LoRATraining(CheckedFields):
         return self._find_set_rank(client) or lora.rank or DEFAULT_RANK
 
     def describe_ranks(self, task: Task, method: str) -> list[str]:
-        """Describe the ranks that are above what a layer can have."""
+        """Describe the ranks that are above the largest rank of a layer."""
         lora = lora_of(task.common_model(method))
         requested_ranks = {self._find_requested_rank(client, lora) for client in task.clients}
         return [
@@ -127,7 +128,7 @@ class LoRATraining(CheckedFields):
         ]
 
     def resolve_ranks(self, task: Task, method: str) -> list[int]:
-        """Find the rank of every client, and warn of those that are above what a layer can have.
+        """Find the rank of every client, and warn of ranks above the largest rank of a layer.
 
         Raises:
             TaskError: if models differ, or some clients bring a rank and others have none.
@@ -170,7 +171,7 @@ class LoRATraining(CheckedFields):
         return ranks[0]
 
     def build_scaling(self, lora: LoRA) -> Scaling:
-        """Build the scale of each rank under a model's configuration."""
+        """Build the scaling by rank under a model's configuration."""
         power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
         configured_rank = (
             min(self.rank or DEFAULT_RANK, lora.largest_rank) if lora.rank is None else lora.rank
@@ -188,15 +189,15 @@ class LoRATraining(CheckedFields):
         return self.build_scaling(lora).scale_at(self.find_rank(client, lora))
 
     def select_personal_rest(self, leaves: Leaves) -> Params:
-        """Select what a client keeps of its trained leaves: a personal rest."""
+        """Select the personal rest of trained leaves, which the client keeps."""
         return leaves["rest"] if self.head == "personal" else {}
 
     def read_initial_shared_rest(self, model: Model) -> Params:
-        """Initial values of the parameters that are trained whole and stored by the server."""
+        """Read the initial values of the parameters that are trained whole and stored by the server."""
         return parameters_beside_factors(model) if self.head == "shared" else {}
 
     def read_initial_personal_rest(self, model: Model) -> Params:
-        """Initial values of the parameters that are trained whole and stored by each client."""
+        """Read the initial values of the parameters that are trained whole and stored by each client."""
         return parameters_beside_factors(model) if self.head == "personal" else {}
 
     def pack_message(self, factors: Factors, rest: Params) -> Message:
@@ -205,15 +206,15 @@ class LoRATraining(CheckedFields):
 
 
 def refuse_principal_start(task: Task, method: str, reason: str) -> None:
-    """Refuse factors that begin at a part of the base's weights (PiSSA, OLoRA) where a method cannot have them.
+    """Refuse initial factors taken from the base's weights (PiSSA, OLoRA) for a method that does not support them.
 
     Args:
-        task: with the model.
-        method: its title.
-        reason: what the method does, for the message.
+        task: task with the model.
+        method: title of the method.
+        reason: property of the method that excludes such factors, for the message.
 
     Raises:
-        TaskError: if the factors of the model begin so.
+        TaskError: if the initial factors of the model are taken from its weights.
     """
     if lora_of(task.common_model(method)).principal:
         raise TaskError(
@@ -223,7 +224,7 @@ def refuse_principal_start(task: Task, method: str, reason: str) -> None:
 
 
 def measure_rank(factors: Mapping[str, Pair | Rounded | Quantized]) -> int:
-    """Measure the rank of a client's factors: the largest of all layers, for some may have less."""
+    """Measure the rank of a client's factors: the largest of all layers, because some layers may have less."""
     return max(pair.b.shape[1] for pair in factors.values())
 
 
@@ -234,13 +235,13 @@ def draw_initial_factors(task: Task, rank: int) -> Factors:
 
 
 def build_starting_factors(task: Task, method: str, rank: int, scale: float) -> Factors:
-    """Build what clients begin with: the trained factors of the model, and random ones beyond their rank.
+    """Build the initial factors of clients: the trained factors of the model, and random ones beyond their rank.
 
     Args:
-        task: with the model.
-        method: its title, for messages.
-        rank: of all layers that can have it.
-        scale: s of the product.
+        task: task with the model.
+        method: title of the method, for messages.
+        rank: rank of all layers whose largest rank is not smaller.
+        scale: scale s of the product.
 
     Raises:
         TaskError: if trained factors have a higher rank.
@@ -255,7 +256,7 @@ def build_starting_factors(task: Task, method: str, rank: int, scale: float) -> 
                 f"rank {rank}. Set lora.ranks to at least {trained_pair.rank}, or choose fedhl, flexlora or flora, whose server "
                 "holds an update of any rank"
             )
-        # Beyond the trained rank B is zero (of an embedding A is), so the product is that of the trained factors.
+        # Beyond the trained rank B is zero (for an embedding, A is), so the product is that of the trained factors.
         b = torch.cat([trained_pair.b * (lora.scale / scale), initial_pair.b[:, trained_pair.rank :]], 1)
         factors[name] = Pair(b, torch.cat([trained_pair.a, initial_pair.a[trained_pair.rank :]]))
     return factors
@@ -272,7 +273,7 @@ def truncate_factors(factors: Factors, rank: int) -> Factors:
 
 
 def join_leaves(factors: Factors, rest: Params) -> Leaves:
-    """Join factors and rest to the leaves that are trained."""
+    """Join factors and rest into the leaves that are trained."""
     return {
         "a": {n: p.a for n, p in factors.items()},
         "b": {n: p.b for n, p in factors.items()},
@@ -291,11 +292,11 @@ def insert_leaves(
     """Insert factors and rest into a model: the parameters under which it computes W_0 + s·B A.
 
     Args:
-        model: its architecture.
-        leaves: factors and rest.
-        scale: s.
-        frozen_factors: a second adapter that is not trained, of scale 1; may be empty.
-        moved_weights: weights W_0 that are no longer the initial ones, by the name of their parameter; may be empty.
+        model: model into which they are inserted.
+        leaves: trained leaves: factors and rest.
+        scale: scale s of the product.
+        frozen_factors: factors of a second adapter of scale 1 that is not trained; may be empty.
+        moved_weights: weights W_0 that differ from the initial ones, by the name of their parameter; may be empty.
     """
     factors = read_factors(leaves)
     return lora_of(model).insert_factors(factors, scale, frozen_factors, moved_weights) | leaves["rest"]

@@ -1,8 +1,8 @@
 """Proximal steps after an optimizer's step: which optimizers they suit, and their step size.
 
-A step w ← prox of c R at w - η m has a fixed point where c ∂R + η m contains 0. There the running sum of gradients m ← β m + g is
-m = g / (1 - β), with Nesterov's momentum, too. So c = η λ / (1 - β) minimizes f + λ R, whereas c = η λ would minimize
-f + (1 - β) λ R.
+A step w ← prox of c R at w - η m has a fixed point where c ∂R + η m contains 0. There the running sum of gradients
+m ← β m + g is m = g / (1 - β), also with Nesterov's momentum. So c = η λ / (1 - β) minimizes f + λ R, whereas c = η
+λ would minimize f + (1 - β) λ R.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ...core.learning.optimizer import SGD, Optimizer
 
 
 def check_proximal_optimizer(optimizer: Optimizer, title: str, weight: str) -> None:
-    """Refuse an optimizer after whose steps a prox with one threshold minimizes another objective.
+    """Refuse an optimizer whose steps, followed by a prox with one threshold, minimize another objective.
 
     Args:
-        optimizer: of the pass with the prox.
-        title: of the method.
-        weight: name of the setting that weighs the penalty.
+        optimizer: optimizer of the pass with the prox.
+        title: title of the method.
+        weight: name of the setting that is the weight of the penalty.
 
     Raises:
         ConfigError: for AdamW, and for groups with other learning rates.

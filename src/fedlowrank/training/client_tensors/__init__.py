@@ -1,6 +1,6 @@
-"""Tensors with one slice a client, and the table of the rules by which operations apply to each slice.
+"""Tensors with one slice for each client, and the table of rules by which operations apply to each slice.
 
-Of two rules of one function the later one holds.
+If a function has two rules, the later one applies.
 """
 
 from .client_tensor import RULES

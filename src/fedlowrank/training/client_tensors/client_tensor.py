@@ -1,14 +1,15 @@
-"""A tensor with one slice a client, which has the interface of one client's tensor.
+"""A tensor with one slice for each client, which has the interface of one client's tensor.
 
-In a forward pass, the examples of K clients are one batch of K·B rows, so that reshaping, pooling and control flow in a module
-mean what they always mean. Only parameters differ by client: a :class:`ClientTensor` ``[K, ...]`` holds those of all clients.
-An operation on it is looked up in a table, :data:`RULES`, whose rule applies each client's slice to the rows of that client.
-An operation that is not in the table raises :class:`NoRuleError`. The rules are in :mod:`.layer_rules`, :mod:`.tensor_rules`,
-:mod:`.control_flow` and :mod:`.varying_sizes`; ``__init__.py`` of this folder makes the table of them.
+In a forward pass, the examples of K clients are one batch of K·B rows, so that reshaping, pooling and control flow
+in a module keep their meaning. Only parameters differ by client: a :class:`ClientTensor` ``[K, ...]`` holds those
+of all clients. An operation on it is looked up in a table, :data:`RULES`, whose rule applies each client's slice to
+the rows of that client. An operation that is not in the table raises :class:`NoRuleError`. The rules are in
+:mod:`.layer_rules`, :mod:`.tensor_rules`, :mod:`.control_flow` and :mod:`.varying_sizes`; ``__init__.py`` of this
+folder collects them in the table.
 
-An ordinary tensor with dimensions is taken for rows: its first dimension are the examples, client by client, or the clients
-themselves, as in the result of ``batch.mean``. Where there is no batch, as in ``precondition`` and ``prox``, an ordinary tensor
-is a constant that all clients share, see :func:`without_rows`.
+An ordinary tensor with dimensions is treated as rows: its first dimension is that of the examples, client by
+client, or that of the clients, as in the result of ``batch.mean``. Where there is no batch, as in ``precondition``
+and ``prox``, an ordinary tensor is a constant that all clients share, see :func:`without_rows`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch.overrides import resolve_name
 class NoRuleError(BaseException):
     """An operation on a :class:`ClientTensor` has no rule.
 
-    It is no ``Exception``, so that it reaches the engine and no ``except Exception`` of a method catches it.
+    The base class is not ``Exception``, so that no ``except Exception`` of a method catches the error before the
+    engine does.
     """
 
 
@@ -34,10 +36,10 @@ class ClientTensor(Tensor):
     """A tensor ``[K, ...]`` with one slice for each of K clients.
 
     Attributes:
-        plain: the ordinary tensor ``[K, ...]``, with which rules compute.
+        plain: ordinary tensor ``[K, ...]`` with which rules compute.
         lr: learning rate of a step that is taken in the backward pass; None where gradients are returned.
-        uses: how often a forward pass has used it.
-        number: the type of a client's value if that is a number of Python; None if it is a tensor.
+        uses: number of times that a forward pass has used the tensor.
+        number: type of a client's value if that is a Python number; None if it is a tensor.
     """
 
     plain: Tensor
@@ -64,9 +66,9 @@ class ClientTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # declared without cls and func
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse what reads the values of all clients without a rule: ``torch.tensor(t)`` asks for none."""
+        """Refuse operations that bypass the rules and read the values of all clients, such as ``torch.tensor(t)``."""
         if func is torch.ops.aten.alias.default:
-            # of as_subclass
+            # called by as_subclass
             return func(args[0].plain)
         raise NoRuleError(f"{func} makes a tensor without clients of one with a slice for each client")
 
@@ -104,17 +106,17 @@ def with_rows() -> Iterator[None]:
 
 
 def has_rows() -> bool:
-    """Whether an ordinary tensor is taken for rows of a batch."""
+    """Whether an ordinary tensor is treated as rows of a batch."""
     return _ROWS.get()
 
 
 def to_client_tensor(t: Tensor, lr: float | None = None) -> ClientTensor:
-    """A tensor ``[K, ...]`` as a :class:`ClientTensor` that shares its memory."""
+    """Wrap a tensor ``[K, ...]`` as a :class:`ClientTensor` that shares its memory."""
     return wrap_tensor(t, ClientTensor, lr)
 
 
 def wrap_tensor(t: Tensor, kind: type[W], lr: float | None = None, number: type[int] | None = None) -> W:
-    """A tensor ``[K, ...]`` as one of a subclass of :class:`ClientTensor` that shares its memory."""
+    """Wrap a tensor ``[K, ...]`` as an instance of a subclass of :class:`ClientTensor` that shares its memory."""
     plain = t.plain if isinstance(t, ClientTensor) else t
     with torch._C.DisableTorchFunctionSubclass():
         wrapped = plain.as_subclass(kind)
@@ -126,11 +128,11 @@ def use_tensor(t: Any, *, once: bool = False) -> Any:
     """Return the ordinary tensor ``[K, ...]`` of a :class:`ClientTensor`, and count the use.
 
     Args:
-        t: the tensor, or None.
-        once: whether the caller takes the step of a parameter that is used once.
+        t: client tensor, or None.
+        once: whether the caller takes the optimizer step of the parameter, which must then be used only once.
 
     Raises:
-        NoRuleError: if it is an ordinary tensor, or a step in the backward pass would be wrong.
+        NoRuleError: if ``t`` is an ordinary tensor, or a step in the backward pass would be wrong.
     """
     if t is None:
         return None
@@ -143,7 +145,7 @@ def use_tensor(t: Any, *, once: bool = False) -> Any:
 
 
 def split_rows_by_client(x: Tensor, client_count: int) -> Tensor:
-    """Rows ``[K·B, ...]`` as those of each client ``[K, B, ...]``."""
+    """Split rows ``[K·B, ...]`` into those of each client ``[K, B, ...]``."""
     if not has_rows() or isinstance(x, ClientTensor) or x.ndim < 1 or x.shape[0] % client_count:
         raise NoRuleError("rows that are not those of a batch")
     return x.reshape(client_count, x.shape[0] // client_count, *x.shape[1:])

@@ -1,11 +1,11 @@
-"""Data-dependent control flow of a method that is called for many clients at once.
+"""Data-dependent control flow in a method that is called once for many clients.
 
-Control flow reads a truth value, a number or an attribute of a client (``bool(t)``, ``.item()``, ``info.cluster``). If all
-clients have one value, the function goes on with it. If not, :class:`DifferingError` carries the value of each client; the
-engine divides the cohort by these values and calls the pure function again for each part. So control flow may depend on
-anything.
+Control flow reads a truth value, a number or an attribute of a client (``bool(t)``, ``.item()``, ``info.cluster``).
+If all clients have the same value, the function continues with it. If not, :class:`DifferingError` carries the
+value of each client; the engine divides the cohort by these values and calls the pure function again for each part.
+So control flow may depend on any value.
 
-Outside of steps no tensor is a batch: an ordinary tensor is a constant that all clients share.
+Outside of steps there are no batches: an ordinary tensor is a constant that all clients share.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class DifferingError(BaseException):
-    """Control flow asks for one value, and the clients of the cohort have several.
+    """Control flow needs one value, but the values of the cohort's clients differ.
 
     Attributes:
-        values: of each client.
+        values: value of each client.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -36,7 +36,7 @@ class DifferingError(BaseException):
         self.values = list(values)
 
     def parts(self) -> dict[str, list[int]]:
-        """The indices of the clients that have a value, by the representation of the value."""
+        """The indices of the clients with equal values, by the ``repr`` of the value."""
         positions: dict[str, list[int]] = {}
         for k, value in enumerate(self.values):
             positions.setdefault(repr(value), []).append(k)
@@ -44,7 +44,7 @@ class DifferingError(BaseException):
 
 
 def require_agreement(values: Sequence[T]) -> T:
-    """The value that all clients have; raises :class:`DifferingError` if they differ."""
+    """Return the value that all clients have; raises :class:`DifferingError` if the values differ."""
     first_value = values[0]
     if any(v != first_value for v in values[1:]):
         raise DifferingError(values)
@@ -59,39 +59,39 @@ class ClientIntegers(ClientTensor):
 
 
 def stack_numbers(values: Sequence[int]) -> ClientTensor:
-    """Make a tensor ``[K]`` of an integer of each client, float64 so that functions can compute with it."""
+    """Stack an integer of each client into a tensor ``[K]``, in float64 so that functions can compute with it."""
     return wrap_tensor(torch.tensor(values, dtype=torch.float64), ClientIntegers, number=int)
 
 
 def refuse_numbers(value: Any) -> None:
-    """Raise NoRuleError if a tree holds a number of each client; a single client's tree holds a number of Python there."""
+    """Raise NoRuleError if a tree holds a tensor of integers where a single client's tree holds a Python number."""
     if any(getattr(t, "number", None) for t in tree.tensors(value)):
         raise NoRuleError("a number of each client in a state or an upload")
 
 
 def count_slices(tensors: Iterable[Any]) -> int:
-    """Number of clients of the client tensors among these arguments, of which there is at least one."""
+    """Count the clients (K) of the client tensors among these arguments, of which there is at least one."""
     return next(len(unwrap_client_tensor(t)) for t in tensors if isinstance(t, ClientTensor))
 
 
 def unwrap_client_tensor(t: Tensor) -> Tensor:
-    """The ordinary tensor of a client tensor, or an ordinary tensor as it is; no use is counted."""
+    """Return the ordinary tensor of a client tensor, or an ordinary tensor unchanged; no use is counted."""
     return t.plain if isinstance(t, ClientTensor) else t
 
 
 def expand_to_clients(t: Tensor, client_count: int) -> Tensor:
-    """An ordinary tensor ``[K, ...]`` with a slice for each client; a tensor that all share is not copied."""
+    """Expand a tensor to an ordinary tensor ``[K, ...]`` with a slice for each client; shared tensors are not copied."""
     return unwrap_client_tensor(t) if isinstance(t, ClientTensor) else t.expand(client_count, *t.shape)
 
 
 def split_clients(value: T, client_count: int) -> list[T]:
-    """The tree of each client."""
+    """Split a tree into the trees of the clients."""
     columns = [expand_to_clients(t, client_count).unbind() for t in tree.tensors(value)]
     return [refill(value, [column[k] for column in columns]) for k in range(client_count)]
 
 
 def select_clients(value: T, positions: Sequence[int]) -> T:
-    """The tree of the clients at some indices of a cohort."""
+    """Select the clients at some indices of a cohort from a tree."""
     index = torch.tensor(positions)
 
     def pick(t: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _tensors(args: Any) -> Iterator[Any]:
 
 
 def _share_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule that takes, outside of steps, an ordinary tensor for a constant that all clients share."""
+    """Wrap a rule so that, outside of steps, it treats an ordinary tensor as a constant that all clients share."""
 
     def shared(*args: Any, **kwargs: Any) -> Any:
         if not has_rows():

@@ -1,8 +1,8 @@
-"""Rules of the layers of a network: each client's parameters are applied to the rows of that client.
+"""Rules of network layers: each client's parameters are applied to the rows of that client.
 
 Plain SGD takes its step in the backward pass of a linear layer: the product that would give the gradient of a
-weight subtracts it instead. That is the optimizer in backward of torchtune, and right only where a parameter
-is used once, which is counted.
+weight subtracts it instead. That is the optimizer in backward of torchtune. It is correct only if a parameter is
+used once, so uses are counted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .client_tensor import ClientTensor, NoRuleError, split_rows_by_client, use_
 
 
 class _LinearStep(torch.autograd.Function):
-    """A linear layer of each client whose backward pass takes the step of SGD on its weight and bias.
+    """A linear layer for each client, whose backward pass takes the SGD step on weight and bias.
 
-    x ``[K, rows, in]``, w ``[K, out, in]``, b ``[K, out]`` or None; the result is ``[K, rows, out]``. Neither
-    w nor b requires a gradient, so ``anchor`` does, which lets the backward pass come here.
+    x ``[K, rows, in]``, w ``[K, out, in]``, b ``[K, out]`` or None; the result is ``[K, rows, out]``. Neither w nor
+    b requires a gradient; ``anchor`` requires one, so that autograd calls this backward pass.
     """
 
     @staticmethod
@@ -38,7 +38,7 @@ class _LinearStep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w, b = ctx.saved_tensors
-        # before the step changes w
+        # computed before the step changes w
         grad = torch.bmm(g, w) if ctx.needs_input_grad[0] else None
         w.data.baddbmm_(g.transpose(1, 2), x, alpha=-ctx.rates[0])
         if b is not None:
@@ -57,7 +57,7 @@ def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 
 def _parameters(*parameters: Any, once: bool = False) -> tuple[Any, ...]:
-    """Parameters of a layer as ordinary tensors ``[K, ...]``, or None; one that all clients share is expanded."""
+    """Parameters of a layer as ordinary tensors ``[K, ...]``, or None; a parameter that all clients share is expanded."""
     client_counts = [len(p) for p in parameters if isinstance(p, ClientTensor)]
     if not client_counts:
         raise NoRuleError("inputs that are a parameter")
@@ -79,7 +79,7 @@ def _linear(x: Tensor, weight: Any, bias: Any = None) -> Tensor:
         raise NoRuleError("a step in the backward pass beside a parameter that all clients share")
     else:
         steps = rates[0], rates[-1]
-        # torch gives apply no types
+        # apply has no type annotations in torch
         out = _LinearStep.apply(rows, w, b, steps, ANCHOR.to(w.device))  # type: ignore[no-untyped-call]
     return out.reshape(*x.shape[:-1], w.shape[1])
 
@@ -98,7 +98,7 @@ def _convolution(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
         rows = split_rows_by_client(x, len(w))
         if x.device.type != "cpu":
             return grouped_convolution(func, rows, w, b, stride, padding, dilation, groups)
-        # one client after another: a CPU takes longer for many groups
+        # one client after another: one convolution with many groups takes longer on a CPU
         outputs = [
             func(rows[k], w[k], None if b is None else b[k], stride, padding, dilation, groups)
             for k in range(len(w))
@@ -118,17 +118,17 @@ def grouped_convolution(
     dilation: Any,
     groups: int,
 ) -> Tensor:
-    """The convolutions of all clients in one operation: the channels of a client are a group.
+    """Compute the convolutions of all clients in one operation: the channels of each client form a group.
 
     Args:
         func: ``conv1d``, ``conv2d`` or ``conv3d``.
-        rows: ``[K, B, in, ...]``.
-        w: ``[K, out, in / groups, ...]``.
-        b: ``[K, out]`` or None.
-        stride: as of the function, and so on.
-        padding: likewise.
-        dilation: likewise.
-        groups: of each client.
+        rows: inputs ``[K, B, in, ...]``.
+        w: weights ``[K, out, in / groups, ...]``.
+        b: biases ``[K, out]`` or None.
+        stride: stride of the convolution.
+        padding: padding of the convolution.
+        dilation: dilation of the convolution.
+        groups: number of groups of each client's convolution.
 
     Returns:
         The outputs ``[K·B, out, ...]``.
@@ -177,7 +177,7 @@ def _embedding(
     w = use_tensor(weight)
     offsets = torch.arange(len(w), device=x.device) * w.shape[1]
     index = split_rows_by_client(x, len(w))
-    # an index that is no row would be one of another client
+    # an index outside of the client's rows would select a row of another client
     is_row = (index >= 0) & (index < w.shape[1])
     index = torch.where(is_row, index + offsets.reshape(-1, *[1] * x.ndim), w.shape[0] * w.shape[1])
     return functional.embedding(index.flatten(0, 1), w.flatten(0, 1))

@@ -1,8 +1,8 @@
 """Rules of operations on tensors of many clients: arithmetic, sums, shapes, indices, products.
 
-Every rule gives what a loop over the clients would give. A client tensor has the interface of one client's tensor: its
-dimensions are counted without the leading one. Where operands do not show for certain what the operation means for one
-client, a rule raises :class:`NoRuleError`.
+Every rule returns the same result as a loop over the clients. A client tensor has the interface of one client's
+tensor: its dimensions are counted without the leading one. If the meaning of an operation for one client is
+ambiguous, a rule raises :class:`NoRuleError`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def _wrap_all(result: Any) -> Any:
     if isinstance(result, Tensor):
         return to_client_tensor(result)
     items = [_wrap_all(item) for item in result]
-    # named tuples of torch are made of a sequence
+    # named tuples of torch are constructed from one sequence
     return type(result)(items)
 
 
 def _dim(dim: Any, ndim: int) -> int:
-    """The dimension of ``[K, ...]`` that is a dimension of one client's tensor."""
+    """Convert a dimension of one client's tensor to the dimension of ``[K, ...]``."""
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
         raise NoRuleError(f"the dimension {dim} of a tensor with {ndim} dimensions")
     return dim + 1 if dim >= 0 else dim
@@ -65,7 +65,7 @@ def _elementwise(func: Rule) -> Rule:
         tensors = [a for a in args if isinstance(a, Tensor)]
         ndim = max(map(_ndim, tensors))
         rows = [t for t in tensors if t.ndim and not isinstance(t, ClientTensor)]
-        # a frozen weight beside its update: rows are as many as examples, and no parameter depends on that
+        # a frozen weight beside its update: rows number as many as examples, which no parameter's shape does
         shapes = {t.shape[1:] for t in tensors if isinstance(t, ClientTensor)}
         common_type = _common_type(tensors)
         if common_type is not None:
@@ -82,9 +82,9 @@ def _elementwise(func: Rule) -> Rule:
 
 
 def _promoted(args: tuple[Any, ...], common_type: torch.dtype) -> tuple[Any, ...]:
-    """Operands in the type that they have in common for one client.
+    """Cast operands to the common type that they have for one client.
 
-    Numbers beside half precision stay in single precision, in which torch computes; the result is to be cast.
+    Scalars beside half precision stay in single precision, in which torch computes; the caller casts the result.
     """
     is_narrow = torch.finfo(common_type).bits < 32 if common_type.is_floating_point else False
 
@@ -98,10 +98,10 @@ def _promoted(args: tuple[Any, ...], common_type: torch.dtype) -> tuple[Any, ...
 
 
 def _common_type(tensors: list[Tensor]) -> torch.dtype | None:
-    """The type in which one client computes with tensors of several; None if they have only one, or truth values.
+    """The type in which one client computes with tensors of several types; None if they have one type, or are booleans.
 
-    A tensor without dimensions, and behind it a number of Python, decides the type only if it is of a higher category: so
-    torch promotes types.
+    As in torch's type promotion, a tensor without dimensions, and after it a Python number, determines the type
+    only if it is of a higher category.
     """
     numeric_tensors = [t for t in tensors if t.dtype != torch.bool]
     if len({t.dtype for t in numeric_tensors}) < 2:
@@ -130,13 +130,13 @@ def _category(dtype: torch.dtype) -> int:
 
 
 def _as_type(result: Tensor, common_type: torch.dtype | None) -> Tensor:
-    """The result in the type that the operands have in common, if both are floating."""
+    """Cast the result to the common type of the operands, if both are floating."""
     is_wide = common_type is not None and common_type.is_floating_point and result.is_floating_point()
     return result.to(common_type) if is_wide else result
 
 
 def _aligned(a: Any, ndim: int) -> Any:
-    """An operand with ``ndim`` dimensions a client, as broadcasting gives one client's tensor."""
+    """Give an operand ``ndim`` dimensions for each client, as broadcasting does with one client's tensor."""
     if not isinstance(a, ClientTensor):
         return a
     p = use_tensor(a)
@@ -145,7 +145,7 @@ def _aligned(a: Any, ndim: int) -> Any:
 
 
 def _beside_rows(args: Any, rows: list[Tensor], ndim: int) -> list[Any]:
-    """Operands as ``[K, B, ...]``: rows by client, and parameters that broadcast over the rows of their client."""
+    """Reshape operands to ``[K, B, ...]``: rows by client, and parameters that broadcast over the rows of their client."""
     client_count = next(len(a) for a in args if isinstance(a, ClientTensor))
     if any(t.ndim != ndim or len(t) != len(rows[0]) for t in rows):
         raise NoRuleError("a parameter beside a tensor that is not the rows of a batch")
@@ -162,7 +162,7 @@ def _beside_rows(args: Any, rows: list[Tensor], ndim: int) -> list[Any]:
 
 
 def _clamped(func: Rule) -> Rule:
-    """The rule of ``clamp``, whose bounds may be given by name."""
+    """The rule of ``clamp``, whose bounds may be keyword arguments."""
     rule = _elementwise(func)
     return lambda t, min=None, max=None: rule(t, min, max)  # noqa: A006 - the names in torch
 
@@ -171,7 +171,7 @@ def _clamped(func: Rule) -> Rule:
 
 
 def along_dimension(func: Rule, default: tuple[Any, ...] = (), count: int = 1) -> Rule:
-    """The rule of a function whose first arguments after the tensor are dimensions, as many as ``count``.
+    """Build the rule of a function whose first ``count`` arguments after the tensor are dimensions.
 
     A dimension of None means all of them.
     """
@@ -196,7 +196,7 @@ def along_dimension(func: Rule, default: tuple[Any, ...] = (), count: int = 1) -
 
 
 def _leading(func: Rule) -> Rule:
-    """The rule of a function of the last dimensions, which takes all dimensions before them for a batch."""
+    """The rule of a function of the last dimensions, which treats all dimensions before them as a batch."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -220,7 +220,7 @@ def _shaped(func: Rule) -> Rule:
 
 
 def _unsqueezed(t: Any, dim: int) -> ClientTensor:
-    # the new dimension counts
+    # t.ndim + 1 dimensions: the new dimension counts
     return to_client_tensor(use_tensor(t).unsqueeze(_dim(dim, t.ndim)))
 
 
@@ -260,7 +260,7 @@ def _scattered(t: Any, dim: int, index: Any, value: float) -> ClientTensor:
 
 
 def _item(t: Any, index: Any) -> Any:
-    """``t[index]``: integers, slices and None; or labels of rows, each of which reads its client's t."""
+    """The rule of ``t[index]``: integers, slices and None; or a label for each row, which reads its client's t."""
     if isinstance(index, Tensor) and not isinstance(index, ClientTensor) and index.dtype == torch.int64:
         p = use_tensor(t)
         rows = split_rows_by_client(index, len(p))
@@ -303,7 +303,7 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> ClientTensor:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor without the class of client tensors, or each of a sequence of them; other values as they are."""
+    """The ordinary tensor of a client tensor, or of each in a sequence; other values are unchanged."""
     if isinstance(value, (tuple, list)):
         return [_plain(v) for v in value]
     return value.plain if isinstance(value, ClientTensor) else value
@@ -320,7 +320,7 @@ def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Cli
 
 def _require_gradient(t: Any, on: bool = True) -> Any:
     if on and not t.plain.requires_grad:
-        # the ordinary tensor may belong to others
+        # detach: the ordinary tensor may belong to other objects
         t.plain = t.plain.detach()
     t.plain.requires_grad_(on)
     return t
@@ -362,18 +362,18 @@ _RULE_MAKERS: dict[str, Callable[[Rule], Rule]] = {
 
 
 def _make_named_rules() -> dict[Any, Rule]:
-    """The rules of :data:`_RULE_MAKERS`, for the function of ``torch`` of each name and for that of tensors."""
+    """Build the rules of :data:`_RULE_MAKERS`, for each name's function in ``torch`` and its method of tensors."""
     pairs = [
         (func, make)
         for name, make in _RULE_MAKERS.items()
         for func in (getattr(torch, name, None), getattr(Tensor, name, None))
     ]
-    # torch.float is a type
+    # not callable: torch.float is a type
     return {func: make(func) for func, make in pairs if callable(func)}
 
 
 def _getter(name: str) -> Any:
-    """The function that reads an attribute of a tensor, as torch dispatches on it."""
+    """The getter of a tensor's attribute, the function on which torch dispatches."""
     return getattr(Tensor, name).__get__
 
 

@@ -1,7 +1,8 @@
 """Rules of operations whose result has a size that depends on values, such as the indices of nonzero entries.
 
-The number of entries of a client is read as control flow reads a number (:mod:`.control_flow`): if all clients of a cohort
-have equally many, the result has a slice for each; if not, the engine divides the cohort by these numbers.
+The number of entries of a client is read as control flow reads a number (:mod:`.control_flow`): if it is the same
+for all clients of a cohort, the result has a slice for each; if not, the engine divides the cohort by these
+numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _require_outside_of_steps() -> None:
 
 
 def _count_of_all(mask: Tensor) -> int:
-    """Number of entries of a mask ``[K, ...]`` that every client has."""
+    """Number of true entries of a mask ``[K, ...]``, which must be the same for every client."""
     return int(require_agreement(mask.flatten(1).sum(1).tolist()))
 
 
@@ -37,7 +38,7 @@ def _nonzero(t: Any, *, as_tuple: bool = False) -> ClientTensor:
 
 
 def _entries(t: Any, index: Any) -> Any:
-    """``t[index]`` outside of steps, where the index is a tensor of indices or a mask, and maybe None after it."""
+    """The rule of ``t[index]`` outside of steps, where index is a tensor of indices or a mask, optionally followed by None."""
     indices = index if isinstance(index, tuple) else (index,)
     if has_rows() or not any(isinstance(i, Tensor) for i in indices):
         return TENSOR_RULES[Tensor.__getitem__](t, index)

@@ -1,4 +1,4 @@
-"""Comparison of the result of a cohort with that of a single client, up to rounding."""
+"""Comparison of a cohort's result with that of a single client, up to rounding."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from ..local_data import LocalData, channels_last, gather
 
 
 class BufferPool:
-    """Memory of batches that is used again, because allocating new pages takes as long as copying a batch."""
+    """Reused memory for batches, because allocating new pages takes as long as copying a batch."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, Tensor] = {}
 
     def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
-        """An uninitialized buffer of a tensor's type; it overwrites the last buffer of that purpose."""
+        """Return an uninitialized buffer of a tensor's type; it overwrites the last buffer of the same purpose."""
         key = purpose, t.dtype, t.device
         if key not in self._buffers or self._buffers[key].numel() < math.prod(shape):
             self._buffers[key] = t.new_empty(math.prod(shape))
@@ -33,15 +33,15 @@ class BufferPool:
 
 
 class CohortBatches:
-    """The batches of clients, step by step.
+    """The batches of a cohort's clients, step by step.
 
     If the examples of all clients are rows of one tensor, a batch of all clients is one selection of its rows, and the indices
-    of these rows are computed once for the pass. If not, the rows of each client are copied into a buffer that is used again.
+    of these rows are computed once for the pass. If not, the rows of each client are copied into a reused buffer.
     A batch is valid until the next one is requested.
 
     Args:
-        data: of the clients.
-        name: of the pass.
+        data: training data of the clients.
+        name: name of the pass.
         pool: buffers for batches.
     """
 
@@ -57,13 +57,13 @@ class CohortBatches:
         self._orders = [d.indices(name) for d in data]
         self._columns = None if is_augmented or data[0].width is None else [d.columns(name) for d in data]
         self._batches_of_clients = [d.batches(name) for d in data]
-        # images change their layout in a batch
+        # images of a batch have another memory layout
         self._can_copy_rows = not is_augmented and all(
             not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data
         )
 
     def batch(self, step: int, active_count: int) -> Batch:
-        """The batch of the first clients at a step; steps must be requested in order."""
+        """Return the batch of the first ``active_count`` clients at a step; steps must be requested in order."""
         if self._rows is not None:
             return self._rows.batch(step)
         examples, index = (
@@ -71,7 +71,7 @@ class CohortBatches:
             [order[step] for order in self._orders[:active_count]],
         )
         if self._columns is not None:
-            # texts as wide as the widest; behind their end they have the padding of the tokenizer
+            # all texts get the width of the widest; after its end a text has the tokenizer's padding
             columns = max(client_columns[step] or 0 for client_columns in self._columns[:active_count])
             pairs = zip(examples, index, strict=True)
             return join_batches([gather(e, i, step, columns, self._loss) for e, i in pairs])
@@ -88,7 +88,7 @@ class CohortBatches:
         return Batch(x, y, step=step, loss=self._loss)
 
     def _copy_rows(self, field_name: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
-        """Equally many rows of each tensor, ``[clients, b, ...]``."""
+        """Copy the same number of rows of each tensor into ``[clients, b, ...]``."""
         first_tensor: Any = tensors[0]
         if isinstance(first_tensor, Pixels):
             if all(p.table is first_tensor.table for p in tensors):
@@ -106,7 +106,7 @@ def require_like_inputs(inputs: Sequence[Any]) -> None:
     """Refuse inputs that differ in shape between clients, because padding would change them; texts have their own padding.
 
     Raises:
-        NoRuleError: if they differ.
+        NoRuleError: if the shapes differ.
     """
     shapes = {tuple(x.shape[1:]) for x in inputs if not isinstance(x, dict)}
     if len(shapes) > 1:
@@ -118,12 +118,13 @@ class _SharedRows:
     """Batches of clients whose examples are rows of one tensor.
 
     Attributes:
-        inputs: of all clients, ``[rows, ...]``, maybe encoded.
-        labels: of all clients, ``[rows, ...]``.
-        decode: turns rows of ``inputs`` into inputs.
-        row_indices: for each step, the rows of ``inputs`` and of ``labels`` in its batch, each ``[clients, b]``.
-        masks: for each step, which rows of its batch are examples; None where all are.
-        loss: of the task.
+        inputs: inputs of all clients, ``[rows, ...]``, possibly encoded.
+        labels: labels of all clients, ``[rows, ...]``.
+        decode: function that turns rows of ``inputs`` into inputs.
+        row_indices: indices of the rows of ``inputs`` and of ``labels`` in the batch of each step, each ``[clients,
+            b]``.
+        masks: mask of the rows of each step's batch that are examples; None where all are.
+        loss: loss of the task.
     """
 
     inputs: Tensor
@@ -144,14 +145,15 @@ class _SharedRows:
 
 
 def _as_stored(rows: Tensor) -> Tensor:
-    """Rows that need no decoding."""
+    """Return rows that need no decoding."""
     return rows
 
 
 def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
-    """The batches of a pass if the examples of all clients are rows of one tensor; None if they are not.
+    """Build the batches of a pass if the examples of all clients are rows of one tensor; None if they are not.
 
-    Clients with the most steps come first. A client with fewer examples in a step repeats its first one, masked.
+    Clients with the most steps come first. A client with fewer examples in a step repeats its first example,
+    masked.
     """
     inputs: list[Any] = [d.examples.x for d in data]
     decode: Callable[[Tensor], Tensor] = _as_stored
@@ -166,7 +168,7 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     orders = [d.order(name) for d in data]
     indices = torch.cat([index for order in orders for index in order]).numpy() if orders[0] else np.empty(0)
     step_counts = np.array([len(order) for order in orders])
-    # of clients and steps [K, S], 0 where a client has ended
+    # batch sizes of clients and steps [K, S], 0 where a client has ended
     sizes = np.zeros((len(orders), len(orders[0])), dtype=np.int64)
     for k, order in enumerate(orders):
         sizes[k, : len(order)] = [len(index) for index in order]
@@ -192,7 +194,7 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
 
 
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Arrays as tensors on a device, which are copied there in one piece."""
+    """Copy arrays to a device in one transfer and return them as tensors."""
     if not arrays:
         return []
     values = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
@@ -201,7 +203,7 @@ def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 
 def common_base(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
-    """The tensor whose rows all tensors are, and where each begins in it; None if there is no such tensor."""
+    """Find the tensor of which all tensors are rows, and the first row of each; None if there is no such tensor."""
     first_tensor = tensors[0]
     width = math.prod(first_tensor.shape[1:])
     storage = first_tensor.untyped_storage()
@@ -243,7 +245,7 @@ def join_batches(batches: list[Batch]) -> Batch:
     def join(tensors: list[Tensor], fill: int = 0) -> Tensor:
         if all(t.shape == tensors[0].shape for t in tensors):
             return torch.stack(tensors)
-        # texts of unequal length differ in their second dimension too
+        # texts of unequal length also differ in their second dimension
         shape = [max(ns) for ns in zip(*(t.shape for t in tensors), strict=True)]
         out = tensors[0].new_full((len(tensors), *shape), fill)
         for row, t in zip(out, tensors, strict=True):
@@ -259,23 +261,23 @@ def join_batches(batches: list[Batch]) -> Batch:
     labels = join([b.y for b in batches], _padding(batches))
     mask = None
     if min(sizes) != max_size:
-        # created on the device: a copy from the host would wait for the steps before
+        # created on the device: a copy from the host would wait for the previous steps
         mask = torch.ones(len(sizes), max_size, dtype=torch.bool, device=batches[0].y.device)
         for i, size in enumerate(sizes):
             if size < max_size:
                 mask[i, size:].fill_(False)
                 if labels.ndim == 2:
-                    # a label of its own: that of another class may have an infinite loss
+                    # a label of the client: a label of another class may have an infinite loss
                     labels[i, size:] = labels[i, 0]
                 if isinstance(inputs, dict):
-                    # a text without a token has no attention to any
+                    # a text without tokens attends to none
                     for t in inputs.values():
                         t[i, size:] = t[i, 0]
     return Batch(inputs, labels, mask, batches[0].step, loss=batches[0].loss)
 
 
 def _padding(batches: Sequence[Batch]) -> int:
-    """The label of the tokens that pad shorter texts, which does not count."""
+    """The label of the tokens that pad shorter texts, which the loss ignores."""
     batch = batches[0]
     if batch.y.ndim < 2:
         return 0

@@ -36,10 +36,10 @@ def total_cohort(
     """Sum ``statistic(params, batch, *constants)`` over the training data of each client, without gradients.
 
     Args:
-        trainers: one a client, those with the most examples first.
-        statistic: sums over its batch by :meth:`Batch.sum`.
-        params: its first argument; tensors that differ between clients are client tensors.
-        constants: its last arguments, likewise.
+        trainers: trainer of each client; clients with the most examples come first.
+        statistic: function that sums over its batch by :meth:`Batch.sum`.
+        params: first argument of the statistic; tensors that differ between clients are client tensors.
+        constants: further arguments of the statistic, with client tensors as in ``params``.
 
     Returns:
         The sums, a tree of client tensors ``[K, ...]``.
@@ -76,7 +76,7 @@ def _first_clients(t: Tensor, client_count: int) -> Tensor:
 
 
 def _padded(t: Tensor, client_count: int) -> Tensor:
-    """Sums ``[clients, ...]`` of all clients, 0 for those without further examples."""
+    """Pad sums ``[clients, ...]`` to all clients, with 0 for clients without further examples."""
     if not isinstance(t, ClientTensor):
         raise NoRuleError("a sum that is the same for all clients")
     sums = unwrap_client_tensor(t)

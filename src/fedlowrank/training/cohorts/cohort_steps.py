@@ -1,9 +1,9 @@
-"""One pass of a cohort: each step is taken for all clients at once.
+"""One pass of a cohort: each step is taken for all clients together.
 
 The functions of a method are called with tensors of all clients
-(:class:`~fedlowrank.training.client_tensors.client_tensor.ClientTensor`), whose rules compute for each client what the
-functions compute for one. An operation without a rule, or a result that differs from that of a single client, raises
-:class:`NoRuleError`. The engine then trains one client after another.
+(:class:`~fedlowrank.training.client_tensors.client_tensor.ClientTensor`), whose rules compute for each client the
+result that the functions compute for one. An operation without a rule, or a result that differs from that of a
+single client, raises :class:`NoRuleError`. The engine then trains one client after another.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class CohortSteps(PassSteps):
     """Takes the steps of clients whose requests differ only in their tensors.
 
     Args:
-        request: of all clients; its tensors ``[K, ...]`` have a slice for each client and may be changed.
-        round: counted from 0.
+        request: request of all clients; its tensors ``[K, ...]`` have a slice for each client and may be changed.
+        round: index of the round, from 0.
         compare: whether the first step also evaluates the functions for single clients and compares the results.
-        steps: of the pass, for a schedule within it.
+        steps: number of steps of the pass, for a schedule within it.
     """
 
     def __init__(self, request: Request, round: int, compare: bool = True, steps: int = 1) -> None:
         self._compare = compare
-        # the tensors of the request are copies already
+        # the tensors of the request are already copies
         super().__init__(request, round, steps, copy=False)
         self._of_all_clients = self.params, self.constants, self.center, self.linear
         self.steps_in_backward = self.is_plain_sgd and self.request.prox is None and not self.is_scheduled
@@ -55,11 +55,11 @@ class CohortSteps(PassSteps):
 
     @property
     def ends(self) -> Any:
-        """The trained trees of all clients, padded dimensions included."""
+        """The trained trees of all clients, with padded dimensions."""
         return refill(self.request.start, self._of_all_clients[0])
 
     def narrow(self, client_count: int) -> None:
-        """Go on with the first clients only; their parameters share the memory of those of all clients."""
+        """Keep only the first clients; their parameters share the memory of those of all clients."""
         params, constants, center, linear = self._of_all_clients
         self.params = [p[:client_count].detach().requires_grad_() for p in params]
         self.params_tree = refill(self.params_tree, self.params)
@@ -71,11 +71,11 @@ class CohortSteps(PassSteps):
         self._wrap_tensors()
 
     def advance(self, batch: Batch, count: int) -> Tensor:
-        """Take a step of each client.
+        """Take one step for each client.
 
         Args:
-            batch: of all clients, ``[clients, rows, ...]``.
-            count: steps taken before.
+            batch: batch of all clients, ``[clients, rows, ...]``.
+            count: number of steps taken before.
 
         Returns:
             The losses ``[clients]``.
@@ -114,7 +114,7 @@ class CohortSteps(PassSteps):
         return value
 
     def _compare_loss(self, batch: Batch) -> None:
-        """Compare the loss and the gradient of the first and the last client with those of each client by itself.
+        """Compare the loss and the gradient of the first and the last client with those of each client alone.
 
         They differ if the loss mixes the examples of a batch, or if a constant tensor has the shape of rows.
         """
@@ -135,7 +135,7 @@ class CohortSteps(PassSteps):
             _check_equal([value[k], *gradient], [loss, *expected], "the loss")
 
     def gradient(self, value: Tensor) -> list[Tensor | None]:
-        """The gradient of each client's loss by this client's parameters."""
+        """The gradient of each client's loss with respect to this client's parameters."""
         return super().gradient(value.sum())
 
     def mapped(self, f: Callable[..., Any], tensors: list[Tensor], params: list[Tensor]) -> list[Tensor]:
@@ -154,7 +154,7 @@ class CohortSteps(PassSteps):
         return unwrapped
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
-        """Gradients scaled so that the norm of each client's is at most ``bound``."""
+        """Scale gradients so that the norm of each client's gradient is at most ``bound``."""
         square = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
         scale = torch.clamp(bound / (square.sqrt() + 1e-6), max=1.0)
         return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
@@ -164,7 +164,7 @@ class CohortSteps(PassSteps):
 def _as_no_rule_error() -> Iterator[None]:
     """Turn every error but those of memory and decompositions into :class:`NoRuleError`.
 
-    An error of the method's own is raised again when the client is trained by itself.
+    An error of the method itself is raised again when the client is trained alone.
     """
     try:
         yield
@@ -188,15 +188,15 @@ def _batch_of_client(batch: Batch, k: int) -> Batch:
 def _check_equal(results: Sequence[Tensor], expected: Sequence[Tensor], name: str) -> None:
     """Raise NoRuleError if tensors differ by more than rounding.
 
-    A wrong rule is wrong in the first digits. Rounding moves a few examples over the edge of a ReLU, and is
-    as large as all of a gradient that should be zero; hence a bound by the norm of each tensor and of all.
+    The result of a wrong rule differs in the first digits. Rounding moves a few examples across the kink of a ReLU,
+    and dominates a gradient that should be zero; hence a bound by the norm of each tensor and of all.
     """
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(results, expected, strict=True)]
     norms = torch.stack([torch.stack([(a - b).norm(), b.norm()]) for a, b in pairs])
     coarse_type = min((t.dtype for t in expected), key=lambda dtype: -torch.finfo(dtype).eps)
     noise = 100 * torch.finfo(coarse_type).eps
     bound = 0.02 * norms[:, 1] + noise * norms[:, 1].norm() + noise
-    # the numbers of a client that diverges cannot be compared
+    # the values of a client that diverges cannot be compared
     if bool(((norms[:, 0] > bound) & norms.isfinite().all()).any()):
         raise NoRuleError(f"{name} is another one for a client alone")
 
@@ -208,20 +208,20 @@ def train_cohort(
     pool: BufferPool,
     compare: bool = True,
 ) -> tuple[Any, Tensor]:
-    """Train a cohort by one pass, each step for all clients at once.
+    """Train a cohort in one pass, each step for all clients together.
 
     Args:
-        trainers: one a client, those with the most steps first.
-        request: of all clients; its tensors ``[K, ...]`` have a slice for each client and may be changed.
-        round: counted from 0.
+        trainers: trainer of each client; clients with the most steps come first.
+        request: request of all clients; its tensors ``[K, ...]`` have a slice for each client and may be changed.
+        round: index of the round, from 0.
         pool: buffers for batches.
-        compare: see :class:`CohortSteps`.
+        compare: whether the first step is compared with single clients, see :class:`CohortSteps`.
 
     Returns:
         The trained tree, its tensors ``[K, ...]``, and the losses ``[clients, steps]``, 0 after a client's last step.
 
     Raises:
-        NoRuleError: if a function of the method cannot be computed for all clients at once.
+        NoRuleError: if a function of the method cannot be computed for all clients together.
     """
     steps = [t.steps(request.name) for t in trainers]
     batches = CohortBatches([t.data for t in trainers], request.name, pool)

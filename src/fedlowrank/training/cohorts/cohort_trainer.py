@@ -1,4 +1,4 @@
-"""The trainer of a cohort: executes ``train``, ``sum_over_data`` and ``steps`` of a view for all clients at once."""
+"""The trainer of a cohort: executes ``train``, ``sum_over_data`` and ``steps`` of a view for all clients together."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from .cohort_steps import train_cohort
 T = TypeVar("T")
 
 MAX_BYTES_ON_CPU = 8 << 20
-"""Bytes of the parameters and constants of clients that are trained at once on a CPU; more of them leave the cache between
-steps."""
+"""Maximum bytes of parameters and constants of clients that are trained together on a CPU; more would leave
+the cache between steps."""
 
 MAX_BYTES_ON_GPU = 4 << 30
-"""Bytes of the parameters and constants of clients that are trained at once on a GPU; gradients and activations take a few
-times as much."""
+"""Maximum bytes of parameters and constants of clients that are trained together on a GPU; gradients and
+activations take a few times as much."""
 
 
 @dataclasses.dataclass
 class CohortMemory:
-    """What an engine keeps of its cohorts from round to round.
+    """Objects that an engine keeps for its cohorts from round to round.
 
     Attributes:
         pool: buffers for batches.
-        is_equal: whether a result for many clients at once equals that of a single client. Keys are the functions of a pass, a
-            statistic, and the local update or the contribution of a kind of cohort. A result without an entry has not been
-            compared.
-        log: logs the name of a pass and the reason why its clients are trained one after another.
+        is_equal: whether the result of a cohort equals that of a single client. Keys are the functions of a pass, a
+            statistic, and the local update or the contribution of a kind of cohort. A result without an entry has
+            not been compared.
+        log: function that logs the name of a pass and the reason why its clients are trained one after another.
         parts: number of parts into which the clients of a pass are divided, by the functions of the pass; only of passes that
             ran out of memory.
     """
@@ -70,8 +70,8 @@ class TrainerAnswer:
     """The result of a call of ``train`` or ``sum_over_data``.
 
     Attributes:
-        value: a tree of the cohort, or of one client.
-        kept: the optimizer state after a pass, if it is kept.
+        value: result tree of the cohort, or of one client.
+        kept: optimizer state after a pass, if it is kept.
     """
 
     value: Any
@@ -79,10 +79,10 @@ class TrainerAnswer:
 
 
 class PassAskedError(BaseException):
-    """A cohort asks for a pass that is to be trained with those of other cohorts.
+    """A cohort requests a pass that is trained together with those of other cohorts.
 
     Attributes:
-        request: what it asks for.
+        request: request of the pass.
     """
 
     def __init__(self, request: Request) -> None:
@@ -94,20 +94,21 @@ class CohortTrainer:
     """Executes ``train``, ``sum_over_data`` and ``steps`` for K clients, those with the most examples first.
 
     A method's functions are pure, so a second call of them makes the same calls of the trainer, with the same arguments. The
-    trainer answers these from the first call. So nothing is trained again where a function is called once more for a part of
-    the cohort or for one client.
+    trainer answers these from the first call. So no pass is trained again if a function is called again for a part
+    of the cohort or for one client.
 
     Args:
-        client_trainers: the trainer of each client, with its data and its meter.
-        memory: of the engine.
-        answers: of an earlier call for these clients.
-        errors: errors of clients whose training met a NaN in an earlier call, with the number of answers before.
-        joins: whether a pass with padded dimensions raises :class:`PassAskedError` instead of being trained.
+        client_trainers: trainer of each client, with its data and its meter.
+        memory: objects that the engine keeps from round to round.
+        answers: answers of an earlier call for these clients.
+        errors: error of each client whose training produced a NaN in an earlier call, with the number of answers
+            before it.
+        joins: whether a pass with padded dimensions raises :class:`PassAskedError` and is not trained.
 
     Attributes:
-        client_trainers: as above.
-        answers: so far.
-        errors: as above.
+        client_trainers: the argument ``client_trainers``.
+        answers: answers given so far.
+        errors: the argument ``errors``, with the errors of this call.
     """
 
     def __init__(
@@ -124,17 +125,17 @@ class CohortTrainer:
         self.errors = {} if errors is None else errors
 
     def make_replay(self, new_answers: Sequence[TrainerAnswer] = (), joins: bool = False) -> CohortTrainer:
-        """The trainer for another call of the function, with the answers of this trainer and further ones."""
+        """Create the trainer for another call of the function, with the answers of this trainer and further ones."""
         return type(self)(
             self.client_trainers, self._memory, [*self.answers, *new_answers], self.errors, joins
         )
 
     def for_other_clients(self, locals_: Sequence[LocalTrainer]) -> CohortTrainer:
-        """A trainer of other clients with the same memory and without answers."""
+        """Create a trainer of other clients with the same memory and without answers."""
         return type(self)(locals_, self._memory)
 
     def select(self, positions: Sequence[int]) -> CohortTrainer:
-        """The trainer of the clients at some indices, with their slices of the answers."""
+        """Create the trainer of the clients at some indices, with their slices of the answers."""
         answers = [
             TrainerAnswer(
                 select_clients(a.value, positions),
@@ -149,7 +150,7 @@ class CohortTrainer:
         )
 
     def split_by_client(self) -> list[ReplayTrainer]:
-        """The trainers of the single clients, which answer with plain tensors."""
+        """Create the trainers of the single clients, which answer with plain tensors."""
         columns = [split_clients((a.value, a.kept), len(self.client_trainers)) for a in self.answers]
         return [
             ReplayTrainer(local, [TrainerAnswer(*column[k]) for column in columns], self.errors.get(k))
@@ -176,7 +177,7 @@ class CohortTrainer:
         return value
 
     def steps(self, name: str) -> Any:
-        """Steps of a pass: a number that all clients share, or a float64 tensor ``[K]`` where they differ."""
+        """Number of steps of a pass: an integer if all clients have the same, otherwise a float64 tensor ``[K]``."""
         steps = [local.steps(name) for local in self.client_trainers]
         return steps[0] if len(set(steps)) == 1 else stack_numbers(steps)
 
@@ -191,7 +192,7 @@ class CohortTrainer:
     def _total_cohort(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
     ) -> Any | None:
-        """The sums of all clients in one pass over their examples; None where each client must be computed by itself."""
+        """Sum for all clients in one pass over their examples; None if each client must be computed alone."""
         last_local, client_count = self.client_trainers[-1], len(self.client_trainers)
         if client_count == 1 or last_local.model.couples or not last_local.has_standard(statistic):
             return None
@@ -240,14 +241,15 @@ class CohortTrainer:
     def train_batched(
         self, request: Request, requests: Sequence[Request] | None = None
     ) -> TrainerAnswer | None:
-        """Train a pass of all clients at once.
+        """Train a pass of all clients together.
 
         Args:
-            request: of all clients.
-            requests: of each client without padding, by which its cost is counted; None if nothing is padded.
+            request: request of all clients.
+            requests: request of each client without padding, by which its cost is counted; None if nothing is
+                padded.
 
         Returns:
-            The answer; None where each client must be trained by itself.
+            The answer, or None if each client must be trained alone.
         """
         first_local, name = self.client_trainers[0], request.name
         if _counts_steps(request):
@@ -274,7 +276,7 @@ class CohortTrainer:
                 return None
             except torch.OutOfMemoryError as error:
                 if part_count >= len(self.client_trainers):
-                    # a client that is trained by itself may take a step in parts
+                    # a client that is trained alone may take a step in parts
                     self._memory.log(name, error)
                     return None
                 part_count = self._memory.parts[functions] = min(2 * part_count, len(self.client_trainers))
@@ -285,7 +287,7 @@ class CohortTrainer:
     def _train_parts(
         self, request: Request, compare: bool, requests: Sequence[Request] | None, part_count: int
     ) -> TrainerAnswer:
-        """Train a pass of all clients in at least so many parts of them, one part after another."""
+        """Train a pass of all clients in at least ``part_count`` parts of them, one part after another."""
         client_count = len(self.client_trainers)
 
         def copy_for_clients(t: Tensor) -> Tensor:
@@ -337,7 +339,7 @@ class CohortTrainer:
         return TrainerAnswer(tree.map_leaves(to_client_tensor, end), _join_kept(kept_states))
 
     def _bounds_of_parts(self, start: Any, constants: Any, part_count: int) -> list[tuple[int, int]]:
-        """Start and exclusive end index of parts of similar sizes that have room in memory; at least ``part_count`` of them."""
+        """Start and exclusive end index of at least ``part_count`` parts of similar sizes, each of which fits into memory."""
         tensors = tree.tensors(start) + tree.tensors(constants)
         client_count = len(self.client_trainers)
         on_cpu = all(t.device.type == "cpu" for t in tensors)
@@ -348,12 +350,12 @@ class CohortTrainer:
         return list(itertools.pairwise(bounds))
 
     def _account(self, requests: Sequence[Request], losses: Sequence[Tensor], end: Any) -> None:
-        """Enter the cost and the mean loss of each client into its meter, and note the errors of those that met a NaN.
+        """Enter the cost and the mean loss of each client into its meter, and store the errors of clients with a NaN.
 
         Args:
-            requests: one of all clients, or one of each.
-            losses: ``[clients, steps]`` of each part.
-            end: the trained tree of all clients.
+            requests: one request of all clients, or the request of each client.
+            losses: losses ``[clients, steps]`` of each part.
+            end: trained tree of all clients.
         """
         name, k, first_local = requests[0].name, 0, self.client_trainers[0]
         costs, flops = {}, dict[tuple[int, int], int]()
@@ -373,7 +375,7 @@ class CohortTrainer:
             for row, step_count, mean in zip(part_losses, steps, means, strict=True):
                 local = self.client_trainers[k]
                 request = requests[k % len(requests)]
-                # batches of equally many examples cost the same, but for texts
+                # batches with the same number of examples cost the same, except for texts
                 examples = len(local.data.examples) if local.data.width is None else -1 - k
                 if (id(request), examples) not in flops:
                     single_request, kind, is_standard = costs[id(request)]
@@ -402,7 +404,7 @@ class CohortTrainer:
                 )
             except NonFiniteError as error:
                 self.errors[k] = len(self.answers), error
-                # what the function computes for this client from here on is not used
+                # the function's results for this client are not used from here on
                 ends.append(tree.canonical(single_request.start))
             kept_states.append(None if single_request.kept is None else single_request.kept.state)
         if any(k is None for k in kept_states):
@@ -411,12 +413,13 @@ class CohortTrainer:
 
 
 class ReplayTrainer:
-    """The trainer of one client with plain tensors, whose first calls are answered from its cohort.
+    """The trainer of one client with plain tensors, which answers its first calls from its cohort.
 
     Args:
-        local: trains this client by itself.
-        answers: this client's slices of the answers of the cohort.
-        error: the number of answers before the client's training met a NaN, and the error; None if it met none.
+        local: trainer of this client alone.
+        answers: slices of the cohort's answers for this client.
+        error: number of answers before the client's training produced a NaN, and the error; None if there was no
+            NaN.
     """
 
     def __init__(
@@ -456,18 +459,18 @@ class ReplayTrainer:
 
 
 def _copy_containers(value: T) -> T:
-    """A copy of the containers of an answer, which the method may change; its tensors are shared."""
+    """Copy the containers of an answer, which the method may change; the tensors are shared."""
     return tree.map_leaves(lambda t: t, value)
 
 
 def _counts_steps(request: Request) -> bool:
-    """Whether a step depends on the number of steps of the pass, so that clients that differ in it cannot be batched."""
+    """Whether a step depends on the number of steps of the pass, so that clients with unequal numbers cannot be batched."""
     schedule = request.optimizer.local_schedule
     return request.kept is not None or schedule.depends_on_total or schedule.rounds is not None
 
 
 def _slice_clients(a: int, b: int) -> Callable[[Any], Any]:
-    """A function that takes the clients a to b - 1 of trees ``[K, ...]``."""
+    """Build a function that slices the clients a to b - 1 out of trees ``[K, ...]``."""
     return lambda value: tree.map_leaves(lambda t: t[a:b], value)
 
 

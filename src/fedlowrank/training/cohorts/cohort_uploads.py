@@ -1,4 +1,4 @@
-"""The uploads of a cohort in one tree, and what they contribute to a round."""
+"""The uploads of a cohort in one tree, and their contributions to a round."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from .cohort_view import CohortInfo
 from .division import divide
 
 ContributeUpload = Callable[[Any, Any], Any]
-"""Maps an upload and the info of its client to a contribution: of one client, or of a cohort."""
+"""Function that maps an upload and the info of its client to a contribution: of one client, or of a cohort."""
 
 
 @dataclass(frozen=True)
 class CohortContribution:
-    """What one client contributes, or all clients of a cohort or of a part of it.
+    """The contribution of one client, of all clients of a cohort, or of a part of them.
 
     Attributes:
-        client_ids: their identifiers.
-        value: a contribution with tensors ``[K, ...]``, see
+        client_ids: identifiers of these clients.
+        value: contribution with tensors ``[K, ...]``, see
             :meth:`fedlowrank.core.contract.contribution.Aggregator.add_rows`; or that of one client, with plain tensors.
-        weights: weights of the clients, by the path of a mean; None for one client.
+        weights: weights of the clients, by the path of each mean; None for one client.
     """
 
     client_ids: list[int]
@@ -45,17 +45,17 @@ class CohortContribution:
 
 
 class CohortUploads:
-    """The uploads of clients whose trees have one form.
+    """The uploads of clients whose trees have the same form.
 
     Args:
-        stacked: the uploads as one tree of client tensors; an ordinary tensor is the same at all clients.
+        stacked: uploads as one tree of client tensors; an ordinary tensor is the same for all clients.
         client_count: number of clients.
-        kind: key of the cohort in ``memory``, which keeps whether its contributions can be computed at once.
-        memory: of the engine.
+        kind: key of the cohort in ``memory``, which stores whether its contributions can be computed together.
+        memory: objects that the engine keeps from round to round.
 
     Attributes:
-        stacked: as above.
-        client_count: as above.
+        stacked: the argument ``stacked``.
+        client_count: the argument ``client_count``.
     """
 
     def __init__(self, stacked: Any, client_count: int, kind: Any, memory: CohortMemory) -> None:
@@ -77,9 +77,9 @@ class CohortUploads:
         return self._finite[index]
 
     def _find_finite(self) -> Tensor:
-        """Whether all numbers of the upload of each client are finite ``[clients]``."""
+        """Find whether all numbers of each client's upload are finite, as ``[clients]``."""
         mask = torch.ones(self.client_count, dtype=torch.bool)
-        # most rounds have no NaN, and a norm costs a tenth of a test of every element
+        # most rounds have no NaN, and a norm takes a tenth of the time of a test of every element
         if tree.not_finite(tree.map_leaves(unwrap_client_tensor, self.stacked)) is None:
             return mask
         for t in tree.tensors(self.stacked):
@@ -95,12 +95,12 @@ class CohortUploads:
     def contributions(
         self, positions: Sequence[int], infos: Sequence[ClientInfo], contribute: ContributeUpload
     ) -> list[CohortContribution]:
-        """What clients contribute, computed for all at once where the method's function allows it.
+        """Compute the contributions of clients, for all of them together where the method's function allows it.
 
         Args:
-            positions: of the clients in this cohort.
-            infos: of these clients.
-            contribute: maps an upload to its contribution, by the method.
+            positions: indices of the clients in this cohort.
+            infos: info of each of these clients.
+            contribute: function of the method that maps an upload to its contribution.
         """
         was_equal = self._memory.is_equal.get(self._kind)
         if was_equal is False or len(positions) == 1:
@@ -170,7 +170,7 @@ class CohortUploads:
         member: tuple[int, ClientInfo],
         contribute: ContributeUpload,
     ) -> bool:
-        """Whether a client contributes the same in its cohort as by itself, up to rounding."""
+        """Whether the contribution of a client in its cohort equals that of the client alone, up to rounding."""
         (cohort_contribution,) = (c for c in contributions if member[1].id in c.client_ids)
         if cohort_contribution.weights is None:
             return True

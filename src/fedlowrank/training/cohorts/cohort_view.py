@@ -1,4 +1,4 @@
-"""What a method sees of a cohort: its info and its randomness."""
+"""A method's view of a cohort: its info and its randomness."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..client_tensors.control_flow import require_agreement, stack_numbers, unwr
 
 @dataclass(frozen=True)
 class Cohort:
-    """Arguments of a function that is called once for clients of one form.
+    """Arguments of a function that is called once for clients whose trees have the same form.
 
     Attributes:
-        positions: of the clients among all those for which the function is called.
-        value: the trees of the clients as one tree of client tensors.
-        info: of the clients.
-        key: of the clients.
-        trainer: executes the functions of the view for all clients.
+        positions: indices of the clients among all clients for which the function is called.
+        value: trees of the clients as one tree of client tensors.
+        info: info of the clients.
+        key: keys of the clients.
+        trainer: trainer that executes the functions of the view for all clients.
     """
 
     positions: Sequence[int]
@@ -36,15 +36,15 @@ class Cohort:
 
 
 class CohortInfo:
-    """:class:`ClientInfo` of a cohort: its attributes are those that all clients share, except ``examples``.
+    """:class:`ClientInfo` of a cohort: its attributes are those that all clients share, except ``example_count``.
 
     An attribute in which the clients differ divides the cohort.
 
     Args:
-        infos: of the clients.
+        infos: info of each client.
 
     Attributes:
-        infos: as above.
+        infos: the argument ``infos``.
         example_count: number of examples of each client, a float64 tensor ``[K]``.
     """
 
@@ -65,10 +65,10 @@ class CohortInfo:
 
 
 class CohortKey:
-    """The keys of all clients. Each client draws from its own, so that it draws the same as by itself.
+    """The keys of all clients. Each client draws from its own key, so it draws the same values as alone.
 
     Args:
-        keys: of the clients.
+        keys: key of each client.
     """
 
     def __init__(self, keys: Sequence[Key]) -> None:

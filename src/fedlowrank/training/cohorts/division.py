@@ -1,4 +1,4 @@
-"""A pure function called once for a cohort, for parts of it, or for each client alone."""
+"""Calls of a pure function: once for a cohort, for parts of it, or for each client alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ M = TypeVar("M")
 R = TypeVar("R")
 
 MAX_PARTS = 8
-"""Parts into which every cohort may be divided."""
+"""Maximum number of parts into which any cohort may be divided."""
 
 MIN_CLIENTS_OF_PART = 8
-"""Clients of a part, on average, where there are more than :data:`MAX_PARTS` parts."""
+"""Minimum mean number of clients of a part if there are more than :data:`MAX_PARTS` parts."""
 
 
 def divide(
@@ -28,16 +28,17 @@ def divide(
 ) -> list[R]:
     """Call a pure function for all members; if that fails, for parts of them or for each of them.
 
-    The cohort is divided where control flow needs one answer and the members give several: a part are those that give the
-    same answer. Where an operation has no rule, or there are too many parts, the function is called for each member.
+    The cohort is divided where control flow needs one value and the members' values differ: each part has the
+    members with the same value. If an operation has no rule, or there are too many parts, the function is called
+    for each member.
 
     Args:
-        members: of the cohort.
-        call_for_cohort: calls the function for some members at once.
-        call_for_client: calls the function for one member.
-        trainer: of the members, for the function; parts and single members get the answers that it gave. None for a function
-            that needs no trainer.
-        log: logs why the function is called for each member.
+        members: members of the cohort.
+        call_for_cohort: function that makes one call for several members.
+        call_for_client: function that makes the call for one member.
+        trainer: trainer of the members, for the function; parts and single members get the answers that it gave.
+            None for a function that needs no trainer.
+        log: function that logs why the function is called for each member.
     """
     parts: list[list[int]] = []
     reason: str | None = None
@@ -63,8 +64,8 @@ def divide(
 def is_worth_dividing(part_count: int, member_count: int) -> bool:
     """Whether a call for each part takes less time than a call for each member.
 
-    A call for a cohort takes as long as several calls for a single client, and a part may have to be divided again. So parts
-    must be few, or of many members.
+    A call for a cohort takes as long as several calls for a single client, and a part may have to be divided again.
+    So there must be few parts, or each must have many members.
 
     Args:
         part_count: number of parts, 0 if the cohort has none.

@@ -1,10 +1,10 @@
 """One pass for several cohorts, whose clients differ in padded dimensions such as the LoRA rank.
 
-A function is called for each cohort by itself, because the trees of each have a form of their own. A call ends where it
-requests a pass with dimensions that may be padded with zeros
+A function is called for each cohort separately, because the trees of each cohort have another form. A call ends
+where it requests a pass with dimensions that may be padded with zeros
 (:class:`fedlowrank.core.contract.training_request.PaddedDimensions`). The passes of all cohorts are trained as one, and the
 function is called again for each cohort, with its part of the answer
-(:mod:`.cohort_trainer` explains why a second call trains nothing again).
+(:mod:`.cohort_trainer` explains why a second call does not train again).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def divide_jointly(
     """Call a pure function for each cohort, as :func:`.division.divide` does, and train their passes as one.
 
     Args:
-        cohorts: the members of each and their trainer, which asks for passes.
-        call_for_cohort: calls the function for some members at once.
-        call_for_client: calls the function for one member.
-        log: logs why the function is called for each member.
+        cohorts: members of each cohort and their trainer, which requests passes.
+        call_for_cohort: function that makes one call for several members.
+        call_for_client: function that makes the call for one member.
+        log: function that logs why the function is called for each member.
     """
     results: list[R] = []
     queue = [*cohorts]
@@ -58,7 +58,7 @@ def divide_jointly(
             except DifferingError as differs:
                 position_groups = differs.parts().values()
                 if len(position_groups) == 1:
-                    # the values have one representation and yet differ, as NaN is not equal to itself
+                    # the values have the same representation and yet differ, as NaN does not equal itself
                     results += divide(members, call_for_cohort, call_for_client, trainer.make_replay(), log)
                     continue
                 parts += [
@@ -79,8 +79,8 @@ def _train_jointly(trainers: Sequence[CohortTrainer], requests: Sequence[Request
     """Train the passes of several cohorts; requests that differ only in padded dimensions become one pass.
 
     Args:
-        trainers: one a cohort.
-        requests: one a cohort.
+        trainers: trainer of each cohort.
+        requests: request of each cohort.
     """
     positions_by_kind: dict[Any, list[int]] = {}
     for position, request in enumerate(requests):
@@ -140,7 +140,7 @@ def _train_as_one(
 
 
 def _kind_of(request: Request) -> Any:
-    """What requests must have in common to become one pass: all but their tensors and the sizes of padded dimensions."""
+    """Key of requests that can become one pass: all their parts but tensors and the sizes of padded dimensions."""
     padding = request.padded
     return (
         code_of(request.loss),
@@ -168,14 +168,14 @@ def _shape(t: Tensor) -> torch.Size:
 
 
 def _axes_of_constants(padding: PaddedDimensions) -> dict[str, int]:
-    """The padded dimensions of all constants, by the path in the tuple of them."""
+    """The padded dimensions of all constants, by the path in the tuple of constants."""
     return {
         f"/{index}{path}": axis for index, axes in enumerate(padding.constants) for path, axis in axes.items()
     }
 
 
 def _axes(value: Any, axes: Mapping[str, int]) -> list[int | None]:
-    """The padded dimension of each tensor of a tree, None for those that have none."""
+    """The padded dimension of each tensor of a tree; None for a tensor without one."""
 
     def axis(path: str) -> int | None:
         return next(
@@ -186,7 +186,7 @@ def _axes(value: Any, axes: Mapping[str, int]) -> list[int | None]:
 
 
 def _join(tensors: Sequence[Tensor], sizes: Sequence[int], axis: int | None, order: Sequence[int]) -> Tensor:
-    """Join the tensors of cohorts into one of all clients, padded with zeros; a tensor that all share stays as it is."""
+    """Join the tensors of cohorts into one tensor of all clients, zero-padded; a shared tensor stays as it is."""
     if all(t is tensors[0] and not isinstance(t, ClientTensor) for t in tensors):
         return tensors[0]
     stacks = [expand_to_clients(t, size) for t, size in zip(tensors, sizes, strict=True)]
@@ -202,5 +202,5 @@ def _pad(t: Tensor, axis: int, size: int) -> Tensor:
 
 
 def _remove_padding(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """Tensors ``[K, *shape]`` of larger ones that were padded."""
+    """Cut a padded tensor down to ``[K, *shape]``."""
     return t[(slice(None), *(slice(n) for n in shape))]

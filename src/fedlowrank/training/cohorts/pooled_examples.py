@@ -13,14 +13,14 @@ from ...data.pixels import Pixels
 from .cohort_batches import common_base
 
 MAX_POOLED_BYTES = 256 << 20
-"""Bytes of training examples that are copied into one tensor, at most."""
+"""Maximum bytes of training examples that are copied into one tensor."""
 
 
 def pool_examples(client_examples: Sequence[Examples]) -> list[Examples]:
-    """The examples of each client as views of one tensor of inputs and one of targets.
+    """Return the examples of each client as views of one tensor of inputs and one tensor of targets.
 
-    The examples are copied, so that they take twice their memory. Examples of more than :data:`MAX_POOLED_BYTES`, and inputs
-    that are neither tensors of one form nor images of one table, come back as they are.
+    The examples are copied, so they take twice their memory. Examples of more than :data:`MAX_POOLED_BYTES`, and
+    inputs that are neither tensors of one form nor images of one table, are returned unchanged.
     """
     originals, inputs = list(client_examples), [examples.x for examples in client_examples]
     table = inputs[0].table if isinstance(inputs[0], Pixels) else None

@@ -31,7 +31,7 @@ _WRITTEN_KEYS = ("role", "content", "tool_calls", "weight", "train")
 _MAX_TRIED_CONVERSATIONS = 20
 """At most so many conversations are written without a key, to find out whether the template reads it."""
 
-_CHUNK_CHARACTERS = 1 << 18
+_CHUNK_CHARACTERS = 1 << 13
 """Conversations of about so many characters are tokenized at once."""
 
 # What templates raise: their own errors, and those of Python's operations on values that they do not expect.

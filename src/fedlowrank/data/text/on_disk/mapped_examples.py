@@ -15,8 +15,8 @@ from torch import Tensor
 from ....core.errors import DataError
 from ...dataset import Examples
 
-_CHUNK_ROWS = 1024
-"""Rows that are copied at once."""
+_CHUNK_VALUES = 1 << 16
+"""About so many values are copied at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,29 +33,47 @@ class MappedExamples(Examples):
         """Copy the examples at positions [m] in 0..n-1 to new files."""
         index = torch.as_tensor(index, dtype=torch.int64)
         assert isinstance(self.x, dict)
-        x = {name: map_tensor((len(index), *t.shape[1:]), self.folder) for name, t in self.x.items()}
-        y = map_tensor((len(index), *self.y.shape[1:]), self.folder)
-        for rows in split_slices(len(index)):
-            for name, t in self.x.items():
-                torch.index_select(t, 0, index[rows], out=x[name][rows])
-            torch.index_select(self.y, 0, index[rows], out=y[rows])
-        return MappedExamples(x, y, folder=self.folder)
+        x = {name: self._copy(t, index) for name, t in self.x.items()}
+        return MappedExamples(x, self._copy(self.y, index), folder=self.folder)
+
+    def _copy(self, t: Tensor, index: Tensor) -> Tensor:
+        with TensorFile(self.folder) as file:
+            for rows in split_slices(len(index), t[:1].numel()):
+                file.write(t.index_select(0, index[rows]).numpy())
+            return file.map((len(index), *t.shape[1:]))
 
 
-def map_tensor(shape: tuple[int, ...], folder: Path) -> Tensor:
-    """Make an int64 tensor of zeros in a memory-mapped file; the file has no name and goes with the tensor.
+class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
+    """An int64 tensor that is written to a file in order and then mapped. The file has no name and goes with the tensor.
+
+    The memory of this process does not grow with what is written.
 
     Args:
-        shape: shape of the tensor.
         folder: where the file is made.
 
     Raises:
-        DataError: if the file cannot be made.
+        DataError: if the file cannot be made or written.
     """
-    if 0 in shape:
-        return torch.zeros(shape, dtype=torch.int64)
-    with explain_missing_file(folder), tempfile.TemporaryFile(dir=folder) as file:
-        return torch.from_numpy(np.memmap(file, np.int64, "w+", shape=shape))
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with explain_missing_file(folder):
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed on exit
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, values: np.ndarray) -> None:
+        """Append int64 values."""
+        with explain_missing_file(self._folder):
+            np.ascontiguousarray(values).tofile(self._file)
+
+    def map(self, shape: tuple[int, ...]) -> Tensor:
+        """The values as a tensor of this shape."""
+        if 0 in shape:
+            return torch.zeros(shape, dtype=torch.int64)
+        with explain_missing_file(self._folder):
+            return torch.from_numpy(np.memmap(self._file, np.int64, "r+", shape=shape))
 
 
 @contextlib.contextmanager
@@ -69,6 +87,7 @@ def explain_missing_file(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def split_slices(count: int) -> Iterator[slice]:
-    """Places of the rows that are copied at once."""
-    return (slice(a, min(count, a + _CHUNK_ROWS)) for a in range(0, count, _CHUNK_ROWS))
+def split_slices(count: int, width: int) -> Iterator[slice]:
+    """Places of the rows of a width that are copied at once."""
+    row_count = max(1, _CHUNK_VALUES // max(1, width))
+    return (slice(a, min(count, a + row_count)) for a in range(0, count, row_count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from array import array
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import torch
 
 from ....core.learning.losses import IGNORE_INDEX
 from ..packing import Sample
-from .mapped_examples import MappedExamples, explain_missing_file, map_tensor, split_slices
+from .mapped_examples import MappedExamples, TensorFile, explain_missing_file, split_slices
 
 
 class TokenFile:
@@ -55,14 +56,23 @@ class TokenFile:
             width: number of columns.
             pad_token: token in the place of padding.
         """
-        shape = len(self._lengths), width
-        ids, mask, labels = (map_tensor(shape, self._folder) for _ in range(3))
         self._file.seek(0)
-        for rows in split_slices(len(self._lengths)):
-            ids[rows], labels[rows] = pad_token, IGNORE_INDEX
-            for row in range(rows.start, rows.stop):
-                n = int(self._lengths[row])
-                tokens = torch.from_numpy(np.frombuffer(self._file.read(8 * n), np.int32).astype(np.int64))
-                ids[row, :n], labels[row, :n], mask[row, :n] = tokens[:n], tokens[n:], 1
-        self._file.close()
-        return MappedExamples({"input_ids": ids, "attention_mask": mask}, labels, folder=self._folder)
+        with self._file, contextlib.ExitStack() as stack:
+            ids_file, mask_file, labels_file = (
+                stack.enter_context(TensorFile(self._folder)) for _ in range(3)
+            )
+            for rows in split_slices(len(self._lengths), width):
+                lengths = self._lengths[rows]
+                # a sample is a row of tokens and a row of labels
+                mask = np.arange(width) < np.repeat(lengths, 2)[:, None]
+                values = np.empty(mask.shape, np.int64)
+                values[::2], values[1::2] = pad_token, IGNORE_INDEX
+                values[mask] = np.frombuffer(self._file.read(8 * int(lengths.sum())), np.int32)
+                ids_file.write(values[::2])
+                mask_file.write(mask[::2].astype(np.int64))
+                labels_file.write(values[1::2])
+            shape = len(self._lengths), width
+            ids, attention_mask, labels = (file.map(shape) for file in (ids_file, mask_file, labels_file))
+        return MappedExamples(
+            {"input_ids": ids, "attention_mask": attention_mask}, labels, folder=self._folder
+        )
