@@ -132,7 +132,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
         assert record.values("route", series=str(k % 2), split="")[k] > 0.9
     assert record.values("accuracy", series="personal", split="test") == [1] * 6
     while run.round < 3:
-        assert not run.draws.unseen & set(run.step().participants)
+        assert not run.client_sampler.unseen & set(run.step().participants)
 
 
 @pytest.mark.few(1)

@@ -91,8 +91,8 @@ DUALS: dict[str, Any] = {
 def test_the_dual_of_the_server_is_the_mean_over_the_clients_that_can_train(name: str) -> None:
     method, of_server, of_client = DUALS[name]
     run = run_rounds(method, federate_one_model(**FLOAT32), rounds=4, unseen=0.5, participation=0.5)
-    assert len(run.draws.seen) == 2
-    own = [of_client(run.state_of(run.federation.infos[i])) for i in run.draws.seen]
+    assert len(run.client_sampler.seen) == 2
+    own = [of_client(run.state_of(run.federation.infos[i])) for i in run.client_sampler.seen]
     assert_parameters_close(of_server(run.state.server), mean(own, [1.0] * len(own)), 1e-6)
     assert tree.dot(own[0], own[0]) > 1e-4
 
@@ -102,7 +102,7 @@ def test_under_central_privacy_the_planned_share_is_of_the_clients_that_can_trai
     method, of_server, of_client = DUALS[name]
     trust = {"privacy": Privacy("central", noise=1e-5, delta=1e-3), "clipping": Clipping(30.0)}
     run = run_rounds(method, federate_one_model(**FLOAT32), rounds=2, unseen=0.5, **trust)
-    own = [of_client(run.state.clients[i].inner) for i in run.draws.seen]
+    own = [of_client(run.state.clients[i].inner) for i in run.client_sampler.seen]
     assert_parameters_close(of_server(run.state.server.inner), mean(own, [1.0] * len(own)), 2e-3)
     assert max(float(t.abs().max()) for t in own[0].values()) > 0.02
 

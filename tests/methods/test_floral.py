@@ -422,7 +422,7 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
         Sequential(),
     )
     run.state = State(0, make_separated_server(run.method, run), ClientStore())
-    assert len(run.draws.unseen) == 2
+    assert len(run.client_sampler.unseen) == 2
     record = run.record_initial_models()
     for k in range(6):
         assert record.values("route", series=str(k % 2), split="")[k] > 0.9
@@ -442,9 +442,9 @@ def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
         record = run.step()
         seen |= set(record.participants)
         assert len(record.values("route", series="1", split="")) == len(federation.infos)
-        assert not run.draws.unseen & set(run.state.clients)
-    assert seen == set(range(6)) - run.draws.unseen
-    assert all(row["unseen"] == (row["id"] in run.draws.unseen) for row in run.clients())
+        assert not run.client_sampler.unseen & set(run.state.clients)
+    assert seen == set(range(6)) - run.client_sampler.unseen
+    assert all(row["unseen"] == (row["id"] in run.client_sampler.unseen) for row in run.clients())
 
 
 def test_known_routes_of_unseen_clients_are_their_clusters() -> None:

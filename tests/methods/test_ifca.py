@@ -141,4 +141,4 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
     accuracies = record.values("accuracy", series="personal", split="test")
     assert len(accuracies) == 6
     assert min(accuracies) > 0.9
-    assert not run.draws.unseen & set(run.state.clients)
+    assert not run.client_sampler.unseen & set(run.state.clients)

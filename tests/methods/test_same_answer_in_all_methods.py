@@ -281,7 +281,9 @@ def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
         simulate(method(name), data, rounds=1)
         # a received model that a loss reads, and nothing trains, is without dropout
         read = {("train", False, False)} if name in ("fedem", "moon") else set()
-        assert seen <= {("train", True, True), ("sum_over_data", False, False), ("", False, False), *read}, name
+        assert seen <= {("train", True, True), ("sum_over_data", False, False), ("", False, False), *read}, (
+            name
+        )
         assert {w for w, *_ in seen} >= {"train", ""}, name
 
 

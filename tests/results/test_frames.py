@@ -222,7 +222,7 @@ def test_clients_outside_training_are_in_no_mean() -> None:
     """Of validation, by which rounds are chosen, of the progress line and of the result."""
     how: dict[str, Any] = {"rounds": 2, "unseen": 0.34, "evaluate_every": 1}
     result = simulate("standalone", federation(5), **how)
-    record, unseen = result.rounds[-1], result.run.draws.unseen
+    record, unseen = result.rounds[-1], result.run.client_sampler.unseen
     assert record.is_evaluated
     values = {split: record.values("accuracy", split=split) for split in ("val", "test")}
     for split, actual in (("val", record.validation()), ("test", result.mean_accuracy())):

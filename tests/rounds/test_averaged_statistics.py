@@ -149,7 +149,7 @@ def test_a_client_with_one_example_can_be_evaluated() -> None:
     seed = next(
         s for s in range(99)
         if 9 in Run(FEDAVG, Federation.from_arrays(data[:9] + data[:1], net(), classes=3, seed=s),
-                    RunSettings(unseen=0.1, seed=s), ENGINES["sequential"]()).draws.unseen
+                    RunSettings(unseen=0.1, seed=s), ENGINES["sequential"]()).client_sampler.unseen
     )  # fmt: skip
     on = Federation.from_arrays(data, net(), classes=3, val=0.0, test=0.0, seed=seed)
     result = simulate(FEDAVG, on, rounds=1, unseen=0.1, statistics="averaged")

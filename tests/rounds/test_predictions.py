@@ -99,7 +99,7 @@ def test_the_sum_leaves_hostile_clients_out() -> None:
 
 def test_the_sum_leaves_clients_out_that_never_train() -> None:
     result = simulate("fedavg", federation(), rounds=1, unseen=0.25)
-    (unseen,) = result.run.draws.unseen
+    (unseen,) = result.run.client_sampler.unseen
     total = result.confusion(split="val").to_numpy()
     others = [result.confusion(i, "val").to_numpy() for i in range(4) if i != unseen]
     assert total.tolist() == sum(others).tolist()

@@ -160,8 +160,8 @@ def test_candidates_are_drawn_by_size() -> None:
     protocols: list[dict[str, Any]] = [{"sampling": "loss", "candidates": 1}, {"sampling": "size"}]
     one, size = (Run(FedAvg(), fed, RunSettings(participation=0.25, **p), Sequential()) for p in protocols)
     sizes = [i.example_count for i in fed.infos]
-    draws = [one.draws.draw(t, sizes, {0: 9.0}) for t in range(400)]
-    assert draws == [size.draws.draw(t, sizes) for t in range(400)]
+    draws = [one.client_sampler.draw(t, sizes, {0: 9.0}) for t in range(400)]
+    assert draws == [size.client_sampler.draw(t, sizes) for t in range(400)]
     actual = np.bincount(np.concatenate(draws), minlength=4) / 400
     assert actual == pytest.approx(np.array(SIZES) / sum(SIZES), abs=0.1)
 

@@ -92,7 +92,7 @@ def test_every_client_that_trains_alone_has_one_optimizer_for_all_rounds(
     fed = federation()
     method = Standalone(epochs=2, batch_size=8, optimizer=optimizer)
     run = run_of(method, engine(), fed, participation=0.75)
-    trained = {i: [t for t in range(ROUNDS) if i in run.draws.draw(t)] for i in run.state.clients}
+    trained = {i: [t for t in range(ROUNDS) if i in run.client_sampler.draw(t)] for i in run.state.clients}
     assert len({len(rounds) for rounds in trained.values()}) > 1
     for client, rounds in trained.items():
         assert_close(run.personal_params(fed.infos[client]), with_torch(fed, client, rounds, make))

@@ -294,7 +294,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:
     assert spent == sorted(spent)
     assert spent[0] == 0
     assert spent[-1] <= 3.0
-    sampling = result.run.draws.sampling
+    sampling = result.run.client_sampler.sampling
     assert epsilon(1.5, len(result.rounds), 1e-3, sampling, "rdp") > 3.0
     assert 1 < result.run.round < 100
     # the last round is evaluated

@@ -106,7 +106,7 @@ class NetworkRun(Run):
                 "run.secure: over a network, clients sign the steps of a secure sum by the keys of a roster. Start the "
                 "server with --keys, whose folder has roster.json; a simulation by Flower has no keys"
             )
-        if settings.participation < 1 or self.draws.unseen:
+        if settings.participation < 1 or self.client_sampler.unseen:
             raise ConfigError(
                 "run.secure: over a network all clients take part in every round; set run.participation = 1 and "
                 "leave out run.unseen"

@@ -71,7 +71,7 @@ class Run:
         plan: values that follow from the number of rounds with which the run began.
         state: current state; replaced as a whole, so that an interrupted round leaves the previous state.
         unsaved: identifiers of clients whose state changed since it was last saved.
-        draws: sampler of the participants of each round.
+        client_sampler: sampler of the participants of each round.
         budget: privacy budget, or None.
         hostile: identifiers of hostile clients, in a simulation of attacks.
         evaluated: records of the clients that are evaluated.
@@ -110,14 +110,14 @@ class Run:
         self.task = self.federation.task(settings.rounds)
         check_classes(method, self.federation)
         secret = self.is_deployed and settings.privacy.kind != "none"
-        self.draws = Participants(len(federation.infos), settings, federation.key, secret=secret)
+        self.client_sampler = Participants(len(federation.infos), settings, federation.key, secret=secret)
         if not self.is_deployed:
-            check_single_examples(method, self.federation, self.draws.unseen)
+            check_single_examples(method, self.federation, self.client_sampler.unseen)
         self.budget = self._make_budget(plan)
         if settings.sampling in ("size", "loss"):
             check_weights(method, self.task, settings.sampling)
         method = average_statistics(method, self.task, settings)
-        count = round(self.draws.expected)
+        count = round(self.client_sampler.expected)
         engine_name = self.engine.choose_for_run(method, self.federation, count, plan.engine)
         self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise, engine_name)
         self.method = protect(
@@ -125,7 +125,7 @@ class Run:
             self.task,
             self.trust,
             self.budget,
-            expected_count=self.draws.expected,
+            expected_count=self.client_sampler.expected,
             is_deployed=self.is_deployed,
         )
         self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
@@ -155,7 +155,7 @@ class Run:
             return None
         return Budget(
             self.trust.privacy,
-            self.draws.sampling,
+            self.client_sampler.sampling,
             self.settings.rounds,
             self.settings.participation,
             seeded=not self.is_deployed,
@@ -206,8 +206,8 @@ class Run:
     def participants(self, round: int) -> list[ClientInfo]:
         """Draw the clients that train in a round; the draw is the same for every method."""
         infos = self.federation.infos
-        sampled_ids = self.draws.draw(round, [i.example_count for i in infos], self.state.losses)
-        participant_ids = self.method.participants(sampled_ids, self.draws.seen)
+        sampled_ids = self.client_sampler.draw(round, [i.example_count for i in infos], self.state.losses)
+        participant_ids = self.method.participants(sampled_ids, self.client_sampler.seen)
         return [
             infos[i]
             for i in (participant_ids if self.budget is None else self.budget.allowed(participant_ids, round))
@@ -216,7 +216,7 @@ class Run:
     @property
     def excluded_from_means(self) -> frozenset[int]:
         """Identifiers of clients that are left out of mean results: those that never train, and hostile ones."""
-        return self.draws.unseen | frozenset(self.hostile)
+        return self.client_sampler.unseen | frozenset(self.hostile)
 
     @property
     def is_over(self) -> bool:
@@ -226,7 +226,7 @@ class Run:
     @property
     def _is_spent(self) -> bool:
         """Whether the privacy budget allows no further round."""
-        return self.budget is not None and not self.budget.allowed(self.draws.seen, self.round)
+        return self.budget is not None and not self.budget.allowed(self.client_sampler.seen, self.round)
 
     def stop_by_budget(self) -> None:
         """Set the reason of the run's end if the privacy budget ends it before its last round."""
@@ -240,7 +240,7 @@ class Run:
             {"hostile": i.id in self.hostile} if self.hostile else {} for i in self.federation.infos
         ]
         return [
-            {**row, "cluster": i.cluster, "unseen": i.id in self.draws.unseen, **hostile_flag}
+            {**row, "cluster": i.cluster, "unseen": i.id in self.client_sampler.unseen, **hostile_flag}
             for (row, i), hostile_flag in zip(rows, hostile_flags, strict=True)
         ]
 
@@ -447,7 +447,7 @@ class Run:
         if self.settings.sampling == "size":
             if self._examples_by_size is None or self._examples_by_size[0] is not self.federation:
                 sizes = [i.example_count for i in self.federation.infos]
-                self._examples_by_size = self.federation, self.draws.weights(sizes)
+                self._examples_by_size = self.federation, self.client_sampler.weights(sizes)
             return dataclasses.replace(
                 info, example_count=self._examples_by_size[1].get(info.id, info.example_count)
             )
@@ -471,7 +471,7 @@ class Run:
             return self.state.server
         replied_infos = [self.weigh_client(self.federation.infos[i]) for i in results.aggregator.contributed]
         key = self.federation.key / "server" / t
-        view = ServerView(self.task, t, key, replied_infos, unseen=self.draws.unseen)
+        view = ServerView(self.task, t, key, replied_infos, unseen=self.client_sampler.unseen)
         return self.server_update(total, view, results)
 
     def server_update(self, total: Any, view: ServerView, results: RoundResults) -> Any:

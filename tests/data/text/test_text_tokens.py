@@ -356,3 +356,39 @@ def test_real_dolly_is_learnt_whole(real: str, bpe: Any) -> None:
     for record, y, s in zip(few.train, data.train.y, data.strata, strict=True):
         assert bpe.decode(y[y != IGNORE_INDEX]) == record.response + "<eos>"
         assert data.strata_names[s] == record.category
+
+
+def test_tokens_are_those_of_the_tokenizer_also_if_it_changes_texts() -> None:
+    """The backend alone is asked only where the tokenizer adds nothing to it."""
+
+    class Stutter(transformers.PreTrainedTokenizerFast):  # type: ignore[misc, name-defined]
+        """Repeats each text."""
+
+        def __call__(self, text: Any, **settings: Any) -> Any:
+            texts = [text] if isinstance(text, str) else text
+            encoding = super().__call__([f"{t} {t}" for t in texts], **settings)
+            return {"input_ids": encoding["input_ids"][0]} if isinstance(text, str) else encoding
+
+    plain = words()
+    stutter = Stutter(
+        tokenizer_object=plain.backend_tokenizer, unk_token="[UNK]", pad_token="<pad>", eos_token="<eos>"
+    )
+    texts = Texts("t", [Instruction("a", "b c")] * 70)
+    assert (
+        tokenize(texts, plain, TextSettings("verbatim")).train.x["input_ids"].tolist()
+        == [[BOS, A, B, C, EOS]] * 70
+    )
+    assert (
+        tokenize(texts, stutter, TextSettings("verbatim")).train.x["input_ids"].tolist()
+        == [[A, A, B, C, B, C, EOS]] * 70
+    )
+
+
+def test_truncation_saved_with_a_tokenizer_is_not_applied() -> None:
+    tokenizer = words(bos=False)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=4)
+    texts = Texts("t", [Instruction("a", "b c d e")])
+    for _unused in range(2):
+        data = tokenize(texts, tokenizer, TextSettings("verbatim"))
+        assert data.train.x["input_ids"].tolist() == [[A, B, C, D, E, EOS]]
