@@ -58,6 +58,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "numbers for passes": ("passes", lambda s: {"local": 3}, "it returned a dict of a int"),
     "no passes": ("passes", lambda s: {}, "passes must return a dict of passes by name"),
     "bare contribution": ("contribution", lambda s, v, u, c: u, "Wrap it, such as Mean(upload, client.example_count)"),
+    "a class in a contribution": ("contribution", lambda s, v, u, c: {"w": Mean}, "at /w it holds a type. Wrap it"),
     "loss of one": ("local_update", lambda s, c, d, v: (c, v.train(lambda p: 0, d, "local", s.optimizer)),
                     "takes (p) and is called with (params, batch)"),
     "loss of three": ("local_update", lambda s, c, d, v: (c, v.train(lambda p, b, w: 0, d, "local", s.optimizer)),

@@ -468,7 +468,7 @@ def by_helper(weight: float, model: Any) -> Callable[..., Tensor]:
 @pytest.fixture
 def batched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of this file are trained for many clients at once, as those of the package are."""
-    for question in ("is_standard", "may_stack"):
+    for question in ("is_standard", "may_batch_over_clients"):
         monkeypatch.setattr(LocalTrainer, question, lambda self, request: True)
 
 

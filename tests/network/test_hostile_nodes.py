@@ -79,11 +79,11 @@ LOSSES = "it reports losses that cannot be"
 EVALUATION = "its evaluation is impossible"
 
 WORDS: dict[str, tuple[Lie, str]] = {
-    "no JSON": (lambda d: replace_fields(d, header="{"), "the message is not a Answer"),
-    "nothing": (lambda d: replace_fields(d, header="", payload=b""), "the message is not a Answer"),
+    "no JSON": (lambda d: replace_fields(d, header="{"), "the message is no valid Answer"),
+    "nothing": (lambda d: replace_fields(d, header="", payload=b""), "the message is no valid Answer"),
     "other fields": (
         lambda d: replace_fields(d, header='{"a\\n": 1}'),
-        "the message is not a Answer: client: ",
+        "the message is no valid Answer: client: ",
     ),
     "another round": (lambda d: replace_fields(d, round=1), r"it answers \(1, '[0-9a-f]{16}', 1\) and not"),
     "another run": (lambda d: replace_fields(d, run="x"), r"it answers \(1, 'x', 0\) and not"),

@@ -57,7 +57,7 @@ def test_a_loss_that_is_not_finite_crosses_for_the_receiver_to_judge() -> None:
 )  # fmt: skip
 def test_a_field_that_is_missing_or_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
     fields = {**dataclasses.asdict(ANSWER), name: value}
-    with pytest.raises(MessageError, match=rf"the message is not a Answer: {name}"):
+    with pytest.raises(MessageError, match=rf"the message is no valid Answer: {name}"):
         Answer.from_json(json.dumps({k: v for k, v in fields.items() if v is not ...}))
 
 

@@ -19,7 +19,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.client_tensors.client_tensor import NoRuleError, to_client_tensor
 from fedlowrank.training.client_tensors.control_flow import unwrap_client_tensor
-from fedlowrank.training.cohorts.cohort_statistics import total_cohort
+from fedlowrank.training.cohorts.cohort_statistics import sum_over_cohort
 from fedlowrank.training.local_data import MAX_CHUNK
 
 torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def test_sums_and_means_of_each_client_with_constants_of_its_own() -> None:
         scores = batch.x.double() @ w
         return {"scores": batch.sum(scores + shift), "count": batch.sum(torch.ones_like(scores[:, 0]))}
 
-    actual = total_cohort(trainers(on), statistic, weight, (to_client_tensor(shift),))
+    actual = sum_over_cohort(trainers(on), statistic, weight, (to_client_tensor(shift),))
     assert len(on.clients[0].train) > MAX_CHUNK
     for k, own in enumerate(on.clients):
         x = np.asarray(own.train.x)
@@ -58,7 +58,7 @@ def test_sums_and_means_of_each_client_with_constants_of_its_own() -> None:
 def test_a_result_that_is_the_same_for_all_is_refused() -> None:
     on = federation()
     with pytest.raises(NoRuleError, match="same for all"):
-        total_cohort(trainers(on), lambda w, batch: w.sum(), torch.ones(2), ())
+        sum_over_cohort(trainers(on), lambda w, batch: w.sum(), torch.ones(2), ())
 
 
 @pytest.mark.parametrize("name", ["ifca", "fedem", "fedrod", "fd"])

@@ -207,8 +207,9 @@ class Dataset:
         if len(examples) == 0:
             raise DataError(f"{description} is empty.")
         # for pixels and tokens, negative labels mark those without a label
-        is_invalid = (y >= len(self.classes)) | (y < 0 if y.ndim == 1 else False)
-        if self.classes and len(invalid_index := is_invalid.nonzero()):
+        # a text without classes may be larger than memory
+        is_invalid = (y >= len(self.classes)) | (y < 0 if y.ndim == 1 else False) if self.classes else y[:0]
+        if len(invalid_index := is_invalid.nonzero()):
             first_row = int(invalid_index[0, 0])
             raise DataError(
                 f"{description} has labels outside 0..{len(self.classes) - 1}: the first is {int(y[tuple(invalid_index[0])])}, "

@@ -117,7 +117,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         parts, theta = train_mixture(self.router, {"models": down}, theta, apply, self.optimizer, view)
         if self.router.routing == "optimal":
             return None, Upload(parts["models"], None)
-        return theta if self.router.keep and self.router.descends else None, Upload(
+        return theta if self.router.keep and self.router.trains_theta else None, Upload(
             parts["models"], self.router.shares(theta)
         )
 

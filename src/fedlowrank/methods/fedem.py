@@ -32,7 +32,7 @@ from ..core.learning.batch_losses import mean_loss
 from ..core.learning.losses import class_axis
 from ..core.tree import Params
 from .shared.clusters import compute_model_losses, describe_draws, draw_models, zero_router_logits
-from .shared.fixed_models import in_inference_mode
+from .shared.fixed_models import in_eval_mode
 
 
 def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -> Tensor:
@@ -102,7 +102,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         pi, model = _even_shares(down) if state is None else state, view.model
 
         def loss(models: Params, batch: Batch, received_models: Params, pi: Tensor) -> Tensor:
-            with in_inference_mode(model):
+            with in_eval_mode(model):
                 q = shares_of_examples(model, received_models, pi, batch)
             return mean_loss((q * compute_model_losses(model, models, batch)).sum(-1), batch)
 

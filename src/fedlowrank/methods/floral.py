@@ -192,7 +192,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, precondition)
         if self.router.routing == "optimal":
             return None, Upload(model, None)
-        kept_theta = theta if self.router.keep and self.router.descends else None
+        kept_theta = theta if self.router.keep and self.router.trains_theta else None
         return kept_theta, Upload(model, self.router.shares(theta))
 
     def contribution(self, server: ServerState, upload: Upload, client: ClientInfo) -> Contribution:

@@ -31,7 +31,7 @@ from torch.nn import functional
 from ..core.contract import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
-from .shared.fixed_models import in_inference_mode
+from .shared.fixed_models import in_eval_mode
 
 
 def without_padding(representations: Tensor, batch: Batch) -> Tensor:
@@ -85,7 +85,7 @@ class MOON(Method[Params, Params, Params, Params]):
 
         def loss(theta: Params, batch: Batch, global_params: Params, previous_params: Params) -> Tensor:
             z = model.represent(theta, batch.x)
-            with in_inference_mode(model):
+            with in_eval_mode(model):
                 targets = model.represent(global_params, batch.x), model.represent(previous_params, batch.x)
             z_local, z_glob, z_prev = (without_padding(r, batch).flatten(1) for r in (z, *targets))
             global_similarity = functional.cosine_similarity(z_local, z_glob)

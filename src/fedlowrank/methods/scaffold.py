@@ -102,7 +102,8 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
             return state, ControlledModel(sub(y, down.model), zeros_like(state))
         # the client adds the change that it sends, so that both sides have the same sum
         change = map_leaves(lambda x, end, c: (x - end) / total_rate - c, widen(down.model), y, down.control)
-        return add(state, change), ControlledModel(sub(y, down.model), change)
+        upload = ControlledModel(sub(y, down.model), change)
+        return self.follow_upload(state, state, down, upload, view), upload
 
     def follow_upload(
         self, before: Params, after: Params, down: ControlledModel, upload: ControlledModel, view: ClientView

@@ -243,19 +243,16 @@ class ClientRuntime:
         self.client_count: int = contents["clients"]
         self.experiment, self.engine = _load_shared(json.dumps(contents["tables"], sort_keys=True))
         self.classes = tuple(contents["classes"])
-        # a folder of an earlier release has no columns
-        self.columns = tuple(contents.get("columns", ()))
+        self.columns = tuple(contents["columns"])
         self.is_private = self.experiment.run.privacy.kind != "none"
         self.is_secure = self.experiment.run.secure.on
         self.is_confidential = self.is_private or self.is_secure
         """Whether sizes, losses and evaluations stay with the client."""
         self.signer: MemberSigner | None = None
         """Signer of the client's part of secure sums; set by the node."""
-        # a folder of an earlier release has no such entry
-        self.site = SiteSettings(**contents.get("site", {}))
+        self.site = SiteSettings(**contents["site"])
         self.audit = SiteAudit(folder / AUDIT_FILE)
-        # a folder of an earlier release has no parts
-        self._parts: list[str] | None = contents.get("parts")
+        self._parts: list[str] | None = contents["parts"]
         try:
             data = (folder / "data.tree").read_bytes()
             if digest_of(data) != contents["data"]:

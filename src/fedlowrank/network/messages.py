@@ -52,7 +52,9 @@ class Header:
             first_error = error.errors(include_url=False)[0]
             field_path = ".".join(map(str, first_error["loc"])) or "the whole"
             raise MessageError(
-                to_one_line(f"the message is not a {cls.__name__}: {field_path[:200]}: {first_error['msg']}")
+                to_one_line(
+                    f"the message is no valid {cls.__name__}: {field_path[:200]}: {first_error['msg']}"
+                )
             ) from error
         return header
 

@@ -41,7 +41,7 @@ from ..trust.updates import (
 )
 from .round_results import Contribute, RoundResults
 from .run_settings import RunSettings
-from .setup.preparation import compute_median_examples, weigh_client
+from .setup.preparation import compute_median_examples, limit_weight
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class Inspection:
             return torch.ones(len(client_ids), dtype=torch.float64)
         median_examples, robust = compute_median_examples(self.task.clients), self.trust.robust
         return torch.tensor(
-            [float(weigh_client(infos[i], robust, median_examples).example_count) for i in client_ids],
+            [float(limit_weight(infos[i], robust, median_examples).example_count) for i in client_ids],
             dtype=torch.float64,
         )
 

@@ -44,8 +44,8 @@ from .setup.preparation import (
     check_classes,
     check_parts,
     compute_median_examples,
+    limit_weight,
     move_to_device,
-    weigh_client,
 )
 from .setup.single_examples import check_single_examples
 
@@ -456,7 +456,7 @@ class Run:
             return info
         if self._median_examples is None or self._median_examples[0] is not self.federation:
             self._median_examples = self.federation, compute_median_examples(self.federation.infos)
-        return weigh_client(info, robust, self._median_examples[1])
+        return limit_weight(info, robust, self._median_examples[1])
 
     def _server_step(self, results: RoundResults, t: int) -> Any:
         total = results.aggregator.finish()

@@ -153,9 +153,9 @@ class LocalTrainer:
         Only then may an engine evaluate the loss more often than the user's own loop would, or for many clients
         together.
         """
-        return self.has_standard(request.loss, request.precondition, request.prox)
+        return self.uses_standard_code(request.loss, request.precondition, request.prox)
 
-    def has_standard(self, *functions: Callable[..., Any] | None) -> bool:
+    def uses_standard_code(self, *functions: Callable[..., Any] | None) -> bool:
         """Whether functions and loss are this package's, and all layers are standard."""
         return self._has_package_functions(*functions) and self.has_standard_models
 
@@ -163,7 +163,7 @@ class LocalTrainer:
         """Whether functions and loss are this package's."""
         return all(f is None or is_of_package(f) for f in functions) and not self.data.loss.is_custom
 
-    def may_stack(self, request: Request) -> bool:
+    def may_batch_over_clients(self, request: Request) -> bool:
         """Whether an engine may take the steps of many clients together: only the models may be nonstandard."""
         functions = request.loss, request.precondition, request.prox
         return self._has_package_functions(*functions) and self.beyond_stacking is None
@@ -289,7 +289,7 @@ class LocalTrainer:
         sizes: Counter[BatchSize] = Counter()
         params = layout(params)
         kind = self.kind_of(statistic, params, constants)
-        is_standard = self.has_standard(statistic)
+        is_standard = self.uses_standard_code(statistic)
         counting = self._counting(kind, is_standard)
         draws = (
             contextlib.nullcontext()
@@ -300,7 +300,7 @@ class LocalTrainer:
             if any(model.couples for model in self.models):
                 self.meter.flops += self._count_statistics(statistic, params, constants)
             if is_standard:
-                self.count_total(statistic, params, constants, kind)
+                self.count_sum_over_data(statistic, params, constants, kind)
             for batch in self.data.chunks(in_one=self._in_one_chunk()):
                 with counting(batch):
                     partial_sum = statistic(params, batch, *constants)
@@ -311,7 +311,7 @@ class LocalTrainer:
             self.meter.flops += self.ledger.total(kind, sizes)
         return tree.canonical(sums[0])
 
-    def count_total(
+    def count_sum_over_data(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...], kind: Any
     ) -> None:
         """Enter the cost of :meth:`sum_over_data` for a statistic of standard layers with the given :meth:`kind_of`."""

@@ -388,7 +388,6 @@ def test_truncation_saved_with_a_tokenizer_is_not_applied() -> None:
     tokenizer = words(bos=False)
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=4)
-    texts = Texts("t", [Instruction("a", "b c d e")])
-    for _unused in range(2):
-        data = tokenize(texts, tokenizer, TextSettings("verbatim"))
-        assert data.train.x["input_ids"].tolist() == [[A, B, C, D, E, EOS]]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
+    data = tokenize(Texts("t", [Instruction("a", "b c d e")]), tokenizer, TextSettings("chat"))
+    assert data.train.x["input_ids"].tolist() == [[A, B, C, D, E, EOS]]

@@ -126,10 +126,10 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
     "fewer than none to test": (registration(1, sizes=(3, -1)), None, "says it has 41 examples, and .3, -1. to"),
     "more than there are": (registration(1, examples=MAX_EXAMPLES + 1), None, "says it has 1099511627777 examples"),
     "more to test than there are": (registration(1, sizes=(0, 10**200)), None, "says it has 41 examples, and .0, 1000"),
-    "no JSON": ("who?", None, "the message is not a Registration: the whole: Invalid JSON"),
-    "other fields": ('{"client": 1}', None, "the message is not a Registration: examples: "),
-    "no number": (registration(1).to_json().replace('"client": 1', '"client": true'), None, "is not a Registration: client: "),
-    "a nasty field": (json.dumps({"client": 1, "sections": {"a\nb": 1}}), None, "the message is not a Registration: "),
+    "no JSON": ("who?", None, "the message is no valid Registration: the whole: Invalid JSON"),
+    "other fields": ('{"client": 1}', None, "the message is no valid Registration: examples: "),
+    "no number": (registration(1).to_json().replace('"client": 1', '"client": true'), None, "is no valid Registration: client: "),
+    "a nasty field": (json.dumps({"client": 1, "sections": {"a\nb": 1}}), None, "the message is no valid Registration: "),
     "a long text": (
         registration(1, base={"x" * MAX_REGISTRATION_BYTES: "a"}), None, f"takes more than {MAX_REGISTRATION_BYTES} bytes"
     ),

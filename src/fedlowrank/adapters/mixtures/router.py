@@ -71,19 +71,19 @@ class Router(CheckedFields):
             raise ConfigError(
                 f"router: adapt must be >= 0 and top >= 1; they are {self.adapt} and {self.top}"
             )
-        if self.top == 1 and self.descends:
+        if self.top == 1 and self.trains_theta:
             raise ConfigError(
                 "router: top = 1 mixes one cluster with the share 1 whatever θ is, so θ has no gradient and "
                 "is never learned; use top >= 2, or update = 'mfl'"
             )
 
     @property
-    def descends(self) -> bool:
+    def trains_theta(self) -> bool:
         """Whether θ is trained together with the model."""
         return self.routing == "learned" and self.update == "gradient"
 
     @property
-    def weighs(self) -> bool:
+    def uses_mfl(self) -> bool:
         """Whether θ is computed from the loss of each cluster."""
         return self.routing == "learned" and self.update == "mfl"
 

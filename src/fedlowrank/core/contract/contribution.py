@@ -65,7 +65,7 @@ Leaf: TypeAlias = Mean[Any] | Sum[Any] | Each[Any]
 """A leaf of a contribution."""
 
 Contribution: TypeAlias = "Leaf | dict[str, Contribution] | list[Contribution]"
-"""What one upload adds to a round: a tree of dicts and lists whose leaves are means, sums and collections."""
+"""What one upload adds to a round: a tree of dicts and lists whose leaves are :class:`Mean`, :class:`Sum` and :class:`Each`."""
 
 
 class RunningMean(Generic[T]):
@@ -273,7 +273,9 @@ class Aggregator:
         if missing_ids := sorted(set(self._waiting) - self._early_contributions.keys()):
             raise ValueError(f"the round is not over: clients {missing_ids} neither replied nor were skipped")
         self.contributed.sort(key=self._positions.__getitem__)
-        return None if self._structure is None else map_contributions(self._value, self._structure)
+        if self._structure is None:
+            return None
+        return map_contributions(lambda path, leaf: self._value(path, type(leaf)), self._structure)
 
     def _reduce(self) -> None:
         while self._waiting and self._waiting[-1] in self._early_contributions:
@@ -287,12 +289,16 @@ class Aggregator:
             self.contributed.append(client_id)
 
     def _check_structure(self, client_id: int, contribution: Any) -> None:
-        structure = map_contributions(lambda _, leaf: type(leaf), contribution)
+        structure = map_contributions(lambda _, leaf: type(leaf)(None), contribution)
         if self._structure is None:
             self._structure = structure
         elif self._structure != structure:
+            form, expected_form = (
+                map_contributions(lambda _, leaf: type(leaf).__name__, s)
+                for s in (structure, self._structure)
+            )
             raise tree.TreeError(
-                f"the contribution of client {client_id} has the form {structure}, not {self._structure}"
+                f"the contribution of client {client_id} has the form {form}, not {expected_form}"
             )
 
     def _add(self, path: str, leaf: Leaf, client_id: int) -> None:
@@ -342,7 +348,7 @@ def map_contributions(f: Callable[[str, Any], Any], contribution: Any, path: str
         return [
             map_contributions(f, value, tree.join_path(path, str(i))) for i, value in enumerate(contribution)
         ]
-    if not isinstance(contribution, (Mean, Sum, Each, type)):
+    if not isinstance(contribution, (Mean, Sum, Each)):
         raise tree.TreeError(
             f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it "
             f"holds a {type(contribution).__name__}. Wrap it, such as Mean(upload, client.example_count)"

@@ -35,8 +35,9 @@ class Pool(CheckedFields):
         train, test = self.dataset.train, self.dataset.test
         if self.dataset.strata is not None:
             return _concatenate(self.dataset.strata, self.dataset.strata_test)
-        labels = _concatenate(train.y, None if test is None else test.y)
-        return np.zeros((len(labels), 1)) if train.is_dense else labels
+        if train.is_dense:
+            return np.zeros((len(train) + (0 if test is None else len(test)), 1))
+        return _concatenate(train.y, None if test is None else test.y)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -81,23 +81,23 @@ def train_mixture(
     Returns:
         The trained parts and θ.
     """
-    if router.weighs and view.round > 0:
-        theta = weigh_clusters(router, parts, theta, apply, view)
-    start: Any = {**parts, "theta": theta} if router.descends else parts
-    if router.descends:
+    if router.uses_mfl and view.round > 0:
+        theta = compute_mfl_logits(router, parts, theta, apply, view)
+    start: Any = {**parts, "theta": theta} if router.trains_theta else parts
+    if router.trains_theta:
         optimizer = replace(optimizer, groups={**optimizer.groups, "theta": Group(router.lr, 0.0)})
     noises = router.noises(view.key / "noise", view.steps("local"), theta)
 
     def loss(p: dict[str, Any], batch: Batch, fixed_theta: Tensor, noises: Tensor) -> Tensor:
-        z = p["theta"] + noises[batch.step if router.noise else 0] if router.descends else fixed_theta
+        z = p["theta"] + noises[batch.step if router.noise else 0] if router.trains_theta else fixed_theta
         return task_loss(apply(p, router.shares(z), batch.x), batch)
 
     end = view.train(loss, start, "local", optimizer, constants=(theta, noises), precondition=precondition)
     trained_parts: Any = {name: end[name] for name in parts}
-    return trained_parts, end["theta"] if router.descends else theta
+    return trained_parts, end["theta"] if router.trains_theta else theta
 
 
-def weigh_clusters(
+def compute_mfl_logits(
     router: Router, parts: Mapping[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
     """Compute θ = -η f_k(w_c) of every cluster, so that π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives shape and type."""
@@ -106,16 +106,16 @@ def weigh_clusters(
         return sum_losses(example_losses(apply(parts, pi, batch.x), batch), batch)
 
     sums = [view.sum_over_data(summed_loss, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
-    losses, weight = torch.stack([total for total, _ in sums]), sums[0][1]
-    return (-router.lr * router.temperature * losses / torch.where(weight > 0, weight, 1.0)).to(theta)
+    losses, weight = torch.stack([loss for loss, _ in sums]), sums[0][1]
+    return (-router.lr * losses / torch.where(weight > 0, weight, 1.0)).to(theta)
 
 
 def learn_router(
     router: Router, parts: Mapping[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
     """Learn θ of a client that has none: by eq. 5, or by the pass ``"router"``, which trains only θ."""
-    if router.weighs:
-        return weigh_clusters(router, parts, theta, apply, view)
+    if router.uses_mfl:
+        return compute_mfl_logits(router, parts, theta, apply, view)
     if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
         return theta
 

@@ -9,7 +9,7 @@ from ...core.contract import Model
 
 
 @contextlib.contextmanager
-def in_inference_mode(model: Model) -> Iterator[None]:
+def in_eval_mode(model: Model) -> Iterator[None]:
     """Put a model in evaluation mode within this block, as ``model.eval()`` does, and restore its mode afterwards.
 
     Dropout is off. Batch normalizations without running statistics still use those of the batch.

@@ -112,7 +112,7 @@ def compute_median_examples(clients: Sequence[ClientInfo]) -> int:
     return max(1, median_low(client.example_count for client in clients))
 
 
-def weigh_client(client: ClientInfo, robust: Robust, median_examples: int) -> ClientInfo:
+def limit_weight(client: ClientInfo, robust: Robust, median_examples: int) -> ClientInfo:
     """Replace a client's number of examples by the one that counts under a rule.
 
     Args:

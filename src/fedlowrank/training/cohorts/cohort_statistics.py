@@ -30,7 +30,7 @@ class CohortBatch(Batch):
         return to_client_tensor(unwrap_client_tensor(super().mean(values)))
 
 
-def total_cohort(
+def sum_over_cohort(
     trainers: Sequence[LocalTrainer], statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
 ) -> Any:
     """Sum ``statistic(params, batch, *constants)`` over the training data of each client, without gradients.

@@ -31,7 +31,7 @@ from ..client_tensors.control_flow import (
 from ..trainer import LocalTrainer, all_finite, check_finite
 from .closeness import full_precision, is_close
 from .cohort_batches import BufferPool
-from .cohort_statistics import total_cohort
+from .cohort_statistics import sum_over_cohort
 from .cohort_steps import train_cohort
 
 T = TypeVar("T")
@@ -168,10 +168,8 @@ class CohortTrainer:
         """See :meth:`fedlowrank.core.contract.method.ClientView.sum_over_data`."""
 
         def compute() -> TrainerAnswer:
-            sums = self._total_cohort(statistic, params, constants)
-            return TrainerAnswer(
-                self._total_one_by_one(statistic, params, constants) if sums is None else sums
-            )
+            sums = self._sum_over_cohort(statistic, params, constants)
+            return TrainerAnswer(self._sum_one_by_one(statistic, params, constants) if sums is None else sums)
 
         value: T = _copy_containers(self._next(compute).value)
         return value
@@ -181,7 +179,7 @@ class CohortTrainer:
         steps = [local.steps(name) for local in self.client_trainers]
         return steps[0] if len(set(steps)) == 1 else stack_numbers(steps)
 
-    def _total_one_by_one(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+    def _sum_one_by_one(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         arguments = split_clients((params, constants), len(self.client_trainers))
         sums = [
             local.sum_over_data(statistic, *args)
@@ -189,12 +187,12 @@ class CohortTrainer:
         ]
         return stack_clients(sums)
 
-    def _total_cohort(
+    def _sum_over_cohort(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
     ) -> Any | None:
         """Sum for all clients in one pass over their examples; None if each client must be computed alone."""
         last_local, client_count = self.client_trainers[-1], len(self.client_trainers)
-        if client_count == 1 or last_local.model.couples or not last_local.has_standard(statistic):
+        if client_count == 1 or last_local.model.couples or not last_local.uses_standard_code(statistic):
             return None
         arguments = split_clients((params, constants), client_count)
         cost = last_local.kind_of(statistic, *arguments[-1])
@@ -204,7 +202,7 @@ class CohortTrainer:
             return None
         try:
             with contextlib.nullcontext() if was_equal else full_precision():
-                sums = total_cohort(self.client_trainers, statistic, params, constants)
+                sums = sum_over_cohort(self.client_trainers, statistic, params, constants)
                 if not was_equal:
                     expected = last_local.fresh().sum_over_data(statistic, *arguments[-1])
                     self._memory.is_equal[cache_key] = is_close(
@@ -216,7 +214,7 @@ class CohortTrainer:
         if not self._memory.is_equal[cache_key]:
             return None
         for local, args in zip(self.client_trainers, arguments, strict=True):
-            local.count_total(statistic, *args, cost)
+            local.count_sum_over_data(statistic, *args, cost)
         return sums
 
     def _next(self, compute: Callable[[], TrainerAnswer]) -> TrainerAnswer:
@@ -254,7 +252,7 @@ class CohortTrainer:
         first_local, name = self.client_trainers[0], request.name
         if _counts_steps(request):
             require_agreement([local.steps(name) for local in self.client_trainers])
-        if first_local.model.couples or not first_local.may_stack(request):
+        if first_local.model.couples or not first_local.may_batch_over_clients(request):
             if first_local.data.loss.is_custom:
                 self._memory.log(name, f"the loss {first_local.data.loss.kind} is code of your own")
             return None
