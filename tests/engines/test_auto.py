@@ -55,7 +55,7 @@ def hooked() -> nn.Module:
         (hooked(), 6, 8, None, FedAvg(), Sequential),
     ],
 )
-def test_the_rule(
+def test_auto_chooses_the_engine_by_model_clients_and_cores(
     monkeypatch: pytest.MonkeyPatch,
     model: nn.Module,
     clients: int,

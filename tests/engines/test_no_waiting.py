@@ -92,7 +92,7 @@ class Ear(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [t for v in inner for t in self._tensors(v)]
 
 
-def test_the_ear_hears() -> None:
+def test_the_recorder_finds_every_synchronizing_operation() -> None:
     t = torch.arange(4.0)
     acts: dict[str, Callable[[], Any]] = {
         "_local_scalar_dense": lambda: float(t.sum()),

@@ -65,9 +65,9 @@ def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("gamma_or_lam", ["fd", "fedproto"])
-def test_distillation_of_weight_zero_trains_as_standalone(gamma_or_lam: str) -> None:
-    method = FD(gamma=0.0, **SLOW_LOCAL) if gamma_or_lam == "fd" else FedProto(lam=0.0, **SLOW_LOCAL)
+@pytest.mark.parametrize("name", ["fd", "fedproto"])
+def test_distillation_of_weight_zero_trains_as_standalone(name: str) -> None:
+    method = FD(gamma=0.0, **SLOW_LOCAL) if name == "fd" else FedProto(lam=0.0, **SLOW_LOCAL)
     a, b = (
         run_rounds(method, federate_two_models(), **SAMPLE),
         run_rounds(Standalone(**SLOW_LOCAL), federate_two_models(), **SAMPLE),

@@ -35,11 +35,21 @@ from .setting import (
 
 
 def assert_pfedlora_equals_reference(
-    relu: bool, mu: float, make: Any, engine: type[Engine], **data: Any
+    relu: bool, mu: float, make: Any, engine: type[Engine], adapter_lr: float | None = 0.2, **data: Any
 ) -> None:
-    """Compare a run with the reference; ``data`` are settings of the federation."""
+    """Compare a run with the reference.
+
+    Args:
+        relu: see the method.
+        mu: see the method.
+        make: makes the federation.
+        engine: that trains.
+        adapter_lr: learning rate of the adapter's optimizer; None to set none, so that it has the model's.
+        data: settings of the federation.
+    """
     federation = make(**data)
-    method = PFedLoRA(mu=mu, width=5, relu=relu, adapter_optimizer=SGD(lr=0.2), **LOCAL)
+    adapter_optimizer = None if adapter_lr is None else SGD(lr=adapter_lr)
+    method = PFedLoRA(mu=mu, width=5, relu=relu, adapter_optimizer=adapter_optimizer, **LOCAL)
     run = run_rounds(method, federation, engine=engine, **SAMPLE)
     start = method.server_init(run.task)
     adapter = to_layers({"a": start.a, "a_bias": start.a_bias, "b": start.b, "b_bias": start.b_bias})
@@ -49,7 +59,7 @@ def assert_pfedlora_equals_reference(
         get_train_data(federation),
         plan_rounds(run),
         LR,
-        0.2,
+        LR if adapter_lr is None else adapter_lr,
         mu,
         relu,
     )
@@ -76,25 +86,7 @@ def test_pfedlora_minimizes_the_loss_of_the_task(smoothed_loss: Loss) -> None:
 def test_pfedlora_trains_the_adapter_with_the_optimizer_of_the_model_unless_told_otherwise(
     engine: type[Engine],
 ) -> None:
-    federation = federate_two_models()
-    method = PFedLoRA(mu=0.7, width=5, **LOCAL)
-    run = run_rounds(method, federation, engine=engine, **SAMPLE)
-    start = method.server_init(run.task)
-    adapter = to_layers({"a": start.a, "a_bias": start.a_bias, "b": start.b, "b_bias": start.b_bias})
-    server, _ = reference.pfedlora(
-        adapter,
-        get_initial_networks(federation),
-        get_train_data(federation),
-        plan_rounds(run),
-        LR,
-        LR,
-        0.7,
-        False,
-    )
-    assert_nested_close(
-        [run.state.server.a, run.state.server.a_bias, run.state.server.b, run.state.server.b_bias],
-        [t for layer in server for t in layer],
-    )
+    assert_pfedlora_equals_reference(False, 0.7, federate_two_models, engine, adapter_lr=None)
 
 
 @pytest.mark.few(1)

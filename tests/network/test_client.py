@@ -89,7 +89,9 @@ def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-def test_a_folder_that_is_none_is_named(experiment: ExperimentConfig, folder: Path, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_client_folder_is_refused(
+    experiment: ExperimentConfig, folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a client's folder"):
         ClientRuntime(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
