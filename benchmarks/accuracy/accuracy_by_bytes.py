@@ -89,7 +89,7 @@ def trace_messages(name: str, source: tuple[str, int], uplink: str) -> list[Any]
     """Messages of clients, for FedHL one of each rank, of the shapes that training gives; no values."""
     method, task = make_method(name), make_federation(*source).task(1)
     trust = Trust(compression=Compression(uplink))
-    method = protect(method, task, trust, None, expected_count=CLIENTS, system=False)
+    method = protect(method, task, trust, None, expected_count=CLIENTS, is_deployed=False)
     server = method.server_init(task)
     return [
         trace_upload(method, task, info, method.download(server, info))[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,8 @@ def problem(seed: int, disagreement: float) -> tuple[Federation, Tensor]:
 def errors(name: str, seed: int, disagreement: float, rounds: int, lr: float) -> list[float]:
     """Relative error of the server's model after every round."""
     federation, truth = problem(seed, disagreement)
-    method = METHODS[name](epochs=5, batch_size=50, optimizer=SGD(lr=lr, clip=1.0), training=LoRATraining())
+    cls: Any = METHODS[name]
+    method = cls(epochs=5, batch_size=50, optimizer=SGD(lr=lr, clip=1.0), training=LoRATraining())
     run = Run(method, federation, RunSettings(rounds=rounds, evaluate_every=10**6), Sequential())
     found = []
     for _ in range(rounds):

@@ -236,10 +236,10 @@ def run_arm(
     }
 
     def update_of(params: Any) -> dict[str, Any]:
-        made = folders.model(params, run.round, None)
+        made = folders.split_model(params, run.round, None)
         found = {}
         for name in made.factors:
-            update = made.update(name, scale)
+            update = made.compute_update(name, scale)
             found[name] = update.dense().float() if isinstance(update, Pair) else update.float()
         return found
 
@@ -292,7 +292,8 @@ def _work(queue: Any, results: Any, base: str, folder: Path, device: str, jobs: 
     while (job := queue.get()) is not None:
         for attempt in range(3):
             try:
-                results.put(run_arm(*job[:3], base, folder, device, *job[3:]))
+                arm, rate, seed, *more = job
+                results.put(run_arm(arm, rate, seed, base, folder, device, *more))
                 break
             except NonFiniteError as error:
                 results.put(

@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from fedlowrank.adapters.wire_format import WireType, pack_factors, unpack_factors
+from fedlowrank.config.sections.network_section import Limits
 from fedlowrank.core import tree
 from fedlowrank.core.contract import ClientInfo, Mean
 from fedlowrank.core.contract.contribution import Aggregator
@@ -26,7 +27,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.linalg.pair import Factors, Pair
 from fedlowrank.methods.shared.lora_family import Message
 from fedlowrank.network.validation.upload_forms import Template
-from fedlowrank.network.validation.uploads import Limits, inspect_upload
+from fedlowrank.network.validation.uploads import inspect_upload
 
 T = TypeVar("T")
 WIDTH, LAYERS = 4096, 64

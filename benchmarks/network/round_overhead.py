@@ -138,7 +138,7 @@ def in_simulation(base: Path, clients: int, rounds: int) -> tuple[list[float], l
     run_simulation(make_server_app(measure), echo(), clients, backend_config=resources)
     made = ExperimentConfig.parse(tables(clients, rounds))
     out = base / f"sim-{clients}"
-    run_flower_simulation(made, out, base / f"sim-{clients}.clients", lambda _: None)
+    run_flower_simulation(made, out, base / f"sim-{clients}.clients")
     return floor, *figures(out)
 
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.core.contract import Task
+from fedlowrank.core.contract import AnyMethod, Task
 from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.engine import AnyMethod, ClientJob, ClientResult
+from fedlowrank.engines.engine import ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
@@ -142,13 +142,13 @@ class Bounding(Sequential):
         if self.variant.promised:
             reach = relative_steps(steps, norms)
         changed = {}
-        for client in self.bound.outliers(norms, steps, round):
+        for client in self.bound.find_outliers(norms, steps, round):
             self.refused += 1
             changed[client] = dataclasses.replace(results[client], lost="refused")
         ratios = {c: 1.0 if self.strikes.is_reached(c) else ratio for c in norms}
         if self.variant.refuses:
             ratios = dict.fromkeys(norms, ratio)
-        found = self.bound.shortenings(norms, ratios, reach, ratio, round)
+        found = self.bound.plan_shortenings(norms, ratios, reach, ratio, round)
         for client in norms.keys() - changed.keys():
             self.strikes.add(client, client in found and found[client].is_strike)
             if client in found and self.variant.refuses:

@@ -48,7 +48,7 @@ def write_run(
     """
     run = folder / f"{method}-s{seed}"
     run.mkdir(parents=True)
-    config = {"format": 3, "name": folder.name, "method": {"name": method}, "run": {"seed": seed}}
+    config = {"format": 4, "name": folder.name, "method": {"name": method}, "run": {"seed": seed}}
     records: list[dict[str, Any]] = [{"round": i, "bytes_down": size} for i, size in enumerate(sizes)]
     zero = [0.0] * CLIENTS
     for record, of in ((records[0], dict.fromkeys(tests, zero)), (records[-2], tests)):

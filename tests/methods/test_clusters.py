@@ -116,7 +116,7 @@ def test_losses_of_all_models() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [FedEM(clusters=2, unseen_steps=40), Ensemble(clusters=2, router=Router(lr=2.0, adapt=60))],
+    [FedEM(clusters=2, unseen_steps=40), Ensemble(clusters=2, router=Router(lr=2.0, unseen_steps=60))],
     ids=lambda m: m.title,
 )
 def test_an_unseen_client_finds_its_cluster(method: Any) -> None:

@@ -246,7 +246,7 @@ def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
 
 def test_the_inference_of_a_newcomer_learns_its_router_on_the_frozen_mixture() -> None:
     federation = federate_one_model(cluster=KNOWN_CLUSTERS)
-    router = Router(lr=0.9, adapt=4, temperature=0.5)
+    router = Router(lr=0.9, unseen_steps=4, temperature=0.5)
     method = FederatedFloral(clusters=3, rank=2, alpha=1.7, router=router, **LOCAL)
     run = run_rounds(method, federation, steps=1, participation=0.5)
     # one of those that did not take part in the first round
@@ -266,7 +266,7 @@ def test_the_inference_of_a_newcomer_learns_its_router_on_the_frozen_mixture() -
         to_layers(personal(method, None, run.state.server.model, view)), reference.mixed(net, a, pi, 1.7)
     )
     assert abs(pi - 1 / 3).max() > 1e-4
-    even = dataclasses.replace(method, router=dataclasses.replace(router, adapt=0))
+    even = dataclasses.replace(method, router=dataclasses.replace(router, unseen_steps=0))
     assert_nested_close(routes(even, None, run.state.server.model, view), np.full(3, 1 / 3))
 
 
@@ -411,7 +411,7 @@ def make_separated_server(method: FederatedFloral, run: Run) -> Any:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "router", [Router(lr=1.0, adapt=60), Router(lr=20.0, update="mfl")], ids=["gradient", "mfl"]
+    "router", [Router(lr=1.0, unseen_steps=60), Router(lr=20.0, update="mfl")], ids=["gradient", "mfl"]
 )
 def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     federation = federate_opposed_clusters()

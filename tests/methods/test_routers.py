@@ -33,8 +33,8 @@ from tests.golden import floral_reference as reference
         ({"temperature": 0.0}, "temperature > 0"),
         ({"temperature": float("inf")}, "temperature > 0"),
         ({"noise": -1.0}, "noise must be >= 0"),
-        ({"adapt": -1}, "router: adapt must be >= 0 and top >= 1; they are -1 and None"),
-        ({"top": 0}, "adapt must be >= 0 and top >= 1; they are 10 and 0"),
+        ({"unseen_steps": -1}, "router: unseen_steps must be >= 0 and top >= 1; they are -1 and None"),
+        ({"top": 0}, "unseen_steps must be >= 0 and top >= 1; they are 10 and 0"),
         ({"top": 1}, r"top = 1 .*no gradient.*top >= 2, or update = 'mfl'"),
         ({"routing": "best"}, "routing"),
         ({"update": "adam"}, "update"),
@@ -82,9 +82,9 @@ def test_the_largest_are_mixed_and_of_equal_ones_the_first() -> None:
 
 def test_passes_of_a_router() -> None:
     assert list(Router().passes(Pass(2, 8))) == ["local", "router"]
-    sweep = Router(adapt=7).passes(Pass(2, 8))["router"]
+    sweep = Router(unseen_steps=7).passes(Pass(2, 8))["router"]
     assert (sweep.epochs, sweep.batch_size, sweep.steps) == (7, 8, 7)
-    assert Router(adapt=0).passes(Pass(2, 8))["router"].steps == 1
+    assert Router(unseen_steps=0).passes(Pass(2, 8))["router"].steps == 1
 
 
 def test_a_known_cluster_or_what_is_missing() -> None:

@@ -85,7 +85,7 @@ def maker(parent: Path) -> MakeRun:
         )
         people = clients if clients is not None else members(count)
         config = {
-            "format": 3,
+            "format": 4,
             "name": "digits-demo",
             "title": "Digits over ten clients",
             "paper": "",

@@ -30,7 +30,7 @@ def test_another_format_is_named_before_its_records_are_read(folder: Path) -> No
     (folder / "run.json").write_text(json.dumps({**config, "format": 2}))
     seal_run(folder)
     (folder / RECORDS_FILE).write_bytes(gzip.compress(b'{"round": 0, "accuracy": null}\n'))
-    with pytest.raises(CheckpointError, match="has format 2; this version reads format 3"):
+    with pytest.raises(CheckpointError, match="has format 2; this version reads format 4"):
         RunRecord.load(folder)
 
 

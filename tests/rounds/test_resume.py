@@ -524,7 +524,7 @@ def test_other_software_is_named_and_another_format_is_refused(
     (said,) = [r.getMessage() for r in caplog.records if "other software" in r.getMessage()]
     assert f"fedlowrank 0.0.1 (now {versions['fedlowrank']}), torch 1.0 (now {versions['torch']})" in said
     change_run(folder, format=1, versions={**versions, "fedlowrank": "0.0.1"})
-    with pytest.raises(CheckpointError, match=r"has format 1, .* format 3\. .*that made it \(0\.0\.1\)"):
+    with pytest.raises(CheckpointError, match=r"has format 1, .* format 4\. .*that made it \(0\.0\.1\)"):
         simulate("lg_fedavg", make_tiny_federation(), folder=folder, resume=True, **more)
 
 

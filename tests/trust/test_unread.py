@@ -93,7 +93,10 @@ def test_the_settings_of_the_issue_never_run_unprotected() -> None:
         (lambda: ModelSettings(names=("m:own",), hidden=(9,)), "model.hidden"),
         (lambda: Router("optimal", lr=1.0), "router.lr = 1.0 does nothing with router.routing = 'optimal'"),
         (lambda: Router("optimal", update="mfl"), "router.update = 'mfl' does nothing"),
-        (lambda: Router(update="mfl", adapt=3), "router.adapt = 3 does nothing with router.update = 'mfl'"),
+        (
+            lambda: Router(update="mfl", unseen_steps=3),
+            "router.unseen_steps = 3 does nothing with router.update = 'mfl'",
+        ),
         (lambda: Router(update="mfl", noise=0.1), "router.noise"),
         (lambda: Router(update="mfl", temperature=2.0), "router.temperature"),
         (lambda: Weighing("ranks", eps=0.1), "weighing.eps = 0.1 does nothing with weighing.by = 'ranks'"),
@@ -117,14 +120,14 @@ def test_settings_that_some_model_or_value_reads_are_accepted() -> None:
     tables = {
         "method": "floral",
         "model": {"names": ["mlp"], "hidden": [9], "bias": False},
-        "methods": {"floral": {"router": {"lr": 0.3, "adapt": 3}}},
+        "methods": {"floral": {"router": {"lr": 0.3, "unseen_steps": 3}}},
         "tune": {"grid": {"router.routing": ["learned", "optimal"], "epochs": [1, 2]}},
     }
     base = ExperimentConfig.parse(tables)
     made = base.overlay({"model": {"names": ["linear"]}})
     assert made.model == ModelSettings(names=("linear",), bias=False)
     actual = [setting.runs[0].experiment.build_method("floral") for setting in plan_tuning(base, Path("out"))]
-    assert [one.router for one in actual] == [Router(lr=0.3, adapt=3)] * 2 + [Router("optimal")] * 2  # type: ignore[attr-defined]
+    assert [one.router for one in actual] == [Router(lr=0.3, unseen_steps=3)] * 2 + [Router("optimal")] * 2  # type: ignore[attr-defined]
 
 
 def test_a_value_that_is_the_default_says_nothing() -> None:

@@ -32,9 +32,9 @@ class Standalone(Method[None, Params, None, None]):
     citation = "local training, the lower bar of every table"
     heterogeneous = True
 
-    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
+    def participants(self, sampled: list[int], available: list[int]) -> list[int]:
         """The sampled clients, or all clients."""
-        return everyone if self.all_clients else sampled
+        return available if self.all_clients else sampled
 
     def server_init(self, task: Task) -> None:
         """The server has no state."""

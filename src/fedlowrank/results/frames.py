@@ -97,7 +97,7 @@ def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
     Returns:
         Columns round, participants and lost (numbers of clients), the fields bytes_up, bytes_down,
         parameters_up, parameters_down, steps and flops of :class:`.records.RoundRecord`, ``seconds_train``,
-        ``seconds_server`` and ``seconds_evaluate``, and ``loss_PASS``, the mean training loss of each pass of
+        ``seconds_server`` and ``seconds_evaluate``, and ``training_loss_PASS``, the mean training loss of each pass of
         the method; with a simulated clock ``simulated_seconds``.
     """
     rows = []
@@ -108,7 +108,7 @@ def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
         if record.simulated_seconds is not None:
             row["simulated_seconds"] = record.simulated_seconds
         row |= {f"seconds_{name}": value for name, value in record.seconds.items()}
-        row |= {f"loss_{name}": value for name, value in record.training_losses.items()}
+        row |= {f"training_loss_{name}": value for name, value in record.training_losses.items()}
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -20,7 +20,7 @@ def list_scalars(
     loss on the same examples) and ``<metric>/<series>/<split>`` for each further metric, each also with the suffix
     ``/unseen`` for the clients that never train, which no other tag includes. Such a mean is NaN if the value of one
     client is not finite. Further tags are ``bytes/up``, ``bytes/down`` and ``bytes/total`` (cumulative),
-    ``loss/<pass>`` (in training), ``routes/recovery`` (adjusted Rand index), ``privacy/epsilon`` and
+    ``training_loss/<pass>`` (in training), ``routes/recovery`` (adjusted Rand index), ``privacy/epsilon`` and
     ``seconds/<kind>``. A missing number has no entry, nor has one of the further tags whose value is not finite.
 
     Args:

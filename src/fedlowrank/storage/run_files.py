@@ -33,7 +33,7 @@ from ..core.io.atomic_files import as_checkpoint_error, parse_json, read_json
 from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
 
-FORMAT = 3
+FORMAT = 4
 """Version of the format of a run folder."""
 
 CONFIG, CLIENTS, STATUS = "run.json", "clients.json", "status.json"

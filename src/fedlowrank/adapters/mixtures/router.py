@@ -37,7 +37,7 @@ class Router(CheckedFields):
             A gradient needs at least two.
         keep: whether a client keeps θ from round to round; otherwise it learns θ anew from 0. The MFL update does
             not need a kept θ.
-        adapt: number of steps in which a client without θ learns it before inference, with all else frozen; 0 mixes
+        unseen_steps: number of steps in which a client without θ learns it before inference, with all else frozen; 0 mixes
             evenly. The MFL update takes no steps; a client computes its π before inference as it does before
             training.
     """
@@ -49,27 +49,27 @@ class Router(CheckedFields):
     noise: float = 0.0
     top: int | None = None
     keep: bool = True
-    adapt: int = 10
+    unseen_steps: int = 10
 
     # keep = False holds for every router that keeps no θ
     switch: ClassVar[Switch] = Switch(
         "routing",
-        dict.fromkeys(("lr", "update", "temperature", "noise", "top", "adapt"), ("learned",)),
+        dict.fromkeys(("lr", "update", "temperature", "noise", "top", "unseen_steps"), ("learned",)),
     )
 
     def __post_init__(self) -> None:
         check_switch(self, self.switch, "router")
         # in the MFL update the temperature cancels out
-        reads = dict.fromkeys(("temperature", "noise", "adapt"), ("gradient",))
+        reads = dict.fromkeys(("temperature", "noise", "unseen_steps"), ("gradient",))
         check_switch(self, Switch("update", reads), "router")
         if not (0 <= self.lr < math.inf and 0 < self.temperature < math.inf and 0 <= self.noise < math.inf):
             raise ConfigError(
                 f"router: lr and noise must be >= 0 and temperature > 0; they are {self.lr}, {self.noise}, "
                 f"{self.temperature}"
             )
-        if self.adapt < 0 or (self.top is not None and self.top < 1):
+        if self.unseen_steps < 0 or (self.top is not None and self.top < 1):
             raise ConfigError(
-                f"router: adapt must be >= 0 and top >= 1; they are {self.adapt} and {self.top}"
+                f"router: unseen_steps must be >= 0 and top >= 1; they are {self.unseen_steps} and {self.top}"
             )
         if self.top == 1 and self.trains_theta:
             raise ConfigError(
@@ -89,7 +89,7 @@ class Router(CheckedFields):
 
     def passes(self, local_pass: Pass) -> dict[str, Pass]:
         """Local training, and the steps in which a new client learns its router."""
-        steps = max(1, self.adapt)
+        steps = max(1, self.unseen_steps)
         return {"local": local_pass, "router": Pass(steps, local_pass.batch_size, steps)}
 
     def shares(self, theta: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
             )
         return {n: replace(p, drop_last=p.drop_last or self.drop_last) for n, p in passes.items()}
 
-    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
+    def participants(self, sampled: list[int], available: list[int]) -> list[int]:
         """Choose the clients that train in a round, by default those that the protocol sampled."""
         return sampled
 

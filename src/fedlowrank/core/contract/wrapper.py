@@ -44,6 +44,6 @@ class MethodWrapper(Method[S, C, D, U]):
         """See the base class."""
         return self.inner.remarks(task)
 
-    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
+    def participants(self, sampled: list[int], available: list[int]) -> list[int]:
         """See the base class."""
-        return self.inner.participants(sampled, everyone)
+        return self.inner.participants(sampled, available)

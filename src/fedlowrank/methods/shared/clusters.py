@@ -116,7 +116,7 @@ def learn_router(
     """Learn θ of a client that has none: by eq. 5, or by the pass ``"router"``, which trains only θ."""
     if router.uses_mfl:
         return compute_mfl_logits(router, parts, theta, apply, view)
-    if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
+    if router.unseen_steps == 0 or len(theta) == 1 or router.routing == "optimal":
         return theta
 
     def loss(p: dict[str, Tensor], batch: Batch, frozen_parts: Mapping[str, Any]) -> Tensor:
