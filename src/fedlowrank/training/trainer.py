@@ -285,7 +285,7 @@ class LocalTrainer:
 
     def sum_over_data(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.core.contract.method.ClientView.sum_over_data`."""
-        sums: list[T] = []
+        sums: Any = None
         sizes: Counter[BatchSize] = Counter()
         params = layout(params)
         kind = self.kind_of(statistic, params, constants)
@@ -306,10 +306,11 @@ class LocalTrainer:
                     partial_sum = statistic(params, batch, *constants)
                 sizes[size_of(batch)] += 1
                 partial_sum = tree.widen(partial_sum)
-                sums = [partial_sum if not sums else tree.add(sums[0], partial_sum)]
+                sums = partial_sum if sums is None else tree.add(sums, partial_sum)
         if not is_standard:
             self.meter.flops += self.ledger.total(kind, sizes)
-        return tree.canonical(sums[0])
+        total: T = tree.canonical(sums)
+        return total
 
     def count_sum_over_data(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...], kind: Any

@@ -66,6 +66,10 @@ class RunGroup:
         names = dict.fromkeys(name for run in self.runs for name in run.series)
         return sorted(names, key=lambda name: name != self.headline)
 
+    def _select(self, series: str | None, measure: Measure | None) -> tuple[str | None, Measure]:
+        """Fill in the headline series and the measure of the group."""
+        return self.headline if series is None else series, measure or self.measure
+
     @cached_property
     def headline_results(self) -> pd.DataFrame:
         """Statistics of the headline, one row per seed: see :meth:`.run_statistics.RunStatistics.results`."""
@@ -73,7 +77,7 @@ class RunGroup:
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
         """Statistics of a series or the headline, one row per seed: see :meth:`.run_statistics.RunStatistics.results`."""
-        name, criterion = self.headline if series is None else series, measure or self.measure
+        name, criterion = self._select(series, measure)
         rows = [results for run in self.runs if (results := run.results(name, criterion)) is not None]
         return pd.DataFrame(rows, columns=SeriesResults._fields)
 
@@ -88,7 +92,7 @@ class RunGroup:
         return self._estimate("best_by_validation", series, measure)
 
     def _estimate(self, column: str, series: str | None, measure: Measure | None) -> Estimate | None:
-        name, criterion = self.headline if series is None else series, measure or self.measure
+        name, criterion = self._select(series, measure)
         rows = [(run.has_found_groups, row) for run in self.runs if (row := run.results(name, criterion))]
         successes_and_values = [
             (success, result) for success, row in rows if math.isfinite(result := getattr(row, column))
@@ -120,7 +124,7 @@ class RunGroup:
             Columns ``mean``, ``ci`` (NaN if results are bimodal), ``bytes`` (sent both ways since the start) and
             ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
         """
-        name, criterion = self.headline if series is None else series, measure or self.measure
+        name, criterion = self._select(series, measure)
         score_curves = [
             run.curve(name, criterion, group="unseen" if unseen else "counted")["mean"] for run in self.runs
         ]
@@ -140,7 +144,7 @@ class RunGroup:
 
     def seed_curves(self, series: str | None = None, measure: Measure | None = None) -> list[pd.Series]:
         """Compute the learning curve of each seed if results are bimodal; empty otherwise."""
-        name, criterion = self.headline if series is None else series, measure or self.measure
+        name, criterion = self._select(series, measure)
         curves = (
             [run.curve(name, criterion)["mean"] for run in self.runs]
             if self._is_bimodal(name, criterion)
