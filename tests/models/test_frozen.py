@@ -117,7 +117,7 @@ def test_training_neither_changes_nor_sends_them(name: str) -> None:
     module = dict(model.module.named_parameters())
     before = {n: module[n].detach().clone() for n in FROZEN}
     size = sum(p.numel() for p in model.initial.values())
-    run = Run(METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), on, RunSettings(rounds=2), Wire())
+    run = Run(METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), on, RunSettings(rounds=3), Wire())
     for _ in range(2):
         run.step()
     info = on.infos[1]

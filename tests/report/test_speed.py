@@ -53,7 +53,7 @@ def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_lines_have_a_bounded_number_of_points_with_both_ends(make_run):
     ((_, pictures),) = draw_figures([long_run(make_run, "a", seed) for seed in (0, 1)])
-    (curve,) = [picture for picture in pictures if picture.place == "curve"]
+    (curve,) = [picture for picture in pictures if picture.slot == "curve"]
     assert "Of each line at most 250 rounds are drawn" in curve.caption
     assert len(curve.tips) == MAX_TIPS
     checked = 0

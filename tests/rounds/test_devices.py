@@ -85,8 +85,8 @@ def test_seconds_by_hand() -> None:
     assert tree.equal(actual.run.state.server, plain.run.state.server)
     without = {**actual.rounds[1].untimed(), "simulated_seconds": None}
     assert without == plain.rounds[1].untimed()
-    assert json.loads(plain.rounds[1].to_json())["simulated_seconds"] is None
-    line = actual.rounds[1].to_json()
+    assert json.loads(plain.rounds[1].to_line())["simulated_seconds"] is None
+    line = actual.rounds[1].to_line()
     assert RoundRecord.from_line(line).simulated_seconds == actual.rounds[1].simulated_seconds
 
 
