@@ -132,7 +132,7 @@ def test_a_frozen_head_of_the_files_needs_not_travel(bert, tmp_path):
 @pytest.mark.full
 def test_the_files_are_those_that_peft_writes(llama, tmp_path):
     _, model, factors, scale, _ = live(llama, targets=["v_proj", "q_proj"])
-    write(tmp_path / "ours", model, factors, scale, "./a/base", "d" * 32, client=7, round=2)
+    write(tmp_path / "ours", model, factors, scale, "./a/base", "d" * 32, client_id=7, round=2)
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     ours, theirs = (
         json.loads((tmp_path / w / "adapter_config.json").read_text()) for w in ("ours", "theirs")

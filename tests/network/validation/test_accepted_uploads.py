@@ -114,7 +114,7 @@ def test_every_method_with_its_default_settings(name: str) -> None:
 def test_methods_of_each_kind_on_models_in_float64_with_adamw(name: str) -> None:
     optimizer: Any = (
         SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5))
-        if name in ("scaffold", "fednova")
+        if name in ("scaffold", "fednova", "fedslr")
         else AdamW(lr=0.01)
     )
     method = made(name, **{**FAST, "optimizer": optimizer}, **training(name))

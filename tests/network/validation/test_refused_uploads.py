@@ -284,7 +284,7 @@ from fedlowrank.config.sections.network_section import Limits
 from fedlowrank.core import tree
 from fedlowrank.core.contract.method import ClientInfo
 from fedlowrank.network.validation.upload_forms import Template
-from fedlowrank.network.validation.uploads import RefusedReplyError, inspect
+from fedlowrank.network.validation.uploads import RefusedReplyError, inspect_upload
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 client, size = ClientInfo(0, 1, "m"), 48_000_000
@@ -292,12 +292,12 @@ value = {str(i): torch.full((size // 32,), 0.5) for i in range(8)}
 template, data = Template.of(value), tree.encode(value)
 del value
 small = Template.of({"x": torch.zeros(4), "m": torch.zeros(4, dtype=torch.bool)})
-inspect(tree.encode({"x": torch.zeros(4), "m": torch.zeros(4, dtype=torch.bool)}), small, client, Limits())
+inspect_upload(tree.encode({"x": torch.zeros(4), "m": torch.zeros(4, dtype=torch.bool)}), small, client, Limits())
 # the peak of what came before is not ours
 held = bytearray(3 * size)
 del held
 before = peak()
-held = inspect(data, template, client, Limits(max_norm=1e9))
+held = inspect_upload(data, template, client, Limits(max_norm=1e9))
 print(json.dumps({"more": (peak() - before) / size, "held": sum(t.nbytes for t in held.values()) / size}))
 del held
 
@@ -316,7 +316,7 @@ bombs = {
 for name, (bomb, form) in bombs.items():
     before, clock = peak(), time.perf_counter()
     try:
-        inspect(bomb, form, client, Limits())
+        inspect_upload(bomb, form, client, Limits())
         print(json.dumps({"name": name, "passed": True}))
     except RefusedReplyError as error:
         print(json.dumps({"name": name, "more": (peak() - before) / 1e6, "seconds": time.perf_counter() - clock}))
