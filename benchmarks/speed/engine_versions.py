@@ -106,6 +106,8 @@ def measure(case: str) -> dict[str, float]:
     for path, value in options.items():
         if "." in path:
             field, inner = path.split(".")
+            # an older version calls it tuning
+            field = field if hasattr(method, field) else "tuning"
             method = dataclasses.replace(
                 method, **{field: dataclasses.replace(getattr(method, field), **{inner: value})}
             )
