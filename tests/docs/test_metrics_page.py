@@ -67,7 +67,7 @@ def test_the_python_examples_run_one_after_another(capsys: pytest.CaptureFixture
 def test_the_commands_and_the_experiment_file() -> None:
     (settings,) = re.findall(r"```toml\n\[run\]\n(.*?)```", PAGE, re.DOTALL)
     Path("experiment.toml").write_text(EXPERIMENT + settings)
-    # the commands for a table of one's own are run in tests/cli/test_predict_rows.py
+    # the command for a user's table is run in tests/cli/test_predict_rows.py
     commands = [c for c in re.findall(r"^fedlowrank (.*)$", PAGE, re.MULTILINE) if "hospitals" not in c]
     assert [c.split()[0] for c in commands] == ["run", "predict", "predict"]
     for command in commands:

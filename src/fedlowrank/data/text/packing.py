@@ -16,7 +16,7 @@ class Sample(NamedTuple):
         ids: T token ids.
         labels: T labels: the token id where the loss counts, `IGNORE_INDEX` elsewhere.
         record: number of the record, of a row the first.
-        lengths: of a row, numbers of tokens of its samples, in order; empty for a single sample.
+        lengths: numbers of tokens of the samples of a row, in order; empty for a single sample.
     """
 
     ids: list[int]

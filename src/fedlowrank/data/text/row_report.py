@@ -64,7 +64,7 @@ def mark_learnt(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> st
         ids: T token ids, without padding.
         labels: T labels, negative where nothing is learnt. The first token is never learnt, for nothing predicts
             it.
-        tokenizer: of ``transformers``.
+        tokenizer: tokenizer of ``transformers``.
     """
     spans: list[tuple[bool, list[int]]] = []
     for position, (token, label) in enumerate(zip(ids, labels, strict=True)):

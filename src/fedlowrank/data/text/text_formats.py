@@ -36,7 +36,7 @@ def render_instruction(record: Instruction, format: Format, tokenizer: Any = Non
             response with nothing between them; ``chat``: the chat template of the tokenizer, with instruction
             and input, separated by a blank line, as the user's message (the response ends as the template
             ends a turn); ``none``: no prompt.
-        tokenizer: for ``chat``: a tokenizer of ``transformers`` with a chat template.
+        tokenizer: tokenizer of ``transformers`` with a chat template, which ``chat`` needs.
 
     Returns:
         Prompt and response. Their concatenation is the whole text.

@@ -80,7 +80,7 @@ class Preference:
 
     Attributes:
         chosen: the prompt with the preferred response.
-        rejected: the same prompt with the other response.
+        rejected: instruction of the same prompt with the other response.
         category: kind of the task, which partitions can use like a class, or None.
         client: natural client to whom the record belongs, or None.
     """
@@ -159,10 +159,10 @@ class Texts:
         name: name for messages and reports.
         train: records to train on, all of one type.
         test: records of the same kind to test on, or None.
-        classes: of labeled texts or words: names of the classes in the order of their numbers; empty to take
+        classes: names of the classes of labeled texts or words, in the order of their numbers; empty to take
             them from the labels. Empty for the other records.
         notes: warnings for the reader of results, e.g. how many records were dropped.
-        format: of instructions: the format that the rows call for, which ``auto`` selects
+        format: format of instructions that the rows call for, which ``auto`` selects
             (:func:`.text_formats.render_instruction`); None for ``alpaca``.
         folder: where the tokens are stored in memory-mapped files; None for tokens in memory.
     """

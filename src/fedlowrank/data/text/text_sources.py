@@ -163,9 +163,9 @@ class _FileOrHub(CheckedFields):
         path: a file (``.jsonl``, ``.json``, either with ``.gz``, ``.parquet``); a folder that ``datasets``
             reads or has saved; or, if no such path exists, a name on the hub.
         test: a file with the test part, or None.
-        name: of a folder or on the hub: configuration of the data set, for those that have several.
-        train_split: of a folder or on the hub: split for training.
-        test_split: of a folder or on the hub: split for the test part, or None for none or that of ``test``.
+        name: configuration of a data set in a folder or on the hub, for those that have several.
+        train_split: split for training, of a folder or a data set on the hub.
+        test_split: split for the test part, of a folder or a data set on the hub; or None for none or that of ``test``.
         cache: folder of the cache of ``datasets``, or None for its usual one.
     """
 

@@ -35,10 +35,10 @@ class TextSettings:
         context: largest number of tokens of an example, at least 2.
         loss_on: what a causal model learns: ``response``, the response or all turns of the assistant, also
             called ``assistant``; ``last``, the last turn of the assistant; ``all``, every token.
-        packing: for instructions and conversations: whether short samples share a row, see
+        packing: whether short samples of instructions or conversations share a row, see
             `packing.pack_sequences`. Samples of different categories or natural clients never do.
         truncate: what happens to longer samples: see `sample_limits.LengthLimit`. Labeled texts lose their end.
-        system: of conversations: see `chat_template.ChatTemplate`.
+        system: what to do with system turns of conversations, see `chat_template.ChatTemplate`.
     """
 
     format: Format = "alpaca"
@@ -91,7 +91,7 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT_SETT
 
     Args:
         texts: the records.
-        tokenizer: of ``transformers``, or an object with the same interface.
+        tokenizer: tokenizer of ``transformers``, or an object with the same interface.
         settings: format, length and loss.
 
     Raises:

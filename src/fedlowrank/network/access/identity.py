@@ -95,7 +95,7 @@ class Roster:
         members = {}
         node_ids = json.loads(self.nodes.read_text()) if self.nodes.exists() else {}
         for path in self.folder.glob("*.pub"):
-            # a key may be revoked while it is read, or not be registered yet; a file that is no key admits nobody
+            # a key may be revoked while it is read or not registered yet, and a file may hold no key; neither admits a client
             with contextlib.suppress(OSError, ValueError, LookupError):
                 line = path.read_text().strip()
                 key = load_ssh_public_key(line.encode())

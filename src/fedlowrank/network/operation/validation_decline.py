@@ -81,7 +81,7 @@ def _read_validation(record: RoundRecord, first_record: RoundRecord) -> dict[int
 def find_suspects(
     shapes: Mapping[int, Mapping[int, UpdateShape]], rounds: Collection[int], ratio: float
 ) -> dict[int, UpdateShape]:
-    """Find the clients whose updates may be the cause of a fall, the likeliest first: a minority, or nobody.
+    """Find the clients whose updates may have caused a fall, the likeliest first; at most a minority, possibly none.
 
     A client is named if its update points away from the mean of the others, or is longer than the ratio.
 

@@ -1,7 +1,7 @@
 """Rounds the evaluations that leave a site, so that they reveal little of its validation and test examples.
 
-An evaluation answers a question about the examples, and whoever chooses the model chooses the question: a few
-hundred evaluations of crafted models reveal every feature of a small test set. Therefore evaluations are rounded, and
+An evaluation reveals something about the examples, and the server chooses the model: a few hundred evaluations of
+crafted models reveal every feature of a small test set. Therefore evaluations are rounded, and
 :class:`.allowance.Allowance` limits their number.
 """
 

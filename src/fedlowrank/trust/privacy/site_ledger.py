@@ -172,7 +172,7 @@ class SiteLedger:
     ) -> float:
         """Charge the rounds of a server that adds noise, including those in which the client was not drawn.
 
-        Sampling amplifies privacy because nobody knows which clients were drawn, so every round costs the same.
+        Sampling amplifies privacy because the drawn clients are secret, so every round costs the same.
 
         Args:
             rounds: number of rounds of the run, including the current one.

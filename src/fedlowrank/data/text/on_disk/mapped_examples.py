@@ -88,6 +88,6 @@ def explain_missing_file(folder: Path) -> Iterator[None]:
 
 
 def split_slices(count: int, width: int) -> Iterator[slice]:
-    """Places of the rows of a width that are copied at once."""
+    """Slices of rows of a width that are copied at once."""
     row_count = max(1, _CHUNK_VALUES // max(1, width))
     return (slice(a, min(count, a + row_count)) for a in range(0, count, row_count))

@@ -54,7 +54,7 @@ class TokenFile:
 
         Args:
             width: number of columns.
-            pad_token: token in the place of padding.
+            pad_token: token of the padding.
         """
         self._file.seek(0)
         with self._file, contextlib.ExitStack() as stack:

@@ -41,18 +41,18 @@ class TextRows(CheckedFields):
         client_by_file: each file is a natural client, named after the file. Goes with partition natural.
         client_column: column of natural clients, text or whole numbers, or None. Goes with partition natural.
         category_column: column of categories, which partitions can use like a class, or None.
-        classes: of labels: names of the classes in the order of their numbers; by default those of the data
+        classes: names of the classes of labeled rows, in the order of their numbers; by default those of the data
             set, else the sorted names, or the numbers.
         test: a file with the test part, or None.
-        name: of a folder or on the hub: configuration of the data set, for those that have several.
-        train_split: of a folder or on the hub: split for training.
-        test_split: of a folder or on the hub: split for the test part, or None.
+        name: configuration of a data set in a folder or on the hub, for those that have several.
+        train_split: split for training, of a folder or a data set on the hub.
+        test_split: split for the test part, of a folder or a data set on the hub; or None.
         test_share: random share of the records that become the test part, from 0 (none) to below 1.
         seed: seed of that draw.
         cache: folder of the cache of ``datasets``, or None for its usual one.
-        on_disk: for texts larger than memory: rows are read when they are needed, and tokens lie in memory-mapped files, in
-            ``cache`` or else the system's folder of temporary files. Files must be ``.jsonl`` or ``.parquet``. Of
-            instructions, conversations and plain texts, without packing.
+        on_disk: whether texts are larger than memory: rows are read when they are needed, and tokens lie in memory-mapped files,
+            in ``cache`` or else the system's folder of temporary files. Files must be ``.jsonl`` or ``.parquet`` with
+            instructions, conversations or plain texts, without packing.
     """
 
     path: str | tuple[str, ...]
