@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..core.errors import CheckpointError
+from ..core.io.text import format_count
 from ..results.records import RunRecord
 from ..storage.run_files import read_representations, run_folders
 from .terminal import OUT
@@ -57,5 +58,5 @@ def read_for_report(folder: Path) -> RunRecord:
 def count_left_out(count: int) -> int:
     """Print how many runs were left out; returns the exit code, 1 if there are any."""
     if count:
-        OUT.print(f"{count} damaged run{'' if count == 1 else 's'} left out", style="yellow")
+        OUT.print(f"{format_count(count, 'damaged run')} left out", style="yellow")
     return int(count > 0)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..core.io.text import join_words
+from ..core.io.text import format_count, join_words
 from .number_formats import MISSING, format_p, format_signed
 from .statistics.groups import RunGroup
 from .statistics.measures import Measure
@@ -152,7 +152,7 @@ def _describe_groups(family: Family) -> str:
     counts_by_name = [
         (_name(group, family), counts) for group, result in family.ranked if (counts := result.groups_found)
     ]
-    texts = [f"by {name} in {k} of {n} seed{'s' * (n > 1)}" for name, (k, n) in counts_by_name]
+    texts = [f"by {name} in {k} of {format_count(n, 'seed')}" for name, (k, n) in counts_by_name]
     return f"All groups of clients are found {join_words(texts)}." if texts else ""
 
 

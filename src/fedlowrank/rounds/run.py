@@ -13,6 +13,7 @@ from ..core.contract import AnyMethod, ClientInfo, ServerView
 from ..core.contract.contribution import Aggregator
 from ..core.contract.download_cache import Downloads
 from ..core.contract.hook_results import check_server_state
+from ..core.io.text import format_count
 from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.engine import ClientJob, Engine
@@ -399,7 +400,7 @@ class Run:
         self._warned |= reasons.keys()
         for client_id, reason in reasons.items():
             count = self.federation.infos[client_id].example_count
-            examples = f"{count} training example{'' if count == 1 else 's'}"
+            examples = format_count(count, "training example")
             logger.warning("client %d (%s) is left out: %s", client_id, examples, reason)
 
     def _clipped_numbers(self, aggregator: Aggregator) -> dict[str, dict[str, float]]:

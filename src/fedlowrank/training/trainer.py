@@ -18,6 +18,7 @@ from ..core.arguments.user_code import is_of_package
 from ..core.contract import Batch, ClientInfo
 from ..core.contract.training_request import Request
 from ..core.errors import LossError, NonFiniteError, naming
+from ..core.io.text import format_count
 from ..core.key import Key
 from ..models.architecture import Architecture
 from ..models.coupling import mixes_examples
@@ -263,7 +264,7 @@ class LocalTrainer:
     def owner(self) -> str:
         """The client and its data, for error messages."""
         examples = len(self.data.examples)
-        return f"{self.data.info.title} with {examples} training example{'s' * (examples != 1)}"
+        return f"{self.data.info.title} with {format_count(examples, 'training example')}"
 
     def inputs(self) -> Iterator[Any]:
         """The inputs of all examples, chunk by chunk, for the statistics of batch normalizations."""

@@ -17,6 +17,7 @@ import pydantic
 from ...adapters.mixtures.router import Router
 from ...core.contract import Method
 from ...core.errors import ConfigError, did_you_mean
+from ...core.io.text import list_first
 from ...data.sources import SOURCES
 from ...data.text.text_sources import TEXT_SOURCES
 from ...linalg.delta import DeltaForm
@@ -121,8 +122,7 @@ def _suggest(path: str, tables: Sequence[FieldTable]) -> str:
     if len(matches) == 1:
         return f"Did you mean {matches[0]!r}?"
     if matches:
-        ending = f" and {len(matches) - MAX_SHOWN} more" if len(matches) > MAX_SHOWN else ""
-        return f"There are {', '.join(matches[:MAX_SHOWN])}{ending}."
+        return f"There are {list_first(matches, MAX_SHOWN)}."
     if close_matches := difflib.get_close_matches(
         path, [*paths, *kind_paths, *field_paths], n=1, cutoff=0.75
     ):

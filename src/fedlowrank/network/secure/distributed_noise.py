@@ -26,6 +26,7 @@ import torch
 
 from ...core import tree
 from ...core.errors import ConfigError
+from ...core.io.text import format_count
 from ...core.tree import Params
 from ...trust.privacy.accounting import epsilon
 from ...trust.privacy.budget import Budget
@@ -108,6 +109,6 @@ def describe_collusion(budget: Budget, client_count: int) -> str:
     for colluder_count in range(2 * min_clients - client_count):
         noise = budget.noise * math.sqrt((min_clients - colluder_count) / min_clients)
         value = epsilon(noise, budget.rounds, float(privacy.delta or 0), budget.sampling, privacy.accountant)
-        suffix = f" with {colluder_count} other site{'s' * (colluder_count > 1)}" if colluder_count else ""
+        suffix = f" with {format_count(colluder_count, 'other site')}" if colluder_count else ""
         descriptions.append(f"{value:.4g} against the server{suffix}")
     return f"privacy of {budget.rounds} rounds at δ = {privacy.delta:g}: ε = {', '.join(descriptions)}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from ...core.io.text import on_one_line
+from ...core.io.text import format_count, on_one_line
 from ...results.records import RunRecord
 from .accuracy_target import Target, choose_target
 from .measures import TEST_ACCURACY, TEST_LOSS, TOKEN_LOSS, Measure
@@ -107,7 +107,7 @@ class RunGroup:
         if n := states.count("diverged"):
             diverged_texts.append(f"{n} of {len(states)} seeds")
         if client_count:
-            diverged_texts.append(f"{client_count} client{'s' * (client_count > 1)}")
+            diverged_texts.append(format_count(client_count, "client"))
         known_successes = [success for success in successes if success is not None]
         return value._replace(
             modes=find_modes(results, is_loss=criterion.is_loss, successes=successes),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...core.contract import AnyMethod, Pass
 from ...core.errors import ConfigError, DataError, SingleValueError
+from ...core.io.text import format_count
 from ...data.federation import Federation
 from ...models.architecture import Architecture
 
@@ -65,7 +66,7 @@ def check_single_examples(
         i, name = next(iter(pass_by_client.items()))
         size, layer = passes[name].batch_size, layers[federation.infos[i].architecture]
         other_count = len(pass_by_client) - 1
-        other_clients = f", as at {other_count} other client{'s' * (other_count > 1)}" if other_count else ""
+        other_clients = f", as at {format_count(other_count, 'other client')}" if other_count else ""
         raise SingleValueError(
             str(layer),
             f"{federation.infos[i].title} has {counts[i]} training examples, of which batches of {size} leave a batch of one "
