@@ -1,16 +1,19 @@
 """The league: every method on the tasks of ``experiments/league`` with one budget of tuning, rounds and seeds.
 
-    python docs/league.py run digits [--jobs 2]              # tune, test, keep the figures; goes on where it stopped
+    python docs/league.py run digits [--jobs 2]              # tune, test, keep the figures, one method after another
     python docs/league.py add my_module:Mine digits mnist    # a method of your own in the same way, and its row among the others
     python docs/league.py write                              # docs/league.md from the figures that are kept
 
 ``run`` leaves in ``docs/results/league`` the files ``TASK.csv`` (one row for each test run), ``TASK-tuning.csv`` (every setting
-that was tried) and ``TASK.json`` (commit, machine, titles). ``add`` writes nothing there.
+that was tried) and ``TASK.json`` (title, commit, machine and versions for each method). A method is entered as soon as its runs
+are finished, and one that is entered is not run again; so a task can be run in parts. ``add`` writes nothing there.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import io
 import json
 import math
 import os
@@ -95,26 +98,55 @@ def measure_run(folder: Path) -> dict[str, Any]:
 
 
 def run(task: str, jobs: int) -> None:
-    """Run a task, and keep its figures."""
-    out = RUNS / "league" / task
-    begin(out)
-    tune(TASKS / f"{task}.toml", out, jobs)
-    enter(task, out)
+    """Run the methods of a task that have no figures yet, one after another, and keep the figures of each."""
+    for method in ExperimentConfig.read(TASKS / f"{task}.toml").compared_methods:
+        if method in read_sources(task):
+            continue
+        out = RUNS / "league" / task / method
+        begin(out)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"{task}.toml"
+            file.write_text(format_toml(select_method(task, method)))
+            tune(file, out, jobs)
+        enter(task, method, out)
 
 
-def enter(task: str, out: Path) -> None:
-    """Keep the figures of a task whose runs are finished."""
+def select_method(task: str, method: str) -> dict[str, Any]:
+    """The tables of a task whose only method is this one, with the method's own grid."""
+    tables = ExperimentConfig.read(TASKS / f"{task}.toml").to_dict()
+    for place in (tables.get("methods", {}), tables["tune"].get("methods", {})):
+        for other in place.keys() - {method}:
+            del place[other]
+    return {**tables, "method": method, "compare": [method]}
+
+
+def read_sources(task: str) -> dict[str, dict[str, Any]]:
+    """Title, commit, machine and versions of each method that has figures."""
+    file = FIGURES / f"{task}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def enter(task: str, method: str, out: Path) -> None:
+    """Keep the figures of a method whose runs are finished."""
     FIGURES.mkdir(exist_ok=True)
-    rows = read_runs(out)
-    rows.to_csv(FIGURES / f"{task}.csv", index=False, float_format="%.6g", lineterminator="\n")
-    (FIGURES / f"{task}-tuning.csv").write_text((out / "tuning.csv").read_text())
+    for name, table in (
+        (f"{task}.csv", read_runs(out).to_csv(index=False, float_format="%.6g", lineterminator="\n")),
+        (f"{task}-tuning.csv", (out / "tuning.csv").read_text()),
+    ):
+        append_table(FIGURES / name, table)
     stored = json.loads(next(out.glob("*-s*/run.json")).read_text())
-    experiment = ExperimentConfig.read(TASKS / f"{task}.toml")
-    described = json.loads((out / "source.json").read_text()) | {
-        "versions": stored["versions"],
-        "titles": {name: experiment.method_title(name) for name in experiment.compared_methods},
-    }
-    (FIGURES / f"{task}.json").write_text(json.dumps(described, indent=1, ensure_ascii=False) + "\n")
+    title = ExperimentConfig.read(TASKS / f"{task}.toml").method_title(method)
+    source = json.loads((out / "source.json").read_text()) | {"versions": stored["versions"]}
+    sources = read_sources(task) | {method: {"title": title, **source}}
+    (FIGURES / f"{task}.json").write_text(json.dumps(sources, indent=1, ensure_ascii=False) + "\n")
+
+
+def append_table(file: Path, table: str) -> None:
+    """Append the rows of a CSV text to a file, as text; a column that only one of them has is empty in the other."""
+    tables = [pd.read_csv(io.StringIO(table), dtype=str)]
+    if file.exists():
+        tables.insert(0, pd.read_csv(file, dtype=str))
+    pd.concat(tables).to_csv(file, index=False, lineterminator="\n")
 
 
 # The table
@@ -198,26 +230,45 @@ def write() -> None:
     """Replace the tables of ``docs/league.md``."""
     done = [task for task in ORDER if (FIGURES / f"{task}.csv").exists()]
     tables = {task: pd.read_csv(FIGURES / f"{task}.csv") for task in done}
-    sources = {task: json.loads((FIGURES / f"{task}.json").read_text()) for task in done}
-    titles = {k: v for source in sources.values() for k, v in source["titles"].items()}
+    sources = {task: read_sources(task) for task in done}
+    titles = {k: v["title"] for by_method in sources.values() for k, v in by_method.items()}
+    experiments = {task: ExperimentConfig.read(TASKS / f"{task}.toml") for task in ORDER}
+    missing = {
+        task: [m for m in e.compared_methods if m not in sources.get(task, {})]
+        for task, e in experiments.items()
+    }
     parts = []
-    if len(done) > 1:
-        overall = overall_table(tables, titles)
+    complete = {task: tables[task] for task in done if not missing[task]}
+    if len(complete) > 1:
+        overall = overall_table(complete, titles)
         parts += ["## All tasks", f'<div class="sortable" markdown>\n\n{overall}\n\n</div>']
     for task in done:
-        experiment, source = ExperimentConfig.read(TASKS / f"{task}.toml"), sources[task]
         settings = chosen_settings(FIGURES / f"{task}-tuning.csv")
         parts += [
-            f"## {experiment.title}",
+            f"## {experiments[task].title}",
             f"    python docs/league.py run {task}",
             f'<div class="sortable" markdown>\n\n{task_table(tables[task], settings, titles)}\n\n</div>',
-            f"*Raw data: `docs/results/league/{task}.csv`. Settings: `experiments/league/{task}.toml`. "
-            f"Commit {source['commit']}; {source['machine']}; torch {source['versions']['torch']}.*",
         ]
-    missing = [f"`{task}`" for task in ORDER if task not in done]
-    if missing:
-        parts += ["## Not run yet", f"The settings of {', '.join(missing)} are in `experiments/league`."]
+        if missing[task]:
+            parts += [f"Not run yet: {', '.join(experiments[task].method_title(m) for m in missing[task])}."]
+        parts += [
+            f"*Raw data: `docs/results/league/{task}.csv`. Settings: `experiments/league/{task}.toml`. "
+            f"{describe_sources(sources[task])}.*"
+        ]
+    without = [f"`{task}`" for task in ORDER if task not in done]
+    if without:
+        parts += ["## Not run yet", f"The settings of {', '.join(without)} are in `experiments/league`."]
     paste(PAGE, "league", "\n\n".join(parts))
+
+
+def describe_sources(sources: dict[str, dict[str, Any]]) -> str:
+    """Commit, machine and version of torch of the figures; with the number of methods if they have several."""
+    counts = collections.Counter(
+        f"{s['commit']}; {s['machine']}; torch {s['versions']['torch']}" for s in sources.values()
+    )
+    if len(counts) == 1:
+        return f"Commit {next(iter(counts))}"
+    return "; ".join(f"{n} methods: commit {text}" for text, n in counts.items())
 
 
 # Adding a method
@@ -243,7 +294,7 @@ def add(method: str, tasks: Sequence[str], overrides: Sequence[str], jobs: int) 
             file.write_text(format_toml(with_one_method(task, method, overrides)))
             tune(file, out, jobs)
         rows = pd.concat([pd.read_csv(FIGURES / f"{task}.csv"), read_runs(out)], ignore_index=True)
-        titles = json.loads((FIGURES / f"{task}.json").read_text())["titles"] | {"own": f"**{method}**"}
+        titles = {k: v["title"] for k, v in read_sources(task).items()} | {"own": f"**{method}**"}
         settings = chosen_settings(FIGURES / f"{task}-tuning.csv") | chosen_settings(out / "tuning.csv")
         print(f"{task}\n\n{task_table(rows, settings, titles)}\n")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def test_ranks_by_hand() -> None:
 @pytest.mark.parametrize("task", DONE)
 def test_the_page_shows_what_the_raw_runs_give(task: str) -> None:
     rows = pd.read_csv(league.FIGURES / f"{task}.csv")
-    titles = json.loads((league.FIGURES / f"{task}.json").read_text())["titles"]
+    titles = {method: source["title"] for method, source in league.read_sources(task).items()}
     page = league.PAGE.read_text()
     start = page.index(f"    python docs/league.py run {task}\n")
     lines = page[start : page.index("</div>", page.index("sortable", start))].splitlines()
@@ -92,28 +92,39 @@ def test_what_was_tested_is_the_best_in_validation(task: str) -> None:
         assert own.loc[own["chosen"], "validation_mean"].tolist() == [best], method
 
 
-@pytest.mark.full
-def test_a_method_of_ones_own_gets_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+SMALL_TASK = (
+    'name = "small"\nmethod = "standalone"\n{compare}\n[data]\nsource = "digits"\n[partition]\nkind = "iid"\nclients = 20\n'
+    '[model]\nnames = ["mlp"]\nhidden = [8]\n[run]\nrounds = 2\nengine = "vectorized"\n'
+    '[tune]\nseeds = [100]\ntest_seeds = [0, 1]\n[tune.grid]\n"optimizer.lr" = [0.1, 0.3]\n'
+)
+DITTO = '[tune.methods.ditto]\n"optimizer.lr" = [0.1]\nlam = [0.1, 1.0]\n'
+
+
+@pytest.fixture
+def small_league(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A league with one small task, outside of the repository."""
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "digits.toml").write_text(
-        'name = "small"\nmethod = "standalone"\n[data]\nsource = "digits"\n[partition]\nkind = "iid"\nclients = 20\n'
-        '[model]\nnames = ["mlp"]\nhidden = [8]\n[run]\nrounds = 2\nengine = "vectorized"\n'
-        '[tune]\nseeds = [100]\ntest_seeds = [0, 1]\n[tune.grid]\n"optimizer.lr" = [0.1, 0.3]\n'
-    )
-    (tmp_path / "own_method.py").write_text(
-        "from dataclasses import dataclass\nfrom fedlowrank.methods import Standalone\n\n\n"
-        "@dataclass(frozen=True)\nclass Slower(Standalone):\n    share: float = 0.5\n"
-    )
     monkeypatch.chdir(tmp_path)
     for name, folder in (("TASKS", "tasks"), ("FIGURES", "figures"), ("RUNS", "runs")):
         monkeypatch.setattr(league, name, tmp_path / folder)
-    out = tmp_path / "runs" / "digits"
-    league.tune(tmp_path / "tasks" / "digits.toml", out, 1)
-    (out / "source.json").write_text("{}")
-    league.enter("digits", out)
-    rows = pd.read_csv(tmp_path / "figures" / "digits.csv")
+
+    def begin(out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "source.json").write_text('{"commit": "abc"}')
+
+    monkeypatch.setattr(league, "begin", begin)
+    return tmp_path
+
+
+@pytest.mark.full
+def test_a_method_of_ones_own_gets_a_row(small_league: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (small_league / "tasks" / "digits.toml").write_text(SMALL_TASK.format(compare=""))
+    (small_league / "own_method.py").write_text(
+        "from dataclasses import dataclass\nfrom fedlowrank.methods import Standalone\n\n\n"
+        "@dataclass(frozen=True)\nclass Slower(Standalone):\n    share: float = 0.5\n"
+    )
+    league.run("digits", 1)
+    rows = pd.read_csv(small_league / "figures" / "digits.csv")
     assert rows["seed"].tolist() == [0, 1]
     assert (rows["worst"] <= rows["accuracy"]).all()
     league.add("own_method:Slower", ["digits"], ["share=0.25"], 1)
@@ -123,3 +134,34 @@ def test_a_method_of_ones_own_gets_a_row(
     (other,) = (line for line in table.splitlines() if "| Standalone |" in line)
     assert own.split("|")[1] == other.split("|")[1] == " 1.5 "
     assert own.split("|")[4] == other.split("|")[4]
+
+
+@pytest.mark.full
+def test_a_task_runs_in_parts(small_league: Path) -> None:
+    def texts() -> list[list[str]]:
+        return [
+            (small_league / "figures" / name).read_text().splitlines()
+            for name in ("digits.csv", "digits-tuning.csv")
+        ]
+
+    task = small_league / "tasks" / "digits.toml"
+    task.write_text(SMALL_TASK.format(compare='compare = ["standalone"]'))
+    league.run("digits", 1)
+    rows, tried = texts()
+    shutil.rmtree(small_league / "runs")
+    task.write_text(SMALL_TASK.format(compare='compare = ["standalone", "ditto"]') + DITTO)
+    league.run("digits", 1)
+    all_rows, all_tried = texts()
+    # the runs of the method that has figures are gone, and its rows are as they were
+    assert all_rows[: len(rows)] == rows
+    assert [line.rstrip(",") for line in all_tried[1 : len(tried)]] == [
+        line.rstrip(",") for line in tried[1:]
+    ]
+    settings = pd.read_csv(small_league / "figures" / "digits-tuning.csv")
+    assert settings.groupby("method")["chosen"].sum().to_dict() == {"standalone": 1, "ditto": 1}
+    assert settings["lam"].fillna(0).tolist() == [0, 0, 0.1, 1.0]
+    assert not (small_league / "runs" / "league" / "digits" / "standalone").exists()
+    assert {m: s["commit"] for m, s in league.read_sources("digits").items()} == {
+        "standalone": "abc",
+        "ditto": "abc",
+    }
