@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,10 @@ from ..training.cohorts.cohort_uploads import CohortContribution, CohortUploads
 from ..training.trainer import Meter
 from .participation.communication import Volume
 from .participation.devices import RoundTiming
+
+T = TypeVar("T")
+
+_END: Any = object()
 
 MAX_WAITING_STATES = 256
 """Number of states that are stored at once, because each time the whole index of the store is copied."""
@@ -51,6 +55,21 @@ class Clock:
         finally:
             self._charge()
             self._names.pop()
+
+    def timed(self, name: str, items: Iterator[T]) -> Iterator[T]:
+        """Iterate, and add the time that the next item takes to a name."""
+        while True:
+            # a block of `with` would take as long as adding a result of a small model
+            self._charge()
+            self._names.append(name)
+            try:
+                item = next(items, _END)
+            finally:
+                self._charge()
+                self._names.pop()
+            if item is _END:
+                return
+            yield item
 
     def _charge(self) -> None:
         wall, cpu = perf_counter(), process_time()

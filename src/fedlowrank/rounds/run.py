@@ -326,13 +326,8 @@ class Run:
 
         engine_run = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
         with contextlib.closing(engine_run) as client_results:
-            for info in infos:
-                with clock("train"):
-                    result = next(client_results)
+            for info, result in zip(infos, clock.timed("train", client_results), strict=True):
                 results.add(info, result, self.contribute, self.contribute_cohort)
-            with clock("train"):
-                # lets the engine finish after the last client
-                next(client_results, None)
 
     def _judge_together(self, results: RoundResults, t: int) -> dict[str, dict[str, float]]:
         """Attack and weigh uploads that have waited for each other, if the run does so; return the values to record."""

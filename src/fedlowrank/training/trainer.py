@@ -432,14 +432,9 @@ def _gradient(
 
 def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:
     """Raise :class:`NonFiniteError` if a loss or a parameter is NaN or infinite."""
-    if all_finite(losses, end):
+    if tree.not_finite([losses, end]) is None:
         return
     nonfinite_steps = (~torch.isfinite(losses)).nonzero()
     raise NonFiniteError(
         client.id, round, name, int(nonfinite_steps[0]) if len(nonfinite_steps) else None, client.title
     )
-
-
-def all_finite(losses: Tensor, ends: Any) -> bool:
-    """Whether losses and parameters, of one client or of many, are finite."""
-    return tree.not_finite([losses, ends]) is None

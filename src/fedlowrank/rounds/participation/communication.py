@@ -23,9 +23,9 @@ class PayloadSize:
     bytes: int = 0
     parameters: int = 0
 
-    def __add__(self, other: PayloadSize) -> PayloadSize:
-        """Add the sizes of two messages."""
-        return PayloadSize(self.bytes + other.bytes, self.parameters + other.parameters)
+
+NO_PAYLOAD = PayloadSize()
+"""Size of no message."""
 
 
 class Volume:
@@ -33,7 +33,7 @@ class Volume:
 
     def __init__(self) -> None:
         # the message is kept beside its size, because identities are distinct only among living objects
-        self._last: tuple[Any, PayloadSize] = None, PayloadSize()
+        self._last: tuple[Any, PayloadSize] = None, NO_PAYLOAD
         self._sizes: dict[int, PayloadSize] = {}
 
     def add(self, client_id: int, message: Any, kind: Any = None) -> None:
@@ -53,12 +53,13 @@ class Volume:
 
     def of(self, client_id: int) -> PayloadSize:
         """Size of the message to or from a client; 0 if there was none."""
-        return self._sizes.get(client_id, PayloadSize())
+        return self._sizes.get(client_id, NO_PAYLOAD)
 
     @property
     def total(self) -> PayloadSize:
         """Total size of all messages."""
-        return sum(self._sizes.values(), PayloadSize())
+        sizes = self._sizes.values()
+        return PayloadSize(sum(s.bytes for s in sizes), sum(s.parameters for s in sizes))
 
 
 def draw_lost_replies(client_ids: list[int], rate: float, key: Key) -> set[int]:

@@ -171,8 +171,9 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     # batch sizes of clients and steps [K, S], 0 where a client has ended
     sizes = np.zeros((len(orders), len(orders[0])), dtype=np.int64)
     for k, order in enumerate(orders):
-        sizes[k, : len(order)] = [len(index) for index in order]
+        sizes[k, : len(order)] = [index.numel() for index in order]
     starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
+    offsets = [np.array(first_rows)[:, None] for _, first_rows in (x, y)]
     row_indices: list[list[Any]] = [[], []]
     masks: dict[int, Any] = {}
     for step in range(sizes.shape[1]):
@@ -183,8 +184,8 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
         if not is_example.all():
             masks[step] = is_example
         step_indices = indices[starts[:client_count, step, None] + np.where(is_example, columns, 0)]
-        for rows, (_, offsets) in zip(row_indices, (x, y), strict=True):
-            rows.append(step_indices + np.array(offsets[:client_count])[:, None])
+        for rows, first_rows in zip(row_indices, offsets, strict=True):
+            rows.append(step_indices + first_rows[:client_count])
     device = y[0].device
     x_rows, y_rows = (_to_device(steps, device) for steps in row_indices)
     masks_on_device = dict(zip(masks, _to_device(list(masks.values()), device), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from ..client_tensors.control_flow import (
     stack_numbers,
     unwrap_client_tensor,
 )
-from ..trainer import LocalTrainer, all_finite, check_finite
+from ..trainer import LocalTrainer, check_finite
 from .closeness import full_precision, is_close
 from .cohort_batches import BufferPool
 from .cohort_statistics import sum_over_cohort
@@ -355,40 +356,46 @@ class CohortTrainer:
             losses: losses ``[clients, steps]`` of each part.
             end: trained tree of all clients.
         """
-        name, k, first_local = requests[0].name, 0, self.client_trainers[0]
-        costs, flops = {}, dict[tuple[int, int], int]()
-        for request in requests:
+        name, locals_ = requests[0].name, self.client_trainers
+        costs = self._count_passes(requests)
+        sums = [part_losses.sum(1, dtype=torch.float64) for part_losses in losses]
+        loss_sums = (sums[0] if len(sums) == 1 else torch.cat(sums)).tolist()
+        for local, (steps, flops), loss_sum in zip(locals_, costs, loss_sums, strict=True):
+            local.enter_pass(name, steps, flops, loss_sum / steps)
+        if all(map(math.isfinite, loss_sums)) and tree.not_finite(end) is None:
+            return
+        rows = [row for part_losses in losses for row in part_losses]
+        for k, (local, (steps, _), row) in enumerate(zip(locals_, costs, rows, strict=True)):
+            client_end = tree.map_leaves(lambda t, k=k: t[k], end)
+            try:
+                check_finite(local.data.info, local.round, name, row[:steps], client_end)
+            except NonFiniteError as error:
+                self.errors.setdefault(k, (len(self.answers), error))
+
+    def _count_passes(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
+        """Count the steps and the operations of each client's pass.
+
+        Args:
+            requests: one request of all clients, or the request of each client.
+        """
+        first_local = self.client_trainers[0]
+        has_texts, is_standard = first_local.data.width is not None, first_local.is_standard(requests[0])
+        kinds = {}
+        for request_id, request in {id(request): request for request in requests}.items():
             single_request = _of_first_client(request)
-            costs[id(request)] = (
-                single_request,
-                first_local.kind(single_request),
-                first_local.is_standard(single_request),
-            )
-        is_finite = all(all_finite(part_losses, []) for part_losses in losses) and all_finite(
-            losses[0][:0], end
-        )
-        for part_losses in losses:
-            steps = [local.steps(name) for local in self.client_trainers[k : k + len(part_losses)]]
-            means = (part_losses.sum(1, dtype=torch.float64).cpu() / torch.tensor(steps)).tolist()
-            for row, step_count, mean in zip(part_losses, steps, means, strict=True):
-                local = self.client_trainers[k]
-                request = requests[k % len(requests)]
-                # batches with the same number of examples cost the same, except for texts
-                examples = len(local.data.examples) if local.data.width is None else -1 - k
-                if (id(request), examples) not in flops:
-                    single_request, kind, is_standard = costs[id(request)]
-                    if not is_standard:
-                        local.fit_cost(single_request, kind)
-                    local.count(single_request, kind)
-                    flops[id(request), examples] = local.flops(single_request, kind)
-                local.enter_pass(name, step_count, flops[id(request), examples], mean)
-                if not is_finite:
-                    client_end = tree.map_leaves(lambda t, k=k: t[k], end)
-                    try:
-                        check_finite(local.data.info, local.round, name, row[:step_count], client_end)
-                    except NonFiniteError as error:
-                        self.errors.setdefault(k, (len(self.answers), error))
-                k += 1
+            kinds[request_id] = single_request, first_local.kind(single_request)
+        costs, counts = [], dict[tuple[int, int], tuple[int, int]]()
+        for k, local in enumerate(self.client_trainers):
+            # batches with the same number of examples cost the same, except for texts
+            form = id(requests[k % len(requests)]), -1 - k if has_texts else len(local.data.examples)
+            if form not in counts:
+                single_request, kind = kinds[form[0]]
+                if not is_standard:
+                    local.fit_cost(single_request, kind)
+                local.count(single_request, kind)
+                counts[form] = local.steps(single_request.name), local.flops(single_request, kind)
+            costs.append(counts[form])
+        return costs
 
     def _train_one_by_one(self, request: Request) -> TrainerAnswer:
         ends, kept_states = [], []

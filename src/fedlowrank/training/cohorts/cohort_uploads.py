@@ -114,7 +114,8 @@ class CohortUploads:
         def call_for_client(member: tuple[int, ClientInfo], _: None) -> CohortContribution:
             return self._contribute_one(*member, contribute)
 
-        members = list(zip(positions, infos, strict=True))
+        # in the order of the cohort, so that nothing is copied if all clients contribute
+        members = sorted(zip(positions, infos, strict=True), key=lambda member: member[0])
         contributions = divide(
             members,
             call_for_cohort,
