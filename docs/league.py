@@ -1,6 +1,7 @@
 """The league: every method on the tasks of ``experiments/league`` with one budget of tuning, rounds and seeds.
 
     python docs/league.py run digits [--jobs 2]              # tune, test, keep the figures, one method after another
+    python docs/league.py run digits --methods floral ifca   # of these methods alone
     python docs/league.py add my_module:Mine digits mnist    # a method of your own in the same way, and its row among the others
     python docs/league.py write                              # docs/league.md from the figures that are kept
 
@@ -97,9 +98,18 @@ def measure_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def run(task: str, jobs: int) -> None:
-    """Run the methods of a task that have no figures yet, one after another, and keep the figures of each."""
-    for method in ExperimentConfig.read(TASKS / f"{task}.toml").compared_methods:
+def run(task: str, jobs: int, only: Sequence[str] = ()) -> None:
+    """Run the methods of a task that have no figures yet, one after another, and keep the figures of each.
+
+    Args:
+        task: of the league.
+        jobs: runs at a time.
+        only: methods to run, in this order; empty for all.
+    """
+    methods = ExperimentConfig.read(TASKS / f"{task}.toml").compared_methods
+    if unknown := set(only) - set(methods):
+        sys.exit(f"{task} does not compare {', '.join(sorted(unknown))}; it compares {', '.join(methods)}")
+    for method in only or methods:
         if method in read_sources(task):
             continue
         out = RUNS / "league" / task / method
@@ -320,13 +330,15 @@ def main() -> None:
             added.add_argument(
                 "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the method, as in TOML"
             )
+        else:
+            added.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="only these")
         added.add_argument("tasks", nargs="+", choices=ORDER)
         added.add_argument("--jobs", type=int, default=1)
     commands.add_parser("write")
     given = parser.parse_args()
     if given.command == "run":
         for task in given.tasks:
-            run(task, given.jobs)
+            run(task, given.jobs, given.methods)
     elif given.command == "add":
         add(given.method, given.tasks, given.set, given.jobs)
     if given.command != "add":

@@ -150,6 +150,10 @@ def test_a_task_runs_in_parts(small_league: Path) -> None:
     rows, tried = texts()
     shutil.rmtree(small_league / "runs")
     task.write_text(SMALL_TASK.format(compare='compare = ["standalone", "ditto"]') + DITTO)
+    league.run("digits", 1, ["standalone"])
+    assert texts() == [rows, tried]
+    with pytest.raises(SystemExit, match="does not compare fedavg; it compares standalone, ditto"):
+        league.run("digits", 1, ["fedavg"])
     league.run("digits", 1)
     all_rows, all_tried = texts()
     # the runs of the method that has figures are gone, and its rows are as they were
