@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from fedlowrank.core.key import Key
 from fedlowrank.data.text import table
 from fedlowrank.data.text.on_disk.lazy_records import LazyRecords, LineRows, join_records, list_facts
 from fedlowrank.data.text.on_disk.mapped_examples import MappedExamples, TensorFile
+from fedlowrank.data.text.on_disk.token_file import TokenFile
+from fedlowrank.data.text.packing import Sample
 from fedlowrank.data.text.rows.text_rows import TextRows
 from fedlowrank.data.text.text_records import Instruction, hold_out
 from fedlowrank.data.text.tokens import TextSettings, tokenize
@@ -215,7 +218,7 @@ def test_what_cannot_lie_on_disk_is_refused(llama: Path, tmp_path: Path) -> None
         tables["partition"] = {"kind": "iid", "clients": 2}
         with pytest.raises(error, match=words):
             ExperimentConfig.parse(tables).federation()
-    with pytest.raises(DataError, match="no file for tokens can be made"):
+    with pytest.raises(DataError, match="tokens cannot be written to a file"):
         TensorFile(tmp_path / "missing")
 
 
@@ -236,5 +239,17 @@ def test_a_full_disk_is_an_error_with_the_folder(tmp_path: Path) -> None:
         assert file.map((2, 2)).tolist() == [[0, 2], [3, 5]]
     with Path("/dev/full").open("wb", buffering=0) as full:
         file._file = full
-        with pytest.raises(DataError, match=f"no file for tokens can be made in '{tmp_path}'"):
+        with pytest.raises(DataError, match=f"tokens cannot be written to a file in '{tmp_path}'"):
             file.write(np.zeros(1 << 16, np.int64))
+
+
+@pytest.mark.parametrize("tokens", [100, 20_000], ids=["buffered", "written"])
+def test_tokens_beyond_the_largest_file_are_an_error_with_the_folder(tmp_path: Path, tokens: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores the signal of a file that grows beyond the limit, and raises OSError
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(DataError, match=f"tokens cannot be written to a file in '{tmp_path}'"):
+            TokenFile([Sample([1] * tokens, [1] * tokens)], tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -78,12 +78,12 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
 
 @contextlib.contextmanager
 def explain_missing_file(folder: Path) -> Iterator[None]:
-    """Raise a DataError where no file for tokens can be made in a folder."""
+    """Raise a DataError where the file of tokens in a folder cannot be made, written or mapped."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"data.on_disk: no file for tokens can be made in {str(folder)!r}: {error}"
+            f"data.on_disk: tokens cannot be written to a file in {str(folder)!r}: {error}"
         ) from error
 
 

@@ -28,7 +28,7 @@ class TokenFile:
         width: number of tokens of the longest sample.
 
     Raises:
-        DataError: if the file cannot be made.
+        DataError: if the file cannot be made or written.
     """
 
     def __init__(self, samples: Iterable[Sample | None], folder: Path) -> None:
@@ -39,11 +39,16 @@ class TokenFile:
         try:
             for sample in samples:
                 if sample is not None:
-                    self._file.write(np.array([*sample.ids, *sample.labels], np.int32).tobytes())
+                    with explain_missing_file(folder):
+                        self._file.write(np.array([*sample.ids, *sample.labels], np.int32).tobytes())
                     lengths.append(len(sample.ids))
                     records.append(sample.record)
+            with explain_missing_file(folder):
+                self._file.flush()
         except BaseException:
-            self._file.close()
+            # on a full disk, close would raise again for what is still buffered
+            with contextlib.suppress(OSError):
+                self._file.close()
             raise
         self._lengths = np.array(lengths, np.int64)
         self.records = torch.tensor(records, dtype=torch.int64)
