@@ -19,6 +19,9 @@ from .. import tree
 
 T = TypeVar("T")
 
+MAX_BLOCK = 1 << 17
+"""Maximum number of elements whose mean over clients is computed at once on a CPU: half a megabyte in float32."""
+
 
 @dataclass(frozen=True)
 class Mean(Generic[T]):
@@ -129,10 +132,13 @@ class RunningMean(Generic[T]):
             if (template.shape, template.dtype) != (t.shape[1:], t.dtype):
                 raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
             wide_rows = t if len(used_indices) == len(t) else t[torch.tensor(used_indices, device=t.device)]
-            wide_rows = wide_rows.to(tree.wide_type(t.dtype))
+            wide_rows = wide_rows.to(tree.wide_type(t.dtype)).reshape(len(used_indices), -1)
+            row_shares, width = shares.to(wide_rows), wide_rows.shape[1]
+            # in blocks of columns whose differences stay in the cache of a CPU
+            block_width = max(1, MAX_BLOCK // len(used_indices) if t.device.type == "cpu" else width)
             # relative to the first row, so that the mean of equal tensors is exactly that tensor
-            mean: Tensor = wide_rows[0] + torch.tensordot(shares.to(wide_rows), wide_rows - wide_rows[0], 1)
-            return mean
+            means = [rows[0] + row_shares @ (rows - rows[0]) for rows in wide_rows.split(block_width, 1)]
+            return torch.cat(means).reshape(template.shape)
 
         if self._form is None:
             first_tree = tree.map_leaves(lambda t: t[0], rows)

@@ -333,7 +333,7 @@ class CohortTrainer:
             ends.append(tree.canonical(end))
             losses.append(loss)
             kept_states.append(None if state is None else state.state)
-        end = ends[0] if len(ends) == 1 else tree.map_leaves(lambda *ts: torch.cat(ts), ends[0], *ends[1:])
+        end = ends[0] if len(ends) == 1 else tree.map_leaves(_join_parts, start, *ends)
         self._account(requests or [request], losses, end)
         return TrainerAnswer(tree.map_leaves(to_client_tensor, end), _join_kept(kept_states))
 
@@ -516,6 +516,17 @@ def _split_request(request: Request, client_count: int) -> list[Request]:
             )
         )
     return requests
+
+
+def _join_parts(start: Tensor, *ends: Tensor) -> Tensor:
+    """Join the trained tensors of parts of the clients; ``start`` holds them already if its slices were trained in place."""
+    slices = start.split([len(end) for end in ends])
+    if all(
+        end.data_ptr() == s.data_ptr() and end.stride() == s.stride()
+        for end, s in zip(ends, slices, strict=True)
+    ):
+        return start
+    return torch.cat(ends)
 
 
 def _join_kept(states: Sequence[OptimizerState | None]) -> OptimizerState | None:
