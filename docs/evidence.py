@@ -180,7 +180,7 @@ def find_test_runs(out: Path) -> tuple[list[Path], list[tuple[str, int]]]:
 
 
 def _is_diverged(status: dict[str, Any]) -> bool:
-    return status["state"] == "stopped" and "not finite" in status["message"]
+    return bool(status["state"] == "diverged")
 
 
 def summarize_runs(runs: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:

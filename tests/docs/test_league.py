@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import shutil
@@ -13,10 +14,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
+from torch import nn
 
+from fedlowrank import Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.tuning import plan_tuning
-from fedlowrank.methods import METHODS
+from fedlowrank.core.errors import NonFiniteError
+from fedlowrank.core.learning.optimizer import SGD
+from fedlowrank.methods import METHODS, FedAvg
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -134,6 +139,17 @@ def test_a_method_of_ones_own_gets_a_row(small_league: Path, capsys: pytest.Capt
     (other,) = (line for line in table.splitlines() if "| Standalone |" in line)
     assert own.split("|")[1] == other.split("|")[1] == " 1.5 "
     assert own.split("|")[4] == other.split("|")[4]
+
+
+def test_a_run_that_diverged_counts_as_one(tmp_path: Path) -> None:
+    federation = Federation.from_arrays(
+        [(1e20 * np.eye(4, dtype=np.float32), np.arange(4))] * 2, nn.Linear(4, 4), val=0, test=0
+    )
+    for seed, lr in ((0, 1e-30), (3, 1e30)):
+        method = FedAvg(optimizer=SGD(lr=lr, momentum=0.9), epochs=4)
+        with pytest.raises(NonFiniteError) if lr > 1 else contextlib.nullcontext():
+            simulate(method, federation, rounds=2, folder=tmp_path / f"fedavg-s{seed}")
+    assert league.find_test_runs(tmp_path) == ([tmp_path / "fedavg-s0"], [("fedavg", 3)])
 
 
 @pytest.mark.full
