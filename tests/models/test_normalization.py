@@ -21,7 +21,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.data.dataset import Examples
 from fedlowrank.engines import Sequential, Vectorized
 from fedlowrank.linalg.matricize import sum_parts
-from fedlowrank.methods import FedAvg
+from fedlowrank.methods import FedAvg, FedBABU, PerFedAvg
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.rounds.outcome.export import export_model, write
 from fedlowrank.rounds.run import Run
@@ -281,3 +281,43 @@ def test_a_regression_takes_a_model_that_normalizes_by_the_batch() -> None:
     losses = record.values("loss", series="personal", split="test")
     assert len(losses) == 2
     assert None not in losses
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("method", "steps", "lr"),
+    [
+        (PerFedAvg(steps=1, alpha=0.5, optimizer=SGD(lr=0.1)), 1, 0.5),
+        (FedBABU(steps=1, fine_tuning_epochs=5, optimizer=SGD(lr=0.3)), 5, 0.3),
+    ],
+    ids=["Per-FedAvg", "FedBABU"],
+)
+def test_training_before_inference_normalizes_by_the_batch(
+    engine: str, method: FedAvg, steps: int, lr: float
+) -> None:
+    (data,) = clients([13])
+    federation = Federation.from_arrays([{"train": data}] * 2, Net)
+    result = simulate(method, federation, rounds=1, engine=engine)
+    plain = Net()
+    server = {**federation.architectures["model"].initial, **result.run.state.server}
+    plain.load_state_dict(server, strict=False)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        # one batch of all examples, so that their order does not matter
+        nn.functional.cross_entropy(plain(data[0]), data[1]).backward()
+        optimizer.step()
+    personal = result.personal(0)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(personal[name], parameter.detach(), atol=1e-6, rtol=0)
+
+
+def test_the_operations_of_a_round_do_not_depend_on_evaluations() -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    federation = Federation.from_arrays([{"train": data} for data in clients([13, 40])], module)
+    method = FedBABU(steps=3, batch_size=64, fine_tuned_part="body")
+    result = simulate(method, federation, rounds=2, evaluate_every=1)
+    # products of 4 × 5 and 5 × 3: forward of both, the gradient of the body's weight and of the head's input; two
+    # operations for each multiplication
+    flops_of_example = 2 * (4 * 5 + 5 * 3) + 2 * 4 * 5 + 2 * 5 * 3
+    assert [record.flops for record in result.rounds[1:]] == [53 * 3 * flops_of_example] * 2

@@ -20,7 +20,7 @@ from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
 from .standard import HOOK_TABLES, count_hooks, find_other_layer, has_hooks, is_standard
 from .stateless import SavedSlots, restore_slots, unchanged
-from .statistics.local_statistics import LocalStatistics, current_statistics
+from .statistics.local_statistics import LocalStatistics, current_statistics, is_training_pass
 from .statistics.normalization import (
     FunctionalModule,
     batch_normalizations,
@@ -561,9 +561,9 @@ class Architecture:
         return scores
 
     def add_statistics(self, params: Params) -> Params:
-        """Add the statistics of the client's training data to the parameters, if the client is known."""
+        """Add the statistics of the client's training data to the parameters, if the client is known and does not train."""
         local = self._local or current_statistics()
-        if local is None or not self.statistics or self.statistics[0] in params:
+        if local is None or not self.statistics or self.statistics[0] in params or is_training_pass():
             return params
         self._keep_mode()
         return local.complete(self._code, params, self._current_buffers or {})

@@ -22,7 +22,7 @@ from ..core.io.text import format_count
 from ..core.key import Key
 from ..models.architecture import Architecture
 from ..models.coupling import mixes_examples
-from ..models.statistics.local_statistics import infer_by
+from ..models.statistics.local_statistics import infer_by, train_by_batches
 from .captured_variables import code_of
 from .flops import FlopCounter, FlopLedger
 from .local_data import BatchSize, LocalData, chunk_size, gather, size_of
@@ -116,6 +116,7 @@ class LocalTrainer:
         """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""
         return self.data.steps(name)
 
+    @train_by_batches()
     def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)

@@ -65,6 +65,27 @@ def infer_by(chunks: Chunks, owner: str = "") -> Iterator[None]:
         _OF_TOTALS.reset(token)
 
 
+_IN_PASS: ContextVar[bool] = ContextVar("training pass", default=False)
+
+
+@contextlib.contextmanager
+def train_by_batches() -> Iterator[None]:
+    """Normalize every model within this block by the statistics of each batch, as in training.
+
+    A method may train a model before it infers; its models for inference normalize by all training data elsewhere.
+    """
+    token = _IN_PASS.set(True)
+    try:
+        yield
+    finally:
+        _IN_PASS.reset(token)
+
+
+def is_training_pass() -> bool:
+    """Whether this is within a block :func:`train_by_batches`."""
+    return _IN_PASS.get()
+
+
 def current_statistics() -> LocalStatistics | None:
     """Get the statistics of the enclosing block :func:`infer_by`; None outside of such a block."""
     return _OF_TOTALS.get()

@@ -17,6 +17,7 @@ from ...core.contract import ProximalTerm
 from ...core.contract.training_request import KeptState, Request
 from ...core.errors import NonFiniteError
 from ...core.learning.optimizer import OptimizerState
+from ...models.statistics.local_statistics import train_by_batches
 from ..captured_variables import code_of
 from ..client_tensors.client_tensor import ClientTensor, NoRuleError, to_client_tensor, with_rows
 from ..client_tensors.control_flow import (
@@ -237,6 +238,7 @@ class CohortTrainer:
         batched = self.train_batched(request)
         return self._train_one_by_one(request) if batched is None else batched
 
+    @train_by_batches()
     def train_batched(
         self, request: Request, requests: Sequence[Request] | None = None
     ) -> TrainerAnswer | None:
