@@ -177,6 +177,7 @@ def test_settings_out_of_range_are_refused(make: Any, bad: dict[str, Any]) -> No
         lambda: Schedule(factor=NAN),
         lambda: Schedule(every=0),
         lambda: Schedule(rounds=0),
+        lambda: Schedule("cosine"),
         lambda: Schedule(floor=1.5),
         lambda: Schedule(floor=NAN),
         lambda: Schedule(warmup=-1),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler as torch_schedules
 
-from fedlowrank import Federation, LocalSchedule
+from fedlowrank import Federation, LocalSchedule, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
@@ -20,6 +22,7 @@ from fedlowrank.core.tree import Params
 from fedlowrank.engines.engine import Engine, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fednova import FedNova
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.scaffold import SCAFFOLD
@@ -218,6 +221,31 @@ def test_what_does_nothing_or_means_nothing_is_refused(name: str) -> None:
     make, message = BAD[name]
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+ENDED: dict[str, dict[str, Any]] = {
+    "schedule": {"schedule": Schedule("cosine", rounds=2)},
+    "warm-up": {"schedule": Schedule("cosine", rounds=1, warmup=1)},
+    "local": {"local_schedule": LocalSchedule("linear", rounds=2)},
+    # 12 examples in batches of 4 are 3 steps a round, so that 6 steps are two rounds
+    "steps": {"local_schedule": LocalSchedule("cosine", steps=6, rounds=9)},
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_rounds_after_the_end_of_a_schedule_are_refused(name: str) -> None:
+    data = (torch.randn(12, 2), torch.arange(12) % 2)
+    federation = Federation.from_arrays([{"train": data}] * 2, nn.Linear(2, 2))
+    method = FedAvg(optimizer=SGD(**ENDED[name]), batch_size=4)
+    assert len(simulate(method, federation, rounds=2).rounds) == 3
+    field = next(iter(ENDED[name]))
+    with pytest.raises(
+        ConfigError, match=f"optimizer.{field} has fallen to a learning rate of 0 before the last of 3"
+    ):
+        simulate(method, federation, rounds=3)
+    with_floor = dataclasses.replace(ENDED[name][field], floor=0.1)
+    method = FedAvg(optimizer=SGD(**{field: with_floor}), batch_size=4)
+    assert len(simulate(method, federation, rounds=3).rounds) == 4
 
 
 def test_a_file_sets_the_schedule_and_a_comparison_another_kind() -> None:

@@ -23,6 +23,7 @@ from ..rounds.outcome.result import Result
 from ..rounds.plan import Plan, rounds_of
 from ..rounds.restore import restore_run
 from ..rounds.round_loop import run_rounds
+from ..rounds.setup.schedules import check_schedules
 from ..rounds.simulate import run_description, threads
 from ..storage.checkpoint import rounds_kept
 from ..storage.digest import digest_of
@@ -136,6 +137,8 @@ def drive(
             f"{run_path}: run.rounds was {stored_rounds} and is {protocol.rounds}, but over a network server and clients "
             "agree on the rounds before the first. Set it back, or start a new run in other folders."
         )
+    if not resume:
+        check_schedules(method, protocol.rounds)
     registry = ClientRegistry(
         experiment, client_count, limits.max_examples, keys, limits.examples_ratio, promised
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..core.contract import AnyMethod
 from ..core.errors import CheckpointError
-from ..core.learning.optimizer import LocalSchedule, Schedule
 from ..models.fingerprint import compare_layers
 from ..storage.run_files import FORMAT
+from .setup.schedules import find_schedules
 from .stored_settings import add_defaults
 
 FREE_TO_CHANGE = (
@@ -50,7 +48,7 @@ def changes_of(stored_config: Any, new_config: Any, method: AnyMethod) -> list[s
             f"run.rounds was {stored_rounds} and is {new_rounds}, but a run can only get more rounds",
             *other_changes,
         ]
-    for name, schedule in _find_schedules(method, ""):
+    for name, schedule in find_schedules(method):
         if schedule.is_over(new_rounds - 1):
             other_changes.append(
                 f"run.rounds was {stored_rounds} and is {new_rounds}, but {name} with rounds = {schedule.rounds} has fallen to a "
@@ -136,15 +134,6 @@ def _table(config: Any, section: str) -> dict[str, Any]:
 def _rounds(config: Any) -> Any:
     run = config.get("run") if isinstance(config, dict) else None
     return run.get("rounds") if isinstance(run, dict) else None
-
-
-def _find_schedules(settings: Any, path: str) -> Iterator[tuple[str, Schedule | LocalSchedule]]:
-    """Yield the schedules among settings and nested settings, each with its dotted name."""
-    if isinstance(settings, (Schedule, LocalSchedule)):
-        yield path, settings
-    elif dataclasses.is_dataclass(settings):
-        for field in dataclasses.fields(settings):
-            yield from _find_schedules(getattr(settings, field.name), f"{path}.{field.name}".lstrip("."))
 
 
 def differences(stored_value: Any, new_value: Any, path: str = "") -> list[str]:

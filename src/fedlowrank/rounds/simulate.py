@@ -35,6 +35,7 @@ from .restore import restore_run
 from .round_loop import run_rounds
 from .run import Run
 from .run_settings import RunSettings
+from .setup.schedules import check_schedules
 from .stored_settings import unwrap
 
 P = ParamSpec("P")
@@ -133,6 +134,8 @@ def simulate(
     if run_settings.keep_best:
         _check_keep_best(federation, folder)
     check_loggers(run_settings.log, None if folder is None else Path(folder))
+    if not resume:
+        check_schedules(method, run_settings.rounds, [len(client.train) for client in federation.clients])
     with threads(run_settings.threads):
         plan = Plan.read(Path(folder)) if resume and folder is not None else None
         run = Run(method, federation, run_settings, ENGINES[run_settings.engine](), plan, own_metrics)

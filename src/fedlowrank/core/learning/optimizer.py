@@ -32,7 +32,7 @@ class Schedule(CheckedFields):
             cosine: from 1 to ``floor`` in ``rounds`` rounds by half a cosine, then ``floor``.
         factor: factor of the kinds exponential and step.
         every: number of rounds between two changes, for the kind step.
-        rounds: number of rounds until ``floor``, for the kind cosine.
+        rounds: number of rounds until ``floor``, for the kind cosine, which needs it.
         floor: lowest share of the learning rate, for the kind cosine.
         warmup: number of rounds of linear growth from ``1 / (warmup + 1)`` before the schedule begins.
     """
@@ -40,7 +40,7 @@ class Schedule(CheckedFields):
     kind: Literal["constant", "exponential", "step", "cosine"] = "constant"
     factor: float = 1.0
     every: int = 1
-    rounds: int = 1
+    rounds: int | None = None
     floor: float = 0.0
     warmup: int = 0
 
@@ -51,14 +51,20 @@ class Schedule(CheckedFields):
 
     def __post_init__(self) -> None:
         _check_schedule(self, "schedule", "rounds")
+        if self.kind == "cosine" and self.rounds is None:
+            raise ConfigError(
+                "schedule.kind = 'cosine' needs schedule.rounds, the number of rounds until schedule.floor: set it, such as "
+                "to the run.rounds of the run"
+            )
 
     def scale(self, round: int) -> float:
         """Factor on the learning rate in a round, counted from 0."""
-        return _scale(self, round, self.rounds)
+        return _scale(self, round, self.rounds or 1)
 
-    def is_over(self, round: int) -> bool:
-        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays 0."""
-        return self.kind == "cosine" and self.floor == 0 and round >= self.warmup + self.rounds
+    def is_over(self, round: int, steps: int | None = None) -> bool:
+        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays 0; ``steps`` is not read."""
+        del steps
+        return self.rounds is not None and self.floor == 0 and round >= self.warmup + self.rounds
 
 
 @dataclass(frozen=True)
@@ -132,13 +138,19 @@ class LocalSchedule(CheckedFields):
             step, total = round * total + step, self.rounds * total
         return _scale(self, step, max(1, total - self.warmup) if self.steps is None else self.steps)
 
-    def is_over(self, round: int) -> bool:
-        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays 0.
+    def is_over(self, round: int, steps: int | None = None) -> bool:
+        """Whether the learning rate has fallen to 0 by this round and stays 0.
 
-        False if ``steps`` is set, because the answer then depends on the number of steps of each client.
+        Args:
+            round: index of the round, from 0.
+            steps: number of steps of the pass in a round; without it, a schedule whose end is a number of steps counts as
+                not over.
         """
-        is_finite = self.rounds is not None and round >= self.rounds and self.depends_on_total
-        return is_finite and self.floor == 0
+        if self.rounds is None or self.floor or self.kind not in ("cosine", "linear"):
+            return False
+        if self.steps is None:
+            return round >= self.rounds
+        return steps is not None and round * steps >= self.warmup + self.steps
 
 
 def _check_schedule(schedule: Schedule | LocalSchedule, title: str, length: str) -> None:
