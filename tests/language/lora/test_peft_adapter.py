@@ -250,6 +250,14 @@ def test_what_changes_the_base_or_the_algebra_is_refused_by_name():
         ("alora_invocation_tokens", [1]),
         ("use_qalora", True),
         ("ensure_weight_tying", True),
+        # an empty table switches a variant on
+        ("kasa_config", {}),
+        ("velora_config", {}),
+        ("monteclora_config", {}),
+        ("arrow_config", {}),
+        ("runtime_config", {"ephemeral_gpu_offload": True}),
+        ("inference_mode", True),
+        ("qalora_group_size", 8),
     ):
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be used in federated training"):
             make_lora_config({"r": 2, name: value})

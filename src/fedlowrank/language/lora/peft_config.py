@@ -26,6 +26,10 @@ REFUSED_SETTINGS = {
     "lora_ga_config": "LoRA-GA changes the base",
     "use_qalora": "its A has a row of pooled inputs",
     "ensure_weight_tying": "a pair of factors belongs to one layer",
+    "inference_mode": "it freezes the factors",
+    "runtime_config": "it places the adapters of one machine",
+    "megatron_core": "layers of Megatron are split over processes",
+    "qalora_group_size": "its A has a row of pooled inputs",
 }
 """Settings that must keep their default value, with the reason."""
 
@@ -45,10 +49,12 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
             raise ConfigError(
                 f"lora: peft's LoraConfig has no setting {name!r}. {did_you_mean(name, known_fields)}"
             )
+        field = known_fields[name]
         reason = REFUSED_SETTINGS.get(name)
-        if reason is None and known_fields[name].metadata.get("is_lora_variant"):
+        if reason is None and field.metadata.get("is_lora_variant"):
             reason = "it is another update than s·B A"
-        if value and reason is not None:
+        # an empty table switches a variant on, with its defaults
+        if reason is not None and value is not None and value != _default(field):
             raise ConfigError(f"lora: {name} = {value!r} cannot be used in federated training: {reason}.")
     if str(getattr(fields.get("peft_type"), "value", fields.get("peft_type") or "LORA")) != "LORA":
         raise ConfigError(f"lora: peft_type = {fields['peft_type']!r}; only LORA is federated here")
@@ -83,6 +89,11 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
     if not isinstance(config.lora_dropout, numeric_types) or not 0 <= config.lora_dropout < 1:
         raise ConfigError(f"lora: lora_dropout must be in [0, 1); it is {config.lora_dropout!r}")
     return config
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """The default value of a dataclass field that has one."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _check_patterns(config: Any) -> None:
