@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModel
 
 from fedlowrank.cli.language_commands import language_of_run
@@ -21,9 +22,13 @@ from fedlowrank.core.contract import Batch
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.learning.batch_losses import task_loss
 from fedlowrank.core.learning.contrastive_losses import contrastive_losses, nearest_is_own
+from fedlowrank.core.learning.losses import Loss
+from fedlowrank.data.dataset import Examples
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.results.evaluation.pools import ScoringPool
+from fedlowrank.results.evaluation.scoring import count_labels, measure_predictor
 from fedlowrank.rounds.run import Run
 from tests.language.memory_limits import limit_memory
 
@@ -157,6 +162,26 @@ def test_an_evaluation_compares_consecutive_batches_of_32(llama: Path, tmp_path:
     assert set(record.by_client("accuracy", split="test").values()) <= {None}
 
 
+@pytest.mark.parametrize("count", [1, 33])
+def test_an_evaluation_leaves_out_a_pair_without_others(count: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(count, 2, 8, generator=g)
+    examples = Examples(torch.arange(count)[:, None].float(), torch.zeros(count, dtype=torch.int64))
+    loss = Loss("contrastive", temperature=0.5)
+    pool = ScoringPool([examples], loss=loss)
+    results = measure_predictor(lambda x: embeddings[x[:, 0].long()], pool)
+    assert count_labels(examples, loss) == count - 1
+    if count == 1:
+        assert results.accuracy == results.loss == [None]
+        return
+    anchors, positives = functional.normalize(embeddings[:32], dim=-1).unbind(1)
+    cosines = anchors @ positives.T
+    expected = functional.cross_entropy(cosines / 0.5, torch.arange(32))
+    assert results.loss == [pytest.approx(float(expected), rel=1e-5)]
+    hits = (cosines.argmax(1) == torch.arange(32)).float().mean()
+    assert results.accuracy == [pytest.approx(float(hits))]
+
+
 @pytest.mark.parametrize("method", ["fedit", "fedhl", "hetlora", "flexlora", "ditto"])
 def test_methods_learn_embeddings(bert: Path, tmp_path: Path, method: str) -> None:
     run = run_of(tables(bert, pairs(tmp_path), method=method), steps=0)
@@ -211,7 +236,7 @@ def test_the_data_command_and_a_report_name_both_texts(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "embeddings.toml"
-    file.write_text(ExperimentConfig.parse(tables(llama, pairs(tmp_path))).to_toml())
+    file.write_text(ExperimentConfig.parse(tables(llama, pairs(tmp_path, 48))).to_toml())
     assert main(["run", str(file), "--out", str(tmp_path / "out")]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "anchor: <s>who is" in printed

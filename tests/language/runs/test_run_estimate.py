@@ -66,3 +66,13 @@ def test_fedhl_says_that_its_weights_are_not_by_examples(llama: Path, tmp_path: 
     )
     assert "not by its 1 to 10 examples" in " ".join(METHODS["fedhl"]().remarks(uneven))
     assert METHODS["fedhl"](weighing=Weighing(by="examples")).remarks(uneven) == []
+
+
+@pytest.mark.parametrize("method", ["fml", "fd", "fedproto"])
+def test_a_method_of_classes_is_refused_before_its_step_is_timed(
+    method: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_toml(make_causal_tables(llama, tmp_path), tmp_path / "e.toml")
+    assert main(["run", str(file), "--method", method, "-o", str(tmp_path / "out")]) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert "works on one class for each example, and these data have labels of pixels or tokens" in message

@@ -14,6 +14,7 @@ from ...data.federation import Federation
 from ...engines.engine import client_view
 from ...engines.sequential import Sequential
 from ...rounds.run_settings import RunSettings
+from ...rounds.setup.preparation import check_classes
 from ...training.cohorts.cohort_trainer import PassAskedError
 from ...training.steps import PassSteps
 
@@ -45,7 +46,11 @@ def estimate_run(method: AnyMethod, federation: Federation, settings: RunSetting
         method: method of the run.
         federation: federation of the run.
         settings: settings of the run.
+
+    Raises:
+        TaskError: if the method does not fit the federation.
     """
+    check_classes(method, federation)
     if settings.device != "cpu":
         federation = federation.to(settings.device)
     task = federation.task(settings.rounds)

@@ -220,6 +220,9 @@ def count_labels(examples: Examples, loss: Loss) -> int:
     models, the tokens that are predicted.
     """
     y = examples.y
+    if loss.couples:
+        # a batch of one pair is left out
+        return len(y) - (len(y) % EVALUATION_BATCH == 1)
     if loss.compares_texts or (y.ndim == 1 and loss.kind == "auto"):
         return len(y)
     if (weights := Batch(None, y, loss=loss).weights) is not None:
@@ -258,12 +261,14 @@ def labeled_entries(scores: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tens
 
 
 def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
-    """Compute the terms of each example in the sums of its set, float64 ``[n]``."""
+    """Compute the terms of each example in the sums of its set, float64 ``[n]``; all are 0 for a pair without others."""
     y, loss = batch.y, batch.loss
     losses, weights = _each_loss(scores, batch), batch.weights
-    ones = torch.ones_like(losses)
+    # a pair that no other is compared with has loss 0 and is the nearest, whatever the model is
+    is_alone = loss.couples and len(losses) == 1
+    ones = torch.zeros_like(losses) if is_alone else torch.ones_like(losses)
     if loss.couples:
-        correct_counts, answer_counts = nearest_is_own(scores), ones
+        correct_counts, answer_counts = nearest_is_own(scores) * ones, ones
     elif loss.is_preference:
         correct_counts, answer_counts = difference_of_chosen(scores, y) > 0, ones
     elif y.is_floating_point():
