@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from fedlowrank.methods.fedspa import FedSpa, layer_counts, next_mask
 from fedlowrank.models.architectures.resnet import ResNet18
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.trust.trust_settings import Clipping, Compression, Privacy, Robust, SecureSums
 from tests.golden import personal_reference, reference
 
 from .comparisons import assert_nested_close, to_layers
@@ -31,11 +33,23 @@ from .run_contents import (
     get_personal_parameters,
     get_state,
     get_train_data,
+    get_upload,
     list_batches,
     make_view,
     plan_rounds,
 )
-from .setting import FLOAT32, LOCAL, LR, SAMPLE, SIZES, WIDTH, Net, federate_one_model, run_rounds
+from .setting import (
+    FLOAT32,
+    LOCAL,
+    LR,
+    SAMPLE,
+    SIZES,
+    WIDTH,
+    Net,
+    federate_one_model,
+    make_arrays,
+    run_rounds,
+)
 
 
 @pytest.mark.few(3)
@@ -223,3 +237,68 @@ def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
     # by examples the mean is another
     other = run_rounds(FedAvg(**LOCAL), federate_one_model(), **SAMPLE)
     assert any((dense.state.server.model[n] - p).abs().max() > 1e-3 for n, p in other.state.server.items())
+
+
+def test_secure_sums_of_static_masks_are_the_plain_sums() -> None:
+    method = FedSpa(prune=0.0, **LOCAL)
+    plain = run_rounds(method, federate_one_model(), rounds=2)
+    secure = run_rounds(method, federate_one_model(), rounds=2, secure=SecureSums(on=True))
+    for name, weights in plain.state.server.model.items():
+        assert not torch.equal(weights, federate_one_model().architectures["small"].initial[name])
+        torch.testing.assert_close(secure.state.server.model[name], weights, rtol=0, atol=1e-5)
+
+
+def test_the_median_of_static_masks_is_that_of_the_zero_padded_updates() -> None:
+    method = FedSpa(prune=0.0, **LOCAL)
+    run = run_rounds(
+        method, federate_one_model(clients=make_arrays()[:3]), rounds=1, steps=0, robust=Robust("median")
+    )
+    start, dense_updates = run.state.server.model, []
+    for k in range(3):
+        masks, upload = get_state(run, k), get_upload(run, k)
+        dense = {n: np.zeros(w.shape) for n, w in start.items()}
+        for n, values in upload.update.items():
+            dense[n][masks[n].numpy() if n in masks else ...] = values.numpy()
+        dense_updates.append(dense)
+    run.step()
+    for n, w in start.items():
+        median = np.median([dense[n] for dense in dense_updates], axis=0)
+        np.testing.assert_allclose(run.state.server.model[n].numpy(), w.numpy() - median, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("uplink", "tolerance"), [("top_k:1.0", 1e-12), ("bfloat16", 2**-8)])
+def test_static_masks_go_with_compression(uplink: str, tolerance: float) -> None:
+    method = FedSpa(prune=0.0, **LOCAL)
+    plain = run_rounds(method, federate_one_model(), rounds=2, steps=0)
+    compressed = run_rounds(
+        method, federate_one_model(), rounds=2, steps=0, compression=Compression(uplink, error_feedback=False)
+    )
+    uploads = [get_upload(plain, k) for k in range(len(SIZES))]
+    plain.step()
+    compressed.step()
+    for n, weights in plain.state.server.model.items():
+        largest_update = max(float(upload.update[n].abs().max()) for upload in uploads)
+        torch.testing.assert_close(
+            compressed.state.server.inner.model[n], weights, rtol=0, atol=tolerance * largest_update
+        )
+
+
+@pytest.mark.parametrize("kind", ["central", "local"])
+def test_static_masks_under_privacy_give_the_plain_mean_if_the_noise_is_tiny(kind: Any) -> None:
+    method = FedSpa(prune=0.0, **LOCAL)
+    plain = run_rounds(method, federate_one_model(), rounds=1)
+    private = run_rounds(
+        method,
+        federate_one_model(),
+        rounds=1,
+        privacy=Privacy(kind, noise=1e-5, delta=1e-3),
+        clipping=Clipping(50.0),
+    )
+    for n, weights in plain.state.server.model.items():
+        torch.testing.assert_close(private.state.server.inner.model[n], weights, rtol=0, atol=5e-3)
+
+
+def test_masks_that_change_are_refused_with_the_reason() -> None:
+    for settings in ({"secure": SecureSums(on=True)}, {"robust": Robust("median")}):
+        with pytest.raises(TaskError, match=r"its server must see single replies \(masks\)"):
+            run_rounds(FedSpa(**LOCAL), federate_one_model(), steps=0, **settings)

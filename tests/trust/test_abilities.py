@@ -147,3 +147,24 @@ def test_a_plain_number_beside_the_update_is_refused(kind: str) -> None:
     assert abilities(Telling(), federate_one_model().task(1))[kind] == (
         "its clients send count, which is no tensor, so that no noise is added to it"
     )
+
+
+@dataclass(frozen=True)
+class Misdescribed(FedAvg):
+    """Describes its reference as a dict of another form, which its contribution cannot read."""
+
+    def describe_update(self, down: Any, client: ClientInfo, task: Task) -> Update:
+        return Update({"model": down})
+
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Mean[Any]:
+        return Mean({n: upload[n] for n in server}, client.example_count)
+
+
+def test_an_error_of_the_method_names_the_ability_that_was_tried() -> None:
+    task = federate_one_model().task(1)
+    with pytest.raises(TaskError, match=r"FedAvg .* raised .* goes with central privacy: KeyError: 'body"):
+        abilities(Misdescribed(), task)
+    with pytest.raises(TaskError, match="central privacy: KeyError"):
+        run_of(Misdescribed(), **SETTINGS["central"])
+    # the other abilities do not depend on that trial
+    run_of(Misdescribed(), **SETTINGS["secure"]).step()

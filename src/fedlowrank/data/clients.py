@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ..core.arguments.shares import multiply_share
 from ..core.contract.task import client_title
 from ..core.errors import DataError
 from ..core.key import Key
@@ -88,7 +89,7 @@ def subsample_training(clients: list[ClientData], share: float, minimum: int, ke
     subsampled_clients = []
     for client_id, data in enumerate(clients):
         n = len(data.train)
-        size = min(n, max(minimum, round(share * n)))
+        size = min(n, max(minimum, round(multiply_share(share, n))))
         if size < n:
             index = np.sort((key / client_id).numpy().permutation(n)[:size])
             data = replace(data, train=data.train.take(index))

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.adaptable import refuse_computed_weights
+from ..core.arguments.shares import multiply_share
 from ..core.contract import (
     NO_UPDATE,
     ZERO_REFERENCE,
@@ -105,7 +106,10 @@ def next_mask(mask: Tensor, weight: Tensor, gradient: Tensor, rate: float) -> Te
         weight.abs().flatten(),
         gradient.abs().flatten(),
     )
-    active_indices, exchange_count = flat_mask.nonzero()[:, 0], math.ceil(rate * int(mask.sum()))
+    active_indices, exchange_count = (
+        flat_mask.nonzero()[:, 0],
+        math.ceil(multiply_share(rate, int(mask.sum()))),
+    )
     pruned_indices = active_indices[weight_magnitudes[active_indices].argsort(stable=True)[:exchange_count]]
     # the sort is stable, so the entries that were just pruned come first and win ties
     inactive_indices = torch.cat([pruned_indices, (~flat_mask).nonzero()[:, 0]])
@@ -210,7 +214,12 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
         return ServerState(model, server.masks | masks)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
-        """The values of the update on the mask, relative to zeros; masks are no update."""
+        """The values of the update on the mask, relative to zeros; masks are no update.
+
+        With static masks the zeros have the form of an upload, so that the server can compute its contribution.
+        """
+        if self.prune == 0:
+            return Update(Upload(zeros_like(down), {}))
         return Update({"update": ZERO_REFERENCE, "masks": NO_UPDATE})
 
     def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:

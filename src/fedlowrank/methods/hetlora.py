@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..adapters.lora.lora_factors import average_present_components, lora_of
 from ..adapters.wire_format import unpack_factors
+from ..core.arguments.shares import multiply_share
 from ..core.arguments.switch import refuse_unread_field
 from ..core.contract import (
     ClientInfo,
@@ -138,7 +139,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         """Train, and prune where the tail has shrunk."""
         start = read_leaves(down, state)
         rank = measure_rank(read_factors(start))
-        kept_rank = max(1, int(self.prune * rank)) if self.prune < 1 else rank
+        kept_rank = max(1, math.floor(multiply_share(self.prune, rank))) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept_rank) if kept_rank < rank and self.penalty > 0 else None
         leaves = train_leaves(
             view, start, self.training.compute_scale(view, rank), self.optimizer, penalty=penalty
@@ -186,7 +187,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
     def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """The factors relative to those sent, in the scale of their rank; of that rank, or of the rank after pruning."""
         rank = measure_rank(down.factors)
-        kept_rank = max(1, int(self.prune * rank))
+        kept_rank = max(1, math.floor(multiply_share(self.prune, rank)))
         pruned_message = self.training.pack_message(
             truncate_factors(unpack_factors(down.factors), kept_rank), down.rest
         )

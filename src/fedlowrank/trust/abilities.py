@@ -7,7 +7,7 @@ would send if training moved every parameter, and its contribution.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from ..core import tree
 from ..core.contract import AnyMethod, ClientInfo, Each, Mean, ServerView, Sum, Task, Update
 from ..core.contract.contribution import contribution_leaves, map_contributions
-from ..core.errors import TaskError
+from ..core.errors import FedlowrankError, TaskError
 from ..training.tracing import trace_upload
 from .updates import compute_update
 
@@ -74,7 +74,15 @@ def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:
 
     Returns:
         For each of :data:`ABILITIES`, None if it can be done, or else the reason why not.
+
+    Raises:
+        TaskError: if the method raises an error in a trial; the message names the ability.
     """
+    return _find_reasons(method, task, ABILITIES)
+
+
+def _find_reasons(method: AnyMethod, task: Task, names: Iterable[str]) -> dict[str, str | None]:
+    """For each of some abilities, None if the method has it, or else the reason why not."""
     server = method.server_init(task)
     trials = [_Trial(method, task, server, client) for client in task.clients]
     # clients of one architecture, rank and cluster send the same form
@@ -82,16 +90,35 @@ def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:
     first_trial = trials[0]
     upload = first_trial.upload
     if not tree.tensors(upload):
-        return dict.fromkeys(ABILITIES, "its clients send nothing")
-    single_reason = _single_replies(first_trial.contribution(upload))
-    count_reason = _why_it_reads_examples(first_trial, upload, "which stays with the client")
-    return {
-        "secure": single_reason or _other_structures([*trials_by_kind.values()]) or count_reason,
-        "robust": single_reason or _why_it_reads_examples(first_trial, upload, _WEIGHTS),
-        "central": single_reason or _not_central(trials, upload) or count_reason,
-        "local": _sends_more(first_trial, upload) or count_reason,
-        "compression": _nothing_to_compress(first_trial, upload),
+        return dict.fromkeys(names, "its clients send nothing")
+
+    def single_reason() -> str | None:
+        return _single_replies(first_trial.contribution(upload))
+
+    def count_reason() -> str | None:
+        return _why_it_reads_examples(first_trial, upload, "which stays with the client")
+
+    checks: dict[str, Callable[[], str | None]] = {
+        "secure": lambda: single_reason() or _other_structures([*trials_by_kind.values()]) or count_reason(),
+        "robust": lambda: single_reason() or _why_it_reads_examples(first_trial, upload, _WEIGHTS),
+        "central": lambda: single_reason() or _not_central(trials, upload) or count_reason(),
+        "local": lambda: _sends_more(first_trial, upload) or count_reason(),
+        "compression": lambda: _nothing_to_compress(first_trial, upload),
     }
+    reasons = {}
+    for name in names:
+        try:
+            reasons[name] = checks[name]()
+        except Exception as error:
+            if isinstance(error, FedlowrankError) and not isinstance(error, tree.TreeError):
+                # its message is for the user
+                raise
+            raise TaskError(
+                f"{method.title} raised an error in the trial that finds out whether it goes with {ABILITIES[name]}: "
+                f"{type(error).__name__}: {error}. Correct its contribution, describe_update or server_update, or run "
+                f"it without {ABILITIES[name]}."
+            ) from error
+    return reasons
 
 
 def require_ability(method: AnyMethod, task: Task, ability: str, entry: str) -> None:
@@ -104,9 +131,9 @@ def require_ability(method: AnyMethod, task: Task, ability: str, entry: str) -> 
         entry: entry of the experiment that asks for the ability.
 
     Raises:
-        TaskError: if the method lacks the ability; the message gives the reason.
+        TaskError: if the method lacks the ability, or raises an error in the trial; the message gives the reason.
     """
-    reason = abilities(method, task)[ability]
+    reason = _find_reasons(method, task, [ability])[ability]
     if reason is not None:
         hint = " robust.rule may be norm_bound, krum or multi_krum." if ability == "robust" else ""
         raise TaskError(

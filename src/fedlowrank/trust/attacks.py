@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments.shares import multiply_share
 from ..core.errors import ConfigError, DataError
 from ..core.key import Key
 from ..core.tree import Params, TreeError
@@ -50,7 +51,7 @@ def hostile_clients(client_count: int, share: float, key: Key) -> frozenset[int]
         key: key of the draw.
     """
     selected_ids = torch.randperm(client_count, generator=key.generator())[
-        : max(1, round(share * client_count))
+        : max(1, round(multiply_share(share, client_count)))
     ]
     return frozenset(selected_ids.tolist())
 

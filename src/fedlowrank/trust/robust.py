@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..adapters.mixtures.mixture import Pairs
 from ..core import tree
+from ..core.arguments.shares import multiply_share
 from ..core.contract import Each, Mean, Sum
 from ..core.contract.contribution import Aggregator, Leaf
 from ..core.errors import ConfigError, TaskError, did_you_mean
@@ -38,7 +39,7 @@ MAX_BLOCK_ENTRIES = 2**21
 
 def hostile_count(share: float, n: int) -> int:
     """⌈share·n⌉, the largest number of hostile clients among n; 7 for 0.07·100, which in floats is above 7."""
-    return math.ceil(share * n - 1e-9)
+    return math.ceil(multiply_share(share, n))
 
 
 def krum_weights(gram: Tensor, max_hostile: int, select_count: int) -> Tensor:

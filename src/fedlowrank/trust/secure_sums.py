@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core import tree
+from ..core.arguments.shares import multiply_share
 from ..core.contract import Each, Mean, Sum
 from ..core.contract.contribution import Aggregator, contribution_leaves, fault_of, map_contributions
 from ..core.errors import ConfigError, TaskError
@@ -201,9 +202,10 @@ class MaskingPlan:
         self.holders = {
             client_id: [present_ids[p] for p in holders] for client_id, holders in holder_indices.items()
         }
-        self.min_replies = max(MIN_REPLIES, math.ceil(threshold * client_count - 1e-9))
+        self.min_replies = max(MIN_REPLIES, math.ceil(multiply_share(threshold, client_count)))
         self.threshold = min(
-            holder_count, self.min_replies if holder_count == m else math.ceil(threshold * holder_count / 2)
+            holder_count,
+            self.min_replies if holder_count == m else math.ceil(multiply_share(threshold, holder_count) / 2),
         )
 
 

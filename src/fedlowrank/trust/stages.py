@@ -14,7 +14,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from ..adapters.wire_format import LEVELS
 from ..core.arguments.bounds import check_bounds
+from ..core.arguments.shares import multiply_share
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.tree import Params, TreeError
@@ -133,8 +133,7 @@ class TopK(Stage):
     def encode(self, values: Params, key: Key) -> tuple[Params, Any]:
         dtype = functools.reduce(torch.promote_types, [x.dtype for x in values.values()] or [torch.float32])
         flat = torch.cat([torch.zeros(0, dtype=dtype), *[x.flatten() for x in values.values()]])
-        # the share as a decimal fraction, because 0.07 * 100 is more than 7 in floating point
-        n, k = len(flat), math.ceil(Fraction(str(self.share)) * len(flat))
+        n, k = len(flat), math.ceil(multiply_share(self.share, len(flat)))
         mask = torch.ones(n, dtype=torch.bool)
         if k < n:
             magnitude = flat.abs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arguments.bounds import check_minimum
+from ..arguments.shares import multiply_share
 from ..errors import TaskError
 from ..key import Key
 from ..learning.losses import AUTO, Loss
@@ -107,7 +109,7 @@ class Pass:
 
     def examples_of(self, total: int) -> int:
         """Number of examples that the pass sees: its share of the total, rounded down, at least one."""
-        return max(min(1, total), int(self.share * total))
+        return max(min(1, total), math.floor(multiply_share(self.share, total)))
 
     def steps_over(self, total: int) -> int:
         """Number of optimizer steps of the pass at a client with ``total`` examples."""

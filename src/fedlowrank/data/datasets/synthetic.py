@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
+from ...core.arguments.shares import multiply_share, round_half_up
 from ...core.errors import ConfigError
 from ...core.key import Key
 from ..dataset import Dataset, Examples
@@ -184,7 +185,10 @@ def _draw_weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:
 
 def _draw_dataset(source: Synthetic, name: str, size: int, target: PixelTarget, key: Key) -> Dataset:
     parts = []
-    for part, n in (("train", max(1, int(source.share * size + 0.5))), ("test", source.test)):
+    for part, n in (
+        ("train", max(1, round_half_up(multiply_share(source.share, size)))),
+        ("test", source.test),
+    ):
         x = [_draw_normal(key / part / k, n, source.inputs).float() for k in range(source.clients)]
         y = [target(rows.double(), k % source.clusters).float() for k, rows in enumerate(x)]
         client_ids = torch.arange(source.clients).repeat_interleave(n)

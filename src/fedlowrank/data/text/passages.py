@@ -9,6 +9,7 @@ from typing import Literal
 
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
+from ...core.arguments.shares import multiply_share
 from ...core.errors import DataError
 from ..download.data_files import expand_path
 from .table import read_file, read_text
@@ -57,7 +58,9 @@ class Lines(CheckedFields):
 
     def _split(self, records: list[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
         """All but the last share of the records, and these; at least one of the former."""
-        boundary = len(records) - min(round(self.test_share * len(records)), max(0, len(records) - 1))
+        boundary = len(records) - min(
+            round(multiply_share(self.test_share, len(records))), max(0, len(records) - 1)
+        )
         return records[:boundary], records[boundary:]
 
 

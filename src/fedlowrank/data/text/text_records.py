@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from ...core.arguments.shares import multiply_share
 from ...core.errors import ConfigError, DataError
 from ...core.key import Key
 from .on_disk.lazy_records import LazyRecords
@@ -165,6 +166,8 @@ class Texts:
         format: format of instructions that the rows call for, which ``auto`` selects
             (:func:`.text_formats.render_instruction`); None for ``alpaca``.
         folder: where the tokens are stored in memory-mapped files; None for tokens in memory.
+        labels_are_numbers: whether whole-number labels are always numbers of ``classes``, as in data sets that name
+            their classes themselves. Otherwise labels that are all among ``classes``, also as whole numbers, are names.
     """
 
     name: str
@@ -174,6 +177,7 @@ class Texts:
     notes: tuple[str, ...] = ()
     format: Literal["verbatim", "none"] | None = None
     folder: Path | None = None
+    labels_are_numbers: bool = False
 
     @property
     def parts(self) -> list[Records]:
@@ -184,6 +188,13 @@ class Texts:
     def kind(self) -> RecordKind:
         """The task: what the records are."""
         return KINDS[type(self.train[0])]
+
+
+def is_label(value: object) -> bool:
+    """Whether a value can be a label: text, or a whole number of 64 bits."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -(1 << 63) <= value < 1 << 63
+    return isinstance(value, str)
 
 
 def check_share(share: float) -> None:
@@ -207,7 +218,7 @@ def hold_out(records: Sequence[T], share: float, key: Key) -> tuple[list[T], lis
     if share == 0:
         all_records: Any = records if isinstance(records, LazyRecords) else list(records)
         return all_records, None
-    test_count = max(1, round(share * len(records)))
+    test_count = max(1, round(multiply_share(share, len(records))))
     if test_count >= len(records):
         raise DataError(f"{len(records)} records cannot spare {test_count} for the test. Lower test_share.")
     test_indices = (key / "test").numpy().permutation(len(records))[:test_count]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.arguments.shares import multiply_share
 from ...core.errors import DataError
 from ...core.io.text import list_first
 from ...core.key import Key
@@ -77,7 +78,7 @@ def make_client(
     n = len(examples)
     if not n:
         raise DataError(f"{title} has no examples; leave it out")
-    n_val, n_test = round(n * val), round(n * test)
+    n_val, n_test = round(multiply_share(val, n)), round(multiply_share(test, n))
     if n - n_val - n_test < 1:
         raise DataError(f"{title} has {n} examples, too few for shares of {val} and {test}")
     order = torch.randperm(n, generator=(key / "split" / client_id).generator())
@@ -141,11 +142,11 @@ def make_examples(
 
 
 def to_tensor(array: Any, title: str) -> Tensor:
-    """Convert any value that numpy accepts as an array of real numbers."""
+    """Convert any value that numpy accepts as an array of real numbers; a tensor without its gradient graph."""
     if isinstance(array, Tensor):
         if array.is_complex():
             raise DataError(f"{title} must be real numbers, not {array.dtype}")
-        return array
+        return array.detach() if array.requires_grad else array
     try:
         values = np.asarray(array)
         if values.dtype.kind not in "biuf":

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ...core.arguments.shares import multiply_share, round_half_up
 from ...core.errors import ConfigError
 from ...core.key import Key
 from ...trust.privacy.accounting import Sampling
@@ -37,7 +38,7 @@ class Participants:
     def __init__(self, client_count: int, settings: RunSettings, key: Key, *, secret: bool = False) -> None:
         self._share, self._key = settings.participation, key / "participants"
         self._secret, self._last = secret, (-1, list[int]())
-        count = round_half_up(settings.unseen * client_count)
+        count = round_half_up(multiply_share(settings.unseen, client_count))
         if count >= client_count:
             raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
         order = (key / "unseen").numpy().permutation(client_count)
@@ -111,9 +112,4 @@ def _sampling(settings: RunSettings, client_count: int) -> Sampling:
 
 def count_participants(share: float, client_count: int) -> int:
     """Number of clients in a round of fixed size: the share of those that may train, rounded, and at least one."""
-    return max(1, round_half_up(share * client_count))
-
-
-def round_half_up(x: float) -> int:
-    """Round to the nearest integer; halves go up, so that 10 % of 25 clients are 3."""
-    return int(x + 0.5)
+    return max(1, round_half_up(multiply_share(share, client_count)))

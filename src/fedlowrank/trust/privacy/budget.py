@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from ...core.arguments.shares import multiply_share
 from ...core.errors import CheckpointError, ConfigError
 from ..trust_settings import Privacy
 from .accounting import (
@@ -81,7 +82,7 @@ class Budget:
             self.noise = privacy.noise
         elif self.is_local:
             # a client that is drawn more often does not take part in the last rounds
-            release_count = max(1, math.ceil(rounds * participation))
+            release_count = max(1, math.ceil(multiply_share(participation, rounds)))
             self.noise = local_noise_for(float(limit or 0), self._delta, release_count, accountant)
         else:
             self.noise = noise_for(float(limit or 0), self._delta, rounds, sampling, accountant)
