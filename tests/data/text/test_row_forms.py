@@ -301,15 +301,123 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "line 2: 'ner_tags' must hold .* 2 'tokens'",
     ),
     ({"text": "a", "label": 1}, {"text": "a", "label": None}, "line 2 has no 'label'"),
+    # json.dumps writes half of a surrogate pair as an escape
+    *(
+        (good, {**good, column: value}, rf"line 2: '{column}' holds '\\ud83d', which is half of a surrogate")
+        for good, column, value in (
+            ({"prompt": "a", "completion": "b"}, "prompt", "hi \ud83d"),
+            ({"prompt": "a", "completion": "b"}, "completion", "\ud83d hi"),
+            ({"instruction": "a", "output": "b"}, "input", "\ud83d"),
+            ({"text": "a"}, "text", "\ud83d"),
+            ({"text": "a", "label": "b"}, "label", "\ud83d"),
+            ({"tokens": ["a"], "ner_tags": [0]}, "tokens", ["\ud83d"]),
+            ({"anchor": "a", "positive": "b"}, "positive", "\ud83d"),
+            ({"prompt": "x", "chosen": "a", "rejected": "b"}, "rejected", "\ud83d"),
+            ({"prompt": "x", "chosen": "a", "rejected": "b"}, "prompt", "\ud83d"),
+            ({"messages": [USER, ANSWER]}, "messages", [USER, {**ANSWER, "content": "\ud83d"}]),
+            ({"messages": [USER, ANSWER]}, "messages", [USER, {**ANSWER, "thinking": ["\ud83d"]}]),
+            ({"conversations": SAID}, "conversations", [{"from": "human", "value": "\ud83d"}, SAID[1]]),
+            ({"messages": [USER, ANSWER], "tools": [{"a": 1}]}, "tools", [{"\ud83d": 1}]),
+            # an escape in JSON that is text in JSON
+            ({"messages": [USER, ANSWER], "tools": "[]"}, "tools", '["\\ud83d"]'),
+        )
+    ),
+    *(
+        (
+            {"conversations": SAID},
+            {"conversations": [{**SAID[0], key: value}, SAID[1]]},
+            f"line 2: 'conversations', turn 1: '{key}' {problem}",
+        )
+        for key, value, problem in (
+            ("from", ["h"], r"must be text, not \['h'\]"),
+            ("from", {"h": 1}, "must be text, not"),
+            ("from", 5, "must be text, not 5"),
+            ("value", 5, "must be text, or a list of parts of type 'text', not 5"),
+            ("value", [{"type": ["text"]}], "must be text, or a list of parts"),
+            ("weight", ["h"], r"is \['h'\]; it is 1 for a turn to learn, or 0"),
+            ("weight", {"h": 1}, "is .* it is 1 for a turn to learn, or 0"),
+        )
+    ),
+    *(
+        ({"messages": [USER, ANSWER]}, {"messages": [{**USER, key: value}, ANSWER]}, f"turn 1: '{key}' must")
+        for key, value in (("role", ["h"]), ("role", {"h": 1}), ("content", 5), ("content", [["h"]]))
+    ),
     ({"text": "a", "label": 1}, {"text": "a", "label": 1.5}, "'label' must be text or a whole number"),
+    (
+        {"text": "a", "label": 1},
+        {"text": "a", "label": 1 << 63},
+        "'label' must be text or a whole number of 64",
+    ),
+    (
+        {"tokens": ["a"], "labels": [1]},
+        {"tokens": ["a"], "labels": [-(1 << 63) - 1]},
+        "line 2: 'labels' must hold a name or whole number",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("good", "bad", "message"), MISFITS)
 def test_a_row_that_does_not_fit_is_named(tmp_path: Path, good: Any, bad: Any, message: str) -> None:
     assert len(read(tmp_path, [good]).train) == 1
-    with pytest.raises(DataError, match=r"b\.jsonl.*" + message):
-        read(tmp_path, [good, bad], "b.jsonl")
+    for on_disk in (False, True):
+        with pytest.raises(DataError, match=r"b\.jsonl.*" + message):
+            read(tmp_path, [good, bad], "b.jsonl", on_disk=on_disk)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("columns", [("chosen", "rejected"), ("completion",)])
+def test_rows_of_texts_and_of_messages_are_named(
+    columns: tuple[str, ...], on_disk: bool, tmp_path: Path
+) -> None:
+    text = {"prompt": "a", **{column: f"b {column}" for column in columns}}
+    messages = {"prompt": [USER], **{column: [ANSWER, USER, OTHER] for column in columns}}
+    for rows, text_line, message_line in (
+        ([text, text, messages], 1, 3),
+        ([messages, text, messages], 2, 1),
+    ):
+        with pytest.raises(
+            DataError, match=rf"text in some rows \(.*a\.jsonl', line {text_line}\) .*, line {message_line}\)"
+        ):
+            read(tmp_path, rows, on_disk=on_disk)
+
+
+def test_files_of_texts_and_of_messages_are_named(tmp_path: Path) -> None:
+    rows = (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+    )
+    for name, row in zip("ab", rows, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    with pytest.raises(
+        DataError, match=r"as in '.*a\.jsonl'.* lists of messages in others \(as in '.*b\.jsonl"
+    ):
+        TextRows(str(tmp_path / "*.jsonl")).load()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_whole_numbers_with_too_many_digits_are_refused(tmp_path: Path, on_disk: bool) -> None:
+    row = '{"prompt": "a", "completion": "b", "id": ' + "1" * 5000 + "}"
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n\n' + row + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl', line 3 has a whole number of more than 4300 digits"):
+        TextRows(str(tmp_path / "a.jsonl"), on_disk=on_disk).load()
+    tools = {"messages": [USER, ANSWER], "tools": "[" + "1" * 5000 + "]"}
+    (tmp_path / "b.jsonl").write_text(json.dumps(tools))
+    with pytest.raises(DataError, match=r"b\.jsonl', line 1: 'tools' has a whole number of more than 4300"):
+        TextRows(str(tmp_path / "b.jsonl"), on_disk=on_disk).load()
+    (tmp_path / "c.json").write_text('[{"text": "a"},\n{"text": "b", "id": -' + "1" * 5000 + "}]")
+    with pytest.raises(DataError, match=r"c\.json' has a whole number .* digits, at line 2 column 21\."):
+        TextRows(str(tmp_path / "c.json")).load()
+    (tmp_path / "d.csv").write_text("text,label\na," + "1" * 5000 + "\n")
+    # labels of more digits than an int64 has are names
+    assert TextRows(str(tmp_path / "d.csv")).load().train == [Labeled("a", "1" * 5000)]
+
+
+def test_pairs_of_surrogates_are_characters(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude00", "completion": "\u00e9\U0001f600"}')
+    assert read(tmp_path, [{"text": "\U0001f600"}], "b.jsonl").train[0].response == "\U0001f600"
+    assert TextRows(str(tmp_path / "a.jsonl")).load().train == [Instruction("\U0001f600", "\u00e9\U0001f600")]
+    # a column that is not read may hold anything
+    assert len(read(tmp_path, [{"text": "a", "id": "\ud83d"}], "c.jsonl").train) == 1
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -17,6 +18,8 @@ from ..arrays import encode_labels
 from ..dataset import Dataset, Examples
 from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, split_parts
 from .text_records import Labeled, Record, TextPair, Texts, TokenLabeled
+
+_WHOLE_NUMBER = re.compile(r"-?[0-9]+")
 
 
 def tokenize_labeled(texts: Texts, tokenizer: Any, context: int) -> Dataset:
@@ -185,6 +188,15 @@ def _number_labels(
     texts: Texts, labels: Sequence[Sequence[str | int]]
 ) -> tuple[Sequence[list[int]], tuple[str, ...]]:
     """Class numbers in each part, and names of the classes; negative numbers stay."""
+    number_by_name: dict[str | int, int] = {name: i for i, name in enumerate(texts.classes)}
+    if texts.classes and not texts.labels_are_numbers:
+        numbers = _match_names(texts, labels)
+        if numbers is not None:
+            return numbers, texts.classes
+    for label in chain.from_iterable(labels) if texts.classes else ():
+        if isinstance(label, str) and label not in number_by_name:
+            hint = did_you_mean(label, texts.classes)
+            raise DataError(f"{texts.name!r} has a label {label!r} that is no class. {hint}")
     if len({isinstance(label, str) for part in labels for label in part}) > 1:
         raise DataError(f"the labels of {texts.name!r} are text in some records and numbers in others.")
     if not texts.classes:
@@ -194,13 +206,34 @@ def _number_labels(
             return [part.tolist() for part in arrays], tuple(map(str, range(max_label + 1)))
         label_tensors, classes = encode_labels(arrays, f"the labels of {texts.name!r}")
         return [part.tolist() for part in label_tensors], classes
-    number_by_name: dict[str | int, int] = {name: i for i, name in enumerate(texts.classes)}
-    for label in chain.from_iterable(labels):
-        if isinstance(label, str) and label not in number_by_name:
-            hint = did_you_mean(label, texts.classes)
-            raise DataError(f"{texts.name!r} has a label {label!r} that is no class. {hint}")
     class_numbers = [[int(number_by_name.get(label, label)) for label in part] for part in labels]
     return class_numbers, texts.classes
+
+
+def _match_names(texts: Texts, labels: Sequence[Sequence[str | int]]) -> list[list[int]] | None:
+    """Class numbers of labels that are the names of classes, also as whole numbers; None if some are not.
+
+    Raises:
+        DataError: if labels and names of classes are whole numbers, and a label is no name: it may be meant to count
+            from 0.
+    """
+    number_by_name = {name: i for i, name in enumerate(texts.classes)}
+    label_set = set(chain.from_iterable(labels))
+    unmatched_labels = {label for label in label_set if str(label) not in number_by_name}
+    text_labels = {label for label in unmatched_labels if isinstance(label, str)}
+    # negative numbers are words without a label
+    numbers = sorted(int(label) for label in unmatched_labels - text_labels if int(label) >= 0)
+    if not text_labels and not numbers:
+        number_by_label = {label: number_by_name[str(label)] for label in label_set - unmatched_labels}
+        return [[number_by_label.get(label, -1) for label in part] for part in labels]
+    number_names = [name for name in texts.classes if _WHOLE_NUMBER.fullmatch(name)]
+    if numbers and number_names:
+        raise DataError(
+            f"{texts.name!r} has a label {numbers[0]} that is no class, and names of classes are whole numbers, such as "
+            f"{number_names[0]!r}. Such labels are matched to the names and do not count from 0: list the labels in "
+            "data.classes as they are in the rows, or give the classes names that are no numbers."
+        )
+    return None
 
 
 def _encode_truncated(tokenizer: Any, texts: Sequence[str | list[str]], context: int) -> tuple[Any, int]:

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from ..datasets.hub import open_dataset
 from ..download.data_files import expand_path, explain_missing
 from .on_disk.lazy_records import LineRows, RecentRows
 
-_WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)")
+_WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LINE_ENDINGS = (".jsonl", ".jsonl.gz")
 _ENDINGS = (*_LINE_ENDINGS, ".json", ".json.gz", ".parquet")
 
@@ -75,26 +77,70 @@ class Table:
                     f"{self.source!r} has no column {column!r}. {did_you_mean(column, table_columns)}"
                 )
 
+    def value(self, i: int, column: str) -> Any:
+        """The value in a column of row ``i``, None for a missing one; refuses text that no tokenizer takes."""
+        value = self.rows[i].get(column)
+        if surrogate := find_lone_surrogate(value):
+            raise DataError(explain_surrogate(f"{self.locate(i)}: {column!r}", surrogate))
+        return value
+
     def text(self, i: int, column: str, *, optional: bool = False) -> str:
         """The text in a column of row ``i``; empty for a null, and with ``optional`` for a missing column."""
         row = self.rows[i]
         if column not in row and not optional:
             columns = ", ".join(map(repr, row)) or "nothing"
             raise DataError(f"{self.locate(i)} has no {column!r}; it has {columns}.")
-        value = row.get(column)
+        value = self.value(i, column)
         if value is not None and not isinstance(value, str):
             raise DataError(f"{self.locate(i)}: {column!r} must be text, not {_shorten(value)}.")
         return value or ""
 
     def name(self, i: int, column: str | None) -> str | None:
         """The name of a client or category in row ``i``: text, or a whole number as text; None for a null."""
-        value = None if column is None else self.rows[i].get(column)
+        value = None if column is None else self.value(i, column)
         if value is None or value == "":
             return None
         if isinstance(value, bool) or not isinstance(value, str | int):
             value_text = _shorten(value)
             raise DataError(f"{self.locate(i)}: {column!r} must be text or a whole number, not {value_text}.")
         return str(value)
+
+
+def find_lone_surrogate(value: Any) -> str | None:
+    """Half of a surrogate pair in a text, or in the texts of a list or an object; or None.
+
+    JSON can hold one as an escape. No tokenizer takes it, and no file in UTF-8.
+    """
+    if isinstance(value, str):
+        match = None if value.isascii() else _SURROGATE.search(value)
+        return match and match.group()
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(find_lone_surrogate, value)), None)
+    return None
+
+
+def explain_surrogate(location: str, surrogate: str) -> str:
+    """Explain half of a surrogate pair in a text at a location."""
+    return (
+        f"{location} holds {surrogate!a}, which is half of a surrogate pair and no character. Replace it, or drop the "
+        "row."
+    )
+
+
+def explain_json_error(text: str, error: ValueError | RecursionError) -> str:
+    """Explain why Python cannot read a text as JSON, in words that follow its location."""
+    if isinstance(error, json.JSONDecodeError | RecursionError):
+        return f"is not JSON: {error}."
+    # the only other error: Python converts no longer numbers
+    max_digits = sys.get_int_max_str_digits()
+    match = re.search(rf"(?<![^\s:,\[])-?[0-9]{{{max_digits + 1},}}", text)
+    position = json.JSONDecodeError("", text, match.start()) if match else None
+    location = f", at line {position.lineno} column {position.colno}" if position else ""
+    return (
+        f"has a whole number of more than {max_digits} digits{location}. Write it as text, or leave it out."
+    )
 
 
 def find_file(folder: Path, stem: str) -> Path:
@@ -254,9 +300,9 @@ def _read_list(file: Path) -> list[dict[str, Any]]:
 def _parse(text: str, location: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         hint = " A file with an object per line must end in .jsonl." if "Extra data" in str(error) else ""
-        raise DataError(f"{location} is not JSON: {error}.{hint}") from error
+        raise DataError(f"{location} {explain_json_error(text, error)}{hint}") from error
 
 
 def _check_object(row: Any, location: str) -> dict[str, Any]:

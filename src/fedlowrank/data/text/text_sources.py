@@ -14,7 +14,15 @@ from ..download.data_files import expand_path
 from .passages import Lines, Speakers
 from .rows.text_rows import TextRows
 from .table import Table, find_file, read_file, read_split
-from .text_records import Instruction, Labeled, Texts, check_column_setting, check_share, hold_out
+from .text_records import (
+    Instruction,
+    Labeled,
+    Texts,
+    check_column_setting,
+    check_share,
+    hold_out,
+    is_label,
+)
 
 
 class TextSource(Protocol):
@@ -255,7 +263,7 @@ class TextClasses(_FileOrHub):
         label: column of the labels: text, or whole numbers from 0 on.
         client: column of natural clients, text or whole numbers, or None.
         classes: names of the classes in the order of their numbers; by default those of the data set, else
-            the sorted text labels, or the numbers.
+            the sorted text labels, or the numbers. Labels that are all among these names are names, also whole numbers.
     """
 
     text: tuple[str, ...] = ("text",)
@@ -274,18 +282,25 @@ class TextClasses(_FileOrHub):
         tables = self._read_tables()
         train, *test = [self._read_records(table, notes) for table in tables]
         classes = self.classes or tables[0].classes.get(self.label, ())
-        return Texts(self._choose_title(), train, test[0] if test else None, classes, tuple(notes))
+        return Texts(
+            self._choose_title(),
+            train,
+            test[0] if test else None,
+            classes,
+            tuple(notes),
+            labels_are_numbers=any(self.label in table.classes for table in tables),
+        )
 
     def _read_records(self, table: Table, notes: list[str]) -> list[Labeled]:
         table.require(*self.text, self.label, self.client)
         records = []
-        for i, row in enumerate(table.rows):
+        for i in range(len(table.rows)):
             # Of several columns some may be missing, e.g. the title.
             texts = [table.text(i, column, optional=len(self.text) > 1) for column in self.text]
-            label = row.get(self.label)
-            if isinstance(label, bool) or not isinstance(label, str | int):
-                location = table.locate(i)
-                raise DataError(f"{location}: {self.label!r} must be text or a whole number, not {label!r}.")
+            label = table.value(i, self.label)
+            if not is_label(label):
+                location, numbers = table.locate(i), "a whole number of 64 bits"
+                raise DataError(f"{location}: {self.label!r} must be text or {numbers}, not {label!r}.")
             text = self.separator.join(column for column in texts if column)
             records.append(Labeled(text, label, table.name(i, self.client)))
         nonempty_records = [record for record in records if record.text.strip()]

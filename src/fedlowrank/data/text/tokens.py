@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .chat.chat_template import ChatTemplate, LossOn, SystemRole
 from .label_tokens import tokenize_labeled, tokenize_pairs, tokenize_words
 from .on_disk.token_file import TokenFile
 from .packing import Sample, pack_sequences
-from .sample_limits import Draft, LengthLimit, Truncate, fit_samples
+from .sample_limits import Draft, DropTurns, LengthLimit, Truncate, fit_samples
 from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, split_parts
 from .text_formats import Format, choose_format, render_instruction
 from .text_records import Conversation, Instruction, Preference, Record, Texts
@@ -208,20 +208,19 @@ def _make_columns(
         samples = _make_samples(description, records, tokenizer, settings, notes)
         return [[sample for sample in samples if sample is not None]]
     pairs = [record for record in records if isinstance(record, Preference)]
-    chosen, rejected = (
-        list(
-            _make_samples(
-                f"{side} responses, {description}",
-                [getattr(p, side) for p in pairs],
-                tokenizer,
-                settings,
-                notes,
-            )
-        )
-        for side in ("chosen", "rejected")
+    sides = ("chosen", "rejected")
+    descriptions = [f"{side} responses, {description}" for side in sides]
+    drafts = [
+        _make_drafts(side_description, [getattr(pair, side) for pair in pairs], tokenizer, settings, notes)
+        for side_description, side in zip(descriptions, sides, strict=True)
+    ]
+    limit = LengthLimit(settings.context, settings.truncate)
+    drop_turns = _make_drop_turns(drafts[0].chat, settings.context)
+    fitted_pairs = fit_samples(
+        descriptions, zip(*(side.drafts for side in drafts), strict=True), limit, drop_turns, notes
     )
     complete_pairs = [
-        (a, b) for a, b in zip(chosen, rejected, strict=True) if a is not None and b is not None
+        (chosen, rejected) for chosen, rejected in fitted_pairs if chosen is not None and rejected is not None
     ]
     if not complete_pairs:
         raise DataError(f"{description}: within {settings.context} tokens no pair is left. Raise context.")
@@ -266,8 +265,35 @@ def _make_samples(
 ) -> Iterator[Sample | None]:
     """Tokens and labels of each record, truncated, one after another; None of those with nothing to learn."""
     limit = LengthLimit(settings.context, settings.truncate)
+    drafts, chat = _make_drafts(description, records, tokenizer, settings, notes)
+    drop_turns = _make_drop_turns(chat, settings.context)
+    samples = fit_samples([description], zip(drafts), limit, drop_turns, notes)
+    return (sample for (sample,) in samples)
+
+
+class _Drafts(NamedTuple):
+    """Samples of any length, read once.
+
+    Attributes:
+        drafts: the samples.
+        chat: the chat template that writes them; None for records without turns.
+    """
+
+    drafts: Iterator[Draft]
+    chat: ChatTemplate | None
+
+
+def _make_drafts(
+    description: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
+) -> _Drafts:
+    """Tokens and labels of each record, of any length, one after another.
+
+    Raises:
+        ConfigError: if settings are for conversations and the records have no turns.
+    """
     if isinstance(records[0], Conversation):
-        return _make_conversation_samples(description, records, tokenizer, settings, limit, notes)
+        chat = ChatTemplate(tokenizer, settings.loss_on, settings.system)
+        return _Drafts(_draft_conversations(description, records, chat, settings, notes), chat)
     if settings.truncate == "turns":
         raise ConfigError(
             "truncate = 'turns' leaves out turns of conversations, and these rows have none. Set it to 'right', "
@@ -283,43 +309,40 @@ def _make_samples(
             "loss_on = 'last' is for conversations, and these rows have no turns. Set loss_on to 'response' or "
             "'all'."
         )
-    return fit_samples(
-        description, _draft_instructions(description, records, tokenizer, settings), limit, None, notes
-    )
+    return _Drafts(_draft_instructions(description, records, tokenizer, settings), None)
 
 
-def _make_conversation_samples(
-    description: str,
-    records: Sequence[Any],
-    tokenizer: Any,
-    settings: TextSettings,
-    limit: LengthLimit,
-    notes: list[str],
-) -> Iterator[Sample | None]:
-    """Tokens and labels of each conversation, truncated; see :func:`_make_samples`."""
-    chat, endless = ChatTemplate(tokenizer, settings.loss_on, settings.system), 0
-    current_conversation: Conversation
+def _make_drop_turns(chat: ChatTemplate | None, context: int) -> DropTurns | None:
+    """The function that leaves out the oldest turns of the samples of a record; None without turns."""
+    if chat is None:
+        return None
 
-    def draft_all() -> Iterator[Draft]:
-        nonlocal endless, current_conversation
-        for current_conversation, sample in chat.samples(records):
-            endless += not chat.has_end(sample)
-            location, client = current_conversation.location, current_conversation.client
-            yield Draft(sample, 0, len(sample.ids), location, client)
-        if endless and settings.loss_on != "all":
-            notes.append(
-                f"{description}: in {endless} of {len(records)} conversations no special token ends the last answer, so "
-                "a model does not learn where to stop: check the chat template"
-            )
-        if chat.unread_keys:
-            notes.append(
-                f"{description}: the chat template reads no {', '.join(map(repr, chat.unread_keys))} of the messages"
-            )
+    def drop_turns(drafts: Sequence[Draft], record: int) -> Sequence[Sample]:
+        conversations = [draft.conversation for draft in drafts if draft.conversation is not None]
+        if len(conversations) == 1:
+            return [chat.fit_turns(conversations[0], context, record)]
+        return chat.fit_prompt_turns(conversations, context, record)
 
-    def drop_turns(i: int) -> Sample:
-        return chat.fit_turns(current_conversation, settings.context, i)
+    return drop_turns
 
-    return fit_samples(description, draft_all(), limit, drop_turns, notes)
+
+def _draft_conversations(
+    description: str, records: Sequence[Any], chat: ChatTemplate, settings: TextSettings, notes: list[str]
+) -> Iterator[Draft]:
+    """Samples of any length of each conversation; after the last one come the notes."""
+    endless_count = 0
+    for conversation, sample in chat.samples(records):
+        endless_count += not chat.has_end(sample)
+        yield Draft(sample, 0, len(sample.ids), conversation.location, conversation.client, conversation)
+    if endless_count and settings.loss_on != "all":
+        notes.append(
+            f"{description}: in {endless_count} of {len(records)} conversations no special token ends the last answer, so "
+            "a model does not learn where to stop: check the chat template"
+        )
+    if chat.unread_keys:
+        notes.append(
+            f"{description}: the chat template reads no {', '.join(map(repr, chat.unread_keys))} of the messages"
+        )
 
 
 def _draft_instructions(

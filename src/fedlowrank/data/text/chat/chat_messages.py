@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....core.errors import DataError
+from ..table import explain_json_error, explain_surrogate, find_lone_surrogate
 from ..text_records import ChatMessage
 
 SHAREGPT_ROLES = {
@@ -61,8 +62,10 @@ def read_tools(value: object, location: str) -> tuple[Any, ...]:
     if isinstance(value, str):
         try:
             tools = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{location}: 'tools' is not JSON: {error}.") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{location}: 'tools' {explain_json_error(value, error)}") from error
+        if surrogate := find_lone_surrogate(tools):
+            raise DataError(explain_surrogate(f"{location}: 'tools'", surrogate))
     if isinstance(tools, str) or not isinstance(tools, Sequence):
         raise DataError(f"{location}: 'tools' must be a list of JSON schemas, not {_shorten(tools)}.")
     return tuple(_remove_nulls(tool) for tool in tools)
@@ -90,14 +93,21 @@ def merge_system(messages: Sequence[ChatMessage], location: str) -> tuple[ChatMe
     return ({**messages[1], "content": text}, *messages[2:])
 
 
-def drop_oldest_exchange(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...] | None:
+def drop_oldest_exchange(
+    messages: Sequence[ChatMessage], max_turns: int | None = None
+) -> tuple[ChatMessage, ...] | None:
     """Leave out the turns from the first one after the system's up to the next turn of a user.
+
+    Args:
+        messages: the turns.
+        max_turns: only of so many first turns some may be left out; None for no limit.
 
     Returns:
         The shorter conversation; None if no later turn of a user is followed by the assistant's.
     """
     start = int(messages[0]["role"] == "system") if messages else 0
-    for k in range(start + 1, len(messages)):
+    stop = len(messages) if max_turns is None else min(len(messages), max_turns + 1)
+    for k in range(start + 1, stop):
         is_answered = any(message["role"] == "assistant" for message in messages[k:])
         if messages[k]["role"] == "user" and is_answered:
             return (*messages[:start], *messages[k:])
@@ -109,11 +119,13 @@ def _read_message(message: object, location: str) -> ChatMessage:
         raise DataError(f"{location} must be an object with 'role' and 'content', not {_shorten(message)}.")
     fields = _remove_nulls(message)
     if "role" in fields:
-        role, content = fields["role"], fields.get("content", "")
+        role, content_key = fields["role"], "content"
         extra_fields = {key: value for key, value in fields.items() if key not in ("role", "content")}
     elif "from" in fields:
-        speaker, content = fields["from"], fields.get("value", "")
+        speaker, content_key = fields["from"], "value"
         extra_fields = {key: value for key, value in fields.items() if key not in ("from", "value")}
+        if not isinstance(speaker, str):
+            raise DataError(f"{location}: 'from' must be text, not {_shorten(speaker)}.")
         if speaker not in SHAREGPT_ROLES:
             raise DataError(
                 f"{location} is from {speaker!r}, which is none of {', '.join(SHAREGPT_ROLES)}. Rename it, or "
@@ -126,7 +138,8 @@ def _read_message(message: object, location: str) -> ChatMessage:
     if not isinstance(role, str):
         raise DataError(f"{location}: 'role' must be text, not {_shorten(role)}.")
     _check_marks(role, extra_fields, location)
-    return {"role": role, "content": _read_content(content, location), **extra_fields}
+    content = _read_content(fields.get(content_key, ""), content_key, location)
+    return {"role": role, "content": content, **extra_fields}
 
 
 def _check_marks(role: str, keys: Mapping[str, Any], location: str) -> None:
@@ -144,7 +157,7 @@ def _check_marks(role: str, keys: Mapping[str, Any], location: str) -> None:
         )
 
 
-def _read_content(content: object, location: str) -> str:
+def _read_content(content: object, key: str, location: str) -> str:
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, Sequence) else [content]
@@ -152,7 +165,7 @@ def _read_content(content: object, location: str) -> str:
     if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
         return "".join(map(str, texts))
     raise DataError(
-        f"{location}: 'content' must be text, or a list of parts of type 'text', not {_shorten(content)}. Images "
+        f"{location}: {key!r} must be text, or a list of parts of type 'text', not {_shorten(content)}. Images "
         "and sound are not supported."
     )
 

@@ -177,14 +177,28 @@ class ChatTemplate:
         """
         sample = self.sample(conversation, record)
         while len(sample.ids) > context:
-            messages = drop_oldest_exchange(conversation.messages)
-            if messages is None:
+            shorter = _drop_exchange(conversation, None)
+            if shorter is None:
                 return sample
-            dropped_count = len(conversation.messages) - len(messages)
-            start = max(0, conversation.learn_from - dropped_count)
-            conversation = replace(conversation, messages=messages, learn_from=start)
-            sample = self.sample(conversation, record)
+            conversation, sample = shorter, self.sample(shorter, record)
         return sample
+
+    def fit_prompt_turns(
+        self, conversations: Sequence[Conversation], context: int, record: int = 0
+    ) -> list[Sample]:
+        """The samples of responses to one prompt, without as many of its oldest exchanges as it takes for all to fit.
+
+        All lose the same turns. The system's turn and the prompt's last exchange stay, even where a sample is longer than
+        the context.
+        """
+        samples = [self.sample(conversation, record) for conversation in conversations]
+        while any(len(sample.ids) > context for sample in samples):
+            shorter = [_drop_exchange(c, c.learn_from) for c in conversations]
+            conversations = [conversation for conversation in shorter if conversation is not None]
+            if len(conversations) < len(samples):
+                break
+            samples = [self.sample(conversation, record) for conversation in conversations]
+        return samples
 
     def _render(
         self, conversation: Conversation, turns: int | None = None, *, add_generation_prompt: bool = False
@@ -376,6 +390,16 @@ class ChatTemplate:
         """The end of a turn without white space after a token that ends it."""
         turn = text[start:end].rstrip()
         return start + len(turn) if turn.endswith(self._ends) else end
+
+
+def _drop_exchange(conversation: Conversation, max_turns: int | None) -> Conversation | None:
+    """The conversation without its oldest exchange; None if it has one alone, see :func:`.chat_messages.drop_oldest_exchange`."""
+    messages = drop_oldest_exchange(conversation.messages, max_turns)
+    if messages is None:
+        return None
+    dropped_count = len(conversation.messages) - len(messages)
+    start = max(0, conversation.learn_from - dropped_count)
+    return replace(conversation, messages=messages, learn_from=start)
 
 
 def _list_assistant_turns(messages: Sequence[ChatMessage]) -> list[int]:

@@ -22,6 +22,7 @@ from ..text_records import (
     Record,
     TextPair,
     TokenLabeled,
+    is_label,
 )
 
 Form: TypeAlias = Literal[
@@ -111,6 +112,9 @@ def read_rows(
                 f"have. It has {', '.join(sorted(columns))}. Rename a column, or set another form."
             )
 
+    # the first row whose prompt is text, and the first one whose prompt is a list of messages
+    first_rows: dict[bool, int] = {}
+
     def read_row(i: int) -> Record:
         stratum = table.name(i, category)
         if category is not None and stratum is None:
@@ -118,7 +122,12 @@ def read_rows(
         client_name = table.name(i, client)
         if client is not None and client_name is None:
             raise DataError(f"{table.locate(i)} names no client in {client!r}. Fill it in, or drop the row.")
-        return row_form.read(table, i, stratum, client_name)
+        record = row_form.read(table, i, stratum, client_name)
+        if _has_text(record):
+            first_rows.setdefault(has_messages(record), i)
+        if len(first_rows) > 1:
+            raise DataError(explain_mixed_prompts(*(table.locate(first_rows[key]) for key in (False, True))))
+        return record
 
     count = len(table.rows)
     if on_disk:
@@ -146,6 +155,19 @@ def _read_lazily(table: Table, read_row: Callable[[int], Record]) -> tuple[LazyR
 
     facts = list_facts(select_learnable())
     return LazyRecords(read, np.array(numbers, np.int64), facts), count - len(numbers)
+
+
+def has_messages(record: Record) -> bool:
+    """Whether a record is a list of messages, or a preference pair of such."""
+    return isinstance(record.chosen if isinstance(record, Preference) else record, Conversation)
+
+
+def explain_mixed_prompts(text_location: str, message_location: str) -> str:
+    """Explain that prompts are text at a location, and lists of messages at another."""
+    return (
+        f"prompts are text in some rows ({text_location}) and lists of messages in others ({message_location}). Convert "
+        "them to lists of messages."
+    )
 
 
 def list_unread_columns(table: Table, form: Form, *other_columns: str | None) -> list[str]:
@@ -187,7 +209,7 @@ def _find_value(table: Table, i: int, names: tuple[str, ...]) -> tuple[Any, str]
             else f"has no {choices}; it has {filled_columns}"
         )
         raise DataError(f"{table.locate(i)} {problem}. Fill it in, or drop the row.")
-    return row[filled_names[0]], filled_names[0]
+    return table.value(i, filled_names[0]), filled_names[0]
 
 
 def _read_messages(table: Table, i: int, category: str | None, client: str | None) -> Conversation:
@@ -216,7 +238,7 @@ def _make_conversation(
     location = table.locate(i)
     if not any(message["role"] == "assistant" and is_learnt(message) for message in messages[learn_from:]):
         raise DataError(f"{location} has no turn of the assistant to learn. Drop the row.")
-    tools = read_tools(table.rows[i].get("tools"), location)
+    tools = read_tools(table.value(i, "tools"), location)
     return Conversation(messages, tools, learn_from, category, client, location)
 
 
@@ -280,7 +302,7 @@ def _read_alpaca(table: Table, i: int, category: str | None, client: str | None)
 def _read_preference(table: Table, i: int, category: str | None, client: str | None) -> Preference:
     chosen, _ = _find_value(table, i, ("chosen",))
     rejected, _ = _find_value(table, i, ("rejected",))
-    prompt, location = table.rows[i].get("prompt"), table.locate(i)
+    prompt, location = table.value(i, "prompt"), table.locate(i)
     if is_message_list(chosen) != is_message_list(rejected):
         raise DataError(
             f"{location}: 'chosen' and 'rejected' must both be text, or both be lists of messages. Rewrite one."
@@ -341,8 +363,10 @@ def _read_text(table: Table, i: int, category: str | None, client: str | None) -
 
 def _read_label(table: Table, i: int, _category: str | None, client: str | None) -> Labeled:
     label, _ = _find_value(table, i, ("label",))
-    if isinstance(label, bool) or not isinstance(label, str | int):
-        raise DataError(f"{table.locate(i)}: 'label' must be text or a whole number, not {label!r}.")
+    if not is_label(label):
+        raise DataError(
+            f"{table.locate(i)}: 'label' must be text or a whole number of 64 bits, not {label!r}."
+        )
     return Labeled(table.text(i, "text"), label, client)
 
 
@@ -352,13 +376,11 @@ def _read_word_labels(table: Table, i: int, _category: str | None, client: str |
     location = table.locate(i)
     if not is_message_list(words) or not all(isinstance(word, str) for word in words) or not words:
         raise DataError(f"{location}: 'tokens' must be a list of words, not {words!r}.")
-    has_valid_labels = is_message_list(labels) and all(
-        isinstance(n, str | int) and not isinstance(n, bool) for n in labels
-    )
+    has_valid_labels = is_message_list(labels) and all(map(is_label, labels))
     if not has_valid_labels or len(labels) != len(words):
         count = len(labels) if is_message_list(labels) else repr(labels)
         raise DataError(
-            f"{location}: {column!r} must hold a name or whole number for each of the {len(words)} 'tokens'; it "
+            f"{location}: {column!r} must hold a name or whole number of 64 bits for each of the {len(words)} 'tokens'; it "
             f"holds {count}."
         )
     return TokenLabeled(tuple(words), tuple(labels), client, location)

@@ -20,8 +20,16 @@ from ....core.key import Key
 from ...download.data_files import expand_path
 from ..on_disk.lazy_records import LazyRecords, join_records
 from ..table import Table, read_data_file, read_split
-from ..text_records import KINDS, Record, Texts, check_share, hold_out
-from .row_forms import FORMS, Form, list_unread_columns, read_rows, recognize_form
+from ..text_records import Conversation, Record, Texts, check_share, hold_out
+from .row_forms import (
+    FORMS,
+    Form,
+    explain_mixed_prompts,
+    has_messages,
+    list_unread_columns,
+    read_rows,
+    recognize_form,
+)
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -42,7 +50,7 @@ class TextRows(CheckedFields):
         client_column: column of natural clients, text or whole numbers, or None. Goes with partition natural.
         category_column: column of categories, which partitions can use like a class, or None.
         classes: names of the classes of labeled rows, in the order of their numbers; by default those of the data
-            set, else the sorted names, or the numbers.
+            set, else the sorted names, or the numbers. Labels that are all among these names are names, also whole numbers.
         test: a file with the test part, or None.
         name: configuration of a data set in a folder or on the hub, for those that have several.
         train_split: split for training, of a folder or a data set on the hub.
@@ -108,11 +116,11 @@ class TextRows(CheckedFields):
         test_tables = self._read_test_tables()
         forms = {table.source: self._choose_form(table) for table in [*train_tables, *test_tables]}
         self._check_one_form(forms)
-        train, test = (
-            self._join([self._read(table, forms, notes) for table in tables])
-            for tables in (train_tables, test_tables)
+        train_parts, test_parts = (
+            [self._read(table, forms, notes) for table in tables] for tables in (train_tables, test_tables)
         )
-        self._check_one_type(train, test)
+        self._check_one_type([*train_tables, *test_tables], [*train_parts, *test_parts])
+        train, test = self._join(train_parts), self._join(test_parts)
         self._check_one_order([*train_tables, *test_tables], forms)
         remaining_records, test_records = hold_out(train, self.test_share, Key(("text_rows", self.seed)))
         form = next(iter(forms.values()))
@@ -136,6 +144,7 @@ class TextRows(CheckedFields):
             notes=tuple(notes),
             format="verbatim" if form == "prompt_completion" else "none" if form == "text" else None,
             folder=self._choose_folder() if self.on_disk else None,
+            labels_are_numbers=any(self._find_class_names(table, form) for table in tables),
         )
 
     def _choose_form(self, table: Table) -> Form:
@@ -181,17 +190,11 @@ class TextRows(CheckedFields):
                 f"the files have rows of different forms: {forms_text}. Convert them to one form."
             )
 
-    def _check_one_type(self, *parts: Sequence[Record]) -> None:
-        kinds = {
-            KINDS[record_type]
-            for part in parts
-            for record_type in (part.facts.types if isinstance(part, LazyRecords) else map(type, part))
-        }
-        if len(kinds) > 1:
-            raise DataError(
-                f"{self._choose_title()!r}: prompts are text in some rows and lists of messages in others. Convert "
-                "them to lists of messages."
-            )
+    def _check_one_type(self, tables: Sequence[Table], parts: Sequence[Sequence[Record]]) -> None:
+        """Refuse files whose prompts are text beside files of messages; within a file all are alike."""
+        sources = {_hold_messages(part): table.source for table, part in zip(tables, parts, strict=True)}
+        if len(sources) > 1:
+            raise DataError(explain_mixed_prompts(f"as in {sources[False]!r}", f"as in {sources[True]!r}"))
 
     def _read_train_tables(self) -> list[Table]:
         files = self._find_files()
@@ -276,6 +279,13 @@ def _remove_endings(path: str) -> str:
     for ending in (".gz", *_ENDINGS):
         name = name.removesuffix(ending)
     return name
+
+
+def _hold_messages(records: Sequence[Record]) -> bool:
+    """Whether the records of a file are lists of messages; of preference pairs on disk, which are refused, False."""
+    if isinstance(records, LazyRecords):
+        return records.facts.types[0] is Conversation
+    return has_messages(records[0])
 
 
 def _set_client(record: Record, client: str) -> Record:
