@@ -7,18 +7,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
+from ..adapters.lora.adapted_layers import PEFT_PREFIX
+from ..adapters.lora.lora_factors import find_lora
 from ..config.reading.merging import parse_overrides
 from ..config.reading.parsing import build
-from ..config.stored_run import open_run
+from ..config.stored_run import find_typed_client, open_run
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.io.atomic_files import write_json
+from ..core.key import Key
 from ..core.tree import Params
 from ..data.text.text_formats import render_instruction
 from ..data.text.text_records import Instruction
+from ..language.base_model import load_base
 from ..language.export.server_model import find_server_model
 from ..language.language_model import Language
+from ..language.lora.new_tokens import name_rows
+from ..language.lora.peft_adapter import ADAPTER
 from ..language.scores import TASKS, PromptFormat, Score, ScoreTask
 from ..rounds.run import Run
 from .terminal import OUT
@@ -57,8 +64,7 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
     Args:
         run: run with language models.
         task: task that the models answer, and the rule by which answers are scored.
-        models: names of models: ``server``, ``base`` or numbers of clients; by default the server's model, or else
-            client 0.
+        models: ``server``, ``base`` or clients, as in :func:`params_of`; by default the server's model, or else client 0.
     """
     language = language_of_run(run)
     if language.settings.task != "causal":
@@ -103,21 +109,28 @@ def open_language_run(folder: Path, best: bool, allow_code: bool) -> Run:
 
 def default_model(run: Run) -> str:
     """Name of a run's default model: the server's, or else that of client 0."""
-    return "server" if run.local_model(run.federation.infos[0]).server is not None else "0"
+    infos = run.federation.infos
+    if run.local_model(infos[0]).server is not None:
+        return "server"
+    return "number=0" if any(info.name == "0" for info in infos[1:]) else "0"
 
 
 def params_of(run: Run, name: str) -> Params:
-    """Parameters of a run's model, without those of the base.
+    """Parameters of a run's model that are put into the model in memory.
+
+    ``base`` is the base model of the files without any adapter, also without ``lora.start``. Its rows of
+    ``language.new_tokens`` are those before any training: the mean of the former rows, or the row of a token that the
+    base already has.
 
     Args:
         run: run with language models.
-        name: name of the model: ``server``, ``base`` or the number of a client.
+        name: name of the model: ``server``, ``base``, or the name or number of a client.
 
     Raises:
         ConfigError: if there is no such model.
     """
     if name == "base":
-        return {}
+        return _find_base_parameters(language_of_run(run))
     if name == "server":
         server_model = find_server_model(run)
         if server_model is None:
@@ -125,11 +138,34 @@ def params_of(run: Run, name: str) -> Params:
                 f"{run.method.title} has no model of the server; name a client, such as --model 0"
             )
         return server_model
-    if not name.isdecimal() or int(name) >= len(run.federation.infos):
-        raise ConfigError(
-            f"--model is server, base, or a client from 0 to {len(run.federation.infos) - 1}, not {name!r}"
-        )
-    return run.personal_params(run.federation.infos[int(name)])
+    return run.personal_params(find_typed_client(run.federation.infos, name, "--model"))
+
+
+def _find_base_parameters(language: Language) -> Params:
+    """Find the parameters that undo the start adapter of the model in memory; none without ``lora.start``."""
+    if language.start is None:
+        # the initial factors have no effect
+        return {}
+    model = language.model
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    base_parameters = {}
+    for layer in find_lora(model, None).layers.values():
+        name = str(getattr(layer, layer.zero))
+        base_parameters[name] = torch.zeros_like(parameters[name])
+    token_layers: Mapping[str, list[int]] = model.peft_config[ADAPTER].trainable_token_indices or {}
+    for layer_name, name in name_rows(token_layers).items():
+        # the start adapter sets the rows that are trained, and not the embedding below them
+        embedding = model.get_submodule(f"{PEFT_PREFIX}{layer_name}.token_adapter.base_layer")
+        rows = embedding.weight[token_layers[layer_name]]
+        base_parameters[f"{name}.{ADAPTER}"] = rows.to(parameters[f"{name}.{ADAPTER}"])
+    if saved_modules := language.loaded.saved_modules:
+        # the start adapter overwrote them, so they are read from the files again
+        base = load_base(language.settings, language.classes, Key((0,))).model
+        for module in saved_modules:
+            for parameter_name, value in base.get_submodule(module).named_parameters(prefix=module):
+                name = PEFT_PREFIX + parameter_name
+                base_parameters[name] = value.to(parameters[name])
+    return base_parameters
 
 
 def _plain(result: Score) -> dict[str, Any]:

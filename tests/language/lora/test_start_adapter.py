@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from fedlowrank.adapters.lora.lora_factors import find_lora
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
+from fedlowrank.core.key import Key
 from fedlowrank.engines import ENGINES
 from fedlowrank.language.export.server_model import find_server_model
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.shared.lora_family import LoRATraining
+from fedlowrank.models.architecture import build_module
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.simulate import simulate
 
@@ -61,6 +64,7 @@ def make_run(
     lora: dict[str, Any],
     lr: float = 0.0,
     start: Path | None = None,
+    new_tokens: Sequence[str] = (),
 ) -> Run:
     for c in range(2):
         lines = [json.dumps({"prompt": f"who is {i}?", "completion": f"the fox {c}"}) for i in range(12)]
@@ -76,7 +80,7 @@ def make_run(
                 "normalize": "none",
             },
             "partition": {"kind": "natural"},
-            "language": {"path": str(base), "context": 48, "format": "plain"},
+            "language": {"path": str(base), "context": 48, "format": "plain", "new_tokens": [*new_tokens]},
             "lora": {"start": str(folder), **lora},
             "run": {"rounds": 1},
             "local": {} if start is None else {"start": str(start)},
@@ -88,9 +92,9 @@ def make_run(
     return run
 
 
-def logits_of(run: Run, params: Any) -> Tensor:
+def logits_of(run: Run, params: Any, ids: Tensor = IDS) -> Tensor:
     with torch.no_grad(), run.federation.companion.use_parameters(params) as model:
-        actual: Tensor = model(input_ids=IDS).logits
+        actual: Tensor = model(input_ids=ids).logits
     return actual
 
 
@@ -221,6 +225,13 @@ def test_folders_that_are_no_lora_adapter_are_refused(llama: Path, tmp_path: Pat
     write_adapter(llama, tmp_path / "dora", use_dora=True)
     with pytest.raises(ConfigError, match="use_dora = True, but its magnitudes"):
         make_run(llama, tmp_path / "dora", tmp_path, "fedit", {})
+    write_adapter(llama, tmp_path / "kasa")
+    config = json.loads((tmp_path / "kasa" / "adapter_config.json").read_text())
+    # PEFT stores this setting in every adapter
+    assert config["inference_mode"]
+    (tmp_path / "kasa" / "adapter_config.json").write_text(json.dumps({**config, "kasa_config": {}}))
+    with pytest.raises(ConfigError, match=r"kasa_config = \{\}, but it is another update"):
+        make_run(llama, tmp_path / "kasa", tmp_path, "fedit", {})
     write_adapter(llama, tmp_path / "other")
     file = tmp_path / "other" / "adapter_model.safetensors"
     cut = {
@@ -299,6 +310,113 @@ def test_adapters_of_organizations_begin_at_their_mean(llama: Path, tmp_path: Pa
     layer = next(n for n in lora.layers if n.endswith("layers.0.self_attn.q_proj"))
     actual = lora.layers[layer].read_pair(params).dense() * lora.scale
     torch.testing.assert_close(actual, (updates[0] + updates[1]) / 2, rtol=1e-4, atol=1e-5)
+
+
+TOKENS = ["<|im_start|>", "<|im_end|>"]
+
+
+def copy_tied(llama: Path, folder: Path) -> Path:
+    """A base whose embedding and output layer are one tensor."""
+    config = transformers.AutoConfig.from_pretrained(llama)
+    config.tie_word_embeddings = True
+    build_module(lambda: transformers.LlamaForCausalLM(config), Key((3,))).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
+    return folder
+
+
+def write_adapter_with_tokens(
+    base: Path, folder: Path, token_layers: Any, pad_to_multiple_of: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """An adapter by plain PEFT whose base was resized for tokens; ids of a text with these tokens, and PEFT's logits."""
+
+    def resize(model: Any) -> Any:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # new rows are random in transformers
+            model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=pad_to_multiple_of)
+        return model
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(TOKENS, special_tokens=True)
+    token_ids = tokenizer.convert_tokens_to_ids(TOKENS)
+    layers = dict.fromkeys(token_layers, token_ids) if isinstance(token_layers, dict) else token_ids
+    settings: dict[str, Any] = {"trainable_token_indices": layers} if token_layers else {}
+    model = peft.get_peft_model(
+        resize(transformers.AutoModelForCausalLM.from_pretrained(base)),
+        peft.LoraConfig(
+            task_type="CAUSAL_LM", r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], **settings
+        ),
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "trainable_tokens_delta" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`", UserWarning)
+        model.save_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(
+        resize(transformers.AutoModelForCausalLM.from_pretrained(base)), folder
+    )
+    ids = torch.tensor([[1, token_ids[0], 9, 7, token_ids[1], 6]])
+    with torch.no_grad():
+        logits: Tensor = loaded.eval()(input_ids=ids).logits
+    return ids, logits
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "token_layers"),
+    [
+        (False, {"embed_tokens": [], "lm_head": []}),
+        (False, ["embed_tokens"]),
+        (False, []),
+        (True, ["embed_tokens"]),
+    ],
+)
+def test_an_adapter_whose_base_was_resized_for_tokens_is_a_start(
+    is_tied: bool, token_layers: Any, llama: Path, tmp_path: Path
+) -> None:
+    base = copy_tied(llama, tmp_path / "tied") if is_tied else llama
+    ids, expected = write_adapter_with_tokens(base, tmp_path / "adapter", token_layers)
+    stored = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    # PEFT stored the resized embedding
+    assert any(
+        "embed_tokens" in name and len(weight) == expected.shape[-1] for name, weight in stored.items()
+    )
+    run = make_run(base, tmp_path / "adapter", tmp_path, "fedit", {}, new_tokens=TOKENS)
+    params = run.personal_params(run.federation.infos[0])
+    torch.testing.assert_close(logits_of(run, params, ids), expected, rtol=0, atol=2e-5)
+
+
+def test_a_resized_embedding_of_another_base_is_refused(llama: Path, tmp_path: Path) -> None:
+    write_adapter_with_tokens(llama, tmp_path / "adapter", ["embed_tokens"])
+    with pytest.raises(ConfigError, match=r"Set language\.new_tokens to"):
+        make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {})
+    write_adapter_with_tokens(llama, tmp_path / "untrained rows", [])
+    with pytest.raises(
+        ConfigError, match=r"\[310, .*, which is not that of this base.* set language\.new_tokens"
+    ):
+        make_run(llama, tmp_path / "untrained rows", tmp_path, "fedit", {})
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = next(n for n in tensors if n.endswith("embed_tokens.token_adapter.base_layer.weight"))
+    tensors[name][5, 0] += 1e-3
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"embed_tokens\..*, which is not that of this base"):
+        make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {}, new_tokens=TOKENS)
+    write_adapter_with_tokens(llama, tmp_path / "padded", ["embed_tokens"], pad_to_multiple_of=64)
+    with pytest.raises(ConfigError, match=r"resize the embedding for it to the length of the tokenizer"):
+        make_run(llama, tmp_path / "padded", tmp_path, "fedit", {}, new_tokens=TOKENS)
+
+
+def test_rows_of_tied_layers_must_be_equal(llama: Path, tmp_path: Path) -> None:
+    base = copy_tied(llama, tmp_path / "tied")
+    write_adapter_with_tokens(base, tmp_path / "adapter", ["embed_tokens"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["base_model.model.lm_head.token_adapter.trainable_tokens_delta"] += 1
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"different rows of tokens for .*lm_head and the embedding"):
+        make_run(base, tmp_path / "adapter", tmp_path, "fedit", {}, new_tokens=TOKENS)
 
 
 def test_a_start_for_each_client_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -195,7 +195,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "smoothing": ({"loss": {**DPO, "label_smoothing": 0.1}}, r"loss\.label_smoothing = 0"),
     "beta": ({"language": {"trainer_args": {"beta": 0.5}}}, r"loss\.beta"),
     "reference": ({"language": {"trainer_args": {"sync_ref_model": True}}}, "as the reference"),
-    "field": ({"language": {"trainer_args": {"dataset_kwarg": {}}}}, r"trl\.DPOConfig has no field"),
+    "field": ({"language": {"trainer_args": {"dataset_kwarg": {}}}}, "dataset_kwarg has no effect"),
+    "smoothing of labels": (
+        {"language": {"trainer_args": {"label_smoothing_factor": 0.3}}},
+        "label_smoothing_factor has no effect here: TRL reads it for texts",
+    ),
+    "temperature of another loss": (
+        {"language": {"trainer_args": {"discopop_tau": 0.5, "loss_type": ["hinge"]}}},
+        r"discopop_tau = 0\.5 has no effect without loss_type = \['discopop'\]",
+    ),
+    "coefficient of another divergence": (
+        {"language": {"trainer_args": {"f_alpha_divergence_coef": 0.3}}},
+        r"has no effect without f_divergence_type = 'alpha_divergence'",
+    ),
+    "parts of responses": (
+        {"language": {"trainer_args": {"ld_alpha": 0.5}}},
+        "the reference here is for whole responses",
+    ),
+    "dropout": ({"language": {"trainer_args": {"disable_dropout": True}}}, r"lora\.lora_dropout"),
     "parts": (
         {"defaults": {"batch_size": 3, "drop_last": True}, "run": {"micro_batch": 2}},
         "parts of unequal size",
@@ -208,6 +225,67 @@ def test_what_trl_cannot_do_with_pairs_is_refused(name: str, llama: Path, tmp_pa
     changed, words = REFUSED[name]
     with pytest.raises((ConfigError, TaskError), match=words):
         run_rounds(tables_of(llama, tmp_path, "trl", **changed), 1)
+
+
+def test_a_weight_of_the_loss_multiplies_its_gradient(llama: Path, tmp_path: Path) -> None:
+    """One step of SGD is three times as long."""
+    starts, steps = [], []
+    for arguments in ({}, {"loss_weights": [3.0]}):
+        tables = tables_of(
+            llama,
+            tmp_path,
+            "trl",
+            language={"trainer_args": arguments},
+            partition={"kind": "iid", "clients": 1},
+            defaults={"batch_size": 64, "epochs": 1, "optimizer": {"kind": "sgd", "lr": 0.1}},
+        )
+        run = run_rounds(tables, 0)
+        starts.append(factors_of(run)[0])
+        run.step()
+        steps.append({name: value - starts[-1][name] for name, value in factors_of(run)[0].items()})
+    assert any(step.abs().max() > 1e-4 for step in steps[0].values())
+    for name, step in steps[0].items():
+        torch.testing.assert_close(steps[1][name], 3 * step, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"use_weighting": True},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+        {"loss_type": ["discopop"], "discopop_tau": 0.5},
+    ],
+    ids=str,
+)
+def test_fields_of_trl_s_losses_have_an_effect(
+    arguments: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    runs = [
+        run_rounds(tables_of(llama, tmp_path, "trl", language={"trainer_args": changes}), 2)
+        for changes in ({}, arguments)
+    ]
+    plain, changed = (factors_of(run)[0] for run in runs)
+    assert any((changed[name] - value).abs().max() > 1e-6 for name, value in plain.items())
+
+
+def test_pairs_are_padded_to_a_multiple(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    compute_loss = trl.DPOTrainer.compute_loss
+
+    def record_width(self: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        widths.append(inputs["input_ids"].shape[1])
+        return compute_loss(self, model, inputs, *args, **more)
+
+    monkeypatch.setattr(trl.DPOTrainer, "compute_loss", record_width)
+    factors = []
+    for arguments in ({}, {"pad_to_multiple_of": 16}):
+        widths.clear()
+        run = run_rounds(tables_of(llama, tmp_path, "trl", language={"trainer_args": arguments}), 1)
+        assert widths
+        assert all(width % 16 == 0 for width in widths) == bool(arguments)
+        factors.append(factors_of(run)[0])
+    for name, value in factors[0].items():
+        torch.testing.assert_close(factors[1][name], value, rtol=1e-3, atol=2e-5)
 
 
 def test_another_loss_of_trl_is_not_compared(llama: Path, tmp_path: Path) -> None:

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
+from fedlowrank.core.contract import ClientInfo
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
+from fedlowrank.core.learning.optimizer import AdamW
+from fedlowrank.data.dataset import Examples
 from fedlowrank.language.trl.trainer_factories import make_sft_trainer
 from fedlowrank.language.trl.training_pass import TrainingPass
 from fedlowrank.models.architecture import build_module
@@ -150,7 +154,46 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"language": {"trainer_args": {"activation_offloading": True}}},
         r"the trainer cannot be made: AttributeError: .*trainer_args \(activation_offloading\)",
     ),
-    "field": ({"language": {"trainer_args": {"optimm": "adafactor"}}}, "no field 'optimm'"),
+    "field": (
+        {"language": {"trainer_args": {"optimm": "adafactor"}}},
+        r"trainer_args\.optimm has no effect.* Did you mean 'optim'",
+    ),
+    "field of DPO": (
+        {"language": {"trainer_args": {"loss_weights": [3.0]}}},
+        r"trl\.SFTConfig has no field 'loss_weights'",
+    ),
+    "labels": (
+        {"language": {"trainer_args": {"label_names": ["labels"]}}},
+        r"trainer_args\.label_names has no effect",
+    ),
+    "no training": ({"language": {"trainer_args": {"do_train": False}}}, r"do_train has no effect"),
+    "workers": ({"language": {"trainer_args": {"dataloader_num_workers": 2}}}, r"num_workers has no effect"),
+    "sharding": ({"language": {"trainer_args": {"fsdp": "full_shard"}}}, "one process trains a client"),
+    "arguments of no optimizer": (
+        {"language": {"trainer_args": {"optim_args": "lr=5"}}},
+        r"optim_args = 'lr=5' has no effect without optim = ",
+    ),
+    "modules of no optimizer": (
+        {"language": {"trainer_args": {"optim_target_modules": ["q_proj"]}}},
+        r"has no effect without optim = 'galore_adamw'",
+    ),
+    "argument that is not read": (
+        {"language": {"trainer_args": {"optim": "adafactor", "optim_args": "clip_threshold=0.1"}}},
+        r"optim_args = 'clip_threshold=0\.1' changes nothing with optim = 'adafactor'",
+    ),
+    "rate of the optimizer": (
+        {"language": {"trainer_args": {"optim": "sgd", "optim_args": "momentum=0.5,weight_decay=1"}}},
+        r"optim_args = 'weight_decay=1' changes nothing with optim = 'sgd'",
+    ),
+    "modules that are not read": (
+        {"language": {"trainer_args": {"optim": "adafactor", "optim_target_modules": ["q_proj"]}}},
+        r"optim_target_modules changes nothing with optim = 'adafactor'",
+    ),
+    "smoothing": (
+        {"language": {"trainer_args": {"label_smoothing_factor": 0.1, "loss_type": "dft"}}},
+        r"label_smoothing_factor has no effect here: .* loss_type = 'nll'",
+    ),
+    "finite losses": ({"language": {"trainer_args": {"logging_nan_inf_filter": True}}}, "would hide a loss"),
     "value": ({"language": {"trainer_args": {"optim": "adamm"}}}, "adamm"),
     "name": ({"language": {"trainer": "trll"}}, "did you mean|Did you mean"),
     "arguments": ({"language": {"trainer": "own", "trainer_args": {"optim": "adafactor"}}}, "trainer_args"),
@@ -259,6 +302,82 @@ def test_optimizers_of_transformers_take_the_method_s_rates(llama: Path, tmp_pat
     still, _ = scores(tables, "trl")
     # without a rate nothing is learnt, and all clients have the base
     assert not torch.allclose(still[0], made[0], atol=1e-3)
+
+
+def test_arguments_of_an_optimizer_are_those_of_torch(llama: Path, tmp_path: Path) -> None:
+    """``optim_args`` of SGD: the same models as with the momentum in the settings of the method."""
+    tables = make_causal_tables(llama, tmp_path, defaults={"optimizer": {"kind": "sgd", "lr": 0.5}})
+    arguments = {"optim": "sgd", "optim_args": "momentum=0.9"}
+    actual, _ = scores(tables, "trl", trainer_args=arguments)
+    tables["defaults"] = {**tables["defaults"], "optimizer": {"kind": "sgd", "lr": 0.5, "momentum": 0.9}}
+    expected, _ = scores(tables, "own", trainer_args={})
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-4)
+
+
+class LowRankOptimizers:
+    """Chooses an optimizer as transformers does for GaLore, with options for the weights of some modules."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(config: Any, model: Any) -> tuple[Any, dict[str, Any]]:
+        modules = config.optim_target_modules
+        if modules is None:
+            raise ValueError("You need to define `optim_target_modules`")
+        rank = dict(entry.split("=") for entry in (config.optim_args or "").split(",") if entry).get(
+            "rank", 128
+        )
+        named = dict(model.named_parameters())
+        targets = [n for n in named if any(m in n for m in modules)]
+        groups = [
+            {"params": [p for n, p in named.items() if n not in targets]},
+            {"params": [named[n] for n in targets], "rank": int(rank)},
+        ]
+        return torch.optim.SGD, {"lr": 9.0, "params": groups}
+
+
+def test_options_of_some_layers_are_kept_beside_rates_of_the_method(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"q_proj": nn.Linear(3, 2), "v_proj": nn.Linear(3, 2)})
+    parameters = dict(model.named_parameters())
+    q, v = ([p for n, p in parameters.items() if n.startswith(layer)] for layer in ("q_proj", "v_proj"))
+    arguments = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "activation_checkpointing": False,
+        "optim": "galore_adamw",
+        "optim_args": "rank=3",
+        "optim_target_modules": ["q_proj"],
+    }
+    given = TrainingPass(
+        model,
+        None,
+        None,
+        [],
+        [
+            {"params": [q[0], v[0]], "lr": 0.1, "weight_decay": 0.0},
+            {"params": [q[1], v[1]], "lr": 0.2, "weight_decay": 0.3},
+        ],
+        AdamW(lr=0.1),
+        ClientInfo(0, 1, "model"),
+        0,
+        0,
+        arguments,
+        Examples(torch.zeros(1, 2), torch.zeros(1, 1)),
+    )
+    optimizer = given.make_torch_optimizer(LowRankOptimizers)
+    actual = {
+        name: (g["lr"], g["weight_decay"], g.get("rank"))
+        for name, parameter in parameters.items()
+        for g in optimizer.param_groups
+        if any(p is parameter for p in g["params"])
+    }
+    assert actual == {
+        "q_proj.weight": (0.1, 0.0, 3),
+        "q_proj.bias": (0.2, 0.3, 3),
+        "v_proj.weight": (0.1, 0.0, None),
+        "v_proj.bias": (0.2, 0.3, None),
+    }
+    unread = replace(given, arguments={**arguments, "optim_args": "rank=3,rang=2"})
+    with pytest.raises(ConfigError, match=r"optim_args = 'rang=2' changes nothing"):
+        unread.make_torch_optimizer(LowRankOptimizers)
 
 
 def test_one_machine_may_have_another_trainer(llama: Path, tmp_path: Path) -> None:

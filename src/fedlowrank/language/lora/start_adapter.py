@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
+from torch import Tensor
 
+from ...adapters.lora.adapted_layers import PEFT_PREFIX
 from ...adapters.lora.lora_factors import find_lora
 from ...core.errors import ConfigError, DataError
 from ...linalg.pair import Pair
 from ...models.stateless import tied_names
 from ..adapter_files import name_in_file
 from ..base_model import HEAD_NAMES
-from .new_tokens import name_rows
+from ..optional_packages import import_library
 from .peft_adapter import ADAPTER
 from .peft_config import REFUSED_SETTINGS
 
 TOKEN_FIELD = "trainable_token_indices"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_TOKEN_LAYER = ".token_adapter."
+"""What PEFT appends to the name of a layer whose rows of tokens are trained."""
+
+_IGNORED_FIELDS = (TOKEN_FIELD, "inference_mode", "runtime_config")
+"""Fields that need no default value: rows are loaded, and the others are of the program that stored the adapter."""
+
 _INHERITED_FIELDS = ("r", "rank_pattern", "use_rslora", "lora_dropout", "modules_to_save")
 _SCALE_FIELDS = ("lora_alpha", "alpha_pattern")
 _LAYER_FIELDS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
@@ -55,8 +64,14 @@ def read_start_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"lora.start: the adapter in {folder} is of type {config.get('peft_type')!r}, not LORA"
         )
-    for name, reason in REFUSED_SETTINGS.items():
-        if config.get(name) and name != TOKEN_FIELD:
+    default_config = import_library("peft", "lora.start").LoraConfig()
+    for field in dataclasses.fields(default_config):
+        name, reason = field.name, REFUSED_SETTINGS.get(field.name)
+        if reason is None and field.metadata.get("is_lora_variant"):
+            reason = "it is another update than s·B A"
+        if reason is None or name in _IGNORED_FIELDS or config.get(name) is None:
+            continue
+        if config[name] != getattr(default_config, name):
             raise ConfigError(
                 f"lora.start: the adapter in {folder} has {name} = {config[name]!r}, but {reason}"
             )
@@ -104,7 +119,8 @@ def load_start(model: Any, folder: Path) -> None:
         folder: folder of the adapter.
 
     Raises:
-        ConfigError: if the adapter has a higher rank than the model, or layers that the model does not adapt.
+        ConfigError: if the adapter has a higher rank than the model, layers that the model does not adapt, or weights of
+            another base.
         DataError: if the file cannot be read, or shapes do not fit the base.
     """
     config, lora = read_start_config(folder), find_lora(model, None)
@@ -142,11 +158,7 @@ def load_start(model: Any, folder: Path) -> None:
                 axis = 0 if path == layer.a else 1
                 parameters[path].narrow(axis, 0, pair.rank).copy_(value)
     _check_token_ids(config, model, folder)
-    for name in name_rows(model.peft_config[ADAPTER].trainable_token_indices).values():
-        rows = parameters[f"{name}.{ADAPTER}"]
-        if name in tensors and tensors[name].shape == rows.shape:
-            with torch.no_grad():
-                rows.copy_(tensors.pop(name))
+    _load_token_rows(model, parameters, tensors, folder)
     for name in [
         n
         for n in tensors
@@ -154,20 +166,113 @@ def load_start(model: Any, folder: Path) -> None:
     ]:
         with torch.no_grad():
             parameters[name].copy_(tensors.pop(name))
-    # PEFT also stores the base's embedding if that is adapted
-    base_parameters = {
-        n: parameters.get(n, parameters.get(n.replace(".weight", ".base_layer.weight"))) for n in tensors
-    }
-    unchanged_names = [
-        n for n, p in base_parameters.items() if p is not None and torch.equal(p, tensors[n].to(p))
-    ]
-    tensors = {n: t for n, t in tensors.items() if n not in unchanged_names}
+    tensors = _drop_base_weights(model, parameters, tensors, config.get("modules_to_save") or (), folder)
     if tensors:
         raise ConfigError(
             f"lora.start: the adapter in {folder} has {sorted(tensors)[0]}, and {len(tensors) - 1} more, which this model does "
             "not adapt. Leave lora.target_modules out to adapt the layers of the adapter; of an adapter of a "
             "classification head only the factors can be taken"
         )
+
+
+def _load_token_rows(
+    model: Any, parameters: Mapping[str, Tensor], tensors: dict[str, Tensor], folder: Path
+) -> None:
+    """Copy the rows of ``language.new_tokens`` into a model.
+
+    PEFT stores the trained rows of a layer, and those of tied layers twice. Of a layer without trained rows, such as the
+    output layer, PEFT stores the whole weight if the vocabulary changed.
+
+    Args:
+        model: model (``peft.PeftModel``) that trains rows of tokens, or none.
+        parameters: parameters of the model by name.
+        tensors: tensors of the adapter's file; the rows are removed.
+        folder: folder of the adapter, for messages.
+
+    Raises:
+        ConfigError: if the rows of tied layers differ.
+    """
+    token_layers = _list_token_layers(model)
+    ids = next(iter(token_layers.values()), [])
+    stored_rows: dict[int, Tensor] = {}
+    for path, rows in parameters.items():
+        layer, infix, _ = path.partition(_TOKEN_LAYER)
+        name = path.removesuffix(f".{ADAPTER}")
+        if not infix or name == path:
+            continue
+        weight, stored = tensors.get(f"{layer}.weight"), stored_rows.get(id(rows))
+        if name in tensors and tensors[name].shape == rows.shape:
+            values = tensors.pop(name)
+        elif name not in tensors and stored is None and weight is not None and len(weight) > max(ids):
+            values = weight[ids]
+        else:
+            continue
+        if stored is not None and not torch.equal(stored, values):
+            raise ConfigError(
+                f"lora.start: the adapter in {folder} has different rows of tokens for {layer} and the embedding, which are one "
+                "tensor in the base (tied weights)"
+            )
+        stored_rows[id(rows)] = values
+        with torch.no_grad():
+            rows.copy_(values)
+
+
+def _drop_base_weights(
+    model: Any,
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    saved_modules: Sequence[str],
+    folder: Path,
+) -> dict[str, Tensor]:
+    """Drop the weights of the base from an adapter's tensors; PEFT stores the embedding if it is adapted or has new rows.
+
+    The rows of ``language.new_tokens`` are not compared. In PEFT they begin at random values, and their trained values are
+    loaded separately.
+
+    Args:
+        model: model (``peft.PeftModel``).
+        parameters: parameters of the model by name.
+        tensors: tensors of the adapter that the model has not loaded.
+        saved_modules: ends of the names of modules that the adapter trained whole.
+        folder: folder of the adapter, for messages.
+
+    Returns:
+        The tensors that are no weights of the base.
+
+    Raises:
+        ConfigError: if a weight is another one than that of the base.
+    """
+    token_layers = _list_token_layers(model)
+    ids_by_weight = {
+        id(parameters[f"{PEFT_PREFIX}{layer}{_TOKEN_LAYER}base_layer.weight"]): ids
+        for layer, ids in token_layers.items()
+    }
+    other_tensors = {}
+    for name, stored in tensors.items():
+        layer = name.removesuffix(".weight")
+        names = (name, f"{layer}.base_layer.weight", f"{layer}{_TOKEN_LAYER}base_layer.weight")
+        weight = next((parameters[n] for n in names if n in parameters), None)
+        if weight is None or weight.requires_grad or layer.endswith(tuple(saved_modules)):
+            other_tensors[name] = stored
+            continue
+        is_equal = weight.shape == stored.shape
+        if is_equal:
+            differs = weight != stored.to(weight)
+            differs[ids_by_weight.get(id(weight), [])] = False
+            is_equal = not bool(differs.any())
+        if not is_equal:
+            raise ConfigError(
+                f"lora.start: the adapter in {folder} has the weight {name} {[*stored.shape]}, which is not that of this base, "
+                f"{[*weight.shape]}. If tokens were added for the adapter, set language.new_tokens to them, in their order, and "
+                "resize the embedding for it to the length of the tokenizer; otherwise the adapter is of another base"
+            )
+    return other_tensors
+
+
+def _list_token_layers(model: Any) -> dict[str, list[int]]:
+    """List the ids of tokens whose rows a model trains, by layer."""
+    layers: dict[str, list[int]] = model.peft_config[ADAPTER].trainable_token_indices or {}
+    return layers
 
 
 def _check_token_ids(config: Mapping[str, Any], model: Any, folder: Path) -> None:

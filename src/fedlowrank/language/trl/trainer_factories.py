@@ -70,7 +70,10 @@ def make_dpo_trainer(training_pass: TrainingPass) -> Any:
     return OrderedDpoTrainer(
         **arguments,
         ref_model=_NoModel(training_pass.model.config),
-        data_collator=MaskedCollator(pad_token_id=training_pass.tokenizer.pad_token_id),
+        data_collator=MaskedCollator(
+            pad_token_id=training_pass.tokenizer.pad_token_id,
+            pad_to_multiple_of=arguments["args"].pad_to_multiple_of,
+        ),
     )
 
 

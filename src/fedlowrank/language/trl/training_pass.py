@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,77 +13,6 @@ from ...core.errors import ConfigError
 from ...core.learning.optimizer import AdamW, Optimizer
 from ...data.dataset import Examples
 from ..optional_packages import import_library
-
-RESERVED_FIELDS = {
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "auto_find_batch_size"), "batch_size and run.micro_batch"
-    ),
-    "gradient_accumulation_steps": "run.micro_batch",
-    **dict.fromkeys(("max_steps", "num_train_epochs"), "steps or epochs"),
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-    "max_grad_norm": "optimizer.clip",
-    **dict.fromkeys(
-        ("warmup_steps", "warmup_ratio", "lr_scheduler_type", "lr_scheduler_kwargs"),
-        "optimizer.local_schedule",
-    ),
-    **dict.fromkeys(("seed", "data_seed", "full_determinism"), "run.seed"),
-    **dict.fromkeys(("use_cpu", "no_cuda"), "run.device"),
-    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "language.autocast"),
-    **dict.fromkeys(
-        (
-            *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-            *("activation_checkpointing", "activation_checkpointing_kwargs"),
-        ),
-        "language.gradient_checkpointing",
-    ),
-    **dict.fromkeys(("max_length", "truncation_mode"), "language.context and language.truncate"),
-    **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free"), "language.packing"),
-    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "language.loss_on"),
-    "neftune_noise_alpha": "language.neftune",
-    **dict.fromkeys(("group_by_length", "train_sampling_strategy"), "language.by_length"),
-    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path"), "the tokenizer in the base's folder"),
-    **dict.fromkeys(
-        ("eval_strategy", "do_eval", "eval_steps", "metric_for_best_model"), "run.evaluate_every"
-    ),
-    **dict.fromkeys(
-        (
-            "dataset_kwargs",
-            "dataset_text_field",
-            "dataset_num_proc",
-            "remove_unused_columns",
-            "shuffle_dataset",
-        ),
-        "the section [data]",
-    ),
-    "beta": "loss.beta",
-    "label_smoothing": "loss.label_smoothing",
-    **dict.fromkeys(
-        (
-            *("precompute_ref_log_probs", "precompute_ref_batch_size"),
-            *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
-        ),
-        "loss.kind = 'dpo', with the model that training starts from as the reference,",
-    ),
-    "dataloader_drop_last": "drop_last of the method",
-    "model_init_kwargs": "the section [language] (dtype, attention, quantize)",
-    **dict.fromkeys(("load_best_model_at_end", "greater_is_better"), "`fedlowrank adapters --best`"),
-    **dict.fromkeys(
-        (
-            *("output_dir", "resume_from_checkpoint", "save_strategy", "save_steps", "save_total_limit"),
-            *("save_only_model", "restore_callback_states_from_checkpoint"),
-        ),
-        "run.checkpoint_every, and run.adapters,",
-    ),
-    **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
-        "the section [export]",
-    ),
-}
-"""Fields of ``trl.SFTConfig`` and ``trl.DPOConfig`` that the user must not set, with the setting that sets each."""
 
 
 @dataclass(frozen=True)
@@ -125,22 +54,93 @@ class TrainingPass:
 
         Args:
             trainer: trainer class, which creates the optimizers of transformers.
+
+        Raises:
+            ConfigError: if an argument of the optimizer has no effect.
         """
         o = self.optimizer
         if "optim" in self.arguments:
-            config = make_config(dict(self.arguments) | _list_adam_arguments(o), self.has_pairs)
-            optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(config, self.model)
+            optimizer_class, options = self._choose_optimizer(trainer, self.arguments)
+            self._check_optimizer_arguments(trainer, _describe_optimizer(optimizer_class, options))
+            groups = _split_groups(self.parameters, options.get("params", ()))
             options = {name: value for name, value in options.items() if name not in ("lr", "params")}
-            optimizer: torch.optim.Optimizer = optimizer_class(self.parameters, lr=o.lr, **options)
+            optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=o.lr, **options)
             return optimizer
         if isinstance(o, AdamW):
             return torch.optim.AdamW(self.parameters, betas=(o.beta1, o.beta2), eps=o.eps)
         return torch.optim.SGD(self.parameters, momentum=o.momentum, nesterov=o.nesterov)
 
+    def _choose_optimizer(self, trainer: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Let transformers choose the class of ``optim`` and its options."""
+        config = make_config(dict(arguments) | _list_adam_arguments(self.optimizer), self.has_pairs)
+        optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(config, self.model)
+        return optimizer_class, options
+
+    def _check_optimizer_arguments(self, trainer: Any, description: Any) -> None:
+        """Raise ConfigError if the optimizer is the same without one of its arguments."""
+        entries = (self.arguments.get("optim_args") or "").replace(" ", "").split(",")
+        variants: dict[str, dict[str, Any]] = {
+            f"optim_args = {entry!r}": {"optim_args": ",".join(e for e in entries if e != entry) or None}
+            for entry in entries
+            if entry
+        }
+        if "optim_target_modules" in self.arguments:
+            variants["optim_target_modules"] = {"optim_target_modules": None}
+        for text, changes in variants.items():
+            try:
+                variant = _describe_optimizer(*self._choose_optimizer(trainer, {**self.arguments, **changes}))
+            except (ConfigError, ValueError, TypeError, LookupError, AttributeError):
+                # the optimizer needs the argument
+                continue
+            if variant == description:
+                raise ConfigError(
+                    f"language.trainer_args: {text} changes nothing with optim = {self.arguments['optim']!r}: transformers "
+                    "does not read it, or it is the default, or the method sets it (optimizer.lr, optimizer.weight_decay). "
+                    "Leave it out"
+                )
+
     def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """Make the learning-rate schedule within the pass."""
         steps, scale = len(self.batches), self.optimizer.local_schedule.scale
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: scale(step, steps, self.round))
+
+
+def _describe_optimizer(optimizer_class: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Describe an optimizer by what a pass takes of it: rate and weight decay are those of the method."""
+    groups = [(len(g["params"]), _drop_parameters(g)) for g in options.get("params", ())]
+    other_options = {
+        name: value for name, value in options.items() if name not in ("lr", "params", "weight_decay")
+    }
+    return optimizer_class, other_options, groups
+
+
+def _split_groups(
+    groups: Sequence[Mapping[str, Any]], special_groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Add the options that an optimizer has for some layers, such as the projection of GaLore, to the groups of a pass.
+
+    Args:
+        groups: groups of the pass, with learning rates and weight decay.
+        special_groups: groups of the optimizer, with its options; it may have none.
+    """
+    options_by_parameter = {id(p): _drop_parameters(g) for g in special_groups for p in g["params"]}
+    split_groups: list[dict[str, Any]] = []
+    for group in groups:
+        parts: list[tuple[Mapping[str, Any], list[Any]]] = []
+        for parameter in group["params"]:
+            options = options_by_parameter.get(id(parameter), {})
+            members = next((ps for other, ps in parts if other == options), None)
+            if members is None:
+                parts.append((options, [parameter]))
+            else:
+                members.append(parameter)
+        split_groups += [{**group, **options, "params": ps} for options, ps in parts]
+    return split_groups
+
+
+def _drop_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _list_adam_arguments(optimizer: Optimizer) -> dict[str, float]:

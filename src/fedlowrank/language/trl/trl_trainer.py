@@ -38,8 +38,9 @@ from ...training.steps import refill
 from ..optional_packages import import_library, silence_library
 from .leaf_placement import Placement, find_leaf_slots
 from .trainer_factories import make_trl_trainer
+from .trainer_fields import LOSS_FIELDS, check_trainer_fields, reads_label_smoothing
 from .trainer_rows import list_pairs, list_rows
-from .training_pass import RESERVED_FIELDS, TrainingPass
+from .training_pass import TrainingPass
 
 _LOSS_TOLERANCE = 1e-5
 """Maximum relative difference of two losses that count as equal."""
@@ -152,6 +153,15 @@ class TrlTrainer:
                 f"language.trainer = {self.name!r}: TRL's DPO has no loss with label_smoothing = "
                 f"{data.loss.label_smoothing} as [loss] means it. Set loss.label_smoothing = 0, or take trainer = 'own'"
             )
+        if (
+            self.factory is make_trl_trainer
+            and "label_smoothing_factor" in self.arguments
+            and not reads_label_smoothing(self.arguments, data.loss.kind == "dpo")
+        ):
+            raise ConfigError(
+                "language.trainer_args.label_smoothing_factor has no effect here: TRL reads it for texts, with "
+                "loss_type = 'nll'. Leave it out"
+            )
 
     def _compare_losses(
         self,
@@ -204,9 +214,14 @@ class TrlTrainer:
         module.train()
         tolerance = 1e-3 if self.autocast == "none" and module.dtype == torch.float32 else 5e-2
         if not abs(trl_loss - loss) <= tolerance * max(1.0, abs(loss)):
+            advice = "Take trainer = 'own'"
+            if getattr(trainer, "aux_loss_enabled", False):
+                advice = (
+                    "TRL adds a loss of the routers of experts: set language.trainer_args.router_aux_loss_coef = 0, or take "
+                    "trainer = 'own'"
+                )
             raise TaskError(
-                f"language.trainer = {self.name!r}: the loss of a batch is {trl_loss:.6g} by TRL and {loss:.6g} here. TRL adds a "
-                "loss of the routers of experts: set language.trainer_args.router_aux_loss_coef = 0, or take trainer = 'own'"
+                f"language.trainer = {self.name!r}: the loss of a batch is {trl_loss:.6g} by TRL and {loss:.6g} here. {advice}"
             )
 
     def _make_training_pass(
@@ -312,7 +327,7 @@ class TrlTrainer:
             raise TaskError(
                 f"{title}: the factory returned a {type(trainer).__name__}, not a transformers.Trainer"
             )
-        has_own_loss = self.arguments.keys() & {"loss_type", "label_smoothing_factor"}
+        has_own_loss = any(self.arguments.get(name) for name in LOSS_FIELDS)
         if loss is not None and self.factory is make_trl_trainer and not has_own_loss:
             self._compare_trainers(trainer, training_pass, loss)
         # without a progress bar, this callback would print the logs
@@ -340,7 +355,7 @@ def _list_dpo_arguments(loss: Loss) -> dict[str, Any]:
 
 
 def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None:
-    """Raise ConfigError for an unknown trainer, for reserved arguments, and for arguments without a trainer.
+    """Raise ConfigError for an unknown trainer, for arguments without a trainer, and for arguments without effect.
 
     Args:
         name: name of the trainer: ``own``, ``trl`` or ``module:function``.
@@ -352,10 +367,7 @@ def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None
             f"{section}.trainer is {name!r}; it is 'own', 'trl', or 'module:function' of yours. "
             f"{did_you_mean(name, ('own', 'trl'))}"
         )
-    if names := sorted(arguments.keys() & RESERVED_FIELDS.keys()):
-        raise ConfigError(
-            f"{section}.trainer_args.{names[0]}: {RESERVED_FIELDS[names[0]]} says so for all trainers. Set it there"
-        )
+    check_trainer_fields(name, arguments, section)
     if name == "own" and arguments:
         raise ConfigError(
             f"{section}.trainer_args are read where {section}.trainer is 'trl' or a function of yours; it is 'own'"
