@@ -143,6 +143,8 @@ def test_an_override_of_another_form(override: str, capsys: Capsys) -> None:
         ("run.checkpoint_every=0", "checkpoint_every"),
         ("run.evaluate_every=0", "evaluate_every"),
         ("run.threads=0", "threads"),
+        ("run.threads=8193", "run.threads must be <= 8192; it is 8193"),
+        ("run.threads=99999999999999999999", "run.threads must be <= 8192; it is 99999999999999999999"),
         ("run.lost_replies=1", "lost_replies"),
         ("run.target=2", "target"),
         ("run.representations=-5", "representations"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,85 @@ def test_a_run_without_its_best_round_says_what_keeps_it(capsys: Capsys) -> None
     actual = refused(capsys, "predict", "RUN", "--best")
     assert "run.keep_best = true" in actual
     assert "stopped" not in actual
+
+
+NAMED = """
+name = "named"
+method = "standalone"
+[data]
+source = "csv"
+path = "table.csv"
+label = "y"
+client = "site"
+[partition]
+kind = "natural"
+[model]
+names = ["mlp"]
+hidden = [4]
+[run]
+rounds = 1
+representations = 0
+"""
+NAMED_RUN = "runs/named/standalone-s0"
+
+
+def run_of_named_clients(capsys: Capsys, names: Sequence[str]) -> None:
+    """Run on a table whose clients have these names, numbered in their order; the k-th has 10 (k + 1) examples."""
+    rows = [
+        f"{i % 7},{i % 5},{'no' if i % 2 else 'yes'},{name}"
+        for k, name in enumerate(names)
+        for i in range(10 * (k + 1))
+    ]
+    Path("table.csv").write_text("\n".join(["a,b,y,site", *rows]))
+    done(capsys, "run", write(Path(), NAMED, "named.toml"))
+
+
+def get_names(path: str) -> set[str]:
+    with Path(path).open() as file:
+        return {row["client_name"] for row in csv.DictReader(file)}
+
+
+def test_a_client_is_typed_by_its_name_or_number(capsys: Capsys) -> None:
+    run_of_named_clients(capsys, ["01", "1", "north"])
+    # 1 is the number and the name of the same client
+    for text, name, number in (
+        ("01", "01", 0),
+        ("0", "01", 0),
+        ("1", "1", 1),
+        ("north", "north", 2),
+        ("2", "north", 2),
+    ):
+        said = done(capsys, "predict", NAMED_RUN, "--client", text, "-o", "one.csv")
+        assert f"of client {number} ({name})" in said
+        assert get_names("one.csv") == {name}
+    assert "client 2 (north)" in done(
+        capsys, "export", NAMED_RUN, "--client", "north", "-o", "north.safetensors"
+    )
+    assert "client 0 (01)" in done(capsys, "export", NAMED_RUN, "-o", "first.safetensors")
+    said = refused(capsys, "predict", NAMED_RUN, "--client", "nord")
+    assert "--client nord: there is no client nord; they are numbered from 0 to 2 and have names." in said
+    assert "Did you mean 'north'?" in said
+    assert "there is no client 3" in refused(capsys, "export", NAMED_RUN, "--client", "3")
+
+
+def test_a_name_that_is_the_number_of_another_client_is_refused(capsys: Capsys) -> None:
+    run_of_named_clients(capsys, ["1", "2", "3", "4"])
+    for command in (
+        ["predict", NAMED_RUN],
+        ["export", NAMED_RUN],
+        ["predict", NAMED_RUN, "--rows", "table.csv"],
+    ):
+        said = refused(capsys, *command, "--client", "1")
+        assert "--client 1 may be client 0 (1), by its name, or client 1 (2), by its number" in said
+        assert "Type --client name=1 for client 0 (1), or --client number=1 for client 1 (2)" in said
+    for text, name in (
+        ("name=1", "1"),
+        ("number=1", "2"),
+        ("0", "1"),
+        ("4", "4"),
+        ("number=3", "4"),
+        ("name=3", "3"),
+    ):
+        done(capsys, "predict", NAMED_RUN, "--client", text, "-o", "one.csv")
+        assert get_names("one.csv") == {name}
+    assert "there is no client name=0" in refused(capsys, "predict", NAMED_RUN, "--client", "name=0")

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
-from fedlowrank.core.errors import NonFiniteError
+from fedlowrank.core.errors import (
+    ConfigError,
+    FedlowrankError,
+    LossError,
+    NonFiniteError,
+    SingleValueError,
+    TaskError,
+)
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import Processes, Sequential, processes
 from fedlowrank.engines.engine import ClientJob
@@ -127,6 +135,69 @@ def test_a_failure_is_told_and_leaves_no_process_behind(how: str, said: str) -> 
     assert engine._pool == []
     # and it can be used again
     assert has_same_end(run_to_end(FedAvg(), engine), run_to_end(FedAvg(), Sequential()))
+
+
+class OwnError(TaskError):
+    """An error of the user's, whose constructor takes something else than its message."""
+
+    def __init__(self, client: int) -> None:
+        super().__init__(f"client {client} is out of luck", python="Call help().", command="Type help.")
+        self.client = client
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "message": lambda: LossError("the loss is no single number. Return its mean."),
+    "advice": lambda: ConfigError("lr is wrong.", python="Set lr=1.", command="Set methods.fedavg.lr=1."),
+    "fields": lambda: SingleValueError("body.1", "client 1"),
+    "own": lambda: OwnError(1),
+    "no package": lambda: KeyError("b"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Raising(FedAvg):
+    """Raises one of the errors at a client."""
+
+    kind: str = "message"
+
+    def local_update(self, state: Any, down: Any, view: Any) -> Any:
+        if view.info.id == 1:
+            raise ERRORS[self.kind]()
+        return super().local_update(state, down, view)
+
+
+@pytest.mark.parametrize("kind", ["message", "advice", "fields", "own"])
+def test_an_error_of_the_package_is_that_of_the_sequential_engine(kind: str) -> None:
+    errors = []
+    for engine in (Sequential(), Processes()):
+        run = Run(Raising(kind=kind), small_federation(False), RunSettings(rounds=1), engine)
+        with pytest.raises(FedlowrankError) as raised:
+            run.step()
+        errors.append(raised.value)
+        engine.close()
+    expected, actual = errors
+    assert type(actual) is type(expected)
+    assert type(actual) is not WorkerError
+    assert str(actual) == str(expected)
+    assert vars(actual) == vars(expected)
+    # the traceback of the worker is still at hand
+    assert isinstance(actual.__cause__, WorkerError)
+    assert "in local_update" in str(actual.__cause__)
+
+
+def test_another_error_comes_with_its_traceback() -> None:
+    run = Run(Raising(kind="no package"), small_federation(False), RunSettings(rounds=1), Processes())
+    with pytest.raises(WorkerError, match="Traceback"):
+        run.step()
+
+
+def test_an_error_while_items_are_mapped_keeps_its_class() -> None:
+    def fail(_: int) -> Any:
+        raise ERRORS["advice"]()
+
+    with pytest.raises(ConfigError) as raised:
+        Processes().each(fail, range(3))
+    assert raised.value.for_command == "lr is wrong. Set methods.fedavg.lr=1."
 
 
 @pytest.mark.full

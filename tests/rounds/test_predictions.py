@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedlowrank import METHODS, SGD, Federation, simulate
+from fedlowrank.cli.predict_command import confusion_figure
 from fedlowrank.core.errors import ConfigError, DataError
 from tests.support.client_tables import read_tables
 
@@ -36,6 +37,11 @@ def federation() -> Federation:
 
     data = [{"train": some(30), "val": some(9), "test": some(0 if c == 2 else 20 + c)} for c in range(4)]
     return Federation.from_arrays(data, Headed, classes=["ant", "bee", "cat", "dog"])
+
+
+def draw_parts(*counts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(5)
+    return [(torch.randn(n, 6, generator=g), torch.randint(4, (n,), generator=g)) for n in counts]
 
 
 @pytest.mark.full
@@ -85,6 +91,65 @@ def test_confusion_matrices_are_scikit_learn_s() -> None:
         assert actual.index.tolist() == actual.columns.tolist() == names
         assert actual.to_numpy().tolist() == parts[client].tolist()
     assert result.confusion().to_numpy().tolist() == sum(parts.values()).tolist()
+
+
+def test_scores_beyond_the_classes_are_further_columns() -> None:
+    data = [(part, labels % 2) for part, labels in draw_parts(40, 40)]
+    # labels 0 and 1, and a model of four scores whose third is the largest for every example
+    model = nn.Linear(6, 4)
+    with torch.no_grad():
+        model.bias.copy_(torch.tensor([0.0, 0.0, 50.0, 0.0]))
+    with pytest.warns(UserWarning, match="makes 4 scores, but there are 2 classes"):
+        federation = Federation.from_arrays(data, model, classes=["no", "yes"])
+    result = simulate("fedavg", federation, rounds=1)
+    table, counts = result.predictions(), result.confusion()
+    assert set(table["prediction_name"]) == {"2"}
+    assert counts.index.tolist() == ["no", "yes"]
+    assert counts.columns.tolist() == ["no", "yes", "2"]
+    labels = np.concatenate([c.test.y.numpy() for c in federation.clients])
+    assert counts.to_numpy().tolist() == [[0, 0, int((labels == label).sum())] for label in (0, 1)]
+    figure = confusion_figure(counts, "two classes and three scores")
+    (axes, _) = figure.axes
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["no", "yes", "2"]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["no", "yes"]
+
+
+@pytest.mark.parametrize("has_gradient", ["inputs", "targets"])
+def test_a_federation_keeps_no_gradient_graph(has_gradient: str) -> None:
+    data = []
+    for x, labels in draw_parts(40, 40):
+        y = torch.stack([x.sum(1), labels.float()], 1)
+        # a leaf and a tensor with a history
+        data.append(
+            (x * torch.ones(6, requires_grad=True), y)
+            if has_gradient == "inputs"
+            else (x, y.requires_grad_())
+        )
+    federation = Federation.from_arrays(data, nn.Linear(6, 2))
+    for client in federation.clients:
+        for part in (client.train, client.val, client.test):
+            assert not part.x.requires_grad
+            assert not part.y.requires_grad
+    result = simulate("fedavg", federation, rounds=1)
+    table = result.predictions(0)
+    np.testing.assert_allclose(table["target_1"], federation.clients[0].test.y[:, 1].numpy())
+    x = torch.ones(2, 6, requires_grad=True)
+    torch.testing.assert_close(result.predict(0, x), result.predict(0, x.detach()))
+    # the tensors of the caller stay as they are
+    assert data[0][has_gradient == "targets"].requires_grad
+
+
+def test_a_mean_over_hostile_clients_only_names_the_cause() -> None:
+    from fedlowrank import Attack
+
+    result = simulate("fedavg", federation(), rounds=1, attack=Attack("sign_flip", share=1.0))
+    with pytest.raises(
+        DataError, match=r"all clients with an accuracy in the split 'val' are hostile \(run\.attack\)"
+    ):
+        result.mean_accuracy("val")
+    assert None not in result.accuracy("val")
+    with pytest.raises(DataError, match=r"no best round .* all clients with validation examples are hostile"):
+        _ = result.best_round
 
 
 def test_the_sum_leaves_hostile_clients_out() -> None:

@@ -18,7 +18,7 @@ from ..config.comparison import PlannedRun, plan_runs, read_varied, refuse_confl
 from ..config.experiment import ExperimentConfig
 from ..config.reading.merging import LayeredTables, parse_overrides
 from ..config.reading.unread_overrides import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread_overrides
-from ..config.stored_run import open_run, read_run_config
+from ..config.stored_run import find_typed_client, open_run, read_run_config
 from ..config.working_folder import describe_working_folder, enter_working_folder
 from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonFiniteError, TaskError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
@@ -250,12 +250,16 @@ def _resume(
     return True
 
 
-def export(folder: Path, client: int, series: str | None, layout: Layout, out: Path, allow_code: bool) -> int:
+def export(
+    folder: Path, client: str | None, series: str | None, layout: Layout, out: Path, allow_code: bool
+) -> int:
     """Write a client's model, and print what its thin layers gain in size and speed."""
     python = "export by simulate(..., folder=..., resume=True).deploy(client)"
     run = open_run(folder, python, allow_code=allow_code)
-    gain = write(run, client, series, layout, out)
-    title = f"{run.method.title}, client {client}, after round {run.round}"
+    infos = run.federation.infos
+    info = infos[0] if client is None else find_typed_client(infos, client)
+    gain = write(run, info.id, series, layout, out)
+    title = f"{run.method.title}, {info.title}, after round {run.round}"
     table = Table("", "dense", "deployed", title=title)
     table.add_row("parameters", *(f"{s.parameters:,}" for s in gain.size))
     table.add_row("bytes", *(f"{s.nbytes:,}" for s in gain.size))

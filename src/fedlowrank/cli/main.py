@@ -173,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
         "(default: %(default)s)")  # fmt: skip
 
     add = command("export", "commands:export", run_parser, "a client's last model, as a file of thin layers")
-    add("--client", type=int, default=0, help="whose model (default: client 0)")
+    add("--client", help="whose model: name or number of a client (default: client 0)")
     add("--series", help="which model of the method, such as gkr (default: its headline)")
     add("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
     add("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
@@ -184,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
         best_parser,
         "what clients' models predict for their examples or new rows",
     )
-    add("--client", type=int, help="whose model (default: all clients)")
+    add("--client", help="whose model: name or number of a client (default: all clients)")
     add("--split", choices=["test", "val", "train"], help="which examples (default: test)")
     add("--rows", type=Path, metavar="FILE",
         help="predict for the rows of this table instead, of a run on a table; columns are matched by name")  # fmt: skip
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
         "Face Hub (default: export.push)")  # fmt: skip
 
     add = command("chat", "language.chat_command:chat", best_parser, "ask a run's language model")
-    add("--model", help="server, base or a client's number (default: server, or else client 0)")
+    add("--model", help="server, base, or a client's name or number (default: server, or else client 0)")
     add(
         "--prompt",
         metavar="TEXT",
@@ -254,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
         help="dolly, perplexity, or lm_eval for a task of the lm-evaluation-harness: name=gsm8k",
     )
     add("--model", action="append", default=[], dest="models",
-        help="server, base or a client's number; may be repeated")  # fmt: skip
+        help="server, base, or a client's name or number; may be repeated")  # fmt: skip
     add("-o", "--out", type=Path, help="also write the scores to this JSON file")
 
     add = command(

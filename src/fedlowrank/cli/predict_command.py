@@ -12,7 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..config.new_rows import NewRows, read_new_rows
-from ..config.stored_run import open_run
+from ..config.stored_run import find_typed_client, open_run
+from ..core.contract import ClientInfo
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.io.atomic_files import as_checkpoint_error
 from ..report.figures.style import EMBEDDED_FONTS
@@ -26,7 +27,7 @@ MAX_NUMBERS = 30
 
 def predict(
     folder: Path,
-    client: int | None,
+    client: str | None,
     split: str | None,
     series: str | None,
     out: Path,
@@ -44,18 +45,20 @@ def predict(
         )
     split = split or "test"
     run = open_run(folder, python, best, allow_code)
+    info = None if client is None else find_typed_client(run.federation.infos, client)
     if rows is not None:
-        return _predict_rows(run, read_new_rows(folder, rows, allow_code), client, series, out)
-    table = predictions(run, client, split, series)
+        return _predict_rows(run, read_new_rows(folder, rows, allow_code), info, series, out)
+    client_id = None if info is None else info.id
+    table = predictions(run, client_id, split, series)
     _write(table, out)
-    clients_text = f"{table['client'].nunique()} clients" if client is None else f"client {client}"
+    clients_text = f"{table['client'].nunique()} clients" if info is None else info.title
     line = f"{out}: {len(table):,} {split} examples of {clients_text}, after round {run.round}"
     if "correct" in table and len(table):
         line += f"; {100 * table['correct'].mean():.1f} % are predicted correctly"
     OUT.print(line)
     if confusion_matrix is not None:
         _draw(
-            confusion(run, client, split, series),
+            confusion(run, client_id, split, series),
             f"{run.method.title}, {clients_text}, {split}",
             confusion_matrix,
         )
@@ -63,13 +66,13 @@ def predict(
     return 0
 
 
-def _predict_rows(run: Run, rows: NewRows, client_id: int | None, series: str | None, out: Path) -> int:
+def _predict_rows(run: Run, rows: NewRows, info: ClientInfo | None, series: str | None, out: Path) -> int:
     """Write predictions for new rows by the model of each row's client, of the named client, or of all clients."""
     federation = run.federation
-    count, names = len(rows.inputs(0)), [info.name for info in federation.infos]
+    count, names = len(rows.inputs(0)), [client.name for client in federation.infos]
     rows_by_client: dict[int, Sequence[int]] = {}
-    if client_id is not None:
-        rows_by_client = {federation.client(client_id).id: range(count)}
+    if info is not None:
+        rows_by_client = {info.id: range(count)}
     elif rows.clients is None or not any(names):
         rows_by_client = dict.fromkeys(range(len(names)), range(count))
     else:
@@ -84,7 +87,7 @@ def _predict_rows(run: Run, rows: NewRows, client_id: int | None, series: str | 
                 rows_by_client[i] = row_indices
     table = predict_rows(run, rows.inputs, rows_by_client, series)
     _write(table, out)
-    models = f"client {client_id}" if client_id is not None else f"{len(rows_by_client)} clients"
+    models = info.title if info is not None else f"{len(rows_by_client)} clients"
     OUT.print(f"{out}: {count:,} rows, predicted by the models of {models}, after round {run.round}")
     return 0
 
@@ -114,23 +117,30 @@ def confusion_figure(counts: pd.DataFrame, title: str) -> Figure:
         A figure whose colors show the share of each label's examples; with few classes each cell also shows their
         count.
     """
-    values, names = counts.to_numpy(), [str(name) for name in counts.index]
+    values = counts.to_numpy()
+    label_names, prediction_names = (
+        [str(name) for name in counts.index],
+        [str(name) for name in counts.columns],
+    )
+    column_count = len(prediction_names)
     shares = values / np.maximum(values.sum(1, keepdims=True), 1)
-    size = float(np.clip(0.45 * len(names), 3.0, 14.0))
+    size = float(np.clip(0.45 * column_count, 3.0, 14.0))
     figure = Figure(figsize=(size + 2.2, size + 1.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     figure.colorbar(image, ax=axes, label="share of the label's examples")
-    if len(names) <= MAX_NUMBERS:
+    if column_count <= MAX_NUMBERS:
         for row, column in np.ndindex(values.shape):
             color = "white" if shares[row, column] > 0.5 else "black"
             text = str(values[row, column]) if values[row, column] else ""
             axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
-    ticks = list(range(0, len(names), max(1, -(-len(names) // 50))))
-    tick_labels = [names[k] for k in ticks]
-    axes.set_xticks(ticks, tick_labels, rotation=90 if max(map(len, names)) > 3 else 0, fontsize=8)
-    axes.set_yticks(ticks, tick_labels, fontsize=8)
+    spacing = max(1, -(-column_count // 50))
+    rotation = 90 if max(map(len, prediction_names)) > 3 else 0
+    axes.set_xticks(
+        range(0, column_count, spacing), prediction_names[::spacing], rotation=rotation, fontsize=8
+    )
+    axes.set_yticks(range(0, len(label_names), spacing), label_names[::spacing], fontsize=8)
     axes.set_xlabel("prediction")
     axes.set_ylabel("label")
     axes.set_title(title, fontsize=10)

@@ -1,11 +1,13 @@
-"""Opens stored runs to evaluate or export them."""
+"""Opens stored runs to evaluate or export them, and finds the client that a command names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CheckpointError, FedlowrankError
+from ..core.contract import ClientInfo
+from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
 from ..rounds.run import Run
 from ..rounds.simulate import reopen
 from ..storage.run_files import ACCOUNT, CONFIG, read_config
@@ -44,6 +46,37 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
             if not (folder / ACCOUNT).exists():
                 raise
             raise CheckpointError(_explain_served(folder, experiment)) from error
+
+
+def find_typed_client(infos: Sequence[ClientInfo], text: str, option: str = "--client") -> ClientInfo:
+    """Find the client that a text on the command line names.
+
+    Args:
+        infos: all clients of the run.
+        text: name or number of a client; ``name=TEXT`` is a name and ``number=TEXT`` a number, also where one client has
+            the name and another one the number.
+        option: option that takes the text, for messages.
+
+    Raises:
+        ConfigError: if no client has the name or the number, or if the text is the name of one client and the number
+            of another one.
+    """
+    by_name = {info.name: info for info in infos if info.name}
+    by_number = {str(info.id): info for info in infos}
+    kind, _, value = text.partition("=")
+    if text in by_name or kind not in ("name", "number"):
+        kind, value = "", text
+    named_client = by_name.get(value) if kind != "number" else None
+    numbered_client = by_number.get(value) if kind != "name" else None
+    if named_client and numbered_client and named_client is not numbered_client:
+        raise ConfigError(
+            f"{option} {text} may be {named_client.title}, by its name, or {numbered_client.title}, by its number. Type "
+            f"{option} name={text} for {named_client.title}, or {option} number={text} for {numbered_client.title}"
+        )
+    if client := named_client or numbered_client:
+        return client
+    message = f"{option} {text}: there is no client {text}; they are numbered from 0 to {len(infos) - 1}"
+    raise ConfigError(f"{message} and have names. {did_you_mean(value, by_name)}" if by_name else message)
 
 
 def _explain_served(folder: Path, experiment: ExperimentConfig) -> str:

@@ -16,6 +16,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -115,13 +116,22 @@ class ForkedWorker:
             raise self._died() from error
 
     def answer(self) -> tuple[WorkerHeader, list[bytes]]:
-        """Wait for the answer; raise WorkerError if there is none."""
+        """Wait for the answer.
+
+        Raises:
+            FedlowrankError: the error of the package that the request raised in the process, caused by a
+                :class:`WorkerError` with the traceback.
+            WorkerError: if the request raised another error, or if the process died.
+        """
         try:
             header, payloads = self.line.receive()
         except (EOFError, OSError) as error:
             raise self._died() from error
         if "failed" in header:
-            raise WorkerError(f"a worker process failed:\n{header['failed']}")
+            failure = WorkerError(f"a worker process failed:\n{header['failed']}")
+            if (package_error := _restore_error(header["error"])) is not None:
+                raise package_error from failure
+            raise failure
         return header, payloads
 
     def _died(self) -> WorkerError:
@@ -162,10 +172,35 @@ def _answer(duplex_pipe: DuplexPipe, serve: Serve, parent_pid: int) -> None:
             return
         try:
             answer = serve(header, payloads)
-        except Exception:  # noqa: BLE001 - the parent raises what the method raised
-            answer = {"failed": traceback.format_exc()}, []
+        except Exception as error:  # noqa: BLE001 - the parent raises what the method raised
+            answer = {"failed": traceback.format_exc(), "error": _describe_error(error)}, []
         with contextlib.suppress(BrokenPipeError):
             duplex_pipe.send(*answer)
+
+
+def _describe_error(error: Exception) -> list[Any] | None:
+    """Describe an error of the package by its class, arguments and attributes; None for any other error."""
+    if not isinstance(error, FedlowrankError):
+        return None
+    values = [*error.args, *vars(error).values()]
+    if not all(value is None or isinstance(value, str | int | float) for value in values):
+        return None
+    return [type(error).__module__, type(error).__qualname__, list(error.args), vars(error)]
+
+
+def _restore_error(description: list[Any] | None) -> FedlowrankError | None:
+    """Inverse of :func:`_describe_error`; None if there is no description or this process lacks the class."""
+    if description is None:
+        return None
+    module, name, args, attributes = description
+    error_class = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(error_class, type) and issubclass(error_class, FedlowrankError)):
+        return None
+    # a class may take other arguments than its message
+    error = error_class.__new__(error_class)
+    error.args = tuple(args)
+    vars(error).update(attributes)
+    return error
 
 
 @dataclass

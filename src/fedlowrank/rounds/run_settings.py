@@ -17,6 +17,9 @@ from .participation.devices import Devices
 LOGGERS = ("tensorboard", "wandb", "mlflow")
 """Loggers that ``run.log`` may name."""
 
+MAX_THREADS = 8192
+"""Largest number of torch threads: that of the processors that a Linux kernel supports."""
+
 
 @dataclass(frozen=True)
 class RunSettings(CheckedFields):
@@ -56,8 +59,8 @@ class RunSettings(CheckedFields):
             ``state_dict``). The second is for methods whose clients use the model they are sent.
         client_memory: memory limit of clients' states in MiB; states beyond it that were changed longest ago are
             moved to a temporary folder. None keeps all in memory.
-        threads: number of torch threads in this process; a second one makes small models many times slower on a busy
-            machine.
+        threads: number of torch threads in this process, at most 8192; a second one makes small models many times
+            slower on a busy machine.
         evaluate_every: number of rounds between evaluations; the first and last round are always evaluated. None
             chooses the smallest number for which evaluation takes at most a quarter of the floating-point operations
             of training, but at least 50 evaluations in a run.
@@ -151,6 +154,10 @@ class RunSettings(CheckedFields):
         for name in counts:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
+        if self.threads > MAX_THREADS:
+            raise ConfigError(
+                f"run.threads must be <= {MAX_THREADS}; it is {self.threads}. Set the number of cores that the run may use"
+            )
         if self.micro_batch is not None and (self.micro_batch < 1 or self.engine == "vectorized"):
             raise ConfigError(
                 "run.micro_batch must be >= 1, and clients at once (engine 'vectorized') take batches "

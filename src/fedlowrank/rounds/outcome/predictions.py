@@ -160,7 +160,8 @@ def confusion(
 
     Returns:
         Numbers of examples whose label counts ``[classes, classes]``, with a row for each label and a column for each
-        prediction, by name.
+        prediction, by name. If models predict scores beyond the classes, there are further columns up to the largest of
+        them, named by their numbers.
 
     Raises:
         ConfigError: if :func:`predictions` would raise it, or if there are no classes.
@@ -171,9 +172,12 @@ def confusion(
     table = predictions(run, client, split, series)
     if client is None:
         table = table[~table["client"].isin(list(run.excluded_from_means))]
-    counts = np.zeros((len(names), len(names)), dtype=np.int64)
+    # some models have more scores than there are classes
+    column_count = max([len(names), *(table["prediction"] + 1)])
+    counts = np.zeros((len(names), column_count), dtype=np.int64)
     np.add.at(counts, (table["label"], table["prediction"]), 1)
-    return pd.DataFrame(counts, pd.Index(names, name="label"), pd.Index(names, name="prediction"))
+    column_names = _names(names, range(column_count))
+    return pd.DataFrame(counts, pd.Index(names, name="label"), pd.Index(column_names, name="prediction"))
 
 
 def _scores(run: Run, client_id: int, examples: Examples, series: str | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,10 +40,16 @@ class Result:
         """Round with the best mean validation accuracy (in a regression: loss), the earliest on ties.
 
         Raises:
-            DataError: if no client has validation examples.
+            DataError: if no client has validation examples, or if all clients that have some are left out of means.
         """
         best = find_best(record.validation() for record in self.rounds)
         if best is None:
+            clients = self.run.federation.clients
+            if tested_ids := {i for i, client in enumerate(clients) if len(client.val)}:
+                raise DataError(
+                    "there is no best round by validation, because all clients with validation examples "
+                    f"{self._explain_exclusion(tested_ids)}. Use the last round"
+                )
             raise DataError(
                 "there is no best round by validation, because no client has validation examples: make the "
                 "federation with val=0.1, or use the last round"
@@ -96,19 +103,36 @@ class Result:
         Raises:
             ConfigError: if there is no such split or series.
             DataError: if there is no best round, or if no client has an accuracy because the task is a regression or
-                the split has no examples.
+                the split has no examples, or if all clients with an accuracy are left out.
         """
         accuracies = self.accuracy(split, series, at)
         mean = mean_over_clients(a for i, a in enumerate(accuracies) if i not in self.run.excluded_from_means)
         if mean is None:
-            cause = f"no client has examples in the split {split!r}"
-            if self.run.federation.clients[0].train.is_regression:
-                cause = "this is a regression"
             raise DataError(
-                f"there is no mean accuracy, because {cause}. The losses are in the column 'loss' of "
-                "result.to_frame(last=True)."
+                f"there is no mean accuracy, because {self._explain_missing_mean(accuracies, split)}"
             )
         return mean
+
+    def _explain_missing_mean(self, accuracies: Sequence[float | None], split: str) -> str:
+        """Explain why a mean of these accuracies does not exist, and what to use instead."""
+        losses = "The losses are in the column 'loss' of result.to_frame(last=True)."
+        if self.run.federation.clients[0].train.is_regression:
+            return f"this is a regression. {losses}"
+        evaluated_ids = {i for i, accuracy in enumerate(accuracies) if accuracy is not None}
+        if not evaluated_ids:
+            return f"no client has examples in the split {split!r}. {losses}"
+        return (
+            f"all clients with an accuracy in the split {split!r} {self._explain_exclusion(evaluated_ids)}. "
+            "result.accuracy() has the accuracy of each client."
+        )
+
+    def _explain_exclusion(self, client_ids: set[int]) -> str:
+        """Explain why clients are left out of means."""
+        hostile_ids = client_ids & set(self.run.hostile)
+        reasons = ["are hostile (run.attack)"] if hostile_ids else []
+        if client_ids - hostile_ids:
+            reasons.append("never train (run.unseen)")
+        return f"{' or '.join(reasons)}, and such clients are in no mean"
 
     @property
     def measurements(self) -> Measurements:
