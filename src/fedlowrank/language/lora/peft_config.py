@@ -49,12 +49,7 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
             raise ConfigError(
                 f"lora: peft's LoraConfig has no setting {name!r}. {did_you_mean(name, known_fields)}"
             )
-        field = known_fields[name]
-        reason = REFUSED_SETTINGS.get(name)
-        if reason is None and field.metadata.get("is_lora_variant"):
-            reason = "it is another update than s·B A"
-        # an empty table switches a variant on, with its defaults
-        if reason is not None and value is not None and value != _default(field):
+        if reason := explain_refusal(known_fields[name], value):
             raise ConfigError(f"lora: {name} = {value!r} cannot be used in federated training: {reason}.")
     if str(getattr(fields.get("peft_type"), "value", fields.get("peft_type") or "LORA")) != "LORA":
         raise ConfigError(f"lora: peft_type = {fields['peft_type']!r}; only LORA is federated here")
@@ -91,9 +86,14 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
     return config
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """The default value of a dataclass field that has one."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def explain_refusal(field: dataclasses.Field[Any], value: Any) -> str | None:
+    """The reason why a value of a field of ``peft.LoraConfig`` cannot be federated; None if it can."""
+    reason = REFUSED_SETTINGS.get(field.name)
+    if reason is None and field.metadata.get("is_lora_variant"):
+        reason = "it is another update than s·B A"
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    # an empty table switches a variant on, with its defaults
+    return None if value is None or value == default else reason
 
 
 def _check_patterns(config: Any) -> None:

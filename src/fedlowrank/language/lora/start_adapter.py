@@ -23,7 +23,7 @@ from ..adapter_files import name_in_file
 from ..base_model import HEAD_NAMES
 from ..optional_packages import import_library
 from .peft_adapter import ADAPTER
-from .peft_config import REFUSED_SETTINGS
+from .peft_config import explain_refusal
 
 TOKEN_FIELD = "trainable_token_indices"
 CONFIG_FILE = "adapter_config.json"
@@ -64,17 +64,10 @@ def read_start_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"lora.start: the adapter in {folder} is of type {config.get('peft_type')!r}, not LORA"
         )
-    default_config = import_library("peft", "lora.start").LoraConfig()
-    for field in dataclasses.fields(default_config):
-        name, reason = field.name, REFUSED_SETTINGS.get(field.name)
-        if reason is None and field.metadata.get("is_lora_variant"):
-            reason = "it is another update than s·B A"
-        if reason is None or name in _IGNORED_FIELDS or config.get(name) is None:
-            continue
-        if config[name] != getattr(default_config, name):
-            raise ConfigError(
-                f"lora.start: the adapter in {folder} has {name} = {config[name]!r}, but {reason}"
-            )
+    for field in dataclasses.fields(import_library("peft", "lora.start").LoraConfig):
+        name, value = field.name, config.get(field.name)
+        if name not in _IGNORED_FIELDS and (reason := explain_refusal(field, value)):
+            raise ConfigError(f"lora.start: the adapter in {folder} has {name} = {value!r}, but {reason}")
     initial = config.get("init_lora_weights")
     if isinstance(initial, str) and initial.startswith(("pissa", "olora", "corda", "loftq")):
         raise ConfigError(
