@@ -59,14 +59,8 @@ class Clock:
     def timed(self, name: str, items: Iterator[T]) -> Iterator[T]:
         """Iterate, and add the time that the next item takes to a name."""
         while True:
-            # a block of `with` would take as long as adding a result of a small model
-            self._charge()
-            self._names.append(name)
-            try:
+            with self(name):
                 item = next(items, _END)
-            finally:
-                self._charge()
-                self._names.pop()
             if item is _END:
                 return
             yield item
