@@ -4,15 +4,15 @@
 
 BEFORE and AFTER are source trees (``git worktree add FOLDER COMMIT``); AFTER is this one by default. Each measurement is a
 process of its own with one thread, which runs one case by one version: three rounds to get ready, then ``ROUNDS`` rounds and
-evaluations, of which it reports the median. Versions alternate, so that a change of the machine's speed meets both. Beside the
-vectorized engine a loop written by hand gives the floor: batched matrix products of all clients, with the same number of steps
-and examples and with the same draws, and nothing of what a simulator does.
+evaluations, of which it reports the median. Versions alternate, so that a change of the machine's speed meets both. Beside
+the vectorized engine, loops written by hand for FedAvg and FLoRAL (``rounds_by_hand.py``) give the floor: batched matrix
+products of all clients, with the same number of steps and examples and with the same draws, and nothing of what a simulator
+does.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -60,6 +60,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"clients": 1000, "examples": 20, "width": 784, "hidden": 32, "participation": 0.1},
     ),
 }
+
+BY_HAND = [
+    case
+    for case, (name, _, problem) in CASES.items()
+    if name in ("standalone", "fedavg") or (name == "floral" and not problem)
+]
+"""Cases with a loop written by hand (:mod:`rounds_by_hand`); Standalone's is that of FedAvg."""
 
 
 def federation(clients: int, examples: int, width: int, hidden: int, ranks: list[int] | None) -> Any:
@@ -133,53 +140,40 @@ def median(work: Callable[[], object]) -> float:
     return 1e3 * statistics.median(times)
 
 
-def floor(case: str) -> float:
-    """Milliseconds of CPU of FedAvg's or Standalone's round by hand: batched products of all clients."""
+def time_by_hand(case: str) -> dict[str, float]:
+    """Milliseconds of CPU of a round by hand."""
     import numpy as np
     import torch
-    from torch.nn import functional
+    from rounds_by_hand import ClientArrays, make_fedavg_round, make_floral_round
 
     from fedlowrank.core.key import Key
 
     torch.set_num_threads(1)
-    _, _, problem = CASES[case]
+    name, options, problem = CASES[case]
     clients, width, hidden = (problem.get(k, d) for k, d in (("clients", 60), ("width", 64), ("hidden", 64)))
-    active = round(clients * problem.get("participation", 1.0))
-    made = federation(clients, problem.get("examples", 21), width, hidden, None)
     # a client of the federation keeps a part of its examples for validation and test
+    made = federation(clients, problem.get("examples", 21), width, hidden, None)
     examples = max(len(data.train) for data in made.clients)
     g = np.random.default_rng(0)
-    x = torch.tensor(g.normal(size=(clients, examples, width)), dtype=torch.float32)
-    y = torch.tensor(g.integers(0, 10, (clients, examples)))
-    shapes = [(width, hidden), (1, hidden), (hidden, 10), (1, 10)]
-    server = [torch.tensor(0.1 * g.normal(size=s), dtype=torch.float32) for s in shapes]
 
-    root, rounds = Key((0,)), itertools.count()
+    def draw(*shape: int, scale: float = 0.1) -> torch.Tensor:
+        return torch.tensor(scale * g.normal(size=shape), dtype=torch.float32)
 
-    def one_round() -> None:
-        nonlocal server
-        t = next(rounds)
-        chosen = torch.randperm(clients)[:active]
-        own_x, own_y = x[chosen], y[chosen]
-        w = [p.expand(active, *p.shape).clone().requires_grad_() for p in server]
-        # the draws of a simulator whose clients do not depend on each other: a generator for each client and round
-        generators = [(root / "client" / k / t / "order" / 0).generator() for k in chosen.tolist()]
-        for _ in range(5):
-            order = torch.stack([torch.randperm(examples, generator=g) for g in generators])
-            rows = torch.arange(active)[:, None]
-            batch, labels = own_x[rows, order], own_y[rows, order]
-            h = torch.relu(torch.baddbmm(w[1], batch, w[0]))
-            scores = torch.baddbmm(w[3], h, w[2])
-            loss = (
-                functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum") / examples
-            )
-            grads = torch.autograd.grad(loss, w)
-            with torch.no_grad():
-                for p, d in zip(w, grads, strict=True):
-                    p.sub_(d, alpha=0.01)
-        server = [p.detach().mean(0) for p in w]
-
-    return median(one_round)
+    arrays = ClientArrays(
+        draw(clients, examples, width, scale=1.0),
+        torch.tensor(g.integers(0, 10, (clients, examples))),
+        Key((0,)),
+        round(clients * problem.get("participation", 1.0)),
+    )
+    shapes = [(hidden, width), (10, hidden)]
+    model = [t for rows, columns in shapes for t in (draw(rows, columns), draw(rows))]
+    if name != "floral":
+        return {"round": median(make_fedavg_round(arrays, model))}
+    adaptors, clusters = list[torch.Tensor](), options["clusters"]
+    for rows, columns in shapes:
+        rank = max(1, int(options["rank"] * rows * columns / (rows + columns)))
+        adaptors += [draw(clusters, rows, rank), draw(clusters, columns, rank), draw(clusters, rows)]
+    return {"round": median(make_floral_round(arrays, model, adaptors))}
 
 
 HEAD = """# Rounds and evaluations by cohorts
@@ -187,13 +181,14 @@ HEAD = """# Rounds and evaluations by cohorts
     git worktree add BEFORE {before}
     python benchmarks/speed/engine_versions.py BEFORE --out docs/results/cohorts.md
 
-Milliseconds of CPU of a round and of an evaluation by the vectorized engine, of two versions: `{before}` (a coroutine a client,
-whose requests to train are batched) and `{after}` (one call of the method for a cohort). One thread; {machine}. Each
-number is the median of {repeats} processes, which report the median of {rounds} rounds; versions alternate. The hand-written loop
-makes the same steps by batched matrix products, with the same draws (a generator for each client and round) and as many
-examples as the largest client trains on, and keeps no records, bytes, states or losses. Examples are random: 21 a client with 64
-features (the shape of the handwritten digits) where nothing else is said, 784 features in the last four rows; a tenth of them is
-kept for validation and a tenth for the test; five epochs, batches of 32.
+Milliseconds of CPU of a round and of an evaluation by the vectorized engine, of two versions: `{before}` (a coroutine a
+client, whose requests to train are batched) and `{after}` (one call of the method for a cohort). One thread; {machine}. Each
+number is the median of {repeats} processes, which report the median of {rounds} rounds; versions alternate. The hand-written
+loops (`benchmarks/speed/rounds_by_hand.py`; Standalone's is that of FedAvg) make the same steps by batched matrix products,
+with the same draws (a generator for each client and round) and as many examples as the largest client trains on, and keep no
+records, bytes, states or losses. Examples are random: 21 a client with 64 features (the shape of the handwritten digits)
+where nothing else is said, 784 features in the last four rows; a tenth of them is kept for validation and a tenth for the
+test; five epochs, batches of 32.
 
 | case | round before | after | ratio | evaluation before | after | ratio | round by hand | after / by hand |
 | :--- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
@@ -211,22 +206,22 @@ def main() -> None:
     parser.add_argument("--cases", default="")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--by-hand", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps({"round": floor(args.child)} if args.floor else measure(args.child)))
+        print(json.dumps(time_by_hand(args.child) if args.by_hand else measure(args.child)))
         return
     if args.before is None:
         parser.error("say which source tree is the earlier version")
     chosen = [c for c in CASES if not args.cases or any(part in c for part in args.cases.split(","))]
     rows = []
     for case in chosen:
-        found: dict[str, list[dict[str, float]]] = {"before": [], "after": [], "floor": []}
+        found: dict[str, list[dict[str, float]]] = {"before": [], "after": [], "by hand": []}
         for _ in range(args.repeats):
             for arm, folder in (("before", args.before), ("after", args.after)):
                 found[arm].append(call(folder, case))
-            if CASES[case][0] in ("fedavg", "standalone"):
-                found["floor"].append(call(args.after, case, "--floor"))
+            if case in BY_HAND:
+                found["by hand"].append(call(args.after, case, "--by-hand"))
         rows.append(row(case, found))
         print(rows[-1], flush=True)
     if args.out:
@@ -262,8 +257,8 @@ def row(case: str, found: dict[str, list[dict[str, float]]]) -> str:
     for what in ("round", "evaluation"):
         before, after = (statistics.median(one[what] for one in found[arm]) for arm in ("before", "after"))
         cells += [f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"]
-    if found["floor"]:
-        by_hand = statistics.median(one["round"] for one in found["floor"])
+    if found["by hand"]:
+        by_hand = statistics.median(one["round"] for one in found["by hand"])
         mine = statistics.median(one["round"] for one in found["after"])
         cells += [f"{by_hand:.1f}", f"{mine / by_hand:.2f}"]
     else:
