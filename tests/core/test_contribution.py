@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from fedlowrank.core.contract import Each, Mean, Sum
-from fedlowrank.core.contract.contribution import Aggregator, fault_of
+from fedlowrank.core.contract.contribution import Aggregator, RunningMean, fault_of
 from fedlowrank.core.tree import TreeError
 
 VALUES = {c: torch.randn(5, generator=torch.Generator().manual_seed(c)) for c in (3, 5, 8, 9)}
@@ -135,3 +136,46 @@ def test_what_cannot_be_reduced_is_refused(wrong: Any, says: str) -> None:
 )
 def test_faults_of_numbers(contribution: Any, fault: str | None) -> None:
     assert fault_of(contribution) == fault
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("is_cohort", [False, True])
+def test_a_mean_of_whole_numbers_is_refused_where_it_stands(dtype: torch.dtype, is_cohort: bool) -> None:
+    """A share of a client is no whole number, so such a mean would be 0 or the first client's value."""
+    aggregator = Aggregator([0, 1])
+    value = {"n": Mean([torch.ones(2, 3, dtype=dtype)])}
+    add = partial(aggregator.add_rows, [0, 1], value, {"/n": [1.0, 1.0]})
+    with pytest.raises(TreeError, match=f"at /n/0 there is {dtype}.*or Sum for counts"):
+        add() if is_cohort else aggregator.add(0, value)
+    running: RunningMean[Any] = RunningMean()
+    with pytest.raises(TreeError, match="floating-point"):
+        running.add(torch.ones(3, dtype=dtype))
+    with pytest.raises(TreeError, match="floating-point"):
+        running.add_rows(torch.ones(2, 3, dtype=dtype), [1.0, 1.0])
+
+
+@pytest.mark.parametrize("is_cohort", [False, True])
+def test_a_sum_of_narrow_whole_numbers_and_votes_does_not_overflow(is_cohort: bool) -> None:
+    count = 7
+    bytes_, votes = torch.full((count, 2), 200, dtype=torch.uint8), torch.ones(count, 2, dtype=torch.bool)
+    votes[3:, 1] = False
+    aggregator = Aggregator(range(count))
+    if is_cohort:
+        aggregator.add_rows(range(count), {"bytes": Sum(bytes_), "votes": Sum(votes)}, {})
+    for k in () if is_cohort else range(count):
+        aggregator.add(k, {"bytes": Sum(bytes_[k]), "votes": Sum(votes[k])})
+    total = aggregator.finish()
+    assert total["bytes"].tolist() == [1400, 1400]
+    assert total["votes"].tolist() == [7, 3]
+
+
+def test_a_weight_that_is_none_is_refused_with_its_client() -> None:
+    for weight in (None, "a", [1.0]):
+        with pytest.raises(TreeError, match="weight of a Mean is a number"):
+            Mean(torch.ones(1), weight)
+    for weight in (-1.0, float("nan"), float("inf")):
+        said = rf"weight of the mean at /m .* of client 5 is {weight}"
+        with pytest.raises(TreeError, match=said):
+            Aggregator([5]).add(5, {"m": Mean(torch.ones(1), weight)})
+        with pytest.raises(TreeError, match=said):
+            Aggregator([3, 5]).add_rows([3, 5], {"m": Mean(torch.ones(2, 1))}, {"/m": [1.0, weight]})

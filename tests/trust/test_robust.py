@@ -450,6 +450,15 @@ def test_the_aggregator_reduces_means_and_sums_in_any_order_of_arrival() -> None
         torch.testing.assert_close(total["factors"].dense(), torch.full((2, 3), 15.0))
 
 
+def test_counts_are_added_whatever_their_type() -> None:
+    aggregator = RobustAggregator([0, 1, 2], "median", 0.2)
+    for client in range(3):
+        votes = torch.tensor([True, client == 0])
+        aggregator.add(client, {"n": Sum(torch.tensor([100]), counts=True), "votes": Sum(votes, counts=True)})
+    total = aggregator.finish()
+    assert (total["n"].tolist(), total["votes"].tolist()) == ([300], [3, 1])
+
+
 def test_the_weights_of_means_count() -> None:
     aggregator = RobustAggregator([0, 1, 2], "median", 0.2)
     for client, weight in enumerate((1.0, 1.0, 5.0)):

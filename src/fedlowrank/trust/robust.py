@@ -19,7 +19,7 @@ from ..adapters.mixtures.mixture import Pairs
 from ..core import tree
 from ..core.arguments.shares import multiply_share
 from ..core.contract import Each, Mean, Sum
-from ..core.contract.contribution import Aggregator, Leaf
+from ..core.contract.contribution import Aggregator, Leaf, as_summand
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..linalg.delta import split_svd
 from ..linalg.factored import Factored
@@ -244,11 +244,15 @@ class RobustAggregator(Aggregator):
             )
         contributions = self._totals.setdefault(path, {})
         weight = leaf.weight if isinstance(leaf, Mean) else 1.0
+        is_count = isinstance(leaf, Sum) and leaf.counts
         _check_leaf(
-            contributions[self.contributed[0]][0] if self.contributed else leaf.value, leaf.value, weight
+            contributions[self.contributed[0]][0] if self.contributed else leaf.value,
+            leaf.value,
+            weight,
+            is_count,
         )
         contributions[client_id] = leaf.value, weight
-        if isinstance(leaf, Sum) and leaf.counts:
+        if is_count:
             self._counts.add(path)
 
     def _value(self, path: str, leaf_type: type) -> Any:
@@ -256,7 +260,9 @@ class RobustAggregator(Aggregator):
         contributions = [self._totals[path][client] for client in self.contributed]
         values, weights = [value for value, _ in contributions], [weight for _, weight in contributions]
         if path in self._counts:
-            return tree.map_leaves(lambda *ts: torch.stack(ts).sum(0), values[0], *values[1:])
+            return tree.map_leaves(
+                lambda *ts: torch.stack([*map(as_summand, ts)]).sum(0), values[0], *values[1:]
+            )
         scale = len(contributions) if leaf_type is Sum else 1.0
         return robust_mean(values, weights, self._rule, self._hostile, scale) if any(weights) else None
 
@@ -308,14 +314,15 @@ def _check_rule(rule: str) -> None:
         raise ConfigError(f"{rule!r} is no coordinate rule. {did_you_mean(rule, COORDINATE_RULES)}")
 
 
-def _check_leaf(expected: Any, value: Any, weight: float) -> None:
+def _check_leaf(expected: Any, value: Any, weight: float, is_count: bool = False) -> None:
     if not 0 <= weight < math.inf:
         raise tree.TreeError(f"a weight of a mean is finite and at least 0; this one is {weight}")
     # raises an error that says where structures differ
     tree.map_leaves(lambda *_: None, expected, value)
     forms = dict(tree.leaves(expected))
     for path, t in tree.leaves(value):
-        if not t.is_floating_point() or (t.shape, t.dtype) != (forms[path].shape, forms[path].dtype):
+        is_number = t.is_floating_point() or is_count
+        if not is_number or (t.shape, t.dtype) != (forms[path].shape, forms[path].dtype):
             raise tree.TreeError(
                 f"a robust rule needs floating-point tensors of one form; at {path or 'the top'} there are "
                 f"{forms[path].dtype} {list(forms[path].shape)} and {t.dtype} {list(t.shape)}"

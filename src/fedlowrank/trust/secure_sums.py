@@ -34,7 +34,13 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments.shares import multiply_share
 from ..core.contract import Each, Mean, Sum
-from ..core.contract.contribution import Aggregator, contribution_leaves, fault_of, map_contributions
+from ..core.contract.contribution import (
+    Aggregator,
+    as_summand,
+    contribution_leaves,
+    fault_of,
+    map_contributions,
+)
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from .trust_settings import SecureSums
@@ -163,7 +169,7 @@ class FixedPoint:
         return torch.cat(chunks).numpy().view(np.uint64), clip_count
 
     def decode(self, vector: Vector, template: Any) -> Any:
-        """Decode the total, its tensors like ``template`` in dtype, shape and device; None for a mean without weight."""
+        """Decode the total, its tensors like those of ``template``, integers as int64; None for a mean without weight."""
         numbers, totals = torch.from_numpy(vector.view(np.int64)), dict[str, Any]()
         for path, leaf in contribution_leaves(template):
             weight, step, values = 1, self.sum_step, []
@@ -172,7 +178,7 @@ class FixedPoint:
             for t in tree.tensors(leaf.value):
                 x, numbers = numbers[: t.numel()], numbers[t.numel() :]
                 x = x.double() / max(weight, 1) * step if t.is_floating_point() else x
-                values.append(x.to(t.dtype, copy=True).reshape(t.shape).to(t.device))
+                values.append(x.to(as_summand(t).dtype, copy=True).reshape(t.shape).to(t.device))
             totals[path] = tree.map_leaves(lambda _, v=values: v.pop(0), leaf.value) if weight else None
         return map_contributions(lambda path, _: totals[path], template)
 

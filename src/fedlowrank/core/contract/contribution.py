@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
@@ -30,6 +31,9 @@ class Mean(Generic[T]):
     Attributes:
         value: tree of floating-point tensors.
         weight: weight of the value, at least 0; a tensor of one number is converted to a float.
+
+    Raises:
+        TreeError: if the weight is no number.
     """
 
     value: T
@@ -38,6 +42,8 @@ class Mean(Generic[T]):
     def __post_init__(self) -> None:
         if type(self.weight) is Tensor:
             object.__setattr__(self, "weight", float(self.weight))
+        elif not isinstance(self.weight, (Real, Tensor)):
+            raise tree.TreeError(f"the weight of a Mean is a number, at least 0; this one is {self.weight!r}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Sum(Generic[T]):
     """A term of a sum.
 
     Attributes:
-        value: tree of tensors.
+        value: tree of tensors; whole numbers and booleans of any type are added as int64.
         counts: whether the values are weights or counts, which robust rules leave as they are.
     """
 
@@ -96,10 +102,10 @@ class RunningMean(Generic[T]):
         """
         if not weight >= 0:
             raise tree.TreeError(f"a weight of a mean is at least 0; this one is {weight}")
+        if self.count == 0:
+            self._begin(value)
         self.count += 1
         self.total += weight
-        if self.count == 1:
-            self._begin(value)
         means, tensors = tree.tensors(self._mean), tree.tensors(value)
         if tree.form(value) != self._form:
             # the order of keys may differ; if structures differ, this raises an error that names the place
@@ -142,6 +148,7 @@ class RunningMean(Generic[T]):
 
         if self._form is None:
             first_tree = tree.map_leaves(lambda t: t[0], rows)
+            _refuse_integers(first_tree)
             self._form, self._like = tree.form(first_tree), _empty(first_tree)
         self.count += len(used_indices)
         self.total += total
@@ -152,6 +159,7 @@ class RunningMean(Generic[T]):
             torch._foreach_lerp_(running, tree.tensors(means), total / self.total)
 
     def _begin(self, value: T) -> None:
+        _refuse_integers(value)
         self._mean, self._form, self._like = (
             tree.map_leaves(_wide_copy, value),
             tree.form(value),
@@ -167,6 +175,21 @@ class RunningMean(Generic[T]):
             )
         value: T = tree.cast_like(self._mean, self._like)
         return value
+
+
+def _refuse_integers(value: Any, path: str = "") -> None:
+    """Raise TreeError if a tree whose mean is computed holds integers or booleans, whose mean is no such number."""
+    for leaf_path, t in tree.leaves(value):
+        if not (t.is_floating_point() or t.is_complex()):
+            raise tree.TreeError(
+                f"a mean needs floating-point tensors; at {path + leaf_path or 'its top'} there is {t.dtype}. Use .float(), or "
+                "Sum for counts"
+            )
+
+
+def as_summand(t: Tensor) -> Tensor:
+    """Convert whole numbers and booleans to int64, in which they are added; others stay."""
+    return t if t.is_floating_point() or t.is_complex() else t.to(torch.int64)
 
 
 def _wide_copy(t: Tensor) -> Tensor:
@@ -258,11 +281,16 @@ class Aggregator:
         self._check_structure(client_ids[0], contribution)
         for path, leaf in contribution_leaves(contribution):
             if isinstance(leaf, Mean):
+                if path not in self._totals:
+                    _refuse_integers(leaf.value, path)
+                for client_id, weight in zip(client_ids, weights[path], strict=True):
+                    _check_weight(weight, path, client_id)
                 self._totals.setdefault(path, RunningMean()).add_rows(leaf.value, weights[path])
             elif isinstance(leaf, Sum):
+                summands = tree.map_leaves(as_summand, leaf.value)
                 if path not in self._totals:
-                    self._forms[path] = _empty(tree.map_leaves(lambda t: t[0], leaf.value))
-                self._sum(path, tree.map_leaves(lambda t: t.sum(0), tree.widen(leaf.value)))
+                    self._forms[path] = _empty(tree.map_leaves(lambda t: t[0], summands))
+                self._sum(path, tree.map_leaves(lambda t: t.sum(0), tree.widen(summands)))
             else:
                 self._totals.setdefault(path, {}).update(zip(client_ids, leaf.value, strict=True))
         self.contributed += client_ids
@@ -309,14 +337,18 @@ class Aggregator:
 
     def _add(self, path: str, leaf: Leaf, client_id: int) -> None:
         if isinstance(leaf, Mean):
+            if path not in self._totals:
+                _refuse_integers(leaf.value, path)
             self._totals.setdefault(path, RunningMean())
+            _check_weight(leaf.weight, path, client_id)
             if leaf.weight != 0:
                 self._totals[path].add(leaf.value, leaf.weight)
         elif isinstance(leaf, Sum):
+            summands = tree.map_leaves(as_summand, leaf.value)
             if path not in self._totals:
-                self._forms[path] = _empty(leaf.value)
+                self._forms[path] = _empty(summands)
             # half precision is accumulated in float32 and rounded once at the end
-            self._sum(path, tree.widen(leaf.value))
+            self._sum(path, tree.widen(summands))
         else:
             self._totals.setdefault(path, {})[client_id] = leaf.value
 
@@ -331,6 +363,15 @@ class Aggregator:
         if leaf_type is Each:
             return dict(sorted(total.items()))
         return tree.cast_like(total, self._forms[path])
+
+
+def _check_weight(weight: float, path: str, client_id: int) -> None:
+    """Raise TreeError if the weight of a client's mean is negative or not finite."""
+    if not 0 <= weight < math.inf:
+        raise tree.TreeError(
+            f"the weight of the mean at {path or 'the top'} of the contribution of client {client_id} is {weight}; it must be "
+            "finite and at least 0"
+        )
 
 
 def contribution_leaves(contribution: Any) -> Iterator[tuple[str, Leaf]]:
