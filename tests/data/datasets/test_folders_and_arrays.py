@@ -171,6 +171,7 @@ def test_arrays_in_other_layouts(tmp_path):
         ({"x_train": X, "y_train": Y, "x_test": X}, "lacks the array 'y_test'"),
         ({"x": X, "y": Y[:3]}, "3 labels.*4 examples"),
         ({"x": X, "y": Y - 1}, "there is a -1"),
+        ({"x": X, "y": Y * 10**9}, "there is a 2000000000, and only 4 labels.*return_inverse"),
         ({"x": X, "y": Y / 1.0}, "whole numbers"),
         ({"x": X, "y": Y[:, None]}, r"give labels \[n\]"),
         ({"x": X.astype("U3"), "y": Y}, "must be numbers"),
@@ -187,6 +188,13 @@ def test_arrays_in_other_layouts(tmp_path):
 def test_arrays_name_what_is_wrong(tmp_path, arrays, message):
     with pytest.raises(DataError, match=message):
         Arrays(save(tmp_path, **arrays)).load()
+
+
+def test_labels_that_do_not_begin_at_0_are_noted(tmp_path):
+    (note,) = Arrays(save(tmp_path, x=X, y=Y + 1)).load().notes
+    assert "smallest label is 1" in note
+    assert Arrays(save(tmp_path, x=X, y=Y)).load().notes == ()
+    assert Arrays(save(tmp_path, x=X, y=Y + 1, classes=np.array(list("abcd")))).load().notes == ()
 
 
 def test_arrays_in_damaged_files(tmp_path):
