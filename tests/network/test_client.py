@@ -20,8 +20,11 @@ from fedlowrank.config.assembly import Shares, assemble
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
+from fedlowrank.core.key import Key
+from fedlowrank.data.federation import hash_examples
 from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.sequential import Sequential
+from fedlowrank.language.tiny_models import build_tiny_model
 from fedlowrank.network.client import ClientRuntime, prepare, read_own_share
 from fedlowrank.network.messages import Answer, RefusedOrderError, RegistrationRequest, digest_sections
 from fedlowrank.network.persistence.client_memory import ClientMemory
@@ -60,14 +63,47 @@ def test_preparing_twice_keeps_what_the_client_remembers(experiment: ExperimentC
     memory.read_state(1)
     # where its things lie and how it is reached is nobody else's business
     changed = experiment.overlay({"network": {"wait": 5.0}, "run": {"threads": 2}})
-    shares = experiment.shares()
-    fewer = dataclasses.replace(shares.data[1], train=shares.data[1].train.take(torch.arange(3)))
-    prepare(folder, changed, 1, dataclasses.replace(shares, data=(shares.data[0], fewer, shares.data[2])))
+    prepare(folder, changed, 1, experiment.shares())
     assert ClientMemory(folder / RUN_NAME).read_state(1) == {"x": 1}
-    actual = ClientRuntime(folder)
-    assert len(actual.data.train) == 3
-    assert actual.experiment.run.threads == 2
-    assert torch.equal(actual.data.test.x, shares.data[1].test.x)  # type: ignore[arg-type]
+    assert ClientRuntime(folder).experiment.run.threads == 2
+
+
+def replace_data(shares: Shares, **parts: Any) -> Shares:
+    """The shares with other data of client 1."""
+    return dataclasses.replace(
+        shares, data=(shares.data[0], dataclasses.replace(shares.data[1], **parts), shares.data[2])
+    )
+
+
+def test_data_may_change_until_the_client_has_trained(
+    experiment: ExperimentConfig, sequential_run: Run, folder: Path
+) -> None:
+    shares = experiment.shares()
+    own = shares.data[1]
+    fewer = replace_data(shares, train=own.train.take(torch.arange(3)))
+    # a run that began, but in which this client has not trained
+    (folder / RUN_NAME).mkdir()
+    prepare(folder, experiment, 1, fewer)
+    assert len(ClientRuntime(folder).data.train) == 3
+    prepare(folder, experiment, 1, shares)
+    answer(sequential_run, folder)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    resorted = replace_data(shares, test=own.test.take(torch.arange(len(own.test) - 1, -1, -1)))
+    for other, parts in (
+        (fewer, "examples"),
+        (resorted, "examples"),
+        (replace_data(shares, val=own.test), "examples"),
+        (replace_data(shares, train=own.test, test=own.train), "examples"),
+        (dataclasses.replace(shares, classes=shares.classes[::-1]), "classes"),
+        (dataclasses.replace(shares, columns=("a", "b", "c", "d")), "columns"),
+    ):
+        with pytest.raises(DataError, match=rf"has trained .* changed since: other {parts}\.") as error:
+            prepare(folder, experiment, 1, other)
+        assert "Start the client with the data of before" in str(error.value)
+        assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    # a new release may word a note otherwise
+    prepare(folder, experiment, 1, replace_data(shares, notes=("a note",)))
+    assert answer(sequential_run, folder, round=1, stamp=1)[0].problem == ""
 
 
 def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(
@@ -513,6 +549,49 @@ def test_images_as_bytes_keep_the_default_normalization(
     np.savez(file, x=pixels.astype("float32"), y=np.arange(30) % 2)
     with pytest.raises(ConfigError, match=r"data\.normalize is 'scale'"):
         read_own_share(made, 1, 3, file)
+
+
+def test_a_file_of_ones_own_is_one_client_with_or_without_the_column_of_the_clients(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = of_tables(tmp_path, client="ward").to_dict()
+    made = ExperimentConfig.parse({**made, "partition": {"kind": "natural"}, "network": {"clients": 3}})
+    forms = []
+    for wards in ("", "a", "ab"):
+        assert "names 2 clients" not in caplog.text
+        shares = read_own_share(made, 1, 3, table(tmp_path / "t.csv", ["x", "y"], wards))
+        assert shares.columns == ("x", "y")
+        forms.append(shares.data[1])
+    assert all(hash_examples(data) == hash_examples(forms[0]) for data in forms)
+    assert sum(map(len, (forms[0].train, forms[0].val, forms[0].test))) == 30
+    assert "t.csv names 2 clients (a, b): all its rows belong to client 1" in caplog.text
+
+
+@pytest.mark.full
+def test_texts_of_ones_own_are_one_client_with_or_without_the_column_of_the_clients(tmp_path: Path) -> None:
+    base = build_tiny_model(tmp_path / "base", "causal", Key((0,)), ["the fox jumps over the dog"])
+    data = {"source": "instructions", "path": "nowhere.jsonl", "client": "author", "normalize": "none"}
+    made = ExperimentConfig.parse({
+        "name": "texts", "method": "fedavg", "data": data, "partition": {"kind": "natural"},
+        "language": {"path": str(base), "format": "plain", "context": 64}, "network": {"clients": 3},
+        "lora": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]},
+    })  # fmt: skip
+    found = []
+    for author in ({}, {"author": "a"}):
+        rows = [{"instruction": f"who {i}?", "output": "the fox", **author} for i in range(20)]
+        (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found.append(read_own_share(made, 1, 3, tmp_path / "own.jsonl").data[1])
+    assert hash_examples(found[0]) == hash_examples(found[1])
+
+
+@pytest.mark.parametrize("data", [{}, {"client": "ward"}])
+def test_a_file_with_too_few_rows_is_named_with_its_client(data: dict[str, str], tmp_path: Path) -> None:
+    file = table(tmp_path / "t.csv", ["x"], "a", rows=1)
+    made = of_tables(tmp_path, features=["x"], **data)
+    with pytest.raises(
+        DataError, match=r"^client 2: .*t\.csv has 1 example, too few .*3 parts\. Add examples, or"
+    ):
+        read_own_share(made, 2, 3, file)
 
 
 def test_a_test_file_that_the_split_ignores_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds import plan
 from fedlowrank.rounds.simulate import simulate
 from fedlowrank.storage.digest import seal
 from fedlowrank.storage.run_folder import RunFolder
@@ -72,10 +73,41 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     assert carrier.trained == [(c, t) for t, clients in enumerate(trained) for c in sorted(clients)]
     # each was asked once who it is, and learns nothing of the others
     assert Counter(p.kind for p in carrier.log) == {"registration": 4, "order": 18}
-    fields = {"run", "round", "stamp", "train", "evaluate", "last", "branch", "step", "parcel"}
+    fields = {"run", "round", "stamp", "train", "evaluate", "last", "branch", "step", "parcel", "repeats"}
     assert all(json.loads(p.header).keys() == fields for p in carrier.log if p.kind == "order")
     assert carrier.clock.now == 0
     assert count_logged(caplog, "replies") == 4
+
+
+def test_without_a_set_interval_a_network_evaluates_after_the_same_rounds_as_a_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MIN_EVALUATIONS", 1)
+    split = {"kind": "local", "train": 0.3, "val": 0.3, "test": 0.4}
+    made = small("fedavg", rounds=6, split=split)
+    stops = iter([3])
+
+    def die_in_round_3(_: LocalTransport, __: NodeMessage, round: int, ___: int) -> None:
+        if round == 3 and next(stops, None):
+            raise Killed("server")
+
+    carrier = local(made, tmp_path, fault_on_orders(die_in_round_3))
+    with pytest.raises(Killed):
+        serve_run(carrier, made, tmp_path / "run")
+    # the next server has the sizes of the clients from its folder
+    result = serve_run(carrier, made, tmp_path / "run", resume=True)
+    run, records = run_sequentially(made, result.rounds)
+    assert run.evaluate_every > 1
+    assert [r.is_evaluated for r in result.rounds] == [r.is_evaluated for r in records]
+
+
+def test_a_network_evaluates_the_clients_that_the_settings_choose(tmp_path: Path) -> None:
+    made = small("fedavg", 5, run={"evaluate_clients": 2, "participation": 0.6})
+    carrier, result = run_whole(made, tmp_path)
+    _, records = run_sequentially(made, result.rounds)
+    expected = [list(r.measured.client_ids) for r in records if r.measured is not None]
+    assert [list(r.measured.client_ids) for r in result.rounds if r.measured is not None] == expected
+    assert {c for c, order in carrier.orders() if order.evaluate} == set(expected[0])
 
 
 @pytest.mark.full
@@ -222,6 +254,43 @@ def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"run\.seed was 0 and is 8"):
         serve_run(rejections, changed, tmp_path / "run", resume=True)
     assert not rejections.orders()
+
+
+def test_a_server_that_resumes_with_another_configuration_asks_no_client(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=2)
+
+    def stop(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        if t == 2:
+            raise Killed
+
+    carrier = local(made, tmp_path, fault_on_orders(stop))
+    with pytest.raises(Killed):
+        serve_run(carrier, made, tmp_path / "run")
+    carrier.fault, carrier.log = intact, []
+    for other, why in (
+        (small("fedavg", rounds=2), "method.name was 'scaffold' and is 'fedavg'"),
+        (
+            small("scaffold", rounds=2, defaults={"optimizer": {"lr": 0.06}}),
+            "optimizer.lr was 0.01 and is 0.06",
+        ),
+        (
+            small("scaffold", rounds=2, data={"normalize": "none"}),
+            "data.normalize was 'standard' and is 'none'",
+        ),
+        (
+            small("scaffold", rounds=2, loss={"kind": "mse"}),
+            r"section\(s\) loss differ from those with which its cl",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=rf"cannot be resumed with another configuration: .*{why}"):
+            serve_run(carrier, other, tmp_path / "run", resume=True)
+    assert not carrier.log
+    assert not [*tmp_path.rglob("rejected.txt")]
+    # settings of the server alone may change
+    result = serve_run(
+        carrier, small("scaffold", rounds=2, network={"wait": 5.0}), tmp_path / "run", resume=True
+    )
+    assert len(result.rounds) == 3
 
 
 @pytest.mark.full

@@ -189,6 +189,23 @@ def test_a_client_of_a_server_counts_all_its_rounds_drawn_or_not() -> None:
     assert site("four").precision() == 0
 
 
+def test_a_client_counts_rounds_that_were_released_again_without_it() -> None:
+    """A draw that is released twice costs as one with the combined noise; so do rounds before the run went back."""
+    poisson = Sampling("poisson", 50, rate=0.1)
+    accountant = dp_accounting.rdp.RdpAccountant()
+    for noise, draws in ((1.0, 5), (0.5**0.5, 2), (1 / 3**0.5, 1)):
+        event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(noise))
+        accountant.compose(event, draws)
+    ledger = site("repeated", "central")
+    ledger.follow(2, 1.0, 1.0, poisson, 3, None, trains=True)
+    for _ in range(2):
+        # rounds 1 to 6, of which 2, 3 and 4 were released again, and 7 and 8 before the run went back
+        actual = ledger.follow(
+            6, 1.0, 1.0, poisson, 3, None, trains=False, repeats={1: 2, 2: 3, 3: 2, 6: 1, 7: 1}
+        )
+        assert actual == pytest.approx(accountant.get_epsilon(DELTA))
+
+
 def test_what_no_accountant_composes_is_added_up() -> None:
     """Draws of a fixed size are replace-one; two steps of add-or-remove replace a client."""
     fixed, poisson = Sampling("fixed", 50, count=5), Sampling("poisson", 50, rate=0.1)

@@ -19,6 +19,7 @@ from ..core.io.atomic_files import as_checkpoint_error
 from ..report.figures.style import EMBEDDED_FONTS
 from ..rounds.outcome.predictions import confusion, predict_rows, predictions
 from ..rounds.run import Run
+from ..storage.run_files import CLIENT_FILE
 from .terminal import OUT
 
 MAX_NUMBERS = 30
@@ -43,6 +44,19 @@ def predict(
         raise ConfigError(
             f"{option} is about the clients' own examples, and --rows about new ones; leave one out"
         )
+    if (folder / CLIENT_FILE).is_file():
+        # the parts of the network take a second to import
+        from ..network.site.site_predictions import predict_at_site
+
+        if rows is None or client or series or best:
+            raise ConfigError(
+                f"{folder} is the folder of one client of a run over a network: predict new rows by --rows FILE, without other "
+                "options"
+            )
+        table, file = predict_at_site(folder, rows)
+        _write(table, out)
+        OUT.print(f"{out}: {len(table):,} rows, predicted by {file}")
+        return 0
     split = split or "test"
     run = open_run(folder, python, best, allow_code)
     info = None if client is None else find_typed_client(run.federation.infos, client)

@@ -54,26 +54,31 @@ def read_new_rows(folder: Path, rows: Path, allow_code: bool = False) -> NewRows
         experiment = ExperimentConfig.parse(
             stored_config["experiment"], allow_code, stored_config["method"]["name"]
         )
-        source, normalization = experiment.data.source, experiment.data.preparation.normalize
-        if not isinstance(source, Csv):
-            raise ConfigError(
-                "new rows are the columns of a table, and the data of this run are of another source than 'csv'.",
-                python="Call result.predict(client, inputs) with prepared inputs.",
-                command="Leave out --rows. In Python, result.predict(client, inputs) takes prepared inputs.",
-            )
-        if type(experiment.concept) not in (Concept, NaturalClusters):
-            raise ConfigError(
-                "the concept of this run changes the examples of clients, so that new rows have no single meaning"
-            )
-        dataset, clients = source.load_with_rows(str(rows))
-        test = normalize(dataset, normalization).test
-        assert test is not None
-        if normalization != "standard_per_client":
-            inputs = test.x
-            assert isinstance(inputs, Tensor)
-            return NewRows(lambda _: inputs, clients)
-        client_data = share_data(experiment, standardize=False).data
-        return NewRows(lambda client: _standardize(client_data[client], test), clients)
+        return prepare_new_rows(experiment, rows)
+
+
+def prepare_new_rows(experiment: ExperimentConfig, rows: Path) -> NewRows:
+    """Read the rows of a table as inputs for models of an experiment; see :func:`read_new_rows`."""
+    source, normalization = experiment.data.source, experiment.data.preparation.normalize
+    if not isinstance(source, Csv):
+        raise ConfigError(
+            "new rows are the columns of a table, and the data of this run are of another source than 'csv'.",
+            python="Call result.predict(client, inputs) with prepared inputs.",
+            command="Leave out --rows. In Python, result.predict(client, inputs) takes prepared inputs.",
+        )
+    if type(experiment.concept) not in (Concept, NaturalClusters):
+        raise ConfigError(
+            "the concept of this run changes the examples of clients, so that new rows have no single meaning"
+        )
+    dataset, clients = source.load_with_rows(str(rows))
+    test = normalize(dataset, normalization).test
+    assert test is not None
+    if normalization != "standard_per_client":
+        inputs = test.x
+        assert isinstance(inputs, Tensor)
+        return NewRows(lambda _: inputs, clients)
+    client_data = share_data(experiment, standardize=False).data
+    return NewRows(lambda client: _standardize(client_data[client], test), clients)
 
 
 def _standardize(client: ClientData, rows: Examples) -> Tensor:

@@ -340,7 +340,7 @@ class Federation:
 
     def fingerprint(self) -> list[str]:
         """One hash of all examples for each client, so that a resumed run detects different data."""
-        return [_hash_client(c) for c in self.clients]
+        return [hash_examples(c) for c in self.clients]
 
     def describe(self) -> list[dict[str, Any]]:
         """One row per client: id, architecture, sizes of its parts, class counts if any, rank, cluster."""
@@ -465,6 +465,11 @@ class Federation:
             DataError: if an array does not fit the others; the message names the client.
             TaskError: if a model does not fit the data.
         """
+        for part, share in (("val", val), ("test", test)):
+            if not 0 <= share < 1:
+                raise DataError(
+                    f"Federation.from_arrays: {part} is a share of the examples, at least 0 and below 1; it is {share}"
+                )
         key = Key((seed,))
         user_clients, feature_names = match_columns(
             read_user_clients(clients, Columns(client, target, features, split), key)
@@ -634,7 +639,8 @@ def _describe_input_shape(examples: Examples) -> str:
     return str(shapes)
 
 
-def _hash_client(data: ClientData) -> str:
+def hash_examples(data: ClientData) -> str:
+    """Hash a client's examples: inputs and targets of all three parts."""
     hasher = hashlib.blake2b(digest_size=16)
     for examples in (data.train, data.val, data.test):
         # the reference follows from the tokens and the base, up to rounding that differs between machines

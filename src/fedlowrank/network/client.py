@@ -32,10 +32,12 @@ from ..core.contract import AnyMethod
 from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically, write_json
 from ..core.io.private_files import make_private_folder, refuse_readable
+from ..core.io.text import list_first
 from ..data.dataset import ClientData, Examples
 from ..data.datasets.csv_table import Csv
-from ..data.federation import Federation
+from ..data.federation import Federation, hash_examples
 from ..data.overlap import sketch_examples
+from ..data.partitioning.split import TooFewExamplesError
 from ..engines.engine import ClientJob
 from ..engines.sequential import Sequential
 from ..results.client_metrics import choose_metrics
@@ -46,7 +48,7 @@ from ..rounds.participation.participants import Participants
 from ..rounds.setup.averaged_statistics import average_statistics
 from ..rounds.setup.preparation import check_parts, move_to_device
 from ..storage.digest import check_seal, digest_of, seal
-from ..storage.run_files import LEDGER
+from ..storage.run_files import CLIENT_FILE, LEDGER
 from ..storage.run_folder import versions
 from ..trust.privacy.budget import Budget
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
@@ -75,7 +77,8 @@ from .site.site_settings import SiteSettings
 
 logger = logging.getLogger(__name__)
 
-CLIENT_FILE = "client.json"
+MODEL_FILE = "model.safetensors"
+"""Name of the file with the parameters of a client's model, in the folder ``model`` of a run."""
 
 REJECTION_FILE = "rejected.txt"
 """Name of the file in a client's folder with the server's reason for rejecting the client."""
@@ -92,8 +95,10 @@ def prepare(
     site: SiteSettings | None = None,
     *,
     sketch: Sequence[str] | None = None,
+    data_path: Path | None = None,
+    test_path: Path | None = None,
 ) -> None:
-    """Make a client's folder. States in an existing folder are kept.
+    """Make a client's folder. States in an existing folder are kept, and the data may change only if there are none.
 
     Args:
         folder: folder of the client.
@@ -104,10 +109,13 @@ def prepare(
         sketch: sketch of the client's data (:mod:`fedlowrank.data.overlap`), by which the site's ledger of privacy
             recognizes the data; None computes it from the training examples, and an empty one keeps no account
             at the site, for a simulation.
+        data_path: path of the client's own data, or None; stored to prepare new rows in the same way.
+        test_path: path of the client's own test data, or None.
 
     Raises:
         ConfigError: if the folder belongs to another client or experiment, or other users can read it.
         CheckpointError: if the folder cannot be written.
+        DataError: if the client has trained, and its data have changed since.
     """
     data, tables = tree.encode(_pack_data(shares.data[client_id])), experiment.to_dict()
     contents = {
@@ -119,6 +127,7 @@ def prepare(
         "data": digest_of(data),
         "site": _encode_site(site or SiteSettings(), experiment),
         "parts": [],
+        "files": [None if path is None else str(path.resolve()) for path in (data_path, test_path)],
     }
     if experiment.run.privacy.kind != "none":
         contents["parts"] = sketch_examples(shares.data[client_id].train) if sketch is None else list(sketch)
@@ -134,8 +143,34 @@ def prepare(
                 "was changed, such as in run.rounds. Choose another folder, or remove it with the client's "
                 "states. What was spent of its privacy is counted by its data, whatever the folder."
             )
+        # before the first round of training the data may change
+        if any(folder.glob("*/*.tree")):
+            _refuse_changed_data(folder, stored_contents, contents, shares.data[client_id])
     write_atomically(folder / "data.tree", data)
     write_json(path, seal(contents))
+
+
+def _refuse_changed_data(
+    folder: Path, stored_contents: dict[str, Any], contents: dict[str, Any], data: ClientData
+) -> None:
+    """Refuse data that differ from those in a client's folder: a new split turns old test examples into training ones."""
+    changed_parts = [name for name in ("classes", "columns") if stored_contents[name] != contents[name]]
+    if stored_contents["data"] != contents["data"]:
+        # the digest also covers notes, whose wording may change with the release
+        try:
+            stored_data = _unpack_data(tree.decode((folder / "data.tree").read_bytes()))
+        except (OSError, tree.TreeError):
+            stored_data = None
+        if stored_data is None or hash_examples(stored_data) != hash_examples(data):
+            changed_parts.insert(0, "examples")
+    if changed_parts:
+        raise DataError(
+            f"client {contents['client']} has trained with the data in {folder}, and they have changed since: other "
+            f"{', '.join(changed_parts)}. Files with other rows, or with the same rows in another order, are split anew, "
+            "so that old test examples would become training examples. Start the client with the data of before. "
+            "For other data choose another folder: in this run the client is then left out, or starts again if the "
+            "server has network.forgotten = 'begin'."
+        )
 
 
 def read_own_share(
@@ -148,29 +183,32 @@ def read_own_share(
     """Read the shares of an experiment in which one client has all examples of a file or folder.
 
     The experiment's section ``split`` divides them into training, validation and test examples; ``test_path`` is
-    the path of the test examples, if the experiment's source takes one.
+    the path of the test examples, if the experiment's source takes one. The column ``data.client`` may be missing; it
+    is no feature and does not divide the examples.
 
     Raises:
         ConfigError: if the split does not use the test examples, or ``data.normalize`` would be fitted only to the file
             of this client.
         DataError: if the files cannot be read or cannot be divided in this way.
     """
-    tables = experiment.to_dict()
+    tables = _make_own_tables(experiment, client_id, data_path, test_path)
     split_kind = tables["split"]["kind"]
     if test_path is not None and experiment.split.official_test == "unused":
         raise ConfigError(
             f"--test {test_path}: split.kind {split_kind!r} does not use test data of its own, so they would be ignored. "
             "Leave --test out, or set split.kind to 'whole_test' in the experiment of the server and all clients."
         )
-    data_table = {**tables["data"], "path": str(data_path.resolve())}
-    data_table.pop("test", None)
-    if test_path is not None:
-        data_table["test"] = str(test_path.resolve())
-    own_tables = {**tables, "data": data_table, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
-    _check_own_scale(experiment, {**own_tables, "data": {**data_table, "normalize": "none"}})
+    _check_own_scale(experiment, {**tables, "data": {**tables["data"], "normalize": "none"}})
     try:
-        shares = ExperimentConfig.parse(own_tables).shares()
+        shares = ExperimentConfig.parse(tables).shares()
     except DataError as error:
+        # a file with the column of the clients adds the name to the message
+        cause = error if isinstance(error, TooFewExamplesError) else error.__cause__
+        if isinstance(cause, TooFewExamplesError):
+            raise DataError(
+                f"client {client_id}: {data_path} has {cause.lack}. Add examples, or change the section split in the "
+                "experiment of the server and all clients."
+            ) from error
         if split_kind != "own_test":
             raise
         raise DataError(
@@ -178,6 +216,46 @@ def read_own_share(
             "clients: each client is then tested on its own test data."
         ) from error
     return place_share_of_client(shares, client_id, client_count)
+
+
+def parse_own_experiment(
+    experiment: ExperimentConfig, client_id: int, data_path: Path, test_path: Path | None = None
+) -> ExperimentConfig:
+    """Make the experiment of :func:`read_own_share`, in which one client has all examples of a file or folder."""
+    return ExperimentConfig.parse(_make_own_tables(experiment, client_id, data_path, test_path))
+
+
+def _make_own_tables(
+    experiment: ExperimentConfig, client_id: int, data_path: Path, test_path: Path | None
+) -> dict[str, Any]:
+    tables = experiment.to_dict()
+    data_table = {**tables["data"], "path": str(data_path.resolve())}
+    data_table.pop("test", None)
+    if test_path is not None:
+        data_table["test"] = str(test_path.resolve())
+    if "client" in data_table:
+        _read_as_one_client(experiment, client_id, data_table)
+    return {**tables, "data": data_table, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
+
+
+def _read_as_one_client(experiment: ExperimentConfig, client_id: int, data_table: dict[str, Any]) -> None:
+    """Remove the column of the clients from the settings of a site's data, unless it would then be a feature."""
+    source = experiment.data.source
+    if isinstance(source, Csv):
+        names = dataclasses.replace(source, path=data_table["path"]).read_client_names()
+        if names is None:
+            del data_table["client"]
+        elif len(names) > 1:
+            logger.warning(
+                "the column %r of %s names %d clients (%s): all its rows belong to client %d",
+                source.client,
+                data_table["path"],
+                len(names),
+                list_first(list(names), 5),
+                client_id,
+            )
+    elif experiment.language is not None or data_table.get("features"):
+        del data_table["client"]
 
 
 def _check_own_scale(experiment: ExperimentConfig, unscaled_tables: dict[str, Any]) -> None:
@@ -221,7 +299,7 @@ def place_share_of_client(shares: Shares, client_id: int, client_count: int) -> 
         _empty_like(own_data.train), _empty_like(own_data.val), _empty_like(own_data.test)
     )
     data = tuple(own_data if i == client_id else empty_data for i in range(client_count))
-    return dataclasses.replace(shares, data=data, notes=())
+    return dataclasses.replace(shares, data=data)
 
 
 class ClientRuntime:
@@ -253,6 +331,10 @@ class ClientRuntime:
         self.site = SiteSettings(**contents["site"])
         self.audit = SiteAudit(folder / AUDIT_FILE)
         self._parts: list[str] | None = contents["parts"]
+        self.data_path, self.test_path = (
+            None if path is None else Path(path) for path in contents.get("files", (None, None))
+        )
+        """Paths of the client's own data and test data, or None."""
         try:
             data = (folder / "data.tree").read_bytes()
             if digest_of(data) != contents["data"]:
@@ -348,7 +430,9 @@ class ClientRuntime:
         # the last order only reports how many rounds there were
         limit, rounds = budget.privacy.epsilon if order.train else None, order.round + order.train
         epsilon = site.follow(
-            rounds, budget.noise, clip, budget.sampling, self.client, limit, trains=order.train
+            *(rounds, budget.noise, clip, budget.sampling, self.client, limit),
+            trains=order.train,
+            repeats=order.repeats,
         )
         if limit is None or epsilon <= limit:
             return ""
@@ -659,11 +743,11 @@ class ClientRuntime:
             logger.warning(
                 "client %d infers by several models: %s holds the one with the largest share alone",
                 self.client,
-                folder / "model.safetensors",
+                folder / MODEL_FILE,
             )
         with as_checkpoint_error(f"cannot make {folder}"):
             folder.mkdir(exist_ok=True)
-        write_atomically(folder / "model.safetensors", safetensors.torch.save(params))
+        write_atomically(folder / MODEL_FILE, safetensors.torch.save(params))
         if self.language is not None:
             self.language.write_one(folder / "adapter", local_model.personal(), round, self.client)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.experiment import ExperimentConfig
+from ..core.contract import AnyMethod
 from ..core.contract.hook_results import check_client_model
 from ..core.errors import CheckpointError, ConfigError
 from ..core.io.atomic_files import as_checkpoint_error
@@ -18,17 +19,21 @@ from ..engines.engine import client_view
 from ..engines.sequential import Sequential
 from ..results.records import RoundRecord
 from ..rounds.callbacks import settings_callbacks
+from ..rounds.config_changes import check_changes
 from ..rounds.logs.loggers import check_loggers
 from ..rounds.outcome.result import Result
 from ..rounds.plan import Plan, rounds_of
 from ..rounds.restore import restore_run
 from ..rounds.round_loop import run_rounds
+from ..rounds.run_settings import RunSettings
 from ..rounds.setup.schedules import check_schedules
 from ..rounds.simulate import run_description, threads
 from ..storage.checkpoint import rounds_kept
 from ..storage.digest import digest_of
+from ..storage.run_files import read_config
 from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
+from .messages import digest_sections
 from .network_run import NetworkRun
 from .operation.validation_decline import (
     PausedError,
@@ -137,7 +142,9 @@ def drive(
             f"{run_path}: run.rounds was {stored_rounds} and is {protocol.rounds}, but over a network server and clients "
             "agree on the rounds before the first. Set it back, or start a new run in other folders."
         )
-    if not resume:
+    if resume:
+        _check_changes(run_path, experiment, method, protocol, config)
+    else:
         check_schedules(method, protocol.rounds)
     registry = ClientRegistry(
         experiment, client_count, limits.max_examples, keys, limits.examples_ratio, promised
@@ -198,6 +205,35 @@ def drive(
             logger.warning("the run is over, and %s", fall_report.removeprefix("paused: "))
         _write_model(run, run_path)
     return result
+
+
+def _check_changes(
+    run_path: Path,
+    experiment: ExperimentConfig,
+    method: AnyMethod,
+    protocol: RunSettings,
+    config: Mapping[str, Any] | None,
+) -> None:
+    """Refuse to resume with another configuration before any client is asked, because clients that are rejected end.
+
+    What only the clients' data and the models show is compared when the run continues.
+    """
+    stored_config = read_config(run_path)
+    entries: dict[str, Any] = {"name": experiment.name, "run": dataclasses.asdict(protocol)}
+    entries |= experiment.describe_run() if config is None else config
+    method_entries = {"fields": dataclasses.asdict(method), **entries.pop("variant", {})}
+    entries["method"] = {**(stored_config.get("method") or {}), **method_entries}
+    new_config = {**stored_config, **json.loads(json.dumps(entries))}
+    check_changes(run_path, stored_config, new_config, method)
+    if config is not None or "experiment" not in stored_config:
+        return
+    stored_digests, digests = (digest_sections(c["experiment"]) for c in (stored_config, new_config))
+    sections = sorted(s for s in {*stored_digests, *digests} if stored_digests.get(s) != digests.get(s))
+    if sections:
+        raise CheckpointError(
+            f"{run_path} cannot be resumed with another configuration: section(s) {', '.join(sections)} differ from "
+            "those with which its clients joined. Set these back, or start a new run in another folder."
+        )
 
 
 def _make_site_ledger(

@@ -43,8 +43,9 @@ from ..core.errors import ConfigError, DataError, FedlowrankError
 from ..core.io.atomic_files import as_checkpoint_error
 from ..core.io.private_files import private_umask
 from ..rounds.simulate import threads
+from ..storage.run_files import CLIENT_FILE
 from ..storage.run_folder import RunFolder
-from .client import CLIENT_FILE, ClientRuntime, explain_error_at, prepare
+from .client import ClientRuntime, explain_error_at, prepare
 from .drive import check_client_count, count_clients, drive
 from .enrollment.roster import ROSTER_FILE, KeyRoster
 from .message_bounds import BoundedClient

@@ -115,6 +115,8 @@ class Order(Header):
         branch: number of times that the run went back to an earlier checkpoint; only then are rounds repeated.
         step: step of a secure sum (:mod:`.secure.member`); "" without one. The step ``mask`` is that of the training.
         parcel: messages of other clients in the previous step, by client.
+        repeats: number of releases, with the server's noise, of each round that was released more than once, or that the
+            run had reached before it went back to an earlier checkpoint.
     """
 
     run: str
@@ -126,6 +128,7 @@ class Order(Header):
     branch: int = 0
     step: Step = ""
     parcel: dict[str, str] = field(default_factory=dict)
+    repeats: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

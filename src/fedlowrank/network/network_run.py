@@ -94,6 +94,7 @@ class NetworkRun(Run):
         engine.describes = (
             engine.compares and settings.privacy.kind == "none" and engine.settings.max_fall > 0
         )
+        engine.count_repeats = self._count_repeats
         engine.decode = lambda upload, client: decompress_upload(
             self.method, self.state.server, upload, client
         )
@@ -204,6 +205,17 @@ class NetworkRun(Run):
                 results.discard_reply(client_id, reason)
         return self.engine.boundary(server)
 
+    def count_evaluated_examples(self, info: ClientInfo) -> int:
+        """See the base class; the sizes are those that clients registered, 0 for a client that has not."""
+        sizes = self.engine.registry.count_examples().get(info.id)
+        return 0 if sizes is None else sizes["val"] + sizes["test"]
+
+    def _count_repeats(self, round: int) -> dict[int, int]:
+        """See :attr:`.messages.Order.repeats`."""
+        if self.budget is None or self.budget.is_local:
+            return {}
+        return self.budget.ledger.count_repeats(round)
+
     def evaluate(self) -> ClientTable | None:
         """Return None: the evaluation arrives with the next round trip, see :meth:`take_late_evaluation`."""
         return None
@@ -245,10 +257,12 @@ class NetworkRun(Run):
             self.engine.templates = Templates(self.method, self.task)
         self.engine.sizes = tuple(i.example_count for i in federation.infos)
         # under differential privacy and secure sums, clients send no evaluations
-        self.engine.evaluate = is_due = self.is_due() and self.budget is None and self.engine.secure is None
+        is_due = self.is_due() and self.budget is None and self.engine.secure is None
+        self.engine.evaluated = frozenset(i.id for i in self.evaluated if is_due)
         training_ids = set() if self.is_over else {i.id for i in self.participants(self.round)}
-        evaluated_infos = [i for i in self.evaluated if is_due and i.id not in training_ids]
-        self.engine.evaluation_jobs = [self._make_job(i) for i in evaluated_infos]
+        self.engine.evaluation_jobs = [
+            self._make_job(federation.infos[i]) for i in sorted(self.engine.evaluated - training_ids)
+        ]
 
     def _make_job(self, info: ClientInfo) -> ClientJob:
         return ClientJob(self.state_of(info), self.method.download(self.state.server, info), info)

@@ -65,6 +65,11 @@ def _make_lost_result(reason: str, has_diverged: bool = False, is_refused: bool 
     return ClientResult(None, None, Meter(), lost=reason, has_diverged=has_diverged, is_refused=is_refused)
 
 
+def _count_no_repeats(round: int) -> dict[int, int]:
+    del round
+    return {}
+
+
 def _keep_upload(upload: Any, client: ClientInfo) -> Any:
     del client
     return upload
@@ -83,7 +88,8 @@ class NetworkEngine(Engine):
         signer: signer of the messages; None if keys are not checked.
         member_keys: public keys of all clients, which verify steps of secure sums; None without a roster.
         secure: secure sums of the run; None if updates are not masked; set by the run.
-        evaluate: whether the next round trip asks for evaluations.
+        evaluated: identifiers of the clients that the next round trip asks for evaluations.
+        count_repeats: function that maps the index of a round to ``repeats`` of its orders; set by the run.
         evaluations: evaluations of the last round trip, by client.
         reset_clients: identifiers of the clients that start again from the initial state.
         evaluation_jobs: jobs of the clients that only evaluate in the next round.
@@ -107,7 +113,8 @@ class NetworkEngine(Engine):
     account: Account = dataclasses.field(kw_only=True)
     audit: Audit = Audit()
     signer: OrderSigner | None = None
-    evaluate: bool = False
+    evaluated: frozenset[int] = frozenset()
+    count_repeats: Callable[[int], dict[int, int]] = _count_no_repeats
     evaluations: dict[int, ClientTable] = dataclasses.field(default_factory=dict)
     reset_clients: set[int] = dataclasses.field(default_factory=set)
     evaluation_jobs: list[ClientJob] = dataclasses.field(default_factory=list)
@@ -519,6 +526,7 @@ class NetworkEngine(Engine):
         training_ids = {j.client.id for j in training_jobs}
         open_jobs: dict[int, ClientJob] = {}
         payloads: dict[int, tuple[bytes, str]] = {}
+        repeats = self.count_repeats(round)
         for job in [*training_jobs, *evaluation_jobs]:
             client_id, is_training = job.client.id, job.client.id in training_ids
             max_bytes, reason = MAX_HEADER, self._reason_to_skip(client_id, node_ids, paused_ids)
@@ -539,8 +547,9 @@ class NetworkEngine(Engine):
             run, branch = self.account.run, self.account.branch
             step: Step = "mask" if is_training and self.secure is not None else ""
             parcel = self._parcels.get(client_id, {}) if step else {}
+            is_evaluated = client_id in self.evaluated
             order = Order(
-                run, round, stamp, is_training, self.evaluate or is_last, is_last, branch, step, parcel
+                run, round, stamp, is_training, is_evaluated, is_last, branch, step, parcel, repeats
             )
             if id(job.down) not in payloads:
                 encoded_download = tree.encode(job.down)
@@ -671,7 +680,7 @@ class NetworkEngine(Engine):
                 check_evaluation(answer.evaluation, client, model, self.metrics)
         except RefusedReplyError as error:
             return _make_lost_result(self.refuse(error, round), error.not_finite, is_refused=True)
-        if answer.evaluation is not None and self.evaluate:
+        if answer.evaluation is not None and client.id in self.evaluated:
             self.evaluations[client.id] = answer.evaluation
         if not is_training:
             return ClientResult(None, None, Meter())

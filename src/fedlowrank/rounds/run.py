@@ -492,11 +492,7 @@ class Run:
         max_interval = self.plan.interval
         models = self.federation.architectures
         cost = {name: forward_flops(model) if max_interval > 1 else 0 for name, model in models.items()}
-        work = sum(
-            cost[info.architecture] * (len(data.val) + len(data.test))
-            for info in self.evaluated
-            for data in [self.federation.clients[info.id]]
-        )
+        work = sum(cost[info.architecture] * self.count_evaluated_examples(info) for info in self.evaluated)
         self.evaluate_every = min(max_interval, max(1, -(-4 * work // max(flops, 1))))
         if self.evaluate_every > 1:
             logger.info(
@@ -504,6 +500,11 @@ class Run:
                 self.evaluate_every,
                 work / max(flops, 1),
             )
+
+    def count_evaluated_examples(self, info: ClientInfo) -> int:
+        """Number of validation and test examples of a client."""
+        data = self.federation.clients[info.id]
+        return len(data.val) + len(data.test)
 
     def _evaluated_clients(self) -> list[ClientInfo]:
         """Choose the clients to evaluate: all, or a random subset."""

@@ -219,7 +219,7 @@ def test_clients_with_too_little_are_named():
     with pytest.raises(DataError, match="client 1 has no examples"):
         make_clients(numbered(), FixedPartition(range(10), []), LocalSplit(), KEY)
     for split in (Matched(), WholeTest()):
-        with pytest.raises(DataError, match="client 0 has 1 examples, too few for two parts"):
+        with pytest.raises(DataError, match="client 0 has 1 example, too few for two parts"):
             make_clients(numbered(), FixedPartition([0]), split, KEY)
     (client,) = make_clients(numbered(), FixedPartition([0]), WholeTest(val=0.0), KEY)
     assert (len(client.train), len(client.val)) == (1, 0)

@@ -203,3 +203,12 @@ def test_arrays_of_other_lengths_in_a_file_name_it(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=X.numpy(), y=LABELS.numpy()[:-1])
     with pytest.raises(DataError, match=r"a\.npz': there are 11 labels, but the input holds 12 examples"):
         Arrays(str(tmp_path / "a.npz")).load()
+
+
+@pytest.mark.parametrize(
+    "shares", [{"val": -0.1}, {"test": -0.2, "val": 0.5}, {"val": float("nan")}, {"test": 1.0}]
+)
+def test_shares_out_of_bounds_are_refused(shares: dict[str, float]) -> None:
+    data = [(np.ones((20, 3)), np.arange(20) % 2)]
+    with pytest.raises(DataError, match=r"Federation\.from_arrays: (val|test) is a share"):
+        Federation.from_arrays(data, torch.nn.Linear(3, 2), **shares)

@@ -34,7 +34,7 @@ from fedlowrank.network.deploy.flower_process import (
 from fedlowrank.network.deploy.server_processes import SuperLink, SuperNode
 from fedlowrank.network.deploy.supervise import supervise
 from tests.network.deploy.shell_process import ShellProcess
-from tests.support.local_network import fuzz, until
+from tests.support.local_network import count_logged, fuzz, until
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -384,6 +384,44 @@ def test_refused_too_long_or_broken_from_the_start_it_is_given_up_with_its_log(t
     assert "ended with code 2 3 times" in str(errors[0])
     assert "no such key" in str(errors[0])
     assert node.starts == 3
+
+
+def say_refusal(reason: str) -> str:
+    """What Flower's node writes when it is refused."""
+    before, after = (
+        "Failed to initialize the connection to the SuperLink.",
+        "The SuperNode could not establish",
+    )
+    return f"printf 'Exit Code: 305\\n{before}\\n{reason}\\n{after} a connection\\n'"
+
+
+@pytest.mark.parametrize(
+    ("reason", "meaning"),
+    [
+        ("[code: 2004] Failed to activate SuperNode.", "Another process uses this key"),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", "did not sign the certificate"),
+        (
+            "[code: 2004] Failed to activate SuperNode.\\nthis server has no such key.",
+            "this server has no such key",
+        ),
+    ],
+)
+def test_why_a_server_refuses_is_printed_once_and_while_the_program_still_runs(
+    reason: str, meaning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = say_refusal(reason)
+    node = Pretended(tmp_path, f"{refusal}; sleep 1; exit 1", f"{refusal}; exec sleep 88")
+    thread, stop, errors = run_supervised(node, pauses=[0.01])
+    try:
+        until(lambda: any(meaning in line for line in caplog.messages))
+        assert node.starts == 1
+        assert node.alive()
+        until(lambda: node.starts == 2 and node.read_refusal())
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not errors
+    assert count_logged(caplog, "no connection to 127.0.0.1:1: [") == 1
 
 
 @pytest.mark.full

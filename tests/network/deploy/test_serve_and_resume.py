@@ -22,6 +22,7 @@ from fedlowrank.cli.deployment import network_commands as commands
 from fedlowrank.cli.main import main, parser
 from fedlowrank.network.flower import GridTransport
 from fedlowrank.network.transport import NodeMessage, Response
+from fedlowrank.results.records import RunRecord
 from fedlowrank.storage.digest import write_sealed
 from fedlowrank.storage.run_files import RECORDS_FILE
 from fedlowrank.storage.run_folder import RunFolder
@@ -93,6 +94,20 @@ def test_a_failed_start_and_resume_do_not_advise_each_other(
 
 
 JOIN = ["join", "--client", "0", "--server", "127.0.0.1:1"]
+
+
+def test_join_prints_the_notes_on_the_data_of_its_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(commands, "supervise", lambda *_: None)
+    data = {"source": "csv", "path": "nowhere.csv", "label": "ill", "missing": "drop", "normalize": "none"}
+    tables = {**make_deployment_tables("fedavg"), "data": data, "split": {"kind": "local"}}
+    file = write_tables(tmp_path / "t.toml", tables)
+    rows = "".join(f"{i % 7},{'yes' if i % 2 else 'no'}\n" for i in range(20))
+    (tmp_path / "own.csv").write_text(f"x,ill\n,yes\n{rows}")
+    options = ["--data", str(tmp_path / "own.csv"), "--folder", str(tmp_path / "c"), "--insecure", "--stay"]
+    assert main(["join", str(file), "--client", "1", *options]) == 0
+    assert "client 1: 1 of 21 rows dropped, which have empty cells" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -253,6 +268,25 @@ def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_pat
     serve_run(local(more, tmp_path / "more", intact), more, tmp_path / "second", audit=log)
     assert log.read_bytes().startswith(before)
     assert len(log.read_bytes()) > len(before)
+
+
+def test_a_run_that_went_back_says_so_before_its_server_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, out = small("fedavg", rounds=3), tmp_path / "run"
+    carrier = local(made, tmp_path)
+    serve_run(carrier, made, out)
+    before = [r.untimed() for r in RunRecord.load(out).rounds]
+    # the last checkpoint is where the run stands already
+    assert main(["resume", str(out), "--round", "3"]) == 0
+    assert RunRecord.load(out).status["state"] == "finished"
+    assert main(["resume", str(out), "--round", "1"]) == 0
+    assert main(["status", str(out)]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "stopped 1 of 3" in said
+    assert [r.untimed() for r in RunRecord.load(out).rounds] == before[:2]
+    serve_run(carrier, made, out, resume=True)
+    assert RunRecord.load(out).status == {"state": "finished", "rounds": 3, "message": ""}
 
 
 def test_status_tells_how_runs_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,19 @@ from fedlowrank.network import client as runtime
 from fedlowrank.network.client import prepare
 from fedlowrank.network.drive import drive
 from fedlowrank.network.messages import Order
-from tests.support.local_network import LocalTransport, count_logged, local, run_whole, serve_run, small
+from fedlowrank.network.persistence.account import prepare_resume
+from fedlowrank.network.transport import NodeMessage
+from fedlowrank.trust.privacy.site_ledger import read_entries, state_folder
+from tests.support.local_network import (
+    Killed,
+    LocalTransport,
+    count_logged,
+    fault_on_orders,
+    local,
+    run_whole,
+    serve_run,
+    small,
+)
 
 DELTA = 1e-3
 
@@ -84,6 +96,35 @@ def test_a_server_spends_one_budget_whatever_its_run_folder(
     shown = capsys.readouterr().out
     for epsilon in (composed(4.0, 3), composed(4.0, 2), composed(4.0, 5)):
         assert f"{epsilon:.4g}" in shown
+
+
+def test_a_client_counts_the_rounds_that_a_server_released_again(tmp_path: Path) -> None:
+    """It is drawn in half of the rounds, and so does not see how often the server goes through one."""
+    run = {"sampling": "poisson", "participation": 0.5, "rounds": 6}
+    privacy = {"kind": "central", "noise": 4.0, "delta": DELTA}
+    made = small(
+        "fedavg", 4, run={**run, "privacy": privacy, "clipping": {"norm": 0.1}, "keep_checkpoints": 9}
+    )
+    carrier = local(made, tmp_path)
+    stops = iter([5])
+
+    def die_in_round_5(_: LocalTransport, __: NodeMessage, round: int, ___: int) -> None:
+        if round >= 5 and next(stops, None):
+            raise Killed("server")
+
+    carrier.fault = fault_on_orders(die_in_round_5)
+    with pytest.raises(Killed):
+        serve_run(carrier, made, tmp_path / "run")
+    prepare_resume(tmp_path / "run", 2, [])
+    serve_run(carrier, made, tmp_path / "run", resume=True)
+    ledgers = {run.kind: [] for run, _ in read_entries(state_folder() / "privacy").values()}
+    for run, ledger in read_entries(state_folder() / "privacy").values():
+        ledgers[run.kind].append(ledger)
+    (server,), clients = ledgers["server"], ledgers["central"]
+    assert server.rounds() > made.run.rounds
+    # those of the clients that were asked at least once
+    assert clients
+    assert [ledger.rounds() for ledger in clients] == [server.rounds()] * len(clients)
 
 
 @pytest.mark.full

@@ -383,6 +383,8 @@ def _prepare_client(
             )
     else:
         shares = read_own_share(experiment, client_id, client_count, data, test)
+        for note in shares.notes:
+            logger.info("client %d: %s", client_id, note)
         if is_readable_by_others(data):
             logger.info(f"other users of this machine may be able to read {data}: chmod -R go-rwx {data}")
         if experiment.run.privacy.kind != "none":
@@ -398,7 +400,7 @@ def _prepare_client(
             site_policy,
             site_policy.find_violations(experiment, client_count, train_count, uploads, sends_metrics),
         )
-    prepare(folder, experiment, client_id, shares, site, sketch=sketch)
+    prepare(*(folder, experiment, client_id, shares, site), sketch=sketch, data_path=data, test_path=test)
     if site_policy is not None:
         site_policy.store(folder)
         SiteAudit(folder / AUDIT_FILE).log_policy(

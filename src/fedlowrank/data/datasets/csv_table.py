@@ -171,6 +171,13 @@ class Csv(CheckedFields):
             name, Examples(inputs[0], y), test, classes, wide_columns=wide_columns, columns=columns
         ), row_clients
 
+    def read_client_names(self) -> tuple[str, ...] | None:
+        """Read the sorted names in the column ``client`` of the training part; None if the file lacks the column."""
+        table = self._read(self.path)
+        if self.client not in table.columns:
+            return None
+        return tuple(sorted(set(table[self.client].dropna().map(str))))
+
     def _choose_features(self, table: DataFrame) -> tuple[str, ...]:
         """Choose the columns of the inputs."""
         features = self.features or tuple(

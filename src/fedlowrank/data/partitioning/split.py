@@ -14,6 +14,7 @@ import torch
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError, DataError
+from ...core.io.text import format_count
 from ...core.key import Key
 from ..dataset import Dataset
 from .apportion import IntArray, round_shares
@@ -70,6 +71,23 @@ TestUse: TypeAlias = Literal["unused", "merged", "shared", "whole"]
 ``shared``: the partition assigns it separately, by the same rule. ``whole``: every client sees all of it. The last
 two need a test part.
 """
+
+
+class TooFewExamplesError(DataError):
+    """A client has too few examples for the parts of a split.
+
+    Args:
+        owner: the client.
+        lack: number of its examples, and of the parts.
+        advice: advice on what to do in a simulation.
+    """
+
+    def __init__(self, owner: str, lack: str, advice: str) -> None:
+        super().__init__(f"{owner} has {lack}. {advice}")
+        self.owner, self.lack, self.advice = owner, lack, advice
+
+    def __reduce__(self) -> tuple[type[TooFewExamplesError], tuple[str, str, str]]:
+        return type(self), (self.owner, self.lack, self.advice)
 
 
 class Positions(NamedTuple):
@@ -139,9 +157,10 @@ class LocalSplit(CheckedFields):
         """See `Split.divide`."""
         part_count = sum(share > 0 for share in (self.train, self.val, self.test))
         if len(positions) < part_count:
-            raise DataError(
-                f"client {client_id} has {len(positions)} examples, too few for one in each of {part_count} parts. "
-                "Raise the smallest size of a client in the partition, or lower the number of clients."
+            raise TooFewExamplesError(
+                f"client {client_id}",
+                f"{format_count(len(positions), 'example')}, too few for one in each of {part_count} parts",
+                "Raise the smallest size of a client in the partition, or lower the number of clients.",
             )
         order = (key / "order").numpy().permutation(positions)
         train_end, val_end = self._find_ends(len(positions))
@@ -182,9 +201,10 @@ class _OfficialTest(CheckedFields):
         if val == 0:
             return positions, positions[:0]
         if len(positions) < 2:
-            raise DataError(
-                f"client {client_id} has {len(positions)} examples, too few for two parts. Set split.val to 0, "
-                "or raise the smallest size of a client in the partition."
+            raise TooFewExamplesError(
+                f"client {client_id}",
+                f"{format_count(len(positions), 'example')}, too few for two parts",
+                "Set split.val to 0, or raise the smallest size of a client in the partition.",
             )
         size = int(np.clip(round_shares([1 - val, val], len(positions))[1], 1, len(positions) - 1))
         order = (key / "order").numpy().permutation(positions)

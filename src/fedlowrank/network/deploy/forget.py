@@ -12,7 +12,8 @@ from filelock import FileLock, Timeout
 from ...core.errors import ConfigError
 from ...core.io.atomic_files import as_checkpoint_error, read_json
 from ...storage.lock import FolderInUseError, exclusive
-from ..client import CLIENT_FILE, REJECTION_FILE
+from ...storage.run_files import CLIENT_FILE
+from ..client import REJECTION_FILE
 
 _RUN, _STATE = re.compile(r"[0-9a-f]{16}"), re.compile(r"\d{6}\.tree(\.part)?|model")
 """Patterns of the names of a run, as a server draws it, and of the files in a client's folder of a run."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from ...core.io.atomic_files import write_atomically, write_json
+from ..messages import to_one_line
 from . import guard
 from .address_checks import make_listen_error
 from .flower_app import Value, as_toml
@@ -27,6 +28,9 @@ from .keys import ClientKeys, ServerKeys
 WORKING_FILE = "working"
 """Name of a file in a node's home that exists while the node answers a message."""
 _CONNECTION = "federation"
+_REFUSAL = re.compile(
+    r"Failed to initialize the connection to the SuperLink\.\n(.*?)\n+The SuperNode could not", re.DOTALL
+)
 _ANSWER_SECONDS = 120
 
 
@@ -284,6 +288,25 @@ class SuperNode(FlowerProcess):
             file.seek(self._begin)
             match = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
         return int(match[1]) if match else None
+
+    def read_refusal(self) -> str:
+        """Read why the last start reached no server; "" if the log has no reason."""
+        if self.pid is None:
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(self._begin)
+            match = _REFUSAL.search(file.read(1 << 16).decode(errors="replace"))
+        if match is None:
+            return ""
+        reason = to_one_line(match[1])
+        if "CERTIFICATE_VERIFY_FAILED" in reason:
+            return (
+                f"{reason}. The authority of --keys did not sign the certificate of this server, or the certificate is for "
+                "another host or has expired: check --server, and ask the server's operator for the current ca.crt"
+            )
+        if reason.endswith("Failed to activate SuperNode."):
+            return f"{reason} Another process uses this key, on this machine or another, or one was killed less than a minute ago"
+        return reason
 
     def is_working(self) -> bool:
         """Whether the node is answering a message now."""

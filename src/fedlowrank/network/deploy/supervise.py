@@ -44,12 +44,13 @@ def supervise(
             the server; the message has the end of its log.
     """
     restarts, failures, last_connection = 0, 0, time.monotonic()
+    printed_refusals: set[str] = set()
     try:
         while not stop_event.is_set():
             if not node.alive():
                 node.start()
             start_time = time.monotonic()
-            is_connected = _watch(node, stop_event)
+            is_connected = _watch(node, stop_event, printed_refusals)
             if stop_event.is_set():
                 return
             end_time = time.monotonic()
@@ -76,8 +77,11 @@ def supervise(
         node.close()
 
 
-def _watch(node: SuperNode, stop_event: threading.Event) -> bool:
-    """Wait until a SuperNode ends or should end; return whether it has connected."""
+def _watch(node: SuperNode, stop_event: threading.Event, printed_refusals: set[str]) -> bool:
+    """Wait until a SuperNode ends or should end; return whether it has connected.
+
+    The reason for which it has not is printed as soon as its log has it, and added to ``printed_refusals``.
+    """
     start_time, is_warned = time.monotonic(), False
     node_id: int | None = None
     while node.alive() and not stop_event.wait(0.1):
@@ -85,11 +89,24 @@ def _watch(node: SuperNode, stop_event: threading.Event) -> bool:
             node_id = node.read_node_id()
             if node_id is not None:
                 logger.info("connected to %s", node.address)
-            elif not is_warned and time.monotonic() - start_time > _SLOW_SECONDS:
+            else:
+                _print_refusal(node, printed_refusals)
+            if node_id is None and not is_warned and time.monotonic() - start_time > _SLOW_SECONDS:
                 is_warned = True
                 logger.info(
                     "no connection to %s yet: check that the server runs, the address and the proxy",
                     node.address,
                 )
-    # the node may have connected since the last check
-    return node_id is not None or node.read_node_id() is not None
+    # the node may have connected or written a reason since the last check
+    is_connected = node_id is not None or node.read_node_id() is not None
+    if not is_connected:
+        _print_refusal(node, printed_refusals)
+    return is_connected
+
+
+def _print_refusal(node: SuperNode, printed_refusals: set[str]) -> None:
+    """Log why a SuperNode has not connected, once for each reason."""
+    refusal = node.read_refusal()
+    if refusal and refusal not in printed_refusals:
+        printed_refusals.add(refusal)
+        logger.warning("no connection to %s: %s", node.address, refusal)

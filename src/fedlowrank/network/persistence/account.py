@@ -16,10 +16,12 @@ import pydantic
 
 from ...core.errors import CheckpointError, ConfigError
 from ...core.io.atomic_files import as_checkpoint_error, write_json
+from ...results.records import read_records
 from ...storage import checkpoint
 from ...storage.digest import check_seal, seal
 from ...storage.lock import exclusive
 from ...storage.run_files import ACCOUNT, read_clients
+from ...storage.run_folder import RunFolder
 from ..operation.activity import LastReply, UpdateShape
 
 logger = logging.getLogger(__name__)
@@ -153,10 +155,16 @@ def _go_back(folder: Path, round: int | None, excluded_ids: Collection[int]) -> 
 
 
 def _restore_checkpoint(folder: Path, round: int) -> None:
-    """Put the checkpoint of a run back to an earlier round."""
+    """Put the checkpoint of a run back to an earlier round, with its records and status."""
+    is_last = checkpoint.rounds_kept(folder / "checkpoint")[-1] == round
     checkpoint.go_back(folder / "checkpoint", round)
     best_folder = folder / "best"
     if checkpoint.exists(best_folder) and checkpoint.rounds_kept(best_folder)[-1] > round:
         # the best state is of a round that will be repeated
         with as_checkpoint_error(f"cannot remove {best_folder}"):
             shutil.rmtree(best_folder)
+    if not is_last:
+        # a server may continue the run much later
+        run_folder, (records, _) = RunFolder(folder, {}, []), read_records(folder, round)
+        run_folder.rewrite(record.to_line() for record in records)
+        run_folder.status("stopped", round, f"it went back to the checkpoint after round {round}")

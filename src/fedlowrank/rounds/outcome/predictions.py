@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,20 +131,39 @@ def predict_rows(
         ConfigError: if :func:`predictions` would raise it.
         DataError: if :func:`predict` would raise it.
     """
-    tables, infos, classes = [], run.federation.infos, run.federation.classes
-    has_names = classes != tuple(map(str, range(len(classes))))
+    tables = []
     for i, rows in rows_by_client.items():
-        examples = _as_examples(inputs(i)[list(rows)], run.federation.clients[i].train, run.federation)
-        scores = _scores(run, i, examples, series)
-        columns: dict[str, Any] = {"client": np.full(len(rows), i), "row": list(rows)}
-        if infos[i].name:
-            columns["client_name"] = np.full(len(rows), infos[i].name)
-        outcomes = _outcomes(scores, examples.y.cpu(), run.federation.loss)
-        columns |= {n: v for n, v in outcomes.items() if n.startswith(("prediction", "probability"))}
-        if has_names and "label" in outcomes:
-            columns["prediction_name"] = _names(classes, outcomes["prediction"])
-        tables.append(pd.DataFrame(columns))
+        score = partial(_scores, run, i, series=series)
+        tables.append(tabulate_rows(run.federation, i, rows, inputs(i), score))
     return pd.concat(tables, ignore_index=True)
+
+
+def tabulate_rows(
+    federation: Federation,
+    client_id: int,
+    rows: Sequence[int],
+    inputs: Any,
+    score: Callable[[Examples], Tensor],
+) -> pd.DataFrame:
+    """Tabulate the predictions of one client's model for new rows; see :func:`predict_rows`.
+
+    Args:
+        federation: federation with the client's own data.
+        client_id: number of the client.
+        rows: indices of the rows.
+        inputs: all rows as the client's model takes them.
+        score: function that maps examples to the scores of the client's model.
+    """
+    info, classes = federation.infos[client_id], federation.classes
+    examples = _as_examples(inputs[list(rows)], federation.clients[client_id].train, federation)
+    columns: dict[str, Any] = {"client": np.full(len(rows), client_id), "row": list(rows)}
+    if info.name:
+        columns["client_name"] = np.full(len(rows), info.name)
+    outcomes = _outcomes(score(examples), examples.y.cpu(), federation.loss)
+    columns |= {n: v for n, v in outcomes.items() if n.startswith(("prediction", "probability"))}
+    if classes != tuple(map(str, range(len(classes)))) and "label" in outcomes:
+        columns["prediction_name"] = _names(classes, outcomes["prediction"])
+    return pd.DataFrame(columns)
 
 
 def confusion(

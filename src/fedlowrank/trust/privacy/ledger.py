@@ -133,6 +133,18 @@ class PrivacyLedger:
         """Number of charged rounds; a round that was charged twice counts twice."""
         return len(self._charges)
 
+    def count_charges(self) -> Counter[int]:
+        """Number of times that each round was charged."""
+        return Counter(charge.round for charge in self._charges)
+
+    def count_repeats(self, current_round: int) -> dict[int, int]:
+        """Charges of each round that was charged more than once, or that a run had reached before it went back.
+
+        Args:
+            current_round: index of the current round; later ones were charged before the run went back.
+        """
+        return {t: count for t, count in self.count_charges().items() if count > 1 or t > current_round}
+
     def clients_of(self, round: int, noise: float | None = None) -> tuple[int, ...] | None:
         """Identifiers of the clients charged for a round, with this noise or any; None if it was not charged."""
         charges = (c for c in self._charges if c.round == round and noise in (None, c.noise))

@@ -15,7 +15,7 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -169,10 +169,12 @@ class SiteLedger:
         limit: float | None,
         *,
         trains: bool,
+        repeats: Mapping[int, int] | None = None,
     ) -> float:
         """Charge the rounds of a server that adds noise, including those in which the client was not drawn.
 
-        Sampling amplifies privacy because the drawn clients are secret, so every round costs the same.
+        Sampling amplifies privacy because the drawn clients are secret, so every round costs the same. A round that the
+        server released again after a resume costs again.
 
         Args:
             rounds: number of rounds of the run, including the current one.
@@ -182,14 +184,19 @@ class SiteLedger:
             client_id: number of the client.
             limit: ε that must not be exceeded, or None.
             trains: whether the last of the rounds takes place now, possibly as a repetition; otherwise all are over.
+            repeats: number of releases of each round that was released more than once, or that the run had reached before
+                it went back; None for none.
 
         Returns:
             ε of all runs on the data after these rounds. Nothing is charged if it exceeds the limit.
         """
         with self.locked():
             ledger = PrivacyLedger(self.folder / f"{self.name}.jsonl").copy_in_memory()
-            uncharged_rounds = [t for t in range(rounds - trains) if ledger.clients_of(t) is None]
-            uncharged_rounds += [rounds - 1] if trains else []
+            charges, releases = ledger.count_charges(), dict.fromkeys(range(rounds), 1) | dict(repeats or {})
+            missing = {t: count - charges[t] for t, count in releases.items()}
+            if trains:
+                missing[rounds - 1] = max(1, missing[rounds - 1])
+            uncharged_rounds = [t for t, count in missing.items() for _ in range(count)]
             for t in uncharged_rounds:
                 ledger.charge(t, noise, clip, sampling, [client_id], seeded=False)
             draws = ledger.draws() + self.draws_of_others()
