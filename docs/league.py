@@ -251,7 +251,10 @@ def write() -> None:
     complete = {task: tables[task] for task in done if not missing[task]}
     if len(complete) > 1:
         overall = overall_table(complete, titles)
-        parts += ["## All tasks", f'<div class="sortable" markdown>\n\n{overall}\n\n</div>']
+        about = (
+            f"Of the tasks that all their methods have run: {', '.join(f'`{task}`' for task in complete)}."
+        )
+        parts += ["## All tasks", about, f'<div class="sortable" markdown>\n\n{overall}\n\n</div>']
     for task in done:
         settings = chosen_settings(FIGURES / f"{task}-tuning.csv")
         parts += [

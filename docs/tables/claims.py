@@ -213,7 +213,7 @@ def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> st
         return table_row([name, claim.get("effect", "–"), claim["found"], *[""] * 5, verdict])
     near = nearest_case(cases)
     effect = near.reported if near.effects else claim.get("effect", "–")
-    here = f"{near.estimate}<br>{near.label}" + (", loss" if near.unit == "loss" else "")
+    here = f"{near.estimate}<br>{near.label}" + (", loss (lower is better)" if near.unit == "loss" else "")
     task, counts = "matched" if near.is_matched else "proxy", [_count_mark(cases, mark) for mark in MARKS]
     return table_row([name, effect, here, task, near.inside, *counts, f"**{verdict}**"])
 
@@ -226,8 +226,9 @@ def _count_mark(cases: Sequence[Case], mark: str) -> str:
 
 
 def count_verdicts() -> str:
-    """A sentence with the number of claims that have each verdict."""
-    found = [verdict for _, _, verdict in judge_claims()]
+    """The number of claims that have each verdict, and of those that are judged on the paper's own task."""
+    judged = judge_claims()
+    found = [verdict for _, _, verdict in judged]
     phrases = {
         "holds": ("holds", "hold"),
         "holds in part": ("holds in part", "hold in part"),
@@ -239,16 +240,22 @@ def count_verdicts() -> str:
     }
     counts = [(found.count(verdict), *phrases[verdict]) for verdict in VERDICTS if verdict in found]
     *first, last = (f"**{n}** {singular if n == 1 else plural}" for n, singular, plural in counts)
-    return f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}."
+    matched = sum(bool(cases) and nearest_case(cases).is_matched for _, cases, _ in judged)
+    judged_count = sum(bool(cases) for _, cases, _ in judged)
+    return (
+        f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}. The nearest comparison has the paper's own "
+        f"task for {matched} of {judged_count} claims; the other tasks are *proxies*, which are smaller or have other data."
+    )
 
 
 def verdicts_table() -> str:
-    """Number of claims with each verdict, by paper."""
+    """Number of claims by paper and verdict, without verdicts that no claim has."""
     judged = judge_claims()
-    lines = [table_row(["paper", *VERDICTS]), "| :--- |" + " ---: |" * len(VERDICTS)]
+    verdicts = [verdict for verdict in VERDICTS if any(verdict == found for *_, found in judged)]
+    lines = [table_row(["paper", *verdicts]), "| :--- |" + " ---: |" * len(verdicts)]
     for paper in [*papers(), "all"]:
         found = [verdict for claim, _, verdict in judged if paper in (claim["paper"], "all")]
-        lines.append(table_row([paper, *(str(found.count(verdict)) for verdict in VERDICTS)]))
+        lines.append(table_row([paper, *(str(found.count(verdict)) for verdict in verdicts)]))
     return "\n".join(lines)
 
 
