@@ -77,6 +77,18 @@ def test_a_run_without_its_best_round_says_what_keeps_it(capsys: Capsys) -> None
     assert "stopped" not in actual
 
 
+def test_a_best_state_that_a_later_round_has_overtaken_is_refused(capsys: Capsys) -> None:
+    typed = ["run.evaluate_every=1", "run.keep_best=true", "defaults.optimizer.lr=0.5", "-o", "RUN"]
+    done(capsys, "run", write(Path()), "run.rounds=1", *typed)
+    done(capsys, "predict", "RUN", "--best")
+    done(capsys, "resume", "RUN", "run.rounds=8", "run.keep_best=false")
+    validation = [record.validation() or 0.0 for record in RunRecord.load(Path("RUN")).rounds]
+    best = validation.index(max(validation))
+    assert best > 1
+    said = refused(capsys, "predict", "RUN", "--best")
+    assert f"the best round by validation is {best}, but its state was not kept, only that of round" in said
+
+
 NAMED = """
 name = "named"
 method = "standalone"

@@ -24,6 +24,8 @@ from ..methods import METHODS
 from ..models.architecture import Architecture
 from ..models.fingerprint import describe_callable, describe_named
 from ..results.client_metrics import split_metrics
+from ..results.ranking import find_best
+from ..results.records import RunRecord
 from ..storage.run_files import read_config
 from ..storage.run_folder import RunFolder
 from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
@@ -200,13 +202,29 @@ def reopen(
             validation of a run with ``keep_best``.
 
     Raises:
-        CheckpointError: if the configuration or the data differ from those of the folder.
+        CheckpointError: if the configuration or the data differ from those of the folder, or ``best`` holds another round
+            than the best one.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
     run_folder = RunFolder(folder, run_description(run, config), run.clients())
     check_changes(folder, read_config(folder), run_folder.config, run.method)
     run.restore(run_folder.load(run.new_store(), checkpoint_name))
+    if checkpoint_name == "best":
+        _check_best_round(folder, run.round)
     return run
+
+
+def _check_best_round(folder: Path, round: int) -> None:
+    """Raise CheckpointError if the state in ``best``, after a round, is not that of the best round in the records."""
+    records = RunRecord.load(folder).rounds
+    best = find_best(record.validation() for record in records)
+    if best is not None and records[best].round != round:
+        raise CheckpointError(
+            f"{folder}: the best round by validation is {records[best].round}, but its state was not kept, only that of round "
+            f"{round}: run.keep_best was off, or the run was killed then. Take the last checkpoint,",
+            python="or run the experiment with keep_best=True.",
+            command="or run the experiment with run.keep_best=true.",
+        )
 
 
 def run_description(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
