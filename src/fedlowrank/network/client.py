@@ -83,6 +83,9 @@ MODEL_FILE = "model.safetensors"
 REJECTION_FILE = "rejected.txt"
 """Name of the file in a client's folder with the server's reason for rejecting the client."""
 
+MAX_RELEASES_OF_ROUND = 100
+"""Largest number of releases of one round that a client believes, because each takes a line of its privacy ledger."""
+
 BASE_DOWNLOAD_BYTES = 64 << 20
 """Bytes that a download may have in addition to four times the model."""
 
@@ -569,6 +572,14 @@ class ClientRuntime:
         if not 0 <= order.round <= (rounds - 1 if order.train else rounds):
             raise RefusedOrderError(
                 f"an order of round {order.round + 1} came, but the run has {rounds} rounds"
+            )
+        if any(
+            not (0 <= t < rounds and 1 <= count <= MAX_RELEASES_OF_ROUND)
+            for t, count in order.repeats.items()
+        ):
+            raise RefusedOrderError(
+                f"an order came with impossible numbers of releases of rounds: the run has {rounds} rounds, and each is "
+                f"released at most {MAX_RELEASES_OF_ROUND} times"
             )
         if order.step not in ("", "mask"):
             return dataclasses.replace(reply, parcel=self._participation.step(order)), b""

@@ -106,6 +106,17 @@ def test_a_forged_request_to_register_gets_nothing(folder: Path) -> None:
         assert "is not signed" in asked(folder, "registration", request, b"", signature)[1]
 
 
+@pytest.mark.parametrize("repeats", [{0: 10**9}, {10**9: 1}, {-1: 1}, {1: 0}])
+def test_impossible_numbers_of_releases_are_refused(
+    repeats: dict[int, int], sequential_run: Run, folder: Path, experiment: Any
+) -> None:
+    """Each release takes a line of the site's privacy ledger."""
+    prepare(folder, experiment, 1, experiment.shares(), SiteSettings())
+    text = make_order(sequential_run, repeats=repeats).to_json()
+    header, _ = asked(folder, "order", text, encode_download(sequential_run), "")
+    assert "impossible numbers of releases" in Answer.from_json(header).problem
+
+
 @pytest.mark.parametrize(("round", "train"), [(4, True), (5, False), (10**9, True), (-1, True)])
 def test_a_round_beyond_the_last_is_refused_without_keys_too(
     round: int,
