@@ -21,6 +21,7 @@ from fedlowrank.core.learning.losses import IGNORE_INDEX
 from fedlowrank.data.text.text_records import Conversation, Instruction, Texts
 from fedlowrank.data.text.tokens import TextSettings, tokenize
 from fedlowrank.language.packed_attention import use_packed_attention
+from fedlowrank.training.local_data import gather
 from tests.support.byte_tokenizers import byte_tokenizer
 
 torch.set_num_threads(1)
@@ -113,6 +114,13 @@ def test_padding_on_either_side_gives_the_same_loss() -> None:
     left = type(right)({name: moved(t) for name, t in right.x.items()}, moved(right.y))
     assert int(left.x["attention_mask"][0, 0]) == 0
     assert difference(model, right, left) < 1e-6
+    # a batch is cut to the columns that it needs: columns that are padding in all rows stay on the left
+    for sides in ((16, 0), (0, 16), (8, 8)):
+        wide_x = {name: functional.pad(t, sides) for name, t in left.x.items()}
+        wide = type(right)(wide_x, functional.pad(left.y, sides, value=IGNORE_INDEX))
+        batch = gather(wide, torch.arange(len(wide)))
+        assert batch.y.shape[1] <= width + 16
+        assert difference(model, right, batch) < 1e-6
     # of what padding is, the loss does not depend
     other = {**right.x, "input_ids": right.x["input_ids"].where(right.x["attention_mask"] == 1, 7)}
     assert difference(model, right, type(right)(other, right.y)) < 1e-6
