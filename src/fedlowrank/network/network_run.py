@@ -207,8 +207,8 @@ class NetworkRun(Run):
 
     def count_evaluated_examples(self, info: ClientInfo) -> int:
         """See the base class; the sizes are those that clients registered, 0 for a client that has not."""
-        sizes = self.engine.registry.count_examples().get(info.id)
-        return 0 if sizes is None else sizes["val"] + sizes["test"]
+        client = self.engine.registry.registered.get(info.id)
+        return 0 if client is None else sum(client.sizes)
 
     def _count_repeats(self, round: int) -> dict[int, int]:
         """See :attr:`.messages.Order.repeats`."""

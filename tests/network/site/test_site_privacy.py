@@ -117,10 +117,9 @@ def test_a_client_counts_the_rounds_that_a_server_released_again(tmp_path: Path)
         serve_run(carrier, made, tmp_path / "run")
     prepare_resume(tmp_path / "run", 2, [])
     serve_run(carrier, made, tmp_path / "run", resume=True)
-    ledgers = {run.kind: [] for run, _ in read_entries(state_folder() / "privacy").values()}
-    for run, ledger in read_entries(state_folder() / "privacy").values():
-        ledgers[run.kind].append(ledger)
-    (server,), clients = ledgers["server"], ledgers["central"]
+    entries = read_entries(state_folder() / "privacy").values()
+    (server,) = (ledger for site_run, ledger in entries if site_run.kind == "server")
+    clients = [ledger for site_run, ledger in entries if site_run.kind == "central"]
     assert server.rounds() > made.run.rounds
     # those of the clients that were asked at least once
     assert clients
