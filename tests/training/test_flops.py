@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlowrank.training.flops import FlopCounter, FlopLedger
+from fedlowrank.training.flops import FORMULAS, FlopCounter, FlopLedger
 
 
 class Attention(nn.Module):
@@ -20,6 +21,12 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # with weights asked for, it is made of products that torch counts
         out: torch.Tensor = self.inner(x, x, x, need_weights=True)[0]
+        return out
+
+
+class AttentionWithoutWeights(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x, x, x, need_weights=False)[0]
         return out
 
 
@@ -62,6 +69,47 @@ def test_fused_attention_counts_on_a_cpu() -> None:
         out.sum().backward()
     # the scores are computed anew; then gradients of values, of scores, of queries and of keys
     assert backward.total == 5 * product
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_lstm_counts_as_its_matrix_products(layers: int, bidirectional: bool) -> None:
+    batch, length, width, hidden = 3, 5, 4, 6
+    lstm = nn.LSTM(width, hidden, layers, batch_first=True, bidirectional=bidirectional)
+    x = torch.randn(batch, length, width, requires_grad=True)
+    directions = 2 if bidirectional else 1
+    products = sum(
+        2 * batch * length * directions * 4 * hidden * (n + hidden)
+        for n in [width, *[directions * hidden] * (layers - 1)]
+    )
+    with FlopCounter() as forward:
+        out = lstm(x)[0]
+    assert forward.total == products
+    with FlopCounter() as backward:
+        out.sum().backward()
+    assert backward.total == 2 * products
+
+
+def test_lstm_of_cudnn_counts_by_its_matrices() -> None:
+    batch, length, width, hidden = 3, 5, 4, 6
+    weights = [p.detach() for p in nn.LSTM(width, hidden).parameters()]
+    x = torch.zeros(length, batch, width)
+    products = 2 * batch * length * 4 * hidden * (width + hidden)
+    assert FORMULAS[torch.ops.aten._cudnn_rnn](x, weights, 4) == products
+    assert FORMULAS[torch.ops.aten._cudnn_rnn_backward](x, weights, 4) == 2 * products
+
+
+@pytest.mark.parametrize("make", [lambda: nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True),
+                                  lambda: AttentionWithoutWeights()])  # fmt: skip
+def test_attention_counts_the_same_in_evaluation(make: Callable[[], nn.Module]) -> None:
+    model, x = make(), torch.randn(2, 5, 16)
+    with FlopCounter() as training:
+        model(x)
+    model.eval()
+    with torch.inference_mode(), FlopCounter() as evaluation:
+        model(x)
+    assert evaluation.total == training.total > 0
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_every_kind_and_size_is_counted_once() -> None:

@@ -25,12 +25,39 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
     return int(count)
 
 
+def _recurrent(x: Any, *weights: Any, **_: Any) -> int:
+    # each step multiplies its input and the state before it by their matrices; biases are vectors
+    steps = x.numel() // x.shape[-1]
+    return int(2 * steps * sum(w.numel() for w in weights if w.ndim == 2))
+
+
+def _mkldnn_lstm(x: Any, *args: Any, **_: Any) -> int:
+    return _recurrent(x, *args[:2])
+
+
+def _mkldnn_lstm_backward(x: Any, *args: Any, **_: Any) -> int:
+    # gradients of inputs and of weights, whether they are needed or not
+    return 2 * _recurrent(x, *args[:2])
+
+
+def _cudnn_rnn(x: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return _recurrent(x, *weights)
+
+
+def _cudnn_rnn_backward(x: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * _recurrent(x, *weights)
+
+
 FORMULAS: dict[Any, Callable[..., Any]] = {
     **flop_registry,
+    torch.ops.aten.mkldnn_rnn_layer: _mkldnn_lstm,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _mkldnn_lstm_backward,
+    torch.ops.aten._cudnn_rnn: _cudnn_rnn,
+    torch.ops.aten._cudnn_rnn_backward: _cudnn_rnn_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""Formula of each operator. Torch's own table has fused attention on a GPU, but counts it as zero on a CPU."""
+"""Formula of each operator. Torch's own table counts fused attention on a CPU and fused recurrent layers as zero."""
 
 
 class FlopCounter(TorchDispatchMode):
@@ -46,6 +73,18 @@ class FlopCounter(TorchDispatchMode):
         # the constructor has no type annotations in torch
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
+        self._fast_paths: list[bool] = []
+
+    def __enter__(self) -> FlopCounter:
+        # this path computes a whole layer of attention in evaluation by one operator, for which there is no formula
+        self._fast_paths.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.backends.mha.set_fastpath_enabled(self._fast_paths.pop())
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
