@@ -194,14 +194,15 @@ def test_an_embedding_that_gets_real_numbers_is_told_of_the_conversion() -> None
         Federation.from_arrays([(BYTES.reshape(6, 6), Y)], Mixed)
 
 
-def test_an_experiment_whose_characters_became_pixels_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["char_lstm", "char_lstm_w64"])
+def test_an_experiment_whose_characters_became_pixels_is_refused(tmp_path: Path, model: str) -> None:
     fields: dict[str, Any] = {
         "data": {"source": "arrays", "path": str(tmp_path / "a.npz"), "normalize": "none"},
         "partition": {"clients": 2},
-        "model": {"names": ["char_lstm"]},
+        "model": {"names": [model]},
     }
     np.savez(tmp_path / "a.npz", x=BYTES.reshape(6, 6) % 2 + 1, y=Y)
-    with pytest.raises(ConfigError, match=r"char_lstm takes the numbers of characters.*int64"):
+    with pytest.raises(ConfigError, match=model + r" takes the numbers of characters.*int64"):
         ExperimentConfig.parse(fields).federation()
     fields["data"]["path"] = str(tmp_path / "b.npz")
     np.savez(tmp_path / "b.npz", x=BYTES.reshape(6, 6).astype(int) % 2, y=Y)

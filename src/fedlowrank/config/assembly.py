@@ -31,7 +31,7 @@ from ..language.language_model import Language, LanguageSettings
 from ..language.objectives.preference_pairs import make_pairs
 from ..language.objectives.reference_scores import add_reference
 from ..models.architecture import Architecture, build_architecture, choose_heads
-from ..models.zoo import ModelSettings
+from ..models.zoo import CHARACTER_MODELS, ModelSettings
 from ..rounds.run_settings import RunSettings
 from .sections.data_section import DataSettings
 from .sections.lora_section import LoraSettings, PeftSettings, broadcast_ranks
@@ -238,9 +238,10 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
         raise ConfigError("language: these data are no texts")
     x = first_examples.inputs
     is_fractional = isinstance(x, torch.Tensor) and bool((x != x.round()).any())
-    if is_fractional and "char_lstm" in experiment.model.names:
+    character_models = [n for n in experiment.model.names if n in CHARACTER_MODELS]
+    if is_fractional and character_models:
         raise ConfigError(
-            "model char_lstm takes the numbers of characters, but these inputs are not whole. Set data.normalize to "
+            f"model {character_models[0]} takes the numbers of characters, but these inputs are not whole. Set data.normalize to "
             "'none'; in an .npz file save them as int64, for unsigned bytes are pixels and divided by 255."
         )
     outputs = _outputs(first_examples, shares.classes)

@@ -41,10 +41,14 @@ MODELS: dict[str, str] = {
     "vgg8_bn": "VGG-8 with BatchNorm after each convolution",
     "char_lstm": "LSTM of LEAF for the next character: embedding 8, 2 layers of 256; takes source "
     "shakespeare",
+    "char_lstm_w64": "LSTM of characters with an embedding of 8 and one layer of 64",
     "linear": "one linear layer, with or without a constant by model.bias",
     "mlp": "multi-layer perceptron, hidden widths by model.hidden",
 }
 """Built-in models by name, with a line about each."""
+
+CHARACTER_MODELS = {"char_lstm": (256, 2), "char_lstm_w64": (64, 1)}
+"""Units of a layer and number of layers of each model of characters."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ class ModelSettings(CheckedFields):
             return lambda: MLP(inputs, self.hidden, class_count, self.bias)
         if name == "linear":
             return lambda: LinearModel(inputs, class_count, self.bias)
-        if name == "char_lstm":
-            return lambda: CharLSTM(class_count)
+        if name in CHARACTER_MODELS:
+            units, layers = CHARACTER_MODELS[name]
+            return lambda: CharLSTM(class_count, hidden=units, layers=layers)
         if name not in MODELS:
             raise ConfigError(f"model.names: there is no model {name!r}. {did_you_mean(name, MODELS)}")
         if len(shape) != 3:
