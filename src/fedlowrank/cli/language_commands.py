@@ -143,7 +143,7 @@ def params_of(run: Run, name: str) -> Params:
 
 def _find_base_parameters(language: Language) -> Params:
     """Find the parameters that undo the start adapter of the model in memory; none without ``lora.start``."""
-    if language.start is None:
+    if not language.start:
         # the initial factors have no effect
         return {}
     model = language.model

@@ -62,8 +62,8 @@ class FederationSettings(Protocol):
         """The settings of the language model on this machine."""
 
     @property
-    def start_here(self) -> str | None:
-        """Folder of the adapter to start from on this machine, or None."""
+    def start_here(self) -> tuple[str, ...]:
+        """Folders of the adapters to start from on this machine; empty for none."""
 
 
 @dataclass(frozen=True)

@@ -335,6 +335,11 @@ class ExperimentConfig(pydantic.BaseModel):
                     "local.start says where the adapter of lora.start lies on this machine, and lora.start is not set. Set it "
                     "in the file of all machines"
                 )
+            if isinstance(self.lora.start, tuple) and len(self.start_here) != len(self.lora.start):
+                raise ConfigError(
+                    f"local.start has {len(self.start_here)} folders, and lora.start names {len(self.lora.start)} adapters; name "
+                    "the location of each, in the same order"
+                )
             make_lora_config(self.lora.model_extra or {})
         self.describe()
         return self
@@ -350,10 +355,11 @@ class ExperimentConfig(pydantic.BaseModel):
         return None if self.language is None else self.local.adapt_language(self.language)
 
     @property
-    def start_here(self) -> str | None:
-        """Folder of the adapter to start from on this machine, or None."""
+    def start_here(self) -> tuple[str, ...]:
+        """Folders of the adapters to start from on this machine; empty for none."""
         start = self.lora.start if isinstance(self.lora, PeftSettings) else None
-        return start if self.local.start is None else self.local.start
+        start = start if self.local.start is None else self.local.start
+        return (start,) if isinstance(start, str) else start or ()
 
     @property
     def allow_code(self) -> bool:

@@ -36,10 +36,12 @@ from .embedding_noise import add_embedding_noise
 from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, list_lora_ranks
 from .export.server_model import find_server_model
+from .lora.adapter_mean import average_adapters
 from .lora.peft_adapter import ADAPTER, attach_adapter
 from .lora.peft_config import make_lora_config
 from .lora.saved_modules import find_saved_modules
-from .lora.start_adapter import WEIGHTS_FILE, load_start, merge_start_fields
+from .lora.start_adapter import load_start, merge_start_fields
+from .lora.stored_adapter import CONFIG_FILE, SCALE_FIELDS, WEIGHTS_FILE, read_adapter
 from .objectives.preference_pairs import score_pairs
 from .objectives.text_embeddings import embed_pairs
 from .packed_attention import use_packed_attention
@@ -138,14 +140,14 @@ class Language:
         loaded: loaded base with its tokenizer.
         model: base with factors, a ``peft.PeftModel``.
         export: settings of the section ``[export]``, with which models are written for other programs.
-        start: folder of the adapter from which the factors start, or None.
+        start: folders of the adapters from whose mean the factors start; empty for none.
     """
 
     settings: LanguageSettings
     loaded: LoadedBase
     model: Any
     export: ExportSettings = ExportSettings()
-    start: Path | None = None
+    start: tuple[Path, ...] = ()
 
     @cached_property
     def files(self) -> dict[str, str]:
@@ -153,8 +155,13 @@ class Language:
         digests = dict(self.loaded.files)
         if self.settings.new_tokens:
             digests["language.new_tokens"] = digest_of(json.dumps(self.settings.new_tokens).encode())
-        if self.start is not None:
-            digests[f"start/{WEIGHTS_FILE}"] = digest_of((self.start / WEIGHTS_FILE).read_bytes())
+        for i, folder in enumerate(self.start):
+            name = "start" if len(self.start) == 1 else f"start/{i}"
+            digests[f"{name}/{WEIGHTS_FILE}"] = digest_of((folder / WEIGHTS_FILE).read_bytes())
+            # the weights alone do not determine the scale; other fields, such as the base's path, may differ
+            config = json.loads((folder / CONFIG_FILE).read_text())
+            scale = {n: config.get(n) for n in SCALE_FIELDS}
+            digests[f"{name}/{CONFIG_FILE}"] = digest_of(json.dumps(scale, sort_keys=True).encode())
         return digests
 
     def describe(self) -> dict[str, Any]:
@@ -407,8 +414,8 @@ def load_language_model(
 
     Args:
         settings: settings of the base and of the tokenization.
-        lora: fields of ``peft.LoraConfig``, and ``start``, the folder of an adapter from which factors start, or
-            None.
+        lora: fields of ``peft.LoraConfig``, and ``start``, the folders of adapters from whose mean the factors
+            start.
         key: source of randomness for new weights and for initial factors.
         classes: class names; empty for a causal model.
 
@@ -421,15 +428,17 @@ def load_language_model(
     if settings.neftune and not settings.new_tokens:
         add_embedding_noise(loaded.model, settings.neftune)
     fields = dict(lora)
-    start = fields.pop("start", None)
-    folder = None if start is None else Path(os.path.expandvars(start)).expanduser()
-    if folder is not None and is_principal_initial(fields.get("init_lora_weights")):
+    folders = tuple(Path(os.path.expandvars(start)).expanduser() for start in fields.pop("start", ()))
+    if folders and is_principal_initial(fields.get("init_lora_weights")):
         raise ConfigError(
             f"lora: init_lora_weights = {fields['init_lora_weights']!r} and lora.start are two starts of the same factors; leave "
             "one of them out"
         )
-    if folder is not None:
-        fields = merge_start_fields(folder, fields)
+    start = None
+    if folders:
+        adapters = [read_adapter(folder) for folder in folders]
+        start = adapters[0] if len(adapters) == 1 else average_adapters(adapters, fields)
+        fields = merge_start_fields(start, fields)
     config = make_lora_config(fields)
     loaded = replace(
         loaded, saved_modules=find_saved_modules(loaded.model, config.modules_to_save or (), loaded.head)
@@ -441,10 +450,10 @@ def load_language_model(
     if settings.neftune and settings.new_tokens:
         # PEFT calls the layer around the embedding, and not the embedding
         add_embedding_noise(loaded.model, settings.neftune)
-    if folder is not None:
-        load_start(model, folder)
+    if start is not None and (note := load_start(model, start)):
+        loaded = replace(loaded, notes=(*loaded.notes, note))
     loaded.model.config.use_cache = False
-    return Language(settings, loaded, model, start=folder)
+    return Language(settings, loaded, model, start=folders)
 
 
 def _list_classes(texts: Texts) -> tuple[str, ...]:

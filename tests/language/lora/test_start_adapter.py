@@ -37,12 +37,12 @@ FIXED_RANK = ["fedit", "ffa_lora", "fedsa_lora", "fedex_lora"]
 ANY_RANK = ["hetlora", "flexlora", "flora", "fedhl"]
 
 
-def write_adapter(base: Path, folder: Path, **config: Any) -> Tensor:
+def write_adapter(base: Path, folder: Path, seed: int = 1, **config: Any) -> Tensor:
     """An adapter with random factors by plain PEFT; its logits."""
     settings = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], **config}
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "lora_" in name:
@@ -56,14 +56,18 @@ def write_adapter(base: Path, folder: Path, **config: Any) -> Tensor:
     return logits
 
 
+def name_folders(folder: Path | Sequence[Path]) -> str | list[str]:
+    return str(folder) if isinstance(folder, Path) else [str(f) for f in folder]
+
+
 def make_run(
     base: Path,
-    folder: Path,
+    folder: Path | Sequence[Path],
     rows: Path,
     method: str,
     lora: dict[str, Any],
     lr: float = 0.0,
-    start: Path | None = None,
+    start: Path | Sequence[Path] | None = None,
     new_tokens: Sequence[str] = (),
 ) -> Run:
     for c in range(2):
@@ -81,9 +85,9 @@ def make_run(
             },
             "partition": {"kind": "natural"},
             "language": {"path": str(base), "context": 48, "format": "plain", "new_tokens": [*new_tokens]},
-            "lora": {"start": str(folder), **lora},
+            "lora": {"start": name_folders(folder), **lora},
             "run": {"rounds": 1},
-            "local": {} if start is None else {"start": str(start)},
+            "local": {} if start is None else {"start": name_folders(start)},
             "defaults": {"steps": 1, "batch_size": 4, "optimizer": {"kind": "sgd", "lr": lr}},
         }
     )
@@ -270,6 +274,15 @@ def test_the_adapter_may_lie_elsewhere_on_a_machine(llama: Path, tmp_path: Path)
     files = run.federation.companion.files
     weights = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     assert files["start/adapter_model.safetensors"] == hashlib.blake2b(weights, digest_size=16).hexdigest()
+    stored = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    digests = []
+    for change in ({"base_model_name_or_path": "elsewhere"}, {"lora_alpha": 50}):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(stored | change))
+        other = make_run(
+            llama, tmp_path, tmp_path, "fedit", {}, start=tmp_path / "adapter"
+        ).federation.companion
+        digests.append(other.files["start/adapter_config.json"])
+    assert digests[0] == files["start/adapter_config.json"] != digests[1]
     with pytest.raises(ConfigError, match=r"lora\.start is not set"):
         make_run(llama, tmp_path, tmp_path, "fedit", {"start": None}, start=tmp_path / "adapter")
 
@@ -289,27 +302,137 @@ def test_layers_of_a_higher_rank_have_room(llama: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_adapters_of_organizations_begin_at_their_mean(llama: Path, tmp_path: Path) -> None:
-    folders, updates = [tmp_path / "a", tmp_path / "b"], []
-    for rank, folder in zip((2, 3), folders, strict=True):
-        write_adapter(llama, folder, r=rank, lora_alpha=4)
-        stored = safetensors.torch.load_file(folder / "adapter_model.safetensors")
-        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-        updates.append(stored[name.format("B")] @ stored[name.format("A")] * (4 / rank))
-    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
-    model = peft.PeftModel.from_pretrained(base, folders[0], "a")
-    model.load_adapter(folders[1], "b")
-    model.add_weighted_adapter(["a", "b"], [0.5, 0.5], "start", combination_type="cat")
+def write_mean_by_peft(base: Path, folders: Sequence[Path], mean: Path) -> Tensor:
+    """Write the mean of adapters as PEFT computes it; its logits."""
+    model = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), folders[0], "0"
+    )
+    for i, folder in enumerate(folders[1:], 1):
+        model.load_adapter(folder, str(i))
+    names = [str(i) for i in range(len(folders))]
+    model.add_weighted_adapter(names, [1 / len(names)] * len(names), "start", combination_type="cat")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers`", UserWarning)
-        model.save_pretrained(tmp_path / "mean", selected_adapters=["start"])
-    run = make_run(llama, tmp_path / "mean" / "start", tmp_path, "fedhl", {"ranks": [5]})
-    params = run.personal_params(run.federation.infos[0])
-    (made,) = run.federation.architectures.values()
-    lora = find_lora(made.module, None)
-    layer = next(n for n in lora.layers if n.endswith("layers.0.self_attn.q_proj"))
-    actual = lora.layers[layer].read_pair(params).dense() * lora.scale
-    torch.testing.assert_close(actual, (updates[0] + updates[1]) / 2, rtol=1e-4, atol=1e-5)
+        model.save_pretrained(mean, selected_adapters=["start"])
+    model.set_adapter("start")
+    logits: Tensor = model.eval()(input_ids=IDS).logits.detach()
+    return logits
+
+
+MEANS: dict[str, list[dict[str, Any]]] = {
+    "ranks": [{"r": 2, "lora_alpha": 4}, {"r": 3, "lora_alpha": 4}],
+    "three with other scales": [{"r": 2, "lora_alpha": 8}, {"use_rslora": True}, {"r": 1, "lora_alpha": 1}],
+    "patterns": [
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 1}, "alpha_pattern": {"layers.0.self_attn.v_proj": 9}},
+        {"r": 2},
+    ],
+}
+
+
+@pytest.mark.parametrize("adapters", MEANS.values(), ids=MEANS)
+@pytest.mark.parametrize("method", ["fedit", "fedhl", "flora", "standalone"])
+def test_adapters_of_organizations_begin_at_the_mean_of_peft(
+    method: str, adapters: list[dict[str, Any]], llama: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / f"organization{i}" for i in range(len(adapters))]
+    for i, (folder, config) in enumerate(zip(folders, adapters, strict=True)):
+        write_adapter(llama, folder, seed=i, **config)
+    if adapters is MEANS["patterns"]:
+        # PEFT's own mean takes one rank for all layers, so the mean is computed by hand
+        expected = merged_logits(llama, folders)
+    else:
+        expected = write_mean_by_peft(llama, folders, tmp_path / "mean")
+    run = make_run(llama, folders, tmp_path, method, {})
+    server = find_server_model(run)
+    params = run.personal_params(run.federation.infos[0]) if server is None else server
+    torch.testing.assert_close(logits_of(run, params), expected, rtol=1e-4, atol=2e-5)
+    run.step()
+
+
+def merged_logits(base: Path, folders: Sequence[Path]) -> Tensor:
+    """Logits of a base whose weights are the means of those of the merged models."""
+    models = [
+        peft.PeftModel.from_pretrained(
+            transformers.AutoModelForCausalLM.from_pretrained(base), f
+        ).merge_and_unload()
+        for f in folders
+    ]
+    states = [m.state_dict() for m in models]
+    mean = {n: torch.stack([s[n] for s in states]).mean(0) for n in states[0]}
+    models[0].load_state_dict(mean)
+    logits: Tensor = models[0].eval()(input_ids=IDS).logits.detach()
+    return logits
+
+
+def test_adapters_of_other_layers_and_whole_modules_have_a_mean(llama: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for i, targets in enumerate((["q_proj", "embed_tokens"], ["k_proj", "q_proj"])):
+        write_adapter(llama, folders[i], seed=i, target_modules=targets, modules_to_save=["lm_head"])
+        stored = safetensors.torch.load_file(folders[i] / "adapter_model.safetensors")
+        stored["base_model.model.lm_head.weight"] += i
+        safetensors.torch.save_file(stored, folders[i] / "adapter_model.safetensors")
+    run = make_run(llama, folders, tmp_path, "flexlora", {})
+    actual = logits_of(run, find_server_model(run))
+    torch.testing.assert_close(actual, merged_logits(llama, folders), rtol=1e-4, atol=1e-4)
+
+
+def test_a_mean_is_truncated_to_a_rank_that_is_set(llama: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for i, folder in enumerate(folders):
+        write_adapter(llama, folder, seed=i)
+    run = make_run(llama, folders, tmp_path, "fedit", {"r": 4, "lora_alpha": 4})
+    lora = find_lora(next(iter(run.federation.architectures.values())).module, None)
+    params: Any = run.personal_params(run.federation.infos[0])
+    lost = total = 0.0
+    for name, layer in lora.layers.items():
+        short = name.removeprefix("base_model.model.")
+        update = torch.zeros(layer.shape)
+        for folder in folders:
+            stored = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+            b, a = (stored[f"base_model.model.{short}.lora_{n}.weight"] for n in "BA")
+            update += b @ a * (5 / 3) / 2
+        u, s, v = torch.linalg.svd(update)
+        best = u[:, :4] * s[:4] @ v[:4]
+        torch.testing.assert_close(layer.read_pair(params).dense() * lora.scale, best, rtol=1e-4, atol=1e-5)
+        lost, total = lost + float(s[4:].square().sum()), total + float(s.square().sum())
+    (note,) = [n for n in run.federation.notes if "truncated" in n]
+    assert f"rank 4, with a relative error of {(lost / total) ** 0.5:.1%}" in note
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save = None.*\['lm_head'\].*no mean"),
+        ({"lora_dropout": 0.5}, r"lora_dropout.*Set lora\.lora_dropout"),
+    ],
+)
+def test_adapters_without_a_mean_are_refused(
+    other: dict[str, Any], error: str, llama: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    write_adapter(llama, folders[0])
+    write_adapter(llama, folders[1], **other)
+    with pytest.raises(ConfigError, match=error):
+        make_run(llama, folders, tmp_path, "fedit", {})
+    if "lora_dropout" in other:
+        make_run(llama, folders, tmp_path, "fedit", {"lora_dropout": 0.1})
+
+
+def test_each_of_several_adapters_may_lie_elsewhere_on_a_machine(llama: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for i, folder in enumerate(folders):
+        write_adapter(llama, folder, seed=i)
+    names = [tmp_path / "there" / "one", tmp_path / "there" / "two"]
+    language: Any = make_run(llama, names, tmp_path, "fedit", {}, start=folders).federation.companion
+    swapped: Any = make_run(llama, names, tmp_path, "fedit", {}, start=folders[::-1]).federation.companion
+    digests, swapped_digests = (
+        [model.files[f"start/{i}/adapter_model.safetensors"] for i in range(2)]
+        for model in (language, swapped)
+    )
+    assert digests[0] != digests[1]
+    assert digests == swapped_digests[::-1]
+    with pytest.raises(ConfigError, match=r"local\.start has 1 folders, and lora\.start names 2"):
+        make_run(llama, names, tmp_path, "fedit", {}, start=folders[:1])
 
 
 TOKENS = ["<|im_start|>", "<|im_end|>"]
@@ -419,9 +542,9 @@ def test_rows_of_tied_layers_must_be_equal(llama: Path, tmp_path: Path) -> None:
         make_run(base, tmp_path / "adapter", tmp_path, "fedit", {}, new_tokens=TOKENS)
 
 
-def test_a_start_for_each_client_is_refused(llama: Path, tmp_path: Path) -> None:
-    tables: Any = {"language": {"path": str(llama)}, "lora": {"start": ["one", "two"]}}
-    with pytest.raises(ConfigError, match=r"start.*one adapter is the start of all clients"):
+def test_an_empty_list_of_adapters_is_refused(llama: Path, tmp_path: Path) -> None:
+    tables: Any = {"language": {"path": str(llama)}, "lora": {"start": []}}
+    with pytest.raises(ConfigError, match=r"start is an empty list"):
         ExperimentConfig.parse(
             {"name": "start", "method": "fedit", "data": {"source": "text", "path": "x"}, **tables}
         )

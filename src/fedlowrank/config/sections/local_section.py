@@ -41,8 +41,8 @@ class LocalSettings(CheckedFields):
         device: device of the computation: cpu, cuda, or cuda:1 and so on.
         micro_batch: number of examples for which a gradient is computed at once; 0 uses whole batches although the
             experiment sets ``run.micro_batch``.
-        start: location on this machine of the adapter that ``lora.start`` names. Its weights must equal those of the
-            other machines.
+        start: location on this machine of the adapter that ``lora.start`` names, or of each of its adapters. Their
+            weights must equal those of the other machines.
     """
 
     section: ClassVar[str] = "local"
@@ -58,7 +58,7 @@ class LocalSettings(CheckedFields):
     trainer_args: Mapping[str, Any] | None = None
     device: str | None = None
     micro_batch: int | None = None
-    start: str | None = None
+    start: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batch is not None and self.micro_batch < 0:

@@ -76,29 +76,21 @@ class PeftSettings(pydantic.BaseModel):
 
     Attributes:
         ranks: ranks of the clients; see :class:`LoraSettings`.
-        start: folder of a PEFT adapter that all clients start from; r, lora_alpha and target_modules are those of the
-            adapter unless they are set.
+        start: folder of a PEFT adapter that all clients start from, or a list of folders, such as one of each client,
+            to start from the mean of the adapters. r, lora_alpha and target_modules are those of the adapter unless
+            they are set; those of a mean are the sum of the ranks, and an α that gives the scale 1.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
 
     ranks: tuple[int, ...] = ()
-    start: str | None = None
-
-    @pydantic.field_validator("start", mode="before")
-    @classmethod
-    def _check_start(cls, start: Any) -> Any:
-        if isinstance(start, list | tuple | dict):
-            raise ValueError(
-                "one adapter is the start of all clients: a LoRA method sends each client the server's factors, which would "
-                "overwrite a start of its own. Name one folder, such as the mean of the adapters, or run each client alone, with "
-                "its own start"
-            )
-        return start
+    start: str | tuple[str, ...] | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> PeftSettings:
         check_ranks(self.ranks)
+        if self.start == ():
+            raise ValueError("start is an empty list; name at least one adapter folder, or leave it out")
         return self
 
 
