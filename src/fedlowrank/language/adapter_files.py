@@ -106,12 +106,17 @@ def merge_update(
         head: tensors that replace tensors of the base, by their names in the base.
 
     Raises:
-        TaskError: if a layer is quantized, or shares its weight with another.
+        TaskError: if a layer is quantized or not in memory, or shares its weight with another.
     """
     merged_model = copy.deepcopy(model).unload()
     owners = names_of_parameters(merged_model)
     for name, update in updates.items():
         weight = merged_model.get_submodule(name).weight
+        if weight.is_meta:
+            raise TaskError(
+                f"the weight of {name} is not in memory: language.device_map keeps it on the disk or in another memory. Merge "
+                "with language.device_map left out, or export adapters"
+            )
         if not weight.is_floating_point():
             raise TaskError(f"the weight of {name} is quantized; merge into the base loaded without quantize")
         if len(owners[id(weight)]) > 1:

@@ -104,7 +104,8 @@ class AdapterFolders:
             if name in self._initial_factors:
                 factors[name] = _add_pairs(factors[name], self._initial_factors[name], -1.0)
             if layer.weight in params:
-                update = all_parameters[layer.weight].float() - self._lora.base[layer.weight].float()
+                moved_weight = all_parameters[layer.weight].float()
+                update = moved_weight - self._lora.base[layer.weight].to(moved_weight)
                 weight_updates[name] = (update.mT if layer.transposed else update).reshape(layer.shape)
 
         def select(modules: Sequence[str]) -> Params:

@@ -19,6 +19,7 @@ from ..core.key import Key
 from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
 from ..storage.base_files import combine_file_digests, digest_base_files
+from .device_map import check_device_map, check_embedding, make_placement
 from .lora.new_tokens import add_tokens, check_new_tokens
 from .objectives.text_embeddings import return_hidden_states
 from .optional_packages import import_library, silence_library
@@ -54,6 +55,12 @@ class LanguageBase(CheckedFields):
         new_tokens: special tokens to add to the tokenizer, such as ``["<|im_start|>", "<|im_end|>"]``. Their rows of the
             embedding and of the output layer are trained beside the factors, also those of tokens that the
             tokenizer already has.
+        device_map: device of each layer, for a base that one device does not hold: auto, balanced, balanced_low_0 or
+            sequential, by which accelerate chooses, or a table by the names of modules, with the number of a GPU, cpu
+            or disk. Weights in the CPU's memory beside a GPU, and weights on the disk, are loaded for each call.
+            None for ``run.device``, on which data and factors are in any case.
+        max_memory: memory that a chosen device map may use of each device, such as ``{0 = "20GiB", cpu = "60GiB"}``.
+        offload_folder: folder for weights that a device map puts on the disk.
     """
 
     path: str
@@ -65,8 +72,12 @@ class LanguageBase(CheckedFields):
     revision: str | None = None
     offline: bool = False
     new_tokens: tuple[str, ...] = ()
+    device_map: str | Mapping[str, Any] | None = None
+    max_memory: Mapping[str, Any] | None = None
+    offload_folder: str | None = None
 
     def __post_init__(self) -> None:
+        check_device_map(self.device_map, self.max_memory, self.offload_folder, self.new_tokens)
         check_new_tokens(self.new_tokens)
         if self.quantize not in (None, "4bit", "8bit"):
             raise ConfigError(f"Base.quantize: {self.quantize!r} is no choice; it is '4bit', '8bit' or None")
@@ -145,6 +156,8 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     model_settings: dict[str, Any] = {"dtype": base.dtype}
     if base.quantize is not None:
         model_settings["quantization_config"] = _make_quantization(library, base)
+    if base.device_map is not None:
+        model_settings |= make_placement(base.device_map, base.max_memory, base.offload_folder)
     if base.attention != "auto":
         model_settings["attn_implementation"] = base.attention
     if classes:
@@ -192,6 +205,7 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     notes += _ensure_padding_token(model, tokenizer, base)
     model.requires_grad_(False)
     model.eval()
+    check_embedding(model)
     if base.task == "causal":
         notes += _compare_end_tokens(model, tokenizer, base)
         _check_causal(model, base)

@@ -351,6 +351,10 @@ class Language:
             for alias in (name, *tied_aliases.get(name, ())):
                 path, _, parameter_name = alias.rpartition(".")
                 parameter_table: dict[str, Any] = self.model.get_submodule(path)._parameters
+                device = parameter_table[parameter_name].device
+                parameter = (
+                    parameter if parameter.device == device else nn.Parameter(parameter.to(device), False)
+                )
                 slots.append((parameter_table, parameter_name, parameter))
         with exchange_slots(slots):
             yield self.model
@@ -435,6 +439,11 @@ def load_language_model(
             "one of them out"
         )
     start = None
+    if settings.device_map is not None and is_principal_initial(fields.get("init_lora_weights")):
+        raise ConfigError(
+            f"lora: init_lora_weights = {fields['init_lora_weights']!r} begins at a part of the base's weights and changes them; "
+            "leave it or language.device_map out"
+        )
     if folders:
         adapters = [read_adapter(folder) for folder in folders]
         start = adapters[0] if len(adapters) == 1 else average_adapters(adapters, fields)

@@ -18,6 +18,7 @@ from ..core.key import Key
 from ..core.tree import Params, map_leaves
 from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
+from .placement import is_placed
 from .standard import HOOK_TABLES, count_hooks, find_other_layer, has_hooks, is_standard
 from .stateless import SavedSlots, restore_slots, unchanged
 from .statistics.local_statistics import LocalStatistics, current_statistics, is_training_pass
@@ -118,6 +119,9 @@ class Architecture:
         self.initial: Params = {
             n: as_real(p.detach()).clone().contiguous() for n, p in trainable_parameters.items()
         }
+        if is_placed(module):
+            # on one device, to which a copy may be moved
+            self.initial = {n: p.cpu() for n, p in self.initial.items()}
         self.complex = complex_names(module)
         self.parameter_count = sum(as_real(p.detach()).numel() for p in module.parameters())
         self.autocast: torch.dtype | None = None
@@ -248,6 +252,8 @@ class Architecture:
         reason = self.beyond_standard
         if self.pass_trainer is not None:
             return "another library's trainer takes the steps"
+        if is_placed(self.module):
+            return "accelerate has placed the layers of the model"
         if reason is None or self.running or self._library_hooks is None:
             return reason
         if any(getattr(layer, "gradient_checkpointing", False) for layer in self.module.modules()):
@@ -608,13 +614,14 @@ class Architecture:
         return [m for m in self._head.modules() if isinstance(m, nn.Linear)]
 
     def to(self, device: str) -> Architecture:
-        """Copy the architecture to a device."""
+        """Copy the architecture to a device. A module that accelerate has placed stays where it is, and is shared."""
         example = self.example
         moved_example = (
             {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         )
         model = copy.copy(self)
-        model.module, model.cache, model._mode = copy.deepcopy(self.module).to(device), {}, {}
+        module = self.module if is_placed(self.module) else copy.deepcopy(self.module).to(device)
+        model.module, model.cache, model._mode = module, {}, {}
         model._backward_slots, model.frozen = [], frozen_normalizations(model.module)
         model._code = model._function()
         model.initial = {n: p.to(device) for n, p in self.initial.items()}

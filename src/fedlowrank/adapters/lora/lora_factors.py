@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from ...core.contract import Model
 from ...core.key import Key
 from ...core.tree import Params
 from ...linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
+from ...models.placement import is_placed, offloaded_error
 from ..adaptable import name_adapted_layer
 from .adapted_layers import (
     PEFT_PREFIX,
@@ -54,6 +55,7 @@ class LoRA:
         principal: whether the module's own factors begin at a part of the weights (PiSSA, OLoRA) that the base
             lacks.
         trained: module's own factors where their product is not zero, from which clients continue.
+        device: device of all factors if accelerate has placed the layers; None for that of each layer.
         cache: values derived from this object, shared by all clients.
     """
 
@@ -65,6 +67,7 @@ class LoRA:
     gaussian: bool = False
     principal: bool = False
     trained: Factors = field(default_factory=dict)
+    device: torch.device | None = None
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -76,6 +79,10 @@ class LoRA:
     def largest_rank(self) -> int:
         """The largest rank that an update of one of the layers can have; a higher rank has no effect."""
         return max(layer.largest_rank for layer in self.layers.values())
+
+    def find_device(self, layer: AdaptedLayer) -> torch.device:
+        """Find the device of a layer's factors."""
+        return self.base[layer.weight].device if self.device is None else self.device
 
     def draw_factors(self, rank: int, key: Key) -> Factors:
         """Draw random initial factors whose product is zero, as PEFT does.
@@ -100,7 +107,7 @@ class LoRA:
                 b, a = torch.zeros(d, r), layer_key.draw(partial(_normal, k), r) / rank
             else:
                 b, a = torch.zeros(d, r), (layer_key.draw(partial(_uniform, k), r) * 2 - 1) / math.sqrt(k)
-            device = self.base[layer.weight].device
+            device = self.find_device(layer)
             factors[name] = Pair(b.to(device, layer.dtype).contiguous(), a.to(device, layer.dtype))
         return factors
 
@@ -139,12 +146,18 @@ class LoRA:
         return params
 
     def add_to_weights(self, updates: Mapping[str, Tensor]) -> Params:
-        """Add dense updates ``[d, k]`` to the weights W, in the weights' own dtype."""
+        """Add dense updates ``[d, k]`` to the weights W, in the weights' own dtype.
+
+        Raises:
+            TaskError: if a weight is not in memory.
+        """
         weights = {}
         for name, update in updates.items():
             layer = self.layers[name]
             w = self.base[layer.weight]
-            weights[layer.weight] = (w + layer.reshape_update(update)).to(w.dtype)
+            if w.is_meta:
+                raise offloaded_error(layer.weight)
+            weights[layer.weight] = (w + layer.reshape_update(update).to(w.device)).to(w.dtype)
         return weights
 
     def match_module_ranks(self, params: Params, module_params: Params) -> Params:
@@ -178,7 +191,12 @@ def _uniform(columns: int, generator: torch.Generator, rank: int) -> Tensor:
 def lora_of(model: Model) -> LoRA:
     """Return the :class:`LoRA` of a model, which is found once; raises TaskError as :func:`find_lora`."""
     if "lora" not in model.cache:
-        model.cache["lora"] = find_lora(model.module, model.head_name)
+        found = find_lora(model.module, model.head_name)
+        if is_placed(model.module):
+            device = next(iter(model.initial.values())).device
+            trained = {n: Pair(p.b.to(device), p.a.to(device)) for n, p in found.trained.items()}
+            found = replace(found, device=device, trained=trained)
+        model.cache["lora"] = found
     lora: LoRA = model.cache["lora"]
     return lora
 

@@ -14,7 +14,7 @@ from ...rounds.run_settings import RunSettings
 
 _LANGUAGE = (
     *("path", "dtype", "quantize", "attention", "gradient_checkpointing", "autocast", "offline"),
-    *("trainer", "trainer_args"),
+    *("trainer", "trainer_args", "device_map", "max_memory", "offload_folder"),
 )
 _RUN = ("device", "micro_batch")
 
@@ -36,6 +36,9 @@ class LocalSettings(CheckedFields):
         gradient_checkpointing: see ``language.gradient_checkpointing``.
         autocast: type in which matrices are multiplied; none keeps the type of the weights.
         offline: whether to load without asking the hub.
+        device_map: see ``language.device_map``.
+        max_memory: see ``language.max_memory``.
+        offload_folder: see ``language.offload_folder``.
         trainer: see ``language.trainer``.
         trainer_args: see ``language.trainer_args``.
         device: device of the computation: cpu, cuda, or cuda:1 and so on.
@@ -54,6 +57,9 @@ class LocalSettings(CheckedFields):
     gradient_checkpointing: bool | None = None
     autocast: Literal["none", "bfloat16", "float16"] | None = None
     offline: bool | None = None
+    device_map: str | Mapping[str, Any] | None = None
+    max_memory: Mapping[str, Any] | None = None
+    offload_folder: str | None = None
     trainer: str | None = None
     trainer_args: Mapping[str, Any] | None = None
     device: str | None = None

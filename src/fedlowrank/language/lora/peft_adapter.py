@@ -26,10 +26,11 @@ from ...adapters.lora.adapted_layers import (
 )
 from ...adapters.lora.lora_factors import find_lora
 from ...adapters.lora.rank_limits import warn_lowered_ranks
-from ...core.errors import TaskError, warn_user
+from ...core.errors import ConfigError, TaskError, warn_user
 from ...core.key import Key
 from ...linalg.pair import Factors, Pair, truncate_pair
 from ...models.architecture import build_module
+from ..device_map import place_factors
 from ..optional_packages import import_library
 from .new_tokens import find_output_layer, find_token_layers, name_rows
 from .principal_start import start_from_weights
@@ -66,6 +67,7 @@ def attach_adapter(
         tokens require gradients; the rows are float32.
 
     Raises:
+        ConfigError: if a module that is trained whole is not in memory.
         TaskError: if target modules match no layer, or a layer is of an unsupported kind.
     """
     library = import_library("peft", "a LoRA adapter")
@@ -127,6 +129,7 @@ def attach_adapter(
         peft_model: Any = build_module(wrap, key)
     except ValueError as error:
         raise TaskError(f"PEFT cannot adapt the {type(model).__name__}: {error}") from error
+    place_factors(peft_model)
     model_config = peft_model.peft_config[ADAPTER]
     model_config.exclude_modules, model_config.fan_in_fan_out = user_excluded, any(transposed_flags)
     model_config.rank_pattern, model_config.alpha_pattern = (
@@ -146,6 +149,11 @@ def attach_adapter(
         start_from_weights(peft_model, target_names, ADAPTER, init.lower())
     for name, parameter in parameters.items():
         if any(name.startswith(f"{PEFT_PREFIX}{module}.") for module in whole_modules):
+            if parameter.is_meta:
+                raise ConfigError(
+                    f"language.device_map: {name.removeprefix(PEFT_PREFIX)} is trained whole, so it must be in the memory of a "
+                    "device. Place it there by a table of devices"
+                )
             parameter.requires_grad_()
     output_layer = find_output_layer(model)
     if token_layers and isinstance(getattr(output_layer, "original_module", None), nn.Linear):

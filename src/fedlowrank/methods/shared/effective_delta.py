@@ -84,18 +84,16 @@ def build_server_model(model: Model, deltas: Mapping[str, Delta], rest: Params) 
     lora = lora_of(model)
     for name, delta in deltas.items():
         layer = lora.layers[name]
-        base = lora.base[layer.weight]
+        device = lora.find_device(layer)
         if delta.matrix is not None:
-            dense_updates[name] = delta.matrix.to(
-                base.device, torch.promote_types(layer.dtype, torch.float32)
-            )
+            dense_updates[name] = delta.matrix.to(device, torch.promote_types(layer.dtype, torch.float32))
             # the layer's own adapter, if any, must add zero
             d, k = delta.shape
             b, a = delta.matrix.new_zeros(d, 1), delta.matrix.new_zeros(1, k)
         else:
             pair = split_svd(truncate_delta(delta, delta.rank), max(delta.rank, 1))
             b, a = pair.b, pair.a
-        factors[name] = Pair(b.to(base.device, layer.dtype), a.to(base.device, layer.dtype))
+        factors[name] = Pair(b.to(device, layer.dtype), a.to(device, layer.dtype))
     return lora.insert_factors(factors, 1.0, moved_weights=lora.add_to_weights(dense_updates)) | rest
 
 

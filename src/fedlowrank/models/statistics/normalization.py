@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...core.errors import SingleValueError, TaskError
 from ...core.tree import Params
 from ..complex_parameters import complex_names, with_complex
+from ..placement import PlacedStateless, is_placed
 from ..standard import HOOK_TABLES
 from ..stateless import ABSENT, SavedSlots, Stateless, is_within, restore_slots, tied_names
 from .pooled_statistics import Chunks, pooled_statistics, single_value
@@ -53,7 +54,7 @@ class FunctionalModule:
         track_running_stats: bool = False,
     ) -> None:
         self._module = module
-        self._stateless = Stateless(module)
+        self._stateless = PlacedStateless(module) if is_placed(module) else Stateless(module)
         self._coupling = {
             n: m
             for n, m in module.named_modules()

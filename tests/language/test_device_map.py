@@ -1,0 +1,161 @@
+"""A base whose layers lie partly on the disk trains, scores and writes adapters as one that lies in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.engines import ENGINES
+from fedlowrank.language.export.export_settings import ExportSettings
+from fedlowrank.rounds.run import Run
+
+torch.set_num_threads(1)
+
+PLACES: dict[str, Any] = {
+    "model.embed_tokens": "cpu",
+    "model.rotary_emb": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.norm": "cpu",
+    "lm_head": "cpu",
+}
+
+
+def make_run(base: Path, folder: Path, method: str, local: dict[str, Any], **tables: Any) -> Run:
+    for c in range(2):
+        rows = [json.dumps({"prompt": f"who is {i}?", "completion": f"the fox {c}"}) for i in range(12)]
+        (folder / f"site{c}.jsonl").write_text("\n".join(rows))
+    language = {"path": str(base), "context": 48, "format": "plain", **tables.get("language", {})}
+    config = ExperimentConfig.parse(
+        {
+            "name": "placed",
+            "method": method,
+            "methods": {method: tables.get("settings", {})},
+            "data": {
+                "source": "text",
+                "path": str(folder / "site*.jsonl"),
+                "client_by_file": True,
+                "normalize": "none",
+            },
+            "partition": {"kind": "natural"},
+            "language": language,
+            "lora": {"r": 4, "target_modules": ["q_proj", "v_proj"], **tables.get("lora", {})},
+            "run": {"rounds": 2},
+            "local": local,
+            "defaults": {"steps": 2, "batch_size": 4, "optimizer": {"kind": "sgd", "lr": 0.5}},
+        }
+    )
+    run = Run(config.build_method(method), config.federation(), config.run, ENGINES["sequential"]())
+    run.record_initial_models()
+    return run
+
+
+def on_disk(folder: Path, **places: str) -> dict[str, Any]:
+    return {"device_map": PLACES | places, "offload_folder": str(folder / "offload")}
+
+
+@pytest.mark.parametrize(
+    ("method", "tables"),
+    [
+        ("fedit", {}),
+        ("hetlora", {}),
+        ("fedsa_lora", {}),
+        ("standalone", {}),
+        ("fedhl", {"settings": {"delta_form": {"kind": "exact"}}}),
+        ("flora", {"settings": {"base_updates": "stacked"}}),
+        ("fedit", {"language": {"gradient_checkpointing": True}}),
+        ("fedit", {"language": {"packing": True}}),
+    ],
+)
+def test_a_base_on_the_disk_trains_as_one_in_memory(
+    method: str, tables: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    runs = [make_run(llama, tmp_path, method, local, **tables) for local in ({}, on_disk(tmp_path))]
+    weights = [
+        dict(next(iter(run.federation.architectures.values())).module.named_parameters())[
+            "base_model.model.model.layers.1.self_attn.q_proj.base_layer.weight"
+        ]
+        for run in runs
+    ]
+    assert [w.is_meta for w in weights] == [False, True]
+    for _ in range(2):
+        expected, actual = (run.step() for run in runs)
+        assert actual.training_losses == pytest.approx(expected.training_losses, rel=1e-5)
+        assert actual.flops == expected.flops > 0
+    for info in runs[0].federation.infos:
+        expected_params, params = (run.personal_params(info) for run in runs)
+        assert params.keys() == expected_params.keys()
+        for name, value in expected_params.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_are_written_and_whole_models_are_refused(llama: Path, tmp_path: Path) -> None:
+    written = []
+    for name, local in (("memory", {}), ("disk", on_disk(tmp_path))):
+        run = make_run(llama, tmp_path, "fedit", local)
+        run.step()
+        run.federation.companion.write(run, tmp_path / name)
+        written.append(safetensors.torch.load_file(tmp_path / name / "server" / "adapter_model.safetensors"))
+    for name, value in written[0].items():
+        torch.testing.assert_close(written[1][name], value, rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        TaskError, match=r"layers\.1\.self_attn\.q_proj is not in memory.*device_map left out"
+    ):
+        run.federation.companion.write(run, tmp_path / "whole", ExportSettings(merged=True))
+
+
+def test_answers_are_those_of_a_base_in_memory(llama: Path, tmp_path: Path) -> None:
+    answers = []
+    for local in ({}, on_disk(tmp_path)):
+        run = make_run(llama, tmp_path, "fedit", local)
+        run.step()
+        with run.federation.companion.use_parameters(run.personal_params(run.federation.infos[0])) as model:
+            answers.append(model.generate(input_ids=torch.tensor([[1, 5, 9]]), max_new_tokens=8))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"), [("flora", {}), ("fedex_lora", {}), ("fedhl", {"delta_form": {"kind": "dense"}})]
+)
+def test_methods_that_change_a_weight_on_the_disk_are_refused(
+    method: str, settings: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    def run_two_rounds() -> None:
+        run = make_run(llama, tmp_path, method, on_disk(tmp_path), settings=settings)
+        for _ in range(2):
+            run.step()
+
+    with pytest.raises(TaskError, match=r"changes .*layers\.1.*device_map keeps on the disk.*base_updates"):
+        run_two_rounds()
+
+
+@pytest.mark.parametrize(
+    ("local", "tables", "error"),
+    [
+        ({"device_map": "atuo"}, {}, r"device_map: 'atuo' is no choice; it is auto, balanced"),
+        ({"max_memory": {"cpu": "1GiB"}}, {}, r"max_memory is of language\.device_map"),
+        ({"offload_folder": "x"}, {}, r"offload_folder is of language\.device_map"),
+        ({"device_map": PLACES, "max_memory": {"cpu": "1GiB"}}, {}, r"max_memory is for a device_map that"),
+        ({"device_map": "auto"}, {"language": {"new_tokens": ["<x>"]}}, r"new_tokens changes the embedding"),
+        ({"device_map": {**PLACES, "model.embed_tokens": "disk"}}, {}, r"the embedding must"),
+        ({"device_map": PLACES}, {"lora": {"init_lora_weights": "pissa"}}, r"begins at a part of.*device_map"),
+        ({"device_map": PLACES}, {"lora": {"modules_to_save": ["model.layers.1.mlp.up_proj"]}}, r"up_proj.weight is trained whole"),
+    ],
+)  # fmt: skip
+def test_placements_without_a_meaning_are_refused(
+    local: dict[str, Any], tables: dict[str, Any], error: str, llama: Path, tmp_path: Path
+) -> None:
+    folder = (
+        {}
+        if "offload_folder" in local or "device_map" not in local
+        else {"offload_folder": str(tmp_path / "o")}
+    )
+    with pytest.raises(ConfigError, match=error):
+        make_run(llama, tmp_path, "fedit", local | folder, **tables)
