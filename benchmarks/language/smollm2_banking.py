@@ -53,7 +53,7 @@ from torch.nn import functional
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.engines import ENGINES
-from fedlowrank.language.adapter_folders import AdapterFolders
+from fedlowrank.language.export.adapter_folders import AdapterFolders
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.rounds.run import Run
 from fedlowrank.training.flops import FlopLedger

@@ -43,7 +43,8 @@ STEPS = {
     "from fedlowrank import Federation, simulate": {*HEAVY, COMPILER},
     "import fedlowrank.engines": {"ray", COMPILER},
     COUNT: {COMPILER},
-    "import fedlowrank.language.base_model, fedlowrank.language.lora.peft_adapter, fedlowrank.language.adapter_files": LANGUAGE,
+    "import fedlowrank.language.base_model, fedlowrank.language.lora.peft_adapter": LANGUAGE,
+    "import fedlowrank.language.export.adapter_files": LANGUAGE,
     "import fedlowrank.language.tiny_models, fedlowrank.language.scores.harness_task": LANGUAGE,
 }
 """What is executed one after another, and the packages that are not in memory afterwards."""

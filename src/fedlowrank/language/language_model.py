@@ -29,10 +29,10 @@ from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots, tied_names
 from ..results.records import RoundRecord
 from ..storage.digest import digest_of
-from .adapter_files import METADATA_FILE
-from .adapter_folders import COMMON_BASE_FOLDER, AdapterFolders, ModelParts
 from .base_model import LanguageBase, LoadedBase, check_positions, keep_in_float32, load_base
 from .embedding_noise import add_embedding_noise
+from .export.adapter_files import METADATA_FILE
+from .export.adapter_folders import COMMON_BASE_FOLDER, AdapterFolders, ModelParts
 from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, list_lora_ranks
 from .export.server_model import find_server_model

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.adapter_files import merge_update, save_model, write_adapter
 from fedlowrank.language.base_model import LanguageBase, load_base
+from fedlowrank.language.export.adapter_files import merge_update, save_model, write_adapter
 from fedlowrank.language.lora.peft_adapter import attach_adapter
 from fedlowrank.language.lora.peft_config import make_lora_config
 from fedlowrank.linalg.pair import Pair

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...core.errors import CheckpointError, ConfigError, TaskError
 from ...core.io.atomic_files import as_checkpoint_error
-from ...language.adapter_files import METADATA_FILE
+from ...language.export.adapter_files import METADATA_FILE
 from ...language.export.export_settings import ExportSettings, is_hub_name
 from ...language.export.hub_upload import check_upload, upload_model
 from ...results.records import RunRecord

@@ -1,1 +1,1 @@
-"""Exports of a run for other programs: settings, model cards, and uploads to the Hugging Face Hub."""
+"""Exports of a run for other programs: settings, adapter folders, model cards, and uploads to the Hugging Face Hub."""

@@ -14,8 +14,8 @@ from ...core.errors import ConfigError, DataError
 from ...linalg.pair import Pair
 from ...linalg.truncation import Truncation, relative_error, truncate_update
 from ...models.stateless import tied_names
-from ..adapter_files import name_in_file
 from ..base_model import HEAD_NAMES
+from ..export.adapter_files import name_in_file
 from .peft_adapter import ADAPTER
 from .stored_adapter import LAYER_FIELDS, TOKEN_FIELD, StoredAdapter, find_layer
 

@@ -12,14 +12,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer
-from ..core.errors import TaskError
-from ..core.tree import Params
-from ..linalg.pair import Factors, Pair, zero_pad_pair
-from ..models.stateless import names_of_parameters
-from .base_model import HEAD_NAMES
-from .lora.peft_adapter import ADAPTER
-from .optional_packages import import_library, silence_library
+from ...adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer
+from ...core.errors import TaskError
+from ...core.tree import Params
+from ...linalg.pair import Factors, Pair, zero_pad_pair
+from ...models.stateless import names_of_parameters
+from ..base_model import HEAD_NAMES
+from ..lora.peft_adapter import ADAPTER
+from ..optional_packages import import_library, silence_library
 
 METADATA_FILE = "fedlowrank.json"
 

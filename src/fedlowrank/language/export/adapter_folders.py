@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters.lora.adapted_layers import PEFT_PREFIX
-from ..adapters.lora.lora_factors import LoRA, find_lora
-from ..core.tree import Params
-from ..linalg.pair import Factors, Pair
-from ..linalg.truncation import Truncation, relative_error, truncate_update
-from ..models.stateless import tied_names
-from ..storage.base_files import combine_file_digests, digest_base_files
+from ...adapters.lora.adapted_layers import PEFT_PREFIX
+from ...adapters.lora.lora_factors import LoRA, find_lora
+from ...core.tree import Params
+from ...linalg.pair import Factors, Pair
+from ...linalg.truncation import Truncation, relative_error, truncate_update
+from ...models.stateless import tied_names
+from ...storage.base_files import combine_file_digests, digest_base_files
+from ..base_model import LoadedBase
+from ..lora.new_tokens import name_rows
+from ..lora.peft_adapter import ADAPTER
 from . import adapter_files
 from .adapter_files import METADATA_FILE, merge_update, save_model
-from .base_model import LoadedBase
-from .lora.new_tokens import name_rows
-from .lora.peft_adapter import ADAPTER
 
 COMMON_BASE_FOLDER = "base"
 """Name of the folder of a changed base, beside the adapters of that base."""
