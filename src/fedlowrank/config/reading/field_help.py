@@ -26,7 +26,7 @@ from ...methods.shared.effective_delta import Weighing
 from ...methods.shared.lora_family import LoRATraining
 from ..experiment import TAGGED, ExperimentConfig
 from ..sections.data_section import Preparation
-from ..sections.lora_section import LoraSettings
+from ..sections.lora_section import LoraSettings, PeftSettings
 from .parsing import classes_in
 
 
@@ -187,9 +187,9 @@ def _sections() -> Iterator[FieldTable]:
             yield from (_table("data", c, n, "source") for n, c in SOURCES.items())
             yield from (_table("data", c, n, "source", " (texts)") for n, c in TEXT_SOURCES.items())
         elif name == "lora":
-            yield _table(
-                "lora", LoraSettings, scope="; with [language] the fields of peft.LoraConfig, and ranks"
-            )
+            yield _table("lora", LoraSettings)
+            title = "[lora, with [language]: the fields of peft.LoraConfig, and]"
+            yield FieldTable("lora", "", title, tuple(_list_peft_fields()), PeftSettings)
         elif name == "defaults":
             yield _table("defaults", Method, scope=", of all methods")
             yield from _nested("defaults", Method)
@@ -234,6 +234,15 @@ def list_fields(cls: type[Any]) -> list[FieldHelp]:
         type_name = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
         out.append(FieldHelp(f.name, type_name, default, meanings.get(f.name, "")))
     return out
+
+
+def _list_peft_fields() -> list[FieldHelp]:
+    """List the fields of the section ``[lora]`` of a language model that are not PEFT's."""
+    meanings = _meanings(inspect.getdoc(PeftSettings))
+    return [
+        FieldHelp(name, str(field.annotation), repr(field.default), meanings[name])
+        for name, field in PeftSettings.model_fields.items()
+    ]
 
 
 def _format_default(value: Any) -> str:
