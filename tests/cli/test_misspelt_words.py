@@ -16,7 +16,7 @@ import torch
 import fedlowrank
 from fedlowrank import SGD, AdamW
 from fedlowrank.cli.main import main
-from fedlowrank.config.comparison import plan_runs
+from fedlowrank.config.comparison import label_values, plan_runs
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.core.errors import ConfigError
@@ -180,6 +180,18 @@ def test_several_variations_make_a_grid(capsys: Capsys) -> None:
 
 
 @pytest.mark.full
+def test_varied_values_are_one_part_of_a_folder_name() -> None:
+    labels = [
+        label_values({"run.devices.file": text}) for text in ("../a/b.csv", "../a_b.csv", "..%2Fa/b.csv")
+    ]
+    assert labels[0] == "-file=..%2Fa%2Fb.csv"
+    assert len({*labels}) == 3
+    assert not any("/" in label for label in labels)
+    long_labels = [label_values({"data.path": f"{'ä' * 300}{i}"}) for i in range(2)]
+    assert long_labels[0] != long_labels[1]
+    assert all(len(label.encode()) <= 160 for label in long_labels)
+
+
 def test_a_file_may_vary_several_fields() -> None:
     made = ExperimentConfig.parse(
         {**tomllib.loads(SMALL), "vary": ["run.rounds=1,2", "defaults.batch_size=8,16,32"]}

@@ -106,6 +106,19 @@ def test_a_regression_is_scored_by_its_loss_and_what_is_not_finite_has_no_score(
         score_run(record([by_clients(1, [None], [1.0])], CLIENTS[:1]), "last")
 
 
+def test_a_model_that_is_not_finite_has_an_accuracy_and_no_score() -> None:
+    tables = [
+        {
+            "accuracy": {"own": {"val": [0.9, v], "test": [0, 0]}},
+            "loss": {"own": {"val": [0.1, loss], "test": [0, 0]}},
+        }
+        for v, loss in ((0.5, 1.0), (0.9, math.inf))
+    ]
+    rounds = [RoundRecord(t, measured=make_client_table(table)) for t, table in enumerate(tables, 1)]
+    assert score_run(record(rounds, CLIENTS[:2]), "last") is None
+    assert score_run(record(rounds, CLIENTS[:2]), "best") == (0.7, 1, False)
+
+
 def setting(lr: float, *values: float | None, loss: bool = False) -> Setting:
     scores = tuple(None if v is None else ValidationScore(v, 1, loss) for v in values)
     return Setting("fedavg", {"optimizer.lr": lr}, (), scores)

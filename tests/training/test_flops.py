@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlowrank.training.flops import FORMULAS, FlopCounter, FlopLedger
+from fedlowrank.training.flop_formulas import FORMULAS
+from fedlowrank.training.flops import FlopCounter, FlopLedger
 
 
 class Attention(nn.Module):
@@ -110,6 +111,82 @@ def test_attention_counts_the_same_in_evaluation(make: Callable[[], nn.Module]) 
         model(x)
     assert evaluation.total == training.total > 0
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("needs_input_gradient", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_convolutions_count_each_gradient_like_the_forward_pass(
+    groups: int, needs_input_gradient: bool, transposed: bool
+) -> None:
+    make = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer, x = make(8, 16, 3, groups=groups), torch.randn(2, 8, 6, 6, requires_grad=needs_input_gradient)
+    # each output (each input, if transposed) is multiplied by the weights of its group
+    products = 2 * 2 * (36 if transposed else 16) * 8 * 16 // groups * 9
+    with FlopCounter() as forward:
+        out = layer(x)
+    assert forward.total == products
+    with FlopCounter() as backward:
+        out.sum().backward()
+    assert backward.total == products * (2 if needs_input_gradient else 1)
+
+
+def test_vectorized_gradients_of_a_convolution_count_once() -> None:
+    layer, x = nn.Conv2d(3, 4, 3), torch.randn(5, 2, 3, 6, 6)
+
+    def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, weight).square().sum()
+
+    weights = layer.weight.detach().expand(5, 4, 3, 3, 3)
+    with FlopCounter() as counter:
+        torch.vmap(torch.func.grad(loss))(weights, x)
+    assert counter.total == 2 * (5 * 2 * 2 * 16 * 4 * 3 * 9)
+
+
+PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]], int]] = {
+    "matrix by vector": (lambda a, b: a @ b, [(4, 6), (6,)], 2 * 24),
+    "batch by vector": (lambda a, b: a @ b, [(3, 4, 6), (6,)], 2 * 72),
+    "vectors": (torch.dot, [(8,), (8,)], 2 * 8),
+    "sum and vector": (torch.addmv, [(4,), (4, 6), (6,)], 2 * 24),
+    "sum of a batch": (torch.addbmm, [(4, 5), (3, 4, 6), (3, 6, 5)], 2 * 3 * 4 * 6 * 5),
+    "distances": (torch.cdist, [(30, 8), (40, 8)], 2 * 30 * 40 * 8),
+    "bilinear form": (nn.functional.bilinear, [(3, 6), (3, 5), (4, 6, 5)], 2 * 3 * 4 * 6 * 5),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_operators_that_torch_does_not_count(name: str) -> None:
+    call, shapes, products = PRODUCTS[name]
+    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
+    with FlopCounter() as counter:
+        call(*tensors)
+    assert counter.total == products
+
+
+def test_bilinear_layers_count_their_gradients() -> None:
+    layer = nn.Bilinear(6, 5, 4)
+    with FlopCounter() as counter:
+        layer(torch.randn(3, 6), torch.randn(3, 5)).sum().backward()
+    # the forward pass and the gradient of the weight
+    assert counter.total == 2 * (2 * 3 * 4 * 6 * 5)
+
+
+def test_complex_products_count_four_real_ones() -> None:
+    a, b = (torch.randn(shape, dtype=torch.complex64) for shape in ((3, 4), (4, 5)))
+    with FlopCounter() as counter:
+        a @ b
+    assert counter.total == 4 * 2 * 3 * 4 * 5
+
+
+def test_grouped_products_of_experts_count_each_row_once() -> None:
+    rows, width, out, experts = 16, 8, 32, 4
+    a, b = torch.zeros(rows, width), torch.zeros(experts, width, out)
+    count = FORMULAS[torch.ops.aten._grouped_mm]
+    assert count(a, b) == 2 * rows * width * out
+    # the gradients of the rows and of the matrices
+    assert count(torch.zeros(rows, out), b.mT) == 2 * rows * width * out
+    assert count(a.mT, torch.zeros(rows, out)) == 2 * rows * width * out
+    assert count(torch.zeros(experts, 3, width), b) == 2 * experts * 3 * width * out
 
 
 def test_every_kind_and_size_is_counted_once() -> None:

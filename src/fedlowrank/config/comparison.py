@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.errors import CheckpointError, ConfigError
 from ..results.records import RunRecord
+from ..storage.digest import digest_of
 from ..storage.run_folder import RunFolder
 from .experiment import ExperimentConfig
 from .reading.merging import LayeredTables, parse_value, parse_variation
@@ -57,6 +58,10 @@ def read_varied(
     return experiment
 
 
+_MAX_LABEL_BYTES = 160
+"""Largest length of :func:`label_values`; a name may have 255 bytes, and the method, seed and suffixes come to it."""
+
+
 def plan_runs(
     experiment: ExperimentConfig,
     methods: Sequence[str],
@@ -81,7 +86,7 @@ def plan_runs(
     """
     runs, config_tables = [], config_tables or LayeredTables(experiment.to_dict())
     for texts in list_combinations(vary):
-        label = "".join(f"-{field.rpartition('.')[2]}={text}" for field, text in texts.items())
+        label = label_values(texts)
         values = {field: _label_value(text) for field, text in texts.items()}
         for seed in seeds:
             run_tables = _join_varied(config_tables, texts).join([f"run.seed={seed}"])
@@ -90,6 +95,21 @@ def plan_runs(
                 run_experiment.build_method(name)
                 runs.append(PlannedRun(run_experiment, name, values, out / f"{name}{label}-s{seed}"))
     return runs
+
+
+def label_values(texts: Mapping[str, str]) -> str:
+    """Make the part of a run folder's name that tells values apart: ``-lr=0.1-mu=0.9``.
+
+    A slash is written as ``%2F``. A label that would be too long for a file system ends in a digest.
+    """
+    label = "".join(
+        f"-{field.rpartition('.')[2]}={text.replace('%', '%25').replace('/', '%2F')}"
+        for field, text in texts.items()
+    )
+    encoded_label = label.encode()
+    if len(encoded_label) <= _MAX_LABEL_BYTES:
+        return label
+    return f"{encoded_label[: _MAX_LABEL_BYTES - 33].decode(errors='ignore')}-{digest_of(encoded_label)}"
 
 
 def _label_value(text: str) -> Any:

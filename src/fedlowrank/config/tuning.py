@@ -17,7 +17,7 @@ from ..results.client_numbers import ACCURACY, LOSS
 from ..results.measurements import mean_over_clients
 from ..results.ranking import find_best
 from ..results.records import RoundRecord, RunRecord, describe_missing
-from .comparison import PlannedRun
+from .comparison import PlannedRun, label_values
 from .experiment import ExperimentConfig, MethodSettings
 from .reading.merging import join_fields, merge_tables
 from .reading.parsing import print_fields
@@ -115,13 +115,9 @@ def _plan_run(
     # leave out everything that only the test needs
     run = {"seed": seed, "rounds": rounds, "representations": 0, "adapters": [], "keep_best": False}
     tables = {"compare": [name], "run": run, "methods": {name: nest_values(experiment, name, values)}}
-    label = "".join(f"-{field.rpartition('.')[2]}={_text(value)}" for field, value in values.items())
+    texts = {f: value if isinstance(value, str) else json.dumps(value) for f, value in values.items()}
+    label = label_values(texts)
     return PlannedRun(_overlay(experiment, tables), name, values, out / f"{name}{label}-s{seed}")
-
-
-def _text(value: Any) -> str:
-    """Format a value as a part of a folder's name."""
-    return (value if isinstance(value, str) else json.dumps(value)).replace("/", "_")
 
 
 def _overlay(experiment: ExperimentConfig, tables: Mapping[str, Any]) -> ExperimentConfig:
@@ -210,13 +206,17 @@ def has_used_no_reply(run: RunRecord) -> bool:
 def _validation(
     record: RoundRecord, excluded_ids: Collection[int], series: str | None
 ) -> ValidationScore | None:
+    means = {}
     for name in (ACCURACY, LOSS):
         series_name = series if series in record.series(name) else None
         values = record.by_client(name, series=series_name, split="val")
-        mean = mean_over_clients(v for client_id, v in values.items() if client_id not in excluded_ids)
-        if mean is not None:
-            return ValidationScore(mean, record.round, is_loss=name == LOSS)
-    return None
+        means[name] = mean_over_clients(v for client_id, v in values.items() if client_id not in excluded_ids)
+    accuracy, loss = means[ACCURACY], means[LOSS]
+    if accuracy is not None:
+        # a model of NaN has an accuracy, of wrong answers
+        has_diverged = loss is not None and not math.isfinite(loss)
+        return ValidationScore(math.nan if has_diverged else accuracy, record.round, is_loss=False)
+    return None if loss is None else ValidationScore(loss, record.round, is_loss=True)
 
 
 def _cost(score: ValidationScore) -> float:

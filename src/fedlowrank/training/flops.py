@@ -1,4 +1,4 @@
-"""Floating-point operations, counted by the formulas that torch keeps for its own operators."""
+"""Floating-point operations of a step, counted operator by operator."""
 
 from __future__ import annotations
 
@@ -8,62 +8,20 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..core.contract import EngineModel
+from .flop_formulas import FORMULAS
 from .local_data import BatchSize
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    count = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-    return int(count)
-
-
-def _recurrent(x: Any, *weights: Any, **_: Any) -> int:
-    # each step multiplies its input and the state before it by their matrices; biases are vectors
-    steps = x.numel() // x.shape[-1]
-    return int(2 * steps * sum(w.numel() for w in weights if w.ndim == 2))
-
-
-def _mkldnn_lstm(x: Any, *args: Any, **_: Any) -> int:
-    return _recurrent(x, *args[:2])
-
-
-def _mkldnn_lstm_backward(x: Any, *args: Any, **_: Any) -> int:
-    # gradients of inputs and of weights, whether they are needed or not
-    return 2 * _recurrent(x, *args[:2])
-
-
-def _cudnn_rnn(x: Any, weights: Any, *_: Any, **__: Any) -> int:
-    return _recurrent(x, *weights)
-
-
-def _cudnn_rnn_backward(x: Any, weights: Any, *_: Any, **__: Any) -> int:
-    return 2 * _recurrent(x, *weights)
-
-
-FORMULAS: dict[Any, Callable[..., Any]] = {
-    **flop_registry,
-    torch.ops.aten.mkldnn_rnn_layer: _mkldnn_lstm,
-    torch.ops.aten.mkldnn_rnn_layer_backward: _mkldnn_lstm_backward,
-    torch.ops.aten._cudnn_rnn: _cudnn_rnn,
-    torch.ops.aten._cudnn_rnn_backward: _cudnn_rnn_backward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""Formula of each operator. Torch's own table counts fused attention on a CPU and fused recurrent layers as zero."""
 
 
 class FlopCounter(TorchDispatchMode):
     """Counts the operations in its block as ``torch.utils.flop_counter.FlopCounterMode`` does, but many times faster.
 
-    ``FlopCounterMode`` imports torch's compiler, which takes seconds, and passes every operator through it.
+    The formulas are those of :mod:`.flop_formulas`. ``FlopCounterMode`` imports torch's compiler, which takes seconds, and passes
+    every operator through it.
 
     Attributes:
         total: number of operations counted so far.
@@ -101,7 +59,9 @@ class FlopCounter(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if count is not None:
-            self.total += int(count(*args, **kwargs, out_val=out))
+            # a product of complex numbers is four real ones
+            factor = 4 if isinstance(out, Tensor) and out.is_complex() else 1
+            self.total += factor * int(count(*args, **kwargs, out_val=out))
         return out
 
 

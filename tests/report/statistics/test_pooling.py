@@ -22,6 +22,7 @@ from tests.report.report_runs import (
     rounds_of,
     rows_of,
     text_of,
+    with_losses,
 )
 
 
@@ -138,6 +139,21 @@ class TestDivergence:
         assert [text.get_text() for text in picture.figure.axes[0].get_yticklabels()] == ["b", "a"]
         assert "Last: a, 1 client diverged." in picture.caption
         assert "diverged" not in results["b"]
+
+    def test_a_client_whose_loss_is_not_finite_diverged_though_it_has_an_accuracy(self, make_run):
+        losses = [[2.0, 2.0], [0.5, math.inf], [0.6, 0.7]]
+        accuracies = [[0.1, 0.1], [0.9, 0.8], [0.7, 0.8]]
+        diverged = with_losses(rounds_of(accuracies[:2]), losses[:2])
+        runs = [
+            make_run("a", rounds=diverged),
+            make_run("b", rounds=with_losses(rounds_of([[0.1, 0.1], [0.5, 0.6]]), [[2.0, 2.0], [1.0, 1.0]])),
+        ]
+        (said,) = findings_of(runs)
+        assert "Diverged, so last and not tested: a (1 client)." in said
+        results = {row[0]: row[1] for row in compare_runs(runs).summary.rows}
+        assert results["a"].endswith("(1 client diverged)")
+        (row,) = rows_of(compare_runs([make_run("a", rounds=with_losses(rounds_of(accuracies), losses))]))
+        assert (row["best_round"], row["best_by_validation"]) == (2, 0.75)
 
     def test_a_round_at_which_a_client_diverged_is_not_the_best(self, make_run):
         losses = [[2.0, 2.0], [1.0, 1.0], [0.5, math.inf]]

@@ -102,7 +102,7 @@ class RunGroup:
             return None
         successes, results = zip(*successes_and_values, strict=True)
         states = [run.state for run in (*self.runs, *self.unfinished_runs)]
-        client_count = int(sum(row.non_finite for _, row in rows)) if column == "last" else 0
+        client_count = int(sum(row.diverged for _, row in rows)) if column == "last" else 0
         diverged_texts = []
         if n := states.count("diverged"):
             diverged_texts.append(f"{n} of {len(states)} seeds")

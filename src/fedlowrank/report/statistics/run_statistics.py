@@ -23,7 +23,7 @@ from ...results.measurements import COSTS, ClientSelection, Measurements, mean_o
 from ...results.ranking import ROUNDING, find_best
 from ...results.records import RoundRecord, RunRecord, describe_missing
 from .chosen_clusters import Collapse, find_collapse, finds_all_groups
-from .measures import MEASURES, TEST_ACCURACY, Measure
+from .measures import MEASURES, TEST_ACCURACY, TEST_LOSS, Measure
 from .modes import Modes
 from .setting_names import settings_of
 from .significance import CONFIDENCE
@@ -60,6 +60,7 @@ class SeriesResults(NamedTuple):
         without: number of clients without test examples.
         not_evaluated: number of clients that were not drawn for the evaluation.
         non_finite: number of clients whose value is not finite.
+        diverged: number of clients whose value or loss is not finite; a model of NaN has an accuracy, of wrong answers.
         last_ten: mean over the last ten evaluations, without the one before training.
         best_test: best mean over rounds, which is optimistic because it selects on test examples.
         best_round: round whose mean validation result is best, the earliest on ties.
@@ -77,6 +78,7 @@ class SeriesResults(NamedTuple):
     without: int
     not_evaluated: int
     non_finite: int
+    diverged: int
     last_ten: float
     best_test: float
     best_round: float
@@ -262,13 +264,13 @@ class RunStatistics:
         last_row, last_round = test_curve.iloc[-1], test_curve.index[-1]
         # the divergence of a client must not make a round better
         worst_value = math.inf if measure.is_loss else -math.inf
-        means, finite_means = (
-            test_curve["mean"],
-            test_curve["mean"].where(test_curve["non_finite"] == 0, worst_value),
-        )
+        diverged_counts = self._count_diverged(series, measure, "test")
+        means = test_curve["mean"]
+        finite_means = means.where(diverged_counts == 0, worst_value)
         trained_means = means[means.index > 0]
         validation_curve = self.curve(series, measure, "val")
-        validation = validation_curve["mean"].where(validation_curve["non_finite"] == 0, worst_value)
+        is_finite = self._count_diverged(series, measure, "val") == 0
+        validation = validation_curve["mean"].where(is_finite, worst_value)
         validation = validation.reindex(means.index).dropna()
         index = find_best(validation, lower_is_better=measure.is_loss)
         best_round = math.nan if index is None else validation.index[index]
@@ -284,6 +286,7 @@ class RunStatistics:
             without=last_row["without"],
             not_evaluated=last_row["not_evaluated"],
             non_finite=last_row["non_finite"],
+            diverged=diverged_counts.iloc[-1],
             last_ten=(means if trained_means.empty else trained_means).tail(LAST_EVALUATIONS).mean(),
             best_test=means.iloc[find_best(finite_means, lower_is_better=measure.is_loss) or 0],
             best_round=best_round,
@@ -291,6 +294,12 @@ class RunStatistics:
             unseen=unseen_curve.loc[last_round, "mean"] if is_unseen else math.nan,
             std_unseen=unseen_curve.loc[last_round, "std"] if is_unseen else math.nan,
         )
+
+    def _count_diverged(self, series: str | None, measure: Measure, split: str) -> pd.Series:
+        """Count the clients whose value or loss is not finite, by round."""
+        counts = self.curve(series, measure, split)["non_finite"]
+        losses = self.curve(series, TEST_LOSS, split)["non_finite"].reindex(counts.index, fill_value=0)
+        return pd.concat([counts, losses], axis=1).max(axis=1).astype(int)
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
         """Finite results of the clients that count in means, by client, at the last evaluated round."""
