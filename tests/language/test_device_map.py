@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
+from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.key import Key
 from fedlowrank.engines import ENGINES
 from fedlowrank.language.export.export_settings import ExportSettings
+from fedlowrank.models.architecture import build_module
 from fedlowrank.rounds.run import Run
 
 torch.set_num_threads(1)
@@ -28,12 +33,14 @@ PLACES: dict[str, Any] = {
 }
 
 
-def make_run(base: Path, folder: Path, method: str, local: dict[str, Any], **tables: Any) -> Run:
+def make_config(
+    base: Path, folder: Path, method: str, local: dict[str, Any], **tables: Any
+) -> ExperimentConfig:
     for c in range(2):
         rows = [json.dumps({"prompt": f"who is {i}?", "completion": f"the fox {c}"}) for i in range(12)]
         (folder / f"site{c}.jsonl").write_text("\n".join(rows))
     language = {"path": str(base), "context": 48, "format": "plain", **tables.get("language", {})}
-    config = ExperimentConfig.parse(
+    return ExperimentConfig.parse(
         {
             "name": "placed",
             "method": method,
@@ -52,6 +59,10 @@ def make_run(base: Path, folder: Path, method: str, local: dict[str, Any], **tab
             "defaults": {"steps": 2, "batch_size": 4, "optimizer": {"kind": "sgd", "lr": 0.5}},
         }
     )
+
+
+def make_run(base: Path, folder: Path, method: str, local: dict[str, Any], **tables: Any) -> Run:
+    config = make_config(base, folder, method, local, **tables)
     run = Run(config.build_method(method), config.federation(), config.run, ENGINES["sequential"]())
     run.record_initial_models()
     return run
@@ -106,7 +117,7 @@ def test_adapters_are_written_and_whole_models_are_refused(llama: Path, tmp_path
     for name, value in written[0].items():
         torch.testing.assert_close(written[1][name], value, rtol=1e-5, atol=1e-6)
     with pytest.raises(
-        TaskError, match=r"layers\.1\.self_attn\.q_proj is not in memory.*device_map left out"
+        TaskError, match=r"layers\.1\.self_attn\.q_proj is not in memory.*adapters RUN --merged"
     ):
         run.federation.companion.write(run, tmp_path / "whole", ExportSettings(merged=True))
 
@@ -136,6 +147,58 @@ def test_methods_that_change_a_weight_on_the_disk_are_refused(
         run_two_rounds()
 
 
+def test_bases_that_share_a_folder_of_offloaded_weights_do_not_mix(llama: Path, tmp_path: Path) -> None:
+    bases = [tmp_path / "one", tmp_path / "two"]
+    for i, base in enumerate(bases):
+        # a file of torch, whose weights are stored again, one file each
+        model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_proj.weight.mul_(1 + 50 * i)
+        model.save_pretrained(base)
+        (base / "model.safetensors").unlink()
+        torch.save(model.state_dict(), base / "pytorch_model.bin")
+        transformers.AutoTokenizer.from_pretrained(llama).save_pretrained(base)
+    losses = []
+    for local in ({}, on_disk(tmp_path)):
+        runs = [make_run(base, tmp_path, "fedit", local) for base in bases]
+        losses.append([run.step().training_losses["local"] for run in runs])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][0] != pytest.approx(losses[0][1], rel=1e-5)
+    runs.clear()
+    gc.collect()
+    assert not list((tmp_path / "offload").iterdir())
+
+
+def test_a_machine_without_need_for_a_placement_takes_none(llama: Path, tmp_path: Path) -> None:
+    language = {"device_map": PLACES, "offload_folder": str(tmp_path / "offload")}
+    run = make_run(llama, tmp_path, "fedit", {"device_map": "none"}, language=language)
+    (model,) = run.federation.architectures.values()
+    assert not any(p.is_meta for p in model.module.parameters())
+
+
+def test_methods_that_draw_several_models_are_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"draws several models.*device_map out"):
+        make_run(llama, tmp_path, "ifca", on_disk(tmp_path), settings={"clusters": 2})
+
+
+@pytest.mark.full
+def test_a_stored_run_is_merged_with_the_base_in_memory(llama: Path, tmp_path: Path) -> None:
+    for name, local in (("memory", {}), ("disk", on_disk(tmp_path))):
+        config = make_config(llama, tmp_path, "fedit", local)
+        (tmp_path / f"{name}.toml").write_text(config.to_toml())
+        assert main(["run", str(tmp_path / f"{name}.toml"), "-o", str(tmp_path / name)]) == 0
+        assert main(["adapters", str(tmp_path / name), "--merged", "-o", str(tmp_path / f"out-{name}")]) == 0
+    expected, actual = (
+        safetensors.torch.load_file(tmp_path / f"out-{name}" / "server_merged" / "model.safetensors")
+        for name in ("memory", "disk")
+    )
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6)
+    assert main(["export", str(tmp_path / "disk"), "-o", str(tmp_path / "file")]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The following device_map keys do not match:UserWarning")
 @pytest.mark.parametrize(
     ("local", "tables", "error"),
     [
@@ -145,6 +208,9 @@ def test_methods_that_change_a_weight_on_the_disk_are_refused(
         ({"device_map": PLACES, "max_memory": {"cpu": "1GiB"}}, {}, r"max_memory is for a device_map that"),
         ({"device_map": "auto"}, {"language": {"new_tokens": ["<x>"]}}, r"new_tokens changes the embedding"),
         ({"device_map": {**PLACES, "model.embed_tokens": "disk"}}, {}, r"the embedding must"),
+        ({"device_map": {}}, {}, r"is an empty table"),
+        ({"device_map": {"": "cpu", "model.layers.1": "disk"}}, {}, r"places 'model.layers.1' and '', which contains it"),
+        ({"device_map": {**PLACES, "model.layers.7": "disk"}}, {}, r"no module 'model.layers.7'.*mean 'model.layers"),
         ({"device_map": PLACES}, {"lora": {"init_lora_weights": "pissa"}}, r"begins at a part of.*device_map"),
         ({"device_map": PLACES}, {"lora": {"modules_to_save": ["model.layers.1.mlp.up_proj"]}}, r"up_proj.weight is trained"),
     ],
@@ -159,3 +225,13 @@ def test_placements_without_a_meaning_are_refused(
     )
     with pytest.raises(ConfigError, match=error):
         make_run(llama, tmp_path, "fedit", local | folder, **tables)
+
+
+def test_an_output_layer_that_is_tied_must_be_in_memory(llama: Path, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(llama)
+    config.tie_word_embeddings = True
+    model = build_module(lambda: transformers.LlamaForCausalLM(config), Key((3,)))
+    model.save_pretrained(tmp_path / "tied")
+    transformers.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "tied")
+    with pytest.raises(ConfigError, match=r"output layer, which shares its weight.*must be in the memory"):
+        make_run(tmp_path / "tied", tmp_path, "fedit", on_disk(tmp_path, lm_head="disk"))

@@ -257,6 +257,10 @@ def export(
     python = "export by simulate(..., folder=..., resume=True).deploy(client)"
     run = open_run(folder, python, allow_code=allow_code)
     infos = run.federation.infos
+    if run.federation.companion is not None:
+        raise ConfigError(
+            f"{folder} is a run of a language model, whose models are written by fedlowrank adapters {folder}"
+        )
     info = infos[0] if client is None else find_typed_client(infos, client)
     gain = write(run, info.id, series, layout, out)
     title = f"{run.method.title}, {info.title}, after round {run.round}"

@@ -22,6 +22,7 @@ from ..core.tree import Params
 from ..data.text.text_formats import render_instruction
 from ..data.text.text_records import Instruction
 from ..language.base_model import load_base
+from ..language.device_map import NO_MAP
 from ..language.export.server_model import find_server_model
 from ..language.language_model import Language
 from ..language.lora.new_tokens import name_rows
@@ -101,10 +102,17 @@ def language_of_run(run: Run) -> Language:
     return companion
 
 
-def open_language_run(folder: Path, best: bool, allow_code: bool) -> Run:
-    """Open a stored run at its last checkpoint, or at that of its best round."""
+def open_language_run(folder: Path, best: bool, allow_code: bool, in_memory: bool = False) -> Run:
+    """Open a stored run at its last checkpoint, or at that of its best round.
+
+    Args:
+        folder: folder of the run.
+        best: whether to open the round with the best validation.
+        allow_code: whether to import the Python code that the stored configuration names.
+        in_memory: whether the base is in memory also if the run has a device map, to be merged with updates.
+    """
     python = "use fedlowrank.cli.language_commands.scores, or federation.companion.write(run, folder)"
-    return open_run(folder, python, best, allow_code)
+    return open_run(folder, python, best, allow_code, {"device_map": NO_MAP} if in_memory else None)
 
 
 def default_model(run: Run) -> str:

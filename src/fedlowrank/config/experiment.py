@@ -335,10 +335,12 @@ class ExperimentConfig(pydantic.BaseModel):
                     "local.start says where the adapter of lora.start lies on this machine, and lora.start is not set. Set it "
                     "in the file of all machines"
                 )
-            if isinstance(self.lora.start, tuple) and len(self.start_here) != len(self.lora.start):
+            named_adapters = self.lora.start or ()
+            adapter_count = 1 if isinstance(named_adapters, str) else len(named_adapters)
+            if len(self.start_here) != adapter_count:
                 raise ConfigError(
-                    f"local.start has {len(self.start_here)} folders, and lora.start names {len(self.lora.start)} adapters; name "
-                    "the location of each, in the same order"
+                    f"local.start has {len(self.start_here)} folders, and lora.start names {adapter_count} adapters; name the "
+                    "location of each, in the same order"
                 )
             make_lora_config(self.lora.model_extra or {})
         self.describe()
@@ -432,9 +434,12 @@ class ExperimentConfig(pydantic.BaseModel):
         field_origins = {field: "defaults" for field in self.defaults if field not in own_fields}
         return build(self._class_of(name), {**self.defaults, **own_fields}, f"methods.{name}", field_origins)
 
+    def base_method(self, name: str) -> str:
+        """Built-in method or ``module:Class`` that runs under a name: a variant's method, or the name itself."""
+        return (self.methods[name].method if name in self.methods else "") or name
+
     def _class_of(self, name: str) -> type[AnyMethod]:
-        method_name = self.methods[name].method if name in self.methods else ""
-        return method_class(method_name or name, self._allow_code)
+        return method_class(self.base_method(name), self._allow_code)
 
     def method_title(self, name: str) -> str:
         """Title of a method or a variant in reports."""

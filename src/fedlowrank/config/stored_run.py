@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,13 @@ from .experiment import ExperimentConfig
 from .working_folder import enter_working_folder
 
 
-def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = False) -> Run:
+def open_run(
+    folder: Path,
+    python: str,
+    best: bool = False,
+    allow_code: bool = False,
+    local: Mapping[str, Any] | None = None,
+) -> Run:
     """Open a run at one of its checkpoints; nothing is trained or written.
 
     Its data and code are read from the working folder in which the run began; see :mod:`.working_folder`.
@@ -27,6 +33,7 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
             round.
         allow_code: whether to import the Python code that the stored configuration names; see
             :mod:`fedlowrank.core.arguments.user_code`.
+        local: fields of the section ``[local]`` that replace those of the run.
 
     Raises:
         CheckpointError: if there is no such run, or data or configuration have changed; or if its clients were
@@ -36,7 +43,10 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
     stored_config = read_run_config(folder, python)
     with enter_working_folder(folder, stored_config) as folder:
         name = stored_config["method"]["name"]
-        experiment = ExperimentConfig.parse(stored_config["experiment"], allow_code, name)
+        tables = dict(stored_config["experiment"])
+        if local:
+            tables["local"] = {**tables.get("local", {}), **local}
+        experiment = ExperimentConfig.parse(tables, allow_code, name)
         config = {**experiment.describe_run(name), "vary": stored_config["vary"]}
         checkpoint_name = "best" if best else "checkpoint"
         try:

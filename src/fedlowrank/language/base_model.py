@@ -19,13 +19,22 @@ from ..core.key import Key
 from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
 from ..storage.base_files import combine_file_digests, digest_base_files
-from .device_map import check_device_map, check_embedding, make_placement
+from .device_map import (
+    check_device_map,
+    check_embedding,
+    check_module_names,
+    make_placement,
+    remove_offload_folder_with,
+)
 from .lora.new_tokens import add_tokens, check_new_tokens
 from .objectives.text_embeddings import return_hidden_states
 from .optional_packages import import_library, silence_library
 
 HEAD_NAMES = ("classifier", "score")
 """Names of modules that PEFT treats as the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
+
+HEAD_NOTE = "The head ("
+"""Beginning of the note on where the weights of the head are from."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,8 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     model.requires_grad_(False)
     model.eval()
     check_embedding(model)
+    check_module_names(model, base.device_map)
+    remove_offload_folder_with(model, model_settings)
     if base.task == "causal":
         notes += _compare_end_tokens(model, tokenizer, base)
         _check_causal(model, base)
@@ -360,11 +371,11 @@ def _find_new_parts(
         )
     if head_weights:
         notes.append(
-            f"The head ({', '.join(head)}) is new: {', '.join(head_weights)} drawn from the run's key."
+            f"{HEAD_NOTE}{', '.join(head)}) is new: {', '.join(head_weights)} drawn from the run's key."
         )
     elif head:
         notes.append(
-            f"The head ({', '.join(head)}) is the one of the files; check that its classes are in your order."
+            f"{HEAD_NOTE}{', '.join(head)}) is the one of the files; check that its classes are in your order."
         )
     if body_weights:
         notes.append(

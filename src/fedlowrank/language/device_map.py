@@ -6,18 +6,25 @@ lie where their layer computes, also if its weight is loaded for each call.
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..core.errors import ConfigError
-from ..models.placement import find_layer_device
+from ..core.errors import ConfigError, did_you_mean
+from ..models.placement import find_layer_device, is_loaded_for_calls
 from .optional_packages import import_library
 
 NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Ways in which accelerate chooses the device of each layer."""
+
+NO_MAP = "none"
+"""Value of ``local.device_map`` for no device map although the experiment has one."""
 
 
 def check_device_map(
@@ -41,6 +48,8 @@ def check_device_map(
             f"language.device_map: {device_map!r} is no choice; it is {', '.join(NAMED_MAPS)}, or a table of a device "
             "for each module, such as {'model.embed_tokens' = 0, 'model.layers.0' = 0, 'model.layers.1' = 'disk'}"
         )
+    if not isinstance(device_map, str):
+        _check_names(device_map)
     if max_memory is not None and not isinstance(device_map, str):
         raise ConfigError(
             "language.max_memory is for a device_map that accelerate chooses; leave it out beside a table"
@@ -62,8 +71,46 @@ def make_placement(
     if max_memory is not None:
         arguments["max_memory"] = {_read_device(device): size for device, size in max_memory.items()}
     if offload_folder is not None:
-        arguments["offload_folder"] = str(Path(offload_folder).expanduser())
+        parent = Path(os.path.expandvars(offload_folder)).expanduser()
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            # a folder of its own, because bases have weights of equal names
+            arguments["offload_folder"] = tempfile.mkdtemp(prefix="base-", dir=parent)
+        except OSError as error:
+            raise ConfigError(f"language.offload_folder: {parent} cannot be written: {error}") from error
     return arguments
+
+
+def remove_offload_folder_with(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Remove the folder of offloaded weights when the model is no longer used."""
+    if (folder := arguments.get("offload_folder")) is not None:
+        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+
+
+def _check_names(device_map: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a table places nothing, or a module twice."""
+    if not device_map:
+        raise ConfigError(
+            "language.device_map is an empty table; name a device for each module, or leave it out"
+        )
+    for name in device_map:
+        outer_names = [n for n in device_map if n != name and (n == "" or name.startswith(f"{n}."))]
+        if outer_names:
+            raise ConfigError(
+                f"language.device_map places {name!r} and {outer_names[0]!r}, which contains it. Name the parts of "
+                f"{outer_names[0]!r} one by one instead of the whole"
+            )
+
+
+def check_module_names(model: nn.Module, device_map: str | Mapping[str, Any] | None) -> None:
+    """Raise ConfigError if a table names a module that the model does not have; accelerate ignores it."""
+    if device_map is None or isinstance(device_map, str):
+        return
+    names = {name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())}
+    if unknown_names := [name for name in device_map if name not in names]:
+        raise ConfigError(
+            f"language.device_map: the model has no module {unknown_names[0]!r}. {did_you_mean(unknown_names[0], sorted(names))}"
+        )
 
 
 def _read_device(device: Any) -> Any:
@@ -71,11 +118,16 @@ def _read_device(device: Any) -> Any:
 
 
 def check_embedding(model: Any) -> None:
-    """Raise ConfigError if the weights of the embedding are loaded for each call; some code reads them."""
-    if any(p.is_meta for p in model.get_input_embeddings().parameters()):
-        raise ConfigError(
-            "language.device_map: the embedding must be in the memory of a device. Place it there by a table of devices"
-        )
+    """Raise ConfigError if the weights of the embedding, or of an output layer tied to it, are loaded for each call."""
+    parts = {"the embedding": model.get_input_embeddings()}
+    if getattr(model.config, "tie_word_embeddings", False):
+        parts["the output layer, which shares its weight with the embedding,"] = model.get_output_embeddings()
+    for title, part in parts.items():
+        if part is not None and is_loaded_for_calls(part):
+            raise ConfigError(
+                f"language.device_map: {title} must be in the memory of a device. Place it there by a table of devices, or raise "
+                "language.max_memory"
+            )
 
 
 def place_factors(peft_model: nn.Module) -> None:

@@ -29,9 +29,8 @@ from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots, tied_names
 from ..results.records import RoundRecord
 from ..storage.digest import digest_of
-from .base_model import LanguageBase, LoadedBase, check_positions, keep_in_float32, load_base
+from .base_model import HEAD_NOTE, LanguageBase, LoadedBase, check_positions, keep_in_float32, load_base
 from .embedding_noise import add_embedding_noise
-from .export.adapter_files import METADATA_FILE
 from .export.adapter_folders import COMMON_BASE_FOLDER, AdapterFolders, ModelParts
 from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, list_lora_ranks
@@ -40,8 +39,8 @@ from .lora.adapter_mean import average_adapters
 from .lora.peft_adapter import ADAPTER, attach_adapter
 from .lora.peft_config import make_lora_config
 from .lora.saved_modules import find_saved_modules
-from .lora.start_adapter import load_start, merge_start_fields
-from .lora.stored_adapter import CONFIG_FILE, SCALE_FIELDS, WEIGHTS_FILE, read_adapter
+from .lora.start_adapter import check_classes, holds_head, load_start, merge_start_fields
+from .lora.stored_adapter import COMPARED_FIELDS, CONFIG_FILE, METADATA_FILE, WEIGHTS_FILE, read_adapter
 from .objectives.preference_pairs import score_pairs
 from .objectives.text_embeddings import embed_pairs
 from .packed_attention import use_packed_attention
@@ -158,10 +157,10 @@ class Language:
         for i, folder in enumerate(self.start):
             name = "start" if len(self.start) == 1 else f"start/{i}"
             digests[f"{name}/{WEIGHTS_FILE}"] = digest_of((folder / WEIGHTS_FILE).read_bytes())
-            # the weights alone do not determine the scale; other fields, such as the base's path, may differ
+            # other fields, such as the base's path, may differ
             config = json.loads((folder / CONFIG_FILE).read_text())
-            scale = {n: config.get(n) for n in SCALE_FIELDS}
-            digests[f"{name}/{CONFIG_FILE}"] = digest_of(json.dumps(scale, sort_keys=True).encode())
+            compared_fields = {n: config.get(n) for n in COMPARED_FIELDS}
+            digests[f"{name}/{CONFIG_FILE}"] = digest_of(json.dumps(compared_fields, sort_keys=True).encode())
         return digests
 
     def describe(self) -> dict[str, Any]:
@@ -459,8 +458,11 @@ def load_language_model(
     if settings.neftune and settings.new_tokens:
         # PEFT calls the layer around the embedding, and not the embedding
         add_embedding_noise(loaded.model, settings.neftune)
-    if start is not None and (note := load_start(model, start)):
-        loaded = replace(loaded, notes=(*loaded.notes, note))
+    if start is not None:
+        check_classes(start, classes)
+        start_notes = load_start(model, start)
+        notes = [n for n in loaded.notes if not (n.startswith(HEAD_NOTE) and holds_head(start, loaded.head))]
+        loaded = replace(loaded, notes=(*notes, *start_notes))
     loaded.model.config.use_cache = False
     return Language(settings, loaded, model, start=folders)
 

@@ -491,7 +491,15 @@ class Architecture:
 
         In a module without a factory, such as a pretrained one, layers with ``reset_parameters`` draw their
         parameters by their own rules, and all other parameters stay unchanged.
+
+        Raises:
+            TaskError: if accelerate has placed the layers of the module, which cannot be copied then.
         """
+        if is_placed(self.module):
+            raise TaskError(
+                f"model {self.name}: the method draws several models, and language.device_map has placed the layers of this one, "
+                "so that it cannot be copied. Leave language.device_map out, or choose another method"
+            )
 
         def again() -> nn.Module:
             # drawn on the CPU, so that all devices begin with the same numbers

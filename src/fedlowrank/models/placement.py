@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,19 @@ def is_placed(module: nn.Module) -> bool:
 
 def find_layer_device(layer: nn.Module) -> torch.device | None:
     """Find the device on which accelerate computes a layer; None if it has not placed the layer."""
+    devices = [getattr(hook, "execution_device", None) for hook in _list_hooks(layer)]
+    return next((torch.device(device) for device in devices if device is not None), None)
+
+
+def is_loaded_for_calls(layer: nn.Module) -> bool:
+    """Whether accelerate loads the weights of a layer from the disk or from another memory for each call."""
+    return any(getattr(hook, "offload", False) for hook in _list_hooks(layer))
+
+
+def _list_hooks(layer: nn.Module) -> Sequence[Any]:
     hook = layer.__dict__.get("_hf_hook")
-    for part in getattr(hook, "hooks", (hook,)):
-        if (device := getattr(part, "execution_device", None)) is not None:
-            return torch.device(device)
-    return None
+    hooks: Sequence[Any] = getattr(hook, "hooks", (hook,))
+    return hooks
 
 
 class PlacedStateless(Stateless):

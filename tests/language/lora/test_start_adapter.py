@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -276,13 +277,14 @@ def test_the_adapter_may_lie_elsewhere_on_a_machine(llama: Path, tmp_path: Path)
     assert files["start/adapter_model.safetensors"] == hashlib.blake2b(weights, digest_size=16).hexdigest()
     stored = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     digests = []
-    for change in ({"base_model_name_or_path": "elsewhere"}, {"lora_alpha": 50}):
+    for change in ({"base_model_name_or_path": "elsewhere"}, {"lora_alpha": 50}, {"lora_dropout": 0.5}):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(stored | change))
         other = make_run(
             llama, tmp_path, tmp_path, "fedit", {}, start=tmp_path / "adapter"
         ).federation.companion
         digests.append(other.files["start/adapter_config.json"])
-    assert digests[0] == files["start/adapter_config.json"] != digests[1]
+    assert digests[0] == files["start/adapter_config.json"]
+    assert len({*digests}) == 3
     with pytest.raises(ConfigError, match=r"lora\.start is not set"):
         make_run(llama, tmp_path, tmp_path, "fedit", {"start": None}, start=tmp_path / "adapter")
 
@@ -376,6 +378,35 @@ def test_adapters_of_other_layers_and_whole_modules_have_a_mean(llama: Path, tmp
     torch.testing.assert_close(actual, merged_logits(llama, folders), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
+def test_the_mean_of_adapters_in_half_precision_is_not_rounded(
+    dtypes: tuple[str, str], llama: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for i, (folder, dtype) in enumerate(zip(folders, dtypes, strict=True)):
+        write_adapter(llama, folder, seed=i, modules_to_save=["lm_head"])
+        file = folder / "adapter_model.safetensors"
+        stored = {n: t.to(getattr(torch, dtype)) for n, t in safetensors.torch.load_file(file).items()}
+        safetensors.torch.save_file(stored, file)
+    run = make_run(llama, folders, tmp_path, "flexlora", {})
+    actual = logits_of(run, find_server_model(run))
+    expected = merged_logits(llama, folders)
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_mean_of_the_largest_rank_of_a_layer_is_not_truncated(llama: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for i, folder in enumerate(folders):
+        write_adapter(llama, folder, seed=i, r=20, target_modules=["q_proj"])
+    run = make_run(llama, folders, tmp_path, "fedit", {})
+    torch.testing.assert_close(
+        logits_of(run, find_server_model(run)), merged_logits(llama, folders), rtol=1e-4, atol=1e-4
+    )
+    assert not [n for n in run.federation.notes if "truncated" in n]
+
+
 def test_a_mean_is_truncated_to_a_rank_that_is_set(llama: Path, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for i, folder in enumerate(folders):
@@ -431,6 +462,8 @@ def test_each_of_several_adapters_may_lie_elsewhere_on_a_machine(llama: Path, tm
     )
     assert digests[0] != digests[1]
     assert digests == swapped_digests[::-1]
+    with pytest.raises(ConfigError, match=r"local\.start has 2 folders, and lora\.start names 1"):
+        make_run(llama, names[0], tmp_path, "fedit", {}, start=folders)
     with pytest.raises(ConfigError, match=r"local\.start has 1 folders, and lora\.start names 2"):
         make_run(llama, names, tmp_path, "fedit", {}, start=folders[:1])
 
@@ -540,6 +573,55 @@ def test_rows_of_tied_layers_must_be_equal(llama: Path, tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, file)
     with pytest.raises(ConfigError, match=r"different rows of tokens for .*lm_head and the embedding"):
         make_run(base, tmp_path / "adapter", tmp_path, "fedit", {}, new_tokens=TOKENS)
+
+
+def test_three_adapters_with_tokens_have_a_mean(llama: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / str(i) for i in range(3)]
+    for folder in folders:
+        ids, expected = write_adapter_with_tokens(llama, folder, ["embed_tokens"])
+    run = make_run(llama, folders, tmp_path, "fedit", {}, new_tokens=TOKENS)
+    # the same adapter three times is its own mean; only the embedding's new rows have the values of the adapter
+    torch.testing.assert_close(
+        logits_of(run, find_server_model(run), ids)[..., :250], expected[..., :250], rtol=1e-4, atol=2e-5
+    )
+
+
+def test_classes_in_another_order_are_refused(bert: Path, tmp_path: Path) -> None:
+    rows = [
+        {"text": f"{['a fox', 'a dog'][i % 2]} {i % 5}", "label": ["fox", "dog"][i % 2]} for i in range(40)
+    ]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+    def make_classifier(lora: dict[str, Any]) -> Run:
+        config = ExperimentConfig.parse(
+            {
+                "name": "classes",
+                "method": "fedit",
+                "data": {"source": "text_classes", "path": str(tmp_path / "c.jsonl"), "normalize": "none"},
+                "partition": {"kind": "iid", "clients": 2},
+                "language": {"path": str(bert), "task": "classification", "context": 32},
+                "lora": lora,
+                "run": {"rounds": 1},
+            }
+        )
+        return Run(config.build_method("fedit"), config.federation(), config.run, ENGINES["sequential"]())
+
+    first = make_classifier({"target_modules": ["query", "value"], "r": 2})
+    assert any(n.startswith("The head (classifier) is new") for n in first.federation.notes)
+    first.record_initial_models()
+    first.federation.companion.write(first, tmp_path / "out")
+    again = make_classifier({"start": str(tmp_path / "out" / "server")})
+    assert not [n for n in again.federation.notes if "is new" in n]
+    shutil.copytree(tmp_path / "out" / "server", tmp_path / "other")
+    file = tmp_path / "other" / "fedlowrank.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | {"classes": stored["classes"][::-1]}))
+    with pytest.raises(
+        ConfigError, match=r"trained for the classes \['fox', 'dog'\].*this run has \['dog', 'fox'\]"
+    ):
+        make_classifier({"start": str(tmp_path / "other")})
+    with pytest.raises(ConfigError, match="do not have one order, so they have no mean"):
+        make_classifier({"start": [str(tmp_path / "out" / "server"), str(tmp_path / "other")]})
 
 
 def test_an_empty_list_of_adapters_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from ...core.errors import CheckpointError, ConfigError, TaskError
 from ...core.io.atomic_files import as_checkpoint_error
-from ...language.export.adapter_files import METADATA_FILE
 from ...language.export.export_settings import ExportSettings, is_hub_name
 from ...language.export.hub_upload import check_upload, upload_model
+from ...language.lora.stored_adapter import METADATA_FILE
 from ...results.records import RunRecord
 from ...storage.run_folder import RunFolder
 from ..language_commands import language_of_run, open_language_run
@@ -46,7 +46,7 @@ def adapters(
         raise CheckpointError(
             f"{out} exists already and is not empty. Choose another folder with -o, or pass --force to move it aside."
         )
-    run = open_language_run(folder, best, allow_code)
+    run = open_language_run(folder, best, allow_code, in_memory=merged or exact)
     language = language_of_run(run)
     option_values = _given_settings(merged, exact, rank, no_card, base_model)
     settings = dataclasses.replace(language.export, **option_values)

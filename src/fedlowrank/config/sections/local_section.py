@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError
+from ...language.device_map import NO_MAP
 from ...language.language_model import LanguageSettings
 from ...rounds.run_settings import RunSettings
 
@@ -36,7 +37,7 @@ class LocalSettings(CheckedFields):
         gradient_checkpointing: see ``language.gradient_checkpointing``.
         autocast: type in which matrices are multiplied; none keeps the type of the weights.
         offline: whether to load without asking the hub.
-        device_map: see ``language.device_map``.
+        device_map: see ``language.device_map``; none keeps the base on ``run.device`` although the experiment places it.
         max_memory: see ``language.max_memory``.
         offload_folder: see ``language.offload_folder``.
         trainer: see ``language.trainer``.
@@ -84,6 +85,8 @@ class LocalSettings(CheckedFields):
             changes["quantize"] = None
         if self.trainer == "own" and self.trainer_args is None:
             changes["trainer_args"] = {}
+        if self.device_map == NO_MAP:
+            changes |= dict.fromkeys(("device_map", "max_memory", "offload_folder"))
         if self.path is not None:
             # a revision belongs to the name that it was given for
             changes["revision"] = None

@@ -19,9 +19,8 @@ from ...linalg.pair import Factors, Pair, zero_pad_pair
 from ...models.stateless import names_of_parameters
 from ..base_model import HEAD_NAMES
 from ..lora.peft_adapter import ADAPTER
+from ..lora.stored_adapter import METADATA_FILE
 from ..optional_packages import import_library, silence_library
-
-METADATA_FILE = "fedlowrank.json"
 
 
 def write_adapter(
@@ -114,8 +113,8 @@ def merge_update(
         weight = merged_model.get_submodule(name).weight
         if weight.is_meta:
             raise TaskError(
-                f"the weight of {name} is not in memory: language.device_map keeps it on the disk or in another memory. Merge "
-                "with language.device_map left out, or export adapters"
+                f"the weight of {name} is not in memory: language.device_map keeps it on the disk or in another memory. Merge by "
+                "fedlowrank adapters RUN --merged, which loads the base into memory"
             )
         if not weight.is_floating_point():
             raise TaskError(f"the weight of {name} is quantized; merge into the base loaded without quantize")

@@ -21,8 +21,9 @@ from ...storage.base_files import combine_file_digests, digest_base_files
 from ..base_model import LoadedBase
 from ..lora.new_tokens import name_rows
 from ..lora.peft_adapter import ADAPTER
+from ..lora.stored_adapter import METADATA_FILE
 from . import adapter_files
-from .adapter_files import METADATA_FILE, merge_update, save_model
+from .adapter_files import merge_update, save_model
 
 COMMON_BASE_FOLDER = "base"
 """Name of the folder of a changed base, beside the adapters of that base."""

@@ -8,7 +8,8 @@ The factors stand side by side, so the mean is exact and its rank is the sum of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,24 +46,41 @@ def average_adapters(adapters: Sequence[StoredAdapter], set_fields: Collection[s
         shapes = {tuple(size for axis, size in enumerate(v.shape) if axis != rank_axis) for v in values}
         if len(shapes) > 1:
             raise DataError(
-                f"lora.start: {name} has the shapes {sorted(shapes)}: the adapters are of different bases"
+                f"lora.start: {name} has the shapes {sorted(shapes)}: the adapters are of different bases, or their heads of "
+                "different numbers of classes"
             )
         if rank_axis == 1:
             scales = [a.scales[find_layer(name)] / len(adapters) for a in adapters if name in a.tensors]
-            values = [v * scale for v, scale in zip(values, scales, strict=True)]
+            # in float32, because the scaled factors of an adapter in half precision are other numbers
+            values = [v.float() * scale for v, scale in zip(values, scales, strict=True)]
         tensors[name] = _average(values) if rank_axis is None else torch.cat(values, rank_axis)
-    ranks = {find_layer(n): t.shape[0] for n, t in tensors.items() if n.endswith(A_ENDS)}
+    ranks = _find_ranks(tensors)
+    classes = next((a.classes for a in adapters if a.classes), ())
     title = f"the mean of {len(adapters)} adapters ({', '.join(a.title for a in adapters)})"
     return StoredAdapter(
-        title, _describe_mean(adapters, ranks), tensors, dict.fromkeys(ranks, 1.0), is_mean=True
+        title,
+        _describe_mean(adapters, ranks),
+        tensors,
+        dict.fromkeys(ranks, 1.0),
+        classes,
+        is_mean=True,
     )
 
 
+def _find_ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Find the rank of each layer, at most its smaller dimension."""
+    ranks = {}
+    for name, a in tensors.items():
+        if name.endswith(A_ENDS):
+            b = tensors[name.replace(".lora_A.", ".lora_B.").replace("_embedding_A", "_embedding_B")]
+            ranks[find_layer(name)] = min(len(a), a[0].numel(), len(b))
+    return ranks
+
+
 def _average(values: Sequence[Tensor]) -> Tensor:
-    """Average entry by entry; equal tensors, such as weights of the base, are not rounded."""
-    if all(torch.equal(v, values[0]) for v in values[1:]):
-        return values[0]
-    return torch.stack([v.float() for v in values]).mean(0).to(values[0])
+    """Average entry by entry, in float64: equal entries, such as those of the base, are their own mean."""
+    mean = torch.stack([v.double() for v in values]).sum(0) / len(values)
+    return mean.to(functools.reduce(torch.promote_types, (v.dtype for v in values), torch.float32))
 
 
 def _describe_mean(adapters: Sequence[StoredAdapter], ranks: dict[str, int]) -> dict[str, Any]:
@@ -76,6 +94,11 @@ def _describe_mean(adapters: Sequence[StoredAdapter], ranks: dict[str, int]) -> 
 
 def _check_comparable(first: StoredAdapter, other: StoredAdapter, set_fields: Collection[str]) -> None:
     """Raise ConfigError if two adapters have no mean."""
+    if first.classes and other.classes and first.classes != other.classes:
+        raise ConfigError(
+            f"lora.start: {first.title} has the classes {list(first.classes)}, and {other.title} {list(other.classes)}. The "
+            "outputs of their heads do not have one order, so they have no mean"
+        )
     for name in _SHARED_FIELDS:
         values = [
             sorted(v) if isinstance(v := a.config.get(name), list) else v or None for a in (first, other)

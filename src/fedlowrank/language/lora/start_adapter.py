@@ -49,7 +49,21 @@ def merge_start_fields(adapter: StoredAdapter, fields: Mapping[str, Any]) -> dic
     return {n: config[n] for n in inherited_fields} | dict(fields)
 
 
-def load_start(model: Any, adapter: StoredAdapter) -> str | None:
+def check_classes(adapter: StoredAdapter, classes: Sequence[str]) -> None:
+    """Raise ConfigError if an adapter is known to have been trained for other classes, or for these in another order."""
+    if adapter.classes and classes and tuple(classes) != adapter.classes:
+        raise ConfigError(
+            f"lora.start: {adapter.title} was trained for the classes {list(adapter.classes)}, in this order, and this run has "
+            f"{list(classes)}. Set data.classes to those of the adapter"
+        )
+
+
+def holds_head(adapter: StoredAdapter, head: Sequence[str]) -> bool:
+    """Whether an adapter holds the weights of a head, so that the model does not have them from elsewhere."""
+    return all(any(n.startswith(f"{PEFT_PREFIX}{h}.") for n in adapter.tensors) for h in head)
+
+
+def load_start(model: Any, adapter: StoredAdapter) -> list[str]:
     """Copy the factors of an adapter into a model.
 
     The model then has the outputs of the base with this adapter. If the adapter's scale α/r differs from the model's, B is
@@ -61,7 +75,7 @@ def load_start(model: Any, adapter: StoredAdapter) -> str | None:
         adapter: adapter to start from.
 
     Returns:
-        A note on the error of a truncation, or None.
+        Notes: on the error of a truncation.
 
     Raises:
         ConfigError: if a single adapter has a higher rank than the model, layers that the model does not adapt, or weights of
@@ -90,8 +104,10 @@ def load_start(model: Any, adapter: StoredAdapter) -> str | None:
             )
         max_rank = parameters[str(layer.a)].shape[0]
         if adapter.is_mean and pair.rank > max_rank:
-            truncations.append(truncate_update(pair, max_rank))
-            pair = truncations[-1].pair
+            truncation = truncate_update(pair, max_rank)
+            # a layer may have no higher rank, and then nothing is lost
+            truncations += [truncation] if max_rank < layer.largest_rank else []
+            pair = truncation.pair
         if pair.rank > max_rank:
             raise ConfigError(
                 f"lora.start: {adapter.title} has rank {pair.rank} at {name}, and lora.r is {max_rank}. Set lora.r = "
@@ -121,11 +137,11 @@ def load_start(model: Any, adapter: StoredAdapter) -> str | None:
             "classification head only the factors can be taken"
         )
     if not truncations:
-        return None
-    return (
+        return []
+    return [
         f"lora.start: {adapter.title} is truncated to lora.r, rank {max(t.pair.rank for t in truncations)}, with a relative "
         f"error of {relative_error(truncations):.1%}. Leave lora.r out to start from the exact mean"
-    )
+    ]
 
 
 def _load_token_rows(

@@ -22,6 +22,8 @@ from .peft_config import explain_refusal
 TOKEN_FIELD = "trainable_token_indices"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+METADATA_FILE = "fedlowrank.json"
+"""What this package writes beside PEFT's files."""
 
 A_ENDS = (".lora_A.weight", ".lora_embedding_A")
 B_ENDS = (".lora_B.weight", ".lora_embedding_B")
@@ -30,8 +32,8 @@ B_ENDS = (".lora_B.weight", ".lora_embedding_B")
 LAYER_FIELDS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
 """Fields of a configuration that name the adapted layers."""
 
-SCALE_FIELDS = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
-"""Fields of a configuration that determine the scale of each layer, beside the ranks of the factors."""
+COMPARED_FIELDS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout")
+"""Fields of a configuration that machines compare beside the weights: those of the scale and of training."""
 
 _IGNORED_FIELDS = (TOKEN_FIELD, "inference_mode", "runtime_config")
 """Fields that need no default value: rows are loaded, and the others are of the program that stored the adapter."""
@@ -46,6 +48,7 @@ class StoredAdapter:
         config: content of ``adapter_config.json``.
         tensors: tensors of ``adapter_model.safetensors`` by name.
         scales: scale s of s·B A by the name of the layer in the base.
+        classes: names of the classes in the order of its outputs, which this package stores; empty if they are not known.
         is_mean: whether it is the mean of several adapters, which may be truncated.
     """
 
@@ -53,6 +56,7 @@ class StoredAdapter:
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     scales: Mapping[str, float]
+    classes: tuple[str, ...] = ()
     is_mean: bool = False
 
 
@@ -73,7 +77,12 @@ def read_adapter(folder: Path) -> StoredAdapter:
         for name, tensor in tensors.items()
         if name.endswith(A_ENDS)
     }
-    return StoredAdapter(f"the adapter in {folder}", config, tensors, scales)
+    metadata = folder / METADATA_FILE
+    try:
+        classes = json.loads(metadata.read_text()).get("classes", ()) if metadata.is_file() else ()
+    except ValueError as error:
+        raise DataError(f"lora.start: {metadata} is not JSON: {error}") from error
+    return StoredAdapter(f"the adapter in {folder}", config, tensors, scales, tuple(classes))
 
 
 def find_layer(name: str) -> str:
