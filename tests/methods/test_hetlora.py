@@ -17,7 +17,7 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.fedit import FedIT
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.methods.shared.lora_family import LoRATraining, measure_rank
-from fedlowrank.trust.trust_settings import Clipping, Robust
+from fedlowrank.trust.trust_settings import Clipping, Compression, Privacy, Robust
 from fedlowrank.trust.updates import compute_norm
 
 from .comparisons import assert_parameters_close
@@ -30,6 +30,7 @@ from .lora_setting import (
     assert_hetlora_equals_reference,
     draw_initial_a,
     federate_lora,
+    run_lora,
     run_three_rounds,
 )
 from .setting import LOCAL, Net, run_rounds
@@ -101,6 +102,34 @@ def test_hetlora_prunes_under_a_bound_on_its_updates(trust: dict[str, Any]) -> N
     run = run_rounds(method, federate_lora((2, 3, 4, 8)), 4, **trust)
     server = run.state.server
     assert all(t.isfinite().all() for t in tree.tensors(getattr(server, "inner", server)))
+
+
+@pytest.mark.parametrize(
+    "trust",
+    [
+        {"compression": Compression("int8")},
+        {"privacy": Privacy("local", noise=0.1, delta=1e-3), "clipping": Clipping(0.1)},
+    ],
+    ids=["compression", "local"],
+)
+def test_without_pruning_hetlora_is_fedit_under_protections(trust: dict[str, Any]) -> None:
+    """Its updates have one form, which it said depended on the data."""
+    het, fedit = (run_lora(kind, ranks=(2,) * 4, **trust).state.server.inner for kind in (HetLoRA, FedIT))
+    for n, pair in fedit.factors.items():
+        torch.testing.assert_close(het.factors[n].dense(), pair.dense(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("per_index", [False, True])
+def test_without_pruning_hetlora_has_central_privacy(per_index: bool) -> None:
+    """With little noise it is FedIT, also where components are divided by noised weights."""
+    trust: dict[str, Any] = {
+        "privacy": Privacy("central", noise=1e-4, delta=1e-3),
+        "clipping": Clipping(1.0),
+    }
+    het = run_lora(HetLoRA, ranks=(2,) * 4, per_index=per_index, **trust).state.server.inner
+    fedit = run_lora(FedIT, ranks=(2,) * 4, **trust).state.server.inner
+    for n, pair in fedit.factors.items():
+        torch.testing.assert_close(het.factors[n].dense(), pair.dense(), rtol=0, atol=2e-3)
 
 
 def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:

@@ -19,8 +19,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.network.network_run import NetworkRun
-from fedlowrank.network.server import NetworkEngine
+from fedlowrank.network.operation.start_checks import check_network_settings
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.participation.devices import DeviceClock
 from fedlowrank.rounds.run import Run
@@ -187,7 +186,7 @@ def test_what_does_not_fit_is_refused() -> None:
         run(on, {"uplink": 1.0})  # type: ignore[arg-type]
     settings = RunSettings(devices=Devices(uplink=1.0))
     with pytest.raises(ConfigError, match=r"devices simulates"):
-        NetworkRun(FEDAVG, on, settings, NetworkEngine.__new__(NetworkEngine))
+        check_network_settings(settings, 2, 2, None)
 
 
 def test_in_an_experiment_file() -> None:

@@ -15,10 +15,15 @@ from fedlowrank.core.contract import NO_UPDATE, AnyMethod, ClientInfo, ClientVie
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import ENGINES
+from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fednova import FedNova
+from fedlowrank.network.secure.contributions import compute_contribution, make_zero_contribution
+from fedlowrank.network.secure.rounds import check_one_download
+from fedlowrank.network.validation.shape_tracing import trace_template
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.testing.check import small_federation
 from fedlowrank.trust.abilities import ABILITIES, abilities
 from fedlowrank.trust.trust_settings import Clipping, Privacy, Robust, SecureSums
 from tests.methods.setting import federate_one_model
@@ -69,6 +74,21 @@ def test_a_server_that_counts_local_steps_takes_no_weights_for_numbers_of_exampl
     actual.step()
     expected.step()
     np.testing.assert_allclose(vector(actual.state.server), vector(expected.state.server), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [row[0] for row in build_trust_table()["rows"] if row[1] == "yes"])
+def test_the_table_says_which_methods_have_secure_sums_over_a_network(name: str) -> None:
+    method = METHODS[name]()
+    task = small_federation(method.heterogeneous).task(1)
+    server, client = method.server_init(task), task.clients[0]
+    form = trace_template(method, task, client, method.download(server, client)).form
+    if listed(name)["secure_network"] == "yes":
+        make_zero_contribution(method, server, form, client)
+        compute_contribution(method, server, method.download(server, client), form, client)
+        check_one_download(method, server, task.clients)
+    else:
+        with pytest.raises(ConfigError, match=f"{method.title} has no secure sum over a network"):
+            make_zero_contribution(method, server, form, client)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

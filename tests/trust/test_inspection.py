@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract import AnyMethod
+from fedlowrank.core.contract import AnyMethod, ClientInfo, Mean, ServerView
 from fedlowrank.core.contract.contribution import contribution_leaves
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
@@ -419,6 +420,37 @@ def test_numbers_that_secure_sums_clip_are_counted_and_named_once(caplog: pytest
     enough = run_of(secure=SecureSums(on=True))
     assert "secure" not in enough.step().server_metrics
     assert caplog.text == ""
+
+
+@dataclass(frozen=True)
+class Weighted(FedAvg):
+    """Weighs by a multiple of the number of examples, and has a second mean with a share of the weight."""
+
+    factor: float = 1.0
+    share: float = 1.0
+
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Any:
+        weight = self.factor * client.example_count
+        return [Mean(upload, weight), Mean(upload, self.share * weight)]
+
+    def server_update(self, server: Any, total: Any, view: ServerView) -> Any:
+        return total[0]
+
+
+def test_a_secure_sum_refuses_weights_that_it_would_change(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights above the most examples were clipped, so that the mean was one of equal weights."""
+    secure: dict[str, Any] = {"secure": SecureSums(on=True, threshold=0.51)}
+    plain = run_of(Weighted())
+    plain.step()
+    for factor, reason in ((10.0, "its weight in a mean is"), (1e-12, "its largest weight in a mean is")):
+        with pytest.raises(TaskError, match=rf"secure sums cannot take the reply of client \d: {reason}"):
+            run_of(Weighted(factor=factor), **secure).step()
+    assert caplog.text == ""
+    run = run_of(Weighted(share=1e-11), rounds=2, **secure)
+    run.step()
+    np.testing.assert_allclose(vector(run.state.server), vector(plain.state.server), atol=1e-5)
+    run.step()
+    assert caplog.text.count("secure sums round weights to multiples of") == 1
 
 
 def test_a_coarse_grid_of_secure_sums_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -376,7 +376,7 @@ def test_personal_models_train_under_privacy_and_compression() -> None:
     assert all(0 < np.abs(m).max() < 1 for m in moved)
 
 
-@pytest.mark.parametrize("name", ["fedhl", "flora", "fd", "fedspa", "ifca", "floral", "hetlora"])
+@pytest.mark.parametrize("name", ["fedhl", "flora", "fd", "fedspa", "ifca", "floral"])
 def test_methods_that_cannot_be_private_say_why(name: str) -> None:
     with pytest.raises(TaskError, match="cannot be used with it"):
         run_of(METHODS[name](), privacy=CENTRAL, clipping=Clipping(0.05))

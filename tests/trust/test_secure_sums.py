@@ -196,9 +196,7 @@ def rounds(draw: st.DrawFn) -> tuple[SecureSums, float, list[Any]]:
     dtype = draw(st.sampled_from([torch.float64, torch.float32]))
     g = np.random.default_rng(draw(st.integers(0, 2**32)))
     weights = draw(
-        st.lists(
-            st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-3, 1.0), st.just(1.5)), min_size=2, max_size=6
-        )
+        st.lists(st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-3, 1.0)), min_size=2, max_size=6)
     )
 
     def values(scale: float) -> list[torch.Tensor]:
@@ -227,9 +225,8 @@ def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, lis
             limit = options.bound * (1 if isinstance(leaf, Mean) else largest)
             parts = tree.tensors(leaf.value)
             clipped += sum(int((t.double().abs() > limit).sum()) for t in parts) if weight else 0
-            clipped += weight > largest and isinstance(leaf, Mean)
             value = tree.map_leaves(lambda t: t.double().clip(-limit, limit), leaf.value)
-            return Mean(value, min(leaf.weight, largest)) if isinstance(leaf, Mean) else Sum(value)
+            return Mean(value, leaf.weight) if isinstance(leaf, Mean) else Sum(value)
 
         ready = map_contributions(clip, reply)
         plain.add(client, ready)
@@ -268,9 +265,9 @@ def test_the_bound_is_met_closely_and_by_nothing_smaller() -> None:
 def test_the_largest_sums_do_not_wrap_and_no_bits_are_wasted(bits: int, n: int, sign: int) -> None:
     grid = FixedPoint(SecureSums(on=True, bits=bits), n, 100.0)
     like = [Mean(torch.tensor(sign * 8.0), 100.0), Sum(torch.tensor(sign * 800.0))]
-    vector, clipped = grid.encode([(leaf, [leaf.value]) for leaf in like])
+    vector, clipped, coarse_weights = grid.encode([(leaf, [leaf.value]) for leaf in like])
     mean, total = grid.decode(vector * np.uint64(n), like)
-    assert clipped == 0
+    assert (clipped, coarse_weights) == (0, [])
     assert float(mean) == sign * 8.0
     assert float(total) == pytest.approx(sign * 800.0 * n, rel=1e-6)
     # bits of values, of weights and of the number of clients fill the modulus, but for powers of two
@@ -286,11 +283,47 @@ def test_weights_that_are_no_multiples_of_the_unit_are_rounded() -> None:
     options = SecureSums(on=True, bits=32, bound=1.0)
     grid = FixedPoint(options, 2, 1.0)
     aggregator = secure((0, 1), options, largest=1.0)
-    w = (100.5 * grid.unit, 1.0)
+    w = (1000.5 * grid.unit, 1.0)
     aggregator.add(0, Mean(torch.tensor(1.0, dtype=torch.float64), w[0]))
     aggregator.add(1, Mean(torch.tensor(-1.0, dtype=torch.float64), w[1]))
     error = abs(float(aggregator.finish()) - (w[0] - w[1]) / sum(w))
     assert grid.unit / 2 < error <= grid.step / 2 + 2 * grid.unit / 2 * 2
+
+
+def test_a_weight_above_the_largest_is_refused_and_not_clipped() -> None:
+    aggregator = secure((0, 1))
+    with pytest.raises(
+        TaskError, match=r"client 0: its weight in a mean is 160, and .* up to 16 .*one number"
+    ):
+        aggregator.add(0, Mean(torch.ones(2), 160.0))
+    # shares that sum to 1 up to rounding are no error
+    aggregator.add(0, Mean(torch.ones(2), 16 * (1 + 1e-6)))
+    aggregator.add(1, Mean(torch.zeros(2), 16))
+    assert aggregator.finish().tolist() == pytest.approx([0.5, 0.5], abs=1e-6)
+    assert aggregator.clipped == 0
+
+
+@pytest.mark.parametrize("steps", [1e-3, 0.4, 5.4, 300.4])
+def test_a_weight_that_the_grid_rounds_coarsely_is_refused(steps: float) -> None:
+    """It was rounded without a word, below half a step to 0."""
+    aggregator = secure((0, 1))
+    unit = aggregator.grid.unit
+    with pytest.raises(
+        TaskError, match=r"its largest weight .* to multiples of .* by their numbers of examples"
+    ):
+        aggregator.add(0, {"a": Mean(torch.ones(2), steps * unit), "empty": Mean({}, 16)})
+    aggregator.add(0, {"a": Mean(torch.ones(2), 3 * unit), "empty": Mean({}, 16)})
+    assert aggregator.coarse_weights == []
+
+
+def test_a_share_close_to_zero_is_named_and_not_refused() -> None:
+    aggregator = secure((0, 1))
+    share = 0.4 * aggregator.grid.unit
+    for client in (0, 1):
+        aggregator.add(client, [Mean(torch.ones(1), 16 - share), Mean(torch.ones(1), share)])
+    assert aggregator.coarse_weights == [share, share]
+    first, second = aggregator.finish()
+    assert (float(first), second) == (pytest.approx(1.0, abs=1e-6), None)
 
 
 def test_sums_of_integers_wrap_as_torch_adds_them() -> None:

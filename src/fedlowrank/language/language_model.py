@@ -39,7 +39,7 @@ from .lora.adapter_mean import average_adapters
 from .lora.peft_adapter import ADAPTER, attach_adapter
 from .lora.peft_config import make_lora_config
 from .lora.saved_modules import find_saved_modules
-from .lora.start_adapter import check_classes, holds_head, load_start, merge_start_fields
+from .lora.start_adapter import check_adapter_classes, holds_head, load_start, merge_start_fields
 from .lora.stored_adapter import COMPARED_FIELDS, CONFIG_FILE, METADATA_FILE, WEIGHTS_FILE, read_adapter
 from .objectives.preference_pairs import score_pairs
 from .objectives.text_embeddings import embed_pairs
@@ -459,7 +459,7 @@ def load_language_model(
         # PEFT calls the layer around the embedding, and not the embedding
         add_embedding_noise(loaded.model, settings.neftune)
     if start is not None:
-        check_classes(start, classes)
+        check_adapter_classes(start, classes)
         start_notes = load_start(model, start)
         notes = [n for n in loaded.notes if not (n.startswith(HEAD_NOTE) and holds_head(start, loaded.head))]
         loaded = replace(loaded, notes=(*notes, *start_notes))

@@ -187,11 +187,13 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
     def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """The factors relative to those sent, in the scale of their rank; of that rank, or of the rank after pruning."""
         rank = measure_rank(down.factors)
+        scale = self.training.build_scaling(lora_of(task.model(client))).scale_at(rank)
+        if self.prune == 1:
+            return Update(down, scale)
         kept_rank = max(1, math.floor(multiply_share(self.prune, rank)))
         pruned_message = self.training.pack_message(
             truncate_factors(unpack_factors(down.factors), kept_rank), down.rest
         )
-        scale = self.training.build_scaling(lora_of(task.model(client))).scale_at(rank)
         return Update(down, scale, OneOf(down, pruned_message))
 
     def _sent_rank(self, server: ServerState, client: ClientInfo) -> int:

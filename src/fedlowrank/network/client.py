@@ -118,8 +118,14 @@ def prepare(
     Raises:
         ConfigError: if the folder belongs to another client or experiment, or other users can read it.
         CheckpointError: if the folder cannot be written.
-        DataError: if the client has trained, and its data have changed since.
+        DataError: if the client has trained, and its data have changed since; or if it has no training examples for
+            secure sums.
     """
+    if experiment.run.secure.on and not len(shares.data[client_id].train):
+        raise DataError(
+            f"client {client_id} has no training examples, and under run.secure every client trains: without its part the "
+            "others' sums may be lost. Give it training examples, or leave it out of the federation."
+        )
     data, tables = tree.encode(_pack_data(shares.data[client_id])), experiment.to_dict()
     contents = {
         "client": client_id,

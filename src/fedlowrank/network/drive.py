@@ -35,6 +35,7 @@ from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from .messages import digest_sections
 from .network_run import NetworkRun
+from .operation.start_checks import check_network_settings, check_secure_method
 from .operation.validation_decline import (
     PausedError,
     describe_fall,
@@ -146,6 +147,10 @@ def drive(
         _check_changes(run_path, experiment, method, protocol, config)
     else:
         check_schedules(method, protocol.rounds)
+    min_registered = settings.min_registered(client_count - len(account.excluded))
+    check_network_settings(protocol, client_count, min_registered, member_keys)
+    if protocol.secure.on:
+        check_secure_method(method, protocol, client_count)
     registry = ClientRegistry(
         experiment, client_count, limits.max_examples, keys, limits.examples_ratio, promised
     )
@@ -160,7 +165,7 @@ def drive(
         signer=signer,
         member_keys=member_keys,
     )
-    _wait_for_start(engine, settings.min_registered(client_count - len(account.excluded)))
+    _wait_for_start(engine, min_registered)
     with threads(experiment.run.threads), contextlib.ExitStack() as stack:
         run = NetworkRun(method, registry.build_federation(), protocol, engine, plan)
         if run.budget is not None and not run.budget.is_local and at_site:
@@ -174,6 +179,7 @@ def drive(
         records: list[RoundRecord] = []
         if resume:
             records = restore_run(run, folder)
+            _refuse_empty_run(engine, records, protocol.rounds)
         else:
             folder.create(force=False)
 
@@ -185,6 +191,7 @@ def drive(
 
         def after_round(record: RoundRecord) -> None:
             write_account()
+            _refuse_empty_run(engine, records, protocol.rounds)
             for client_id, reason in record.lost.items():
                 logger.info("round %d: client %s was left out: %s", record.round, client_id, reason)
             if not progress and record.round:
@@ -249,6 +256,17 @@ def _make_site_ledger(
         "server", digests, float(privacy.delta or 0), privacy.accountant, experiment.default_method, folder
     )
     return SiteLedger(f"{run}-server", site_run)
+
+
+def _refuse_empty_run(engine: NetworkEngine, records: Sequence[RoundRecord], rounds: int) -> None:
+    """Raise NetworkError if a run of secure sums is over, and no round has a result; a person would take it for trained."""
+    if engine.secure is None or not engine.settings.min_replies or records[-1].round < rounds:
+        return
+    if all(len(record.lost) == len(record.participants) for record in records[1:]):
+        reasons = "; ".join(sorted({*records[-1].lost.values()}))
+        raise NetworkError(
+            f"no round of the run has a result: {reasons}. Fix the cause, and start a new run in other folders."
+        )
 
 
 def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], run_path: Path) -> str:

@@ -10,28 +10,21 @@ from typing import Any
 
 from ..core.contract import AnyMethod, ClientInfo, ServerView
 from ..core.contract.contribution import Aggregator
-from ..core.errors import ConfigError
 from ..data.federation import Federation
 from ..engines.engine import ClientJob
 from ..results.client_numbers import ROUTE
 from ..results.measurements import ClientTable
 from ..results.records import RoundRecord
 from ..rounds.inspection import aggregator_of
-from ..rounds.participation.devices import Devices
 from ..rounds.plan import Plan
 from ..rounds.round_results import RefusedError, RoundResults
 from ..rounds.run import Run
 from ..rounds.run_settings import RunSettings
 from ..trust.protection import decompress_upload
-from .secure.contributions import (
-    check_reads_no_examples,
-    compute_contribution,
-    count_numbers,
-    make_grid,
-    make_zero_contribution,
-)
-from .secure.distributed_noise import DistributedNoise, check_settings, describe_collusion
-from .secure.rounds import SecureRounds, SecureTotal, check_one_download
+from .operation.start_checks import make_checked_zeros
+from .secure.contributions import count_numbers, make_grid
+from .secure.distributed_noise import DistributedNoise, describe_collusion
+from .secure.rounds import SecureRounds, SecureTotal
 from .server import NetworkEngine
 from .validation.uploads import (
     FAULT_TYPES,
@@ -63,25 +56,6 @@ class NetworkRun(Run):
         engine: NetworkEngine,
         plan: Plan | None = None,
     ) -> None:
-        if settings.keep_best:
-            raise ConfigError(
-                "run.keep_best: over a network a round's evaluation is known when the next round is over, "
-                "and the state of the best is gone by then; leave it out"
-            )
-        if settings.patience is not None and settings.privacy.kind != "none":
-            raise ConfigError(
-                "run.patience: under differential privacy clients send no evaluations over a network, so "
-                "there is no validation to stop by; leave it out"
-            )
-        if settings.attack.kind != "none":
-            raise ConfigError(
-                "run.attack is for simulations; leave it out of an experiment that runs over a network"
-            )
-        if settings.devices != Devices():
-            raise ConfigError(
-                "run.devices simulates slow and unavailable clients, and clients over a network have clocks "
-                "of their own; leave it out of an experiment that runs over a network"
-            )
         # the device of an experiment is that on which clients train
         settings = dataclasses.replace(settings, device="cpu")
         super().__init__(method, federation, settings, engine, plan)
@@ -100,35 +74,13 @@ class NetworkRun(Run):
         )
 
     def _make_secure_rounds(self) -> SecureRounds:
-        """Make the secure sums of the run; raises ConfigError or TaskError if they are not possible over a network."""
+        """Make the secure sums of the run; raises ConfigError or TaskError if the method has none over a network."""
         settings, keys = self.settings, self.engine.member_keys
-        if keys is None:
-            raise ConfigError(
-                "run.secure: over a network, clients sign the steps of a secure sum by the keys of a roster. Start the "
-                "server with --keys, whose folder has roster.json; a simulation by Flower has no keys"
-            )
-        if settings.participation < 1 or self.client_sampler.unseen:
-            raise ConfigError(
-                "run.secure: over a network all clients take part in every round; set run.participation = 1 and "
-                "leave out run.unseen"
-            )
-        if settings.privacy.kind == "central":
-            check_settings(settings.trust)
-        if settings.compression.uplink:
-            raise ConfigError(
-                "run.compression: masked numbers cannot be compressed; leave out run.compression or run.secure"
-            )
-        if settings.patience is not None:
-            raise ConfigError("run.patience: under secure sums clients send no evaluations; leave it out")
-        info, server = self.federation.infos[0], self.state.server
-        down = self.method.download(server, info)
-        template = self.engine.templates.of(info, down)
-        zero_contribution = make_zero_contribution(self.method, server, template.form, info)
-        # raises TaskError if clients, who do not know the state, could not compute the contribution
-        compute_contribution(self.method, server, down, template.form, info)
-        infos, key = self.federation.infos, self.federation.key / "trial"
-        check_reads_no_examples(self.method, zero_contribution, server, ServerView(self.task, 0, key, infos))
-        check_one_download(self.method, server, infos)
+        assert keys is not None, "check_network_settings refuses secure sums without keys"
+        infos = self.federation.infos
+        zero_contribution = make_checked_zeros(
+            self.method, self.state.server, self.engine.templates, self.federation
+        )
         client_count, grid = len(infos), make_grid(settings.secure, len(infos))
         if self.budget is not None and not self.budget.is_local:
             DistributedNoise(
@@ -149,6 +101,9 @@ class NetworkRun(Run):
 
     def step(self, lost_replies: Any = None) -> RoundRecord:
         """Run one round."""
+        if self.engine.secure is not None:
+            # before the round, whose clients are those that have registered
+            self.engine.wait_for_members({i.id for i in self.federation.infos}, self.engine.secure)
         self._prepare()
         record = super().step(lost_replies)
         for client_id in self.engine.reset_clients:

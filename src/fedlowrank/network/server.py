@@ -130,6 +130,8 @@ class NetworkEngine(Engine):
     kept_shares: dict[int, float] = dataclasses.field(default_factory=dict)
     member_keys: MemberKeys | None = None
     secure: SecureRounds | None = None
+    _min_members: int = 0
+    _members: set[int] = dataclasses.field(default_factory=set)
     _parcels: Mapping[int, dict[str, str]] = dataclasses.field(default_factory=dict)
     _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
     _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -162,8 +164,7 @@ class NetworkEngine(Engine):
         self.spool.clear()
         self.kept_shares = {}
         if self.secure is not None:
-            self._wait_for_members({j.client.id for j in jobs}, self.secure.min_clients)
-            yield from self.secure.run(self, jobs, self.account.run, self.account.branch, round)
+            yield from self._run_secure(self.secure, list(jobs), round)
             return
         pending_jobs, min_replies, reply_count = list(jobs), min(self.settings.min_replies, len(jobs)), 0
         for attempt in range(self.settings.attempts):
@@ -206,6 +207,32 @@ class NetworkEngine(Engine):
             self._describe_updates(used_jobs, round)
         self.bound.learn(self._norms, round)
 
+    def _run_secure(self, secure: SecureRounds, jobs: list[ClientJob], round: int) -> list[ClientResult]:
+        """Return the result of each job of a secure sum, which is repeated if too few clients begin it.
+
+        Clients mask only one vector in a round, so a sum that is lost later is not repeated.
+        """
+        client_ids = {j.client.id for j in jobs}
+        self._min_members = self._count_min_members(secure, len(jobs))
+        for attempt in range(self.settings.attempts):
+            if attempt:
+                # a client that registers during the round takes part from the next one on
+                self.wait_for_members({c for c in client_ids if self.sizes[c]}, secure)
+            self._members = set()
+            results = [*secure.run(self, jobs, self.account.run, self.account.branch, round)]
+            if secure.contributed or len(self._members) >= self._min_members:
+                return results
+        reasons = "; ".join(sorted({r.lost for r in results if r.lost}))
+        raise NetworkError(
+            f"round {round + 1} was asked for {self.settings.attempts} times, and fewer than {self._min_members} of "
+            f"{len(jobs)} clients began its secure sum: {reasons}. Start the clients and resume."
+        )
+
+    def _count_min_members(self, secure: SecureRounds, client_count: int) -> int:
+        """Number of clients that must begin a secure sum; 0 if rounds without a result are accepted."""
+        min_replies = min(self.settings.min_replies, client_count)
+        return max(secure.min_clients, min_replies) if min_replies else 0
+
     def take_step(
         self, step: Step, parcels: Mapping[int, dict[str, str]], round: int
     ) -> Iterator[tuple[int, Answer | str]]:
@@ -227,11 +254,19 @@ class NetworkEngine(Engine):
             client_id = clients_by_node.pop(response.node)
             self.bytes_sent["header"] += len(response.header)
             try:
-                yield client_id, self._read_step(response, client_id, round)
+                answer = self._read_step(response, client_id, round)
             except RefusedReplyError as error:
-                yield client_id, self.refuse(error, round)
+                answer = self.refuse(error, round)
+            if isinstance(answer, Answer):
+                # also of a client that refuses the round: it would do so again
+                self._members.add(client_id)
+            yield client_id, answer
         for client_id in clients_by_node.values():
             yield client_id, f"it did not reply within {deadline:g} s"
+        if self.secure is not None and self.secure.min_clients <= len(self._members) < self._min_members:
+            raise SecureSumError(
+                f"{len(self._members)} clients answered, and {self._min_members} must (network.min_replies)"
+            )
 
     def _read_step(self, response: Response, client_id: int, round: int) -> Answer | str:
         if response.problem:
@@ -336,18 +371,17 @@ class NetworkEngine(Engine):
         earlier_shapes[round + 1] = shapes
         self.account.shapes = dict(sorted(earlier_shapes.items())[-MAX_DESCRIBED_ROUNDS:])
 
-    def _wait_for_members(self, client_ids: set[int], min_clients: int) -> None:
-        """If too few clients for a secure sum are connected, wait and register returning ones; rounds would be lost meanwhile."""
+    def wait_for_members(self, client_ids: set[int], secure: SecureRounds) -> None:
+        """If too few clients for a secure sum are connected, wait and register others; rounds would be lost meanwhile."""
         expected_ids = {
-            c
-            for c in client_ids - self.account.excluded.keys()
-            if self.sizes[c] and not self.blocklist.is_blocked(c)
+            c for c in client_ids - self.account.excluded.keys() if not self.blocklist.is_blocked(c)
         }
+        min_members = self._count_min_members(secure, len(client_ids)) or secure.min_clients
         nodes, registry = self.transport.nodes, self.registry
-        if len(expected_ids) >= min_clients:
+        if len(expected_ids) >= min_members:
             self.wait_for_clients(
                 self.settings.wait,
-                lambda: len(expected_ids & registry.find_reachable(nodes())) >= min_clients,
+                lambda: len(expected_ids & registry.find_reachable(nodes())) >= min_members,
             )
 
     def _prepare_attempt(self, pending_jobs: list[ClientJob]) -> list[ClientJob]:

@@ -139,6 +139,7 @@ class Run:
         self.unsaved: set[int] = set()
         self._warned: set[int] = set()
         self._warned_of_clipping = False
+        self._warned_of_coarse_weights = False
         self.stopped = ""
         # each value is stored with the federation it was computed from: a federation is frozen, and no other
         # object can have its identity while it is referenced here
@@ -399,8 +400,20 @@ class Run:
             logger.warning("client %d (%s) is left out: %s", client_id, examples, reason)
 
     def _clipped_numbers(self, aggregator: Aggregator) -> dict[str, dict[str, float]]:
-        """Count the numbers that a simulated secure sum has clipped, for the record, if there are any; warn once."""
-        if not isinstance(aggregator, SecureAggregator) or not aggregator.clipped:
+        """Count the numbers that a simulated secure sum has clipped, for the record, if there are any.
+
+        Warns once of clipped numbers, and once of weights that were rounded coarsely.
+        """
+        if not isinstance(aggregator, SecureAggregator):
+            return {}
+        if aggregator.coarse_weights and not self._warned_of_coarse_weights:
+            self._warned_of_coarse_weights = True
+            logger.warning(
+                "round %d: %s",
+                self.round + 1,
+                aggregator.grid.describe_coarse_weights(aggregator.coarse_weights),
+            )
+        if not aggregator.clipped:
             return {}
         if not self._warned_of_clipping:
             self._warned_of_clipping = True

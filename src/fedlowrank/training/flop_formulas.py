@@ -49,9 +49,9 @@ def _cudnn_rnn_backward(x: Any, weights: Any, *_: Any, **__: Any) -> int:
 
 def _convolution_backward(grad: Any, x: Any, weight: Any, *args: Any, **_: Any) -> int:
     # arguments after the weight: sizes of the bias, stride, padding, dilation, transposed, output padding, groups, mask
-    is_transposed, wanted = args[4], args[7]
+    is_transposed, output_mask = args[4], args[7]
     forward = conv_flop_count(x.shape, weight.shape, grad.shape, transposed=is_transposed)
-    return int(forward * sum(wanted[:2]))
+    return int(forward * sum(output_mask[:2]))
 
 
 def _grouped_product(a: Any, b: Any, *_: Any, **__: Any) -> int:

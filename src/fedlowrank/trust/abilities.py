@@ -23,6 +23,7 @@ from .updates import compute_update
 
 ABILITIES = {
     "secure": "secure sums",
+    "secure_network": "secure sums over a network",
     "robust": "robust mean",
     "central": "central privacy",
     "local": "local privacy",
@@ -98,8 +99,12 @@ def _find_reasons(method: AnyMethod, task: Task, names: Iterable[str]) -> dict[s
     def count_reason() -> str | None:
         return _why_it_reads_examples(first_trial, upload, "which stays with the client")
 
+    def secure_reason() -> str | None:
+        return single_reason() or _other_structures([*trials_by_kind.values()]) or count_reason()
+
     checks: dict[str, Callable[[], str | None]] = {
-        "secure": lambda: single_reason() or _other_structures([*trials_by_kind.values()]) or count_reason(),
+        "secure": secure_reason,
+        "secure_network": lambda: secure_reason() or _varying_form(first_trial, upload),
         "robust": lambda: single_reason() or _why_it_reads_examples(first_trial, upload, _WEIGHTS),
         "central": lambda: single_reason() or _not_central(trials, upload) or count_reason(),
         "local": lambda: _sends_more(first_trial, upload) or count_reason(),
@@ -218,9 +223,7 @@ def _sends_more(trial: _Trial, upload: Any) -> str | None:
         return f"its clients send {', '.join(_short(uncovered_paths))}, which is no update"
     if plain_paths := [path.strip("/") or "a number" for path in _plain_values(upload)]:
         return f"its clients send {', '.join(_short(plain_paths))}, which is no tensor, so that no noise is added to it"
-    if _varies(trial, upload):
-        return "the form of what a client sends depends on its data"
-    return None
+    return _varying_form(trial, upload)
 
 
 def _plain_values(value: Any, path: str = "") -> Iterator[str]:
@@ -234,6 +237,10 @@ def _plain_values(value: Any, path: str = "") -> Iterator[str]:
 
 def _short(paths: list[str]) -> list[str]:
     return list(dict.fromkeys(path.split("/")[0] for path in paths))
+
+
+def _varying_form(trial: _Trial, upload: Any) -> str | None:
+    return "the form of what a client sends depends on its data" if _varies(trial, upload) else None
 
 
 def _varies(trial: _Trial, upload: Any) -> bool:

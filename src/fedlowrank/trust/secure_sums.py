@@ -23,8 +23,8 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,13 @@ MIN_REPLIES = 2
 
 MAX_FINE_STEP = 1e-3
 """Largest step of a value without a warning: a round of training changes many weights by less than a larger one."""
+
+MAX_WEIGHT_ERROR = 1e-3
+"""Largest share of a client's largest weight by which rounding may change it."""
+
+_WEIGHT_REMEDY = (
+    "Weigh clients by their numbers of examples or equally, or multiply all weights by one number"
+)
 
 Vector = NDArray[np.uint64]  # numbers modulo 2^64: numpy's sums wrap by themselves
 SECRET_BYTES = 15  # bytes of a secret: with its padding, one block of the sharing scheme
@@ -118,15 +125,30 @@ def align(template: Any, contribution: Any) -> list[tuple[Mean[Any] | Sum[Any], 
     return aligned_leaves
 
 
+class Encoded(NamedTuple):
+    """A contribution on the grid.
+
+    Attributes:
+        vector: the numbers ``[size]``; a mean's weight precedes its values.
+        clip_count: number of values that were clipped.
+        coarse_weights: weights that rounding changes by more than :data:`MAX_WEIGHT_ERROR`, beside a larger one.
+    """
+
+    vector: Vector
+    clip_count: int
+    coarse_weights: list[float]
+
+
 class FixedPoint:
     """Fixed-point encoding of numbers as integers; sums of products of a weight and a value stay below 2^63.
 
     Attributes:
         bound: R, at which values are clipped to ±R.
         step: quantization step of a value, R / (2^(bits - 1) - 1), so that 0 is exact.
-        largest_weight: largest weight, to which weights are clipped.
+        largest_weight: largest weight; larger ones are refused.
         unit: quantization step of a weight, the least power of two with which ``largest_weight`` fits in the bits left (at
             most 32). Its multiples are exact, so whole numbers are exact if it is at most 1.
+        has_warned: whether a warning of coarse weights was logged.
     """
 
     def __init__(self, settings: SecureSums, client_count: int, largest_weight: float) -> None:
@@ -134,6 +156,7 @@ class FixedPoint:
             raise ConfigError(f"the largest weight of a secure sum is above 0; this one is {largest_weight}")
         levels = 2 ** min(32, 63 - settings.bits - client_count.bit_length()) - 1
         self.bound: float = settings.bound
+        self.has_warned = False
         self.step: float = grid_step(settings)
         self.largest_weight, self.unit = largest_weight, 2.0 ** math.ceil(math.log2(largest_weight / levels))
 
@@ -147,10 +170,15 @@ class FixedPoint:
         """Bound R' to which values that are summed without a weight are clipped, ±R'."""
         return self.bound * self.largest_weight
 
-    def encode(
-        self, aligned_leaves: Iterable[tuple[Mean[Any] | Sum[Any], list[Tensor]]]
-    ) -> tuple[Vector, int]:
-        """Encode leaves as a vector (a mean's weight precedes its values), and count the numbers that were clipped."""
+    def encode(self, aligned_leaves: Collection[tuple[Mean[Any] | Sum[Any], list[Tensor]]]) -> Encoded:
+        """Encode leaves on the grid; TaskError if a weight is too large, or the largest too small, for the grid."""
+        coarse_weights = self._find_coarse_weights(
+            [
+                float(leaf.weight)
+                for leaf, tensors in aligned_leaves
+                if isinstance(leaf, Mean) and any(t.numel() for t in tensors)
+            ]
+        )
         chunks, clip_count = [torch.empty(0, dtype=torch.int64)], 0
         for leaf, tensors in aligned_leaves:
             # a client has already multiplied the values of a Sum by its weight
@@ -158,7 +186,6 @@ class FixedPoint:
             if isinstance(leaf, Mean):
                 weight = round(min(leaf.weight, self.largest_weight) / self.unit)
                 limit, step = self.bound, self.step
-                clip_count += leaf.weight > self.largest_weight
                 chunks.append(torch.tensor([weight]))
             for t in tensors:
                 x = t.detach().cpu().reshape(-1)
@@ -166,7 +193,40 @@ class FixedPoint:
                     clip_count += int((x.double().abs() > limit).sum()) if weight else 0
                     x = (x.double().clip(-limit, limit) / step).round()
                 chunks.append(weight * x.to(torch.int64))
-        return torch.cat(chunks).numpy().view(np.uint64), clip_count
+        return Encoded(torch.cat(chunks).numpy().view(np.uint64), clip_count, coarse_weights)
+
+    def _find_coarse_weights(self, weights: Collection[float]) -> list[float]:
+        """Find the weights that rounding changes by more than :data:`MAX_WEIGHT_ERROR`.
+
+        Raises:
+            TaskError: if a weight is above the largest one, or the largest weight of the client is among those found.
+        """
+        largest = max(weights, default=0.0)
+        if largest > self.largest_weight * (1 + MAX_WEIGHT_ERROR):
+            raise TaskError(
+                f"its weight in a mean is {largest:g}, and secure sums take weights up to {self.largest_weight:g} (in a "
+                f"simulation the most training examples of a client, over a network 2^20). {_WEIGHT_REMEDY}"
+            )
+
+        def compute_error(weight: float) -> float:
+            return abs(round(weight / self.unit) * self.unit - weight) / weight
+
+        coarse_weights = [w for w in weights if w > 0 and compute_error(w) > MAX_WEIGHT_ERROR]
+        if largest in coarse_weights:
+            raise TaskError(
+                f"its largest weight in a mean is {largest:.4g}, and secure sums round weights to multiples of "
+                f"{self.unit:.2g}, which changes it by {compute_error(largest):.2g} of itself; at most {MAX_WEIGHT_ERROR:g} "
+                f'is allowed. {_WEIGHT_REMEDY}, or lower secure.bits (see "Secure sums" in docs/network.md)'
+            )
+        return coarse_weights
+
+    def describe_coarse_weights(self, weights: Sequence[float]) -> str:
+        """Describe weights that are rounded coarsely beside a larger one, for a warning."""
+        return (
+            f"secure sums round weights to multiples of {self.unit:.2g}, and clients have smaller ones beside their "
+            f"largest, such as {min(weights):.2g}, which change by more than {MAX_WEIGHT_ERROR:g} of themselves. A share of "
+            "a cluster close to 0 does no harm. Otherwise multiply all weights by one number"
+        )
 
     def decode(self, vector: Vector, template: Any) -> Any:
         """Decode the total, its tensors like those of ``template``, integers as int64; None for a mean without weight."""
@@ -343,7 +403,9 @@ class SecureAggregator(Aggregator):
         absent_ids: identifiers of the clients that left before they shared their secrets.
 
     Attributes:
-        clipped: number of values and weights that were clipped. Over a network each client knows only its own number.
+        clipped: number of values that were clipped. Over a network each client knows only its own number.
+        coarse_weights: weights that were rounded coarsely, see :class:`Encoded`.
+        grid: fixed-point grid of the numbers.
         reason: the reason why :meth:`finish` returned None.
     """
 
@@ -366,7 +428,8 @@ class SecureAggregator(Aggregator):
             set(present_ids),
             None,
         )
-        self._grid = FixedPoint(settings, len(client_ids), largest_weight)
+        self.coarse_weights: list[float] = []
+        self.grid = FixedPoint(settings, len(client_ids), largest_weight)
         self._plan = MaskingPlan(len(client_ids), present_ids, settings.threshold, key / "neighbors")
 
         def make(client: int) -> MaskingClient:
@@ -385,21 +448,28 @@ class SecureAggregator(Aggregator):
         self._server = MaskedSum(self._plan, self._public_keys)
 
     def add(self, client_id: int, contribution: Any) -> None:
-        """Mask a contribution and add it; TaskError for an Each, TreeError if its form differs from earlier ones."""
+        """Mask a contribution and add it.
+
+        Raises:
+            TaskError: if it has an Each, or a weight that is too large or too small for the grid.
+            TreeError: if its form differs from earlier ones.
+        """
         if client_id not in self._missing:
             raise ValueError(f"client {client_id} takes no part in the round, has replied or was skipped")
         try:
-            aligned_leaves = align(contribution if self._like is None else self._like, contribution)
+            encoded = self.grid.encode(
+                align(contribution if self._like is None else self._like, contribution)
+            )
         except (TaskError, tree.TreeError) as error:
             raise type(error)(f"secure sums cannot take the reply of client {client_id}: {error}") from error
         if self._like is None:
             self._like = map_contributions(
                 lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution
             )
-        vector, clip_count = self._grid.encode(aligned_leaves)
         neighbors = {c: self._public_keys[c] for c in self._plan.holders[client_id] if c != client_id}
-        self._server.add(client_id, self._clients[client_id].mask(vector, neighbors))
-        self.clipped += clip_count
+        self._server.add(client_id, self._clients[client_id].mask(encoded.vector, neighbors))
+        self.clipped += encoded.clip_count
+        self.coarse_weights += encoded.coarse_weights
         self._missing.remove(client_id)
         self.contributed = [c for c in self._order if c in self._server.replied]
 
@@ -415,4 +485,4 @@ class SecureAggregator(Aggregator):
         if isinstance(total, str):
             self.contributed, self.reason = [], f"this round's secure sum is lost: {total} (secure.threshold)"
             return None
-        return self._grid.decode(total, self._like)
+        return self.grid.decode(total, self._like)

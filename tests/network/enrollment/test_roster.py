@@ -28,7 +28,13 @@ from cryptography.hazmat.primitives.serialization import (
 from fedlowrank.cli.deployment import key_commands as commands
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, find_expired_clients, make_keys
+from fedlowrank.network.deploy.keys import (
+    ClientKeys,
+    ServerKeys,
+    find_expired_clients,
+    make_keys,
+    revoke_client,
+)
 from fedlowrank.network.enrollment import roster as rosters
 from fedlowrank.network.enrollment.key_request import load_client_key, request_key
 from fedlowrank.network.enrollment.roster import KeyRoster, compute_fingerprint
@@ -198,7 +204,9 @@ def test_a_request_of_somebody_elses_key_or_number_is_refused(
     path.write_text(json.dumps(table))
     before = sorted(p for p in operator.rglob("*"))
     assert main(["keys", str(operator), "--accept", str(path)]) == 1
-    assert "request.json" in said()
+    message = said()
+    assert "request.json" in message
+    assert ("`fedlowrank keys FOLDER --request N`" in message) is (spoiled == "nothing")
     assert sorted(operator.rglob("*")) == before
 
 
@@ -372,6 +380,28 @@ def test_a_server_refuses_a_key_that_is_not_the_one_of_the_roster(operator: Path
     (operator / "server" / "clients" / "0.pub").write_text(made.key + "\n")
     with pytest.raises(ConfigError, match=r"0\.pub is not the key of client 0"):
         ServerKeys.read(operator / "server")
+
+
+def test_prolonging_a_key_that_was_moved_away_names_its_file_and_the_way_back(
+    tmp_path: Path, said: Said
+) -> None:
+    operator = tmp_path / "keys"
+    assert main(["keys", str(operator), "--clients", "2"]) == 0
+    public = operator / "server" / "clients" / "1.pub"
+    expired, _ = revoke_client(operator, 1, "expired")
+    said()
+    assert main(["keys", str(operator), "--prolong", "1"]) == 1
+    message = "".join(said().split())
+    assert f"moveditto{expired}.Moveitbackto{public}" in message
+    expired.rename(public)
+    assert main(["keys", str(operator), "--prolong", "1", "--days", "5"]) == 0
+    assert list(ServerKeys.read(operator / "server").clients) == [0, 1]
+    # a key that was revoked does not come back by the file of its expiry
+    shutil.copy(public, expired)
+    revoke_client(operator, 1)
+    said()
+    assert main(["keys", str(operator), "--prolong", "1"]) == 1
+    assert "Move it back" not in said()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.io.atomic_files import write_json
 from fedlowrank.network.client import ClientRuntime
+from fedlowrank.network.messages import Order
 from fedlowrank.network.operation.policy import Policy, list_upload_paths
+from fedlowrank.network.site.audit_log import SiteAudit
 from fedlowrank.storage.lock import exclusive
 from tests.network.deployments import make_deployment_tables, write_tables
 from tests.support.local_network import (
@@ -82,6 +84,23 @@ DP = {"clipping": {"norm": 1.0}}
 def test_what_a_policy_does_not_allow(fields: dict[str, Any], why: str) -> None:
     (actual,) = violated(**fields)
     assert actual.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "allowed", "why"),
+    [
+        ("fedper", "fedavg", "fedper", "methods: fedavg (as the variant fedper) is not among fedper"),
+        ("mine", "fedprox", "fedavg", "methods: fedprox (as the variant mine) is not among fedavg"),
+        ("mine", "fedavg", "fedavg", ""),
+        ("fedper", "fedavg", "fedavg", ""),
+        ("fedper", "", "fedper", ""),
+    ],
+)
+def test_a_policy_names_methods_whatever_an_experiment_calls_them(
+    name: str, base: str, allowed: str, why: str
+) -> None:
+    made = small(name, methods={name: {"method": base}})
+    assert Policy(methods=(allowed,)).find_violations(made, 3, 40, list) == ([why] if why else [])
 
 
 def test_what_a_policy_allows() -> None:
@@ -230,6 +249,51 @@ def test_a_policy_with_a_mistake_is_refused(text: str, why: str, tmp_path: Path)
     (tmp_path / "p.toml").write_text(text)
     with pytest.raises(ConfigError, match=why):
         Policy.read(tmp_path / "p.toml")
+
+
+def test_a_policy_that_is_missing_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no policy file .*p\.toml"):
+        Policy.read(tmp_path / "p.toml")
+
+
+def test_join_prints_that_a_download_was_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = write_tables(tmp_path / "t.toml", make_deployment_tables("fedavg")), tmp_path / "c"
+    said: list[str] = []
+
+    def supervise(node: Any, stop: threading.Event) -> None:
+        order = Order("0123456789abcdef", 0, 0, True, False)
+        answer, _ = ClientRuntime(folder).answer(order, bytes((1 << 20) + 1))
+        assert "a download of 1048577 bytes came" in answer.problem
+        # of another kind, and half a line
+        SiteAudit(folder / "audit.jsonl").log_refusal("order", "an order of another run")
+        with (folder / "audit.jsonl").open("a") as log:
+            log.write('{"why": "--max-down')
+
+        def says() -> bool:
+            said.append(" ".join(capsys.readouterr().err.split()))
+            return "a download" in said[-1]
+
+        until(says, 20)
+
+    monkeypatch.setattr(commands, "supervise", supervise)
+    command = [
+        "join",
+        str(file),
+        "--client",
+        "0",
+        "--insecure",
+        "--folder",
+        str(folder),
+        "--max-download",
+        "1",
+    ]
+    assert main(command) == 0
+    text = "".join(said)
+    assert text.count("a download of 1048577 bytes came; at most 1048576 are taken") == 1
+    assert "join with a larger --max-download" in text
+    assert "another run" not in text
 
 
 # -- what an operator sees

@@ -294,7 +294,7 @@ def test_no_order_brings_an_evaluation_or_a_loss(tmp_path: Path) -> None:
 
 def test_a_server_that_sends_models_of_its_own_gets_no_total(tmp_path: Path) -> None:
     """All but client 0 get a model of zeros, whose updates the server can compute."""
-    made = make_secure_experiment("fedavg", clients=4, rounds=1)
+    made = make_secure_experiment("fedavg", clients=4, rounds=1, network={"min_replies": 0})
 
     def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
         if Order.from_json(message.header).step != "mask" or not client:

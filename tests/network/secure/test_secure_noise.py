@@ -70,7 +70,7 @@ def test_a_lost_round_releases_nothing(tmp_path: Path) -> None:
     def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
         return [] if client < 2 and Order.from_json(message.header).step == "reveal" else None
 
-    made = make_private_experiment("fedadam", 3.0, rounds=1)
+    made = make_private_experiment("fedadam", 3.0, rounds=1).overlay({"network": {"min_replies": 0}})
     _, result = run_secure(made, tmp_path, fault_on_orders(act))
     assert len(result.rounds[1].lost) == 4
     run = Run(made.build_method("fedadam"), made.federation(), made.run, Sequential())

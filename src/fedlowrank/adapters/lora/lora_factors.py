@@ -191,14 +191,14 @@ def _uniform(columns: int, generator: torch.Generator, rank: int) -> Tensor:
 def lora_of(model: Model) -> LoRA:
     """Return the :class:`LoRA` of a model, which is found once; raises TaskError as :func:`find_lora`."""
     if "lora" not in model.cache:
-        found = find_lora(model.module, model.head_name)
+        lora = find_lora(model.module, model.head_name)
         if is_placed(model.module):
             device = next(iter(model.initial.values())).device
-            trained = {n: Pair(p.b.to(device), p.a.to(device)) for n, p in found.trained.items()}
-            found = replace(found, device=device, trained=trained)
-        model.cache["lora"] = found
-    lora: LoRA = model.cache["lora"]
-    return lora
+            trained = {n: Pair(p.b.to(device), p.a.to(device)) for n, p in lora.trained.items()}
+            lora = replace(lora, device=device, trained=trained)
+        model.cache["lora"] = lora
+    cached_lora: LoRA = model.cache["lora"]
+    return cached_lora
 
 
 def parameters_beside_factors(model: Model) -> Params:

@@ -426,8 +426,9 @@ def _work(node: SuperNode, folder: Path, stay: bool) -> None:
     stop = threading.Event()
     # a file of an earlier start
     (folder / REJECTION_FILE).unlink(missing_ok=True)
-    # existing models are listed before the thread begins, which may be late
-    thread_args = folder.absolute(), _models(folder), node, stop, stay
+    # existing models and lines are listed before the thread begins, which may be late
+    refusals = _RefusedDownloads(folder.absolute() / AUDIT_FILE)
+    thread_args = folder.absolute(), _models(folder), node, stop, stay, refusals
     threading.Thread(target=_until_done, args=thread_args, daemon=True).start()
     try:
         with _interrupted_once():
@@ -506,15 +507,54 @@ def _rejection(folder: Path) -> str:
         return ""
 
 
+class _RefusedDownloads:
+    """Logs new lines of a site's audit log about downloads that are too large, each reason once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset = path, path.stat().st_size if path.exists() else 0
+        self.logged_reasons: set[str] = set()
+
+    def log_new(self) -> None:
+        """Log the lines that were added since the last call."""
+        if not self.path.exists():
+            return
+        if self.path.stat().st_size < self.offset:
+            # a person moved the file, and a new one has begun
+            self.offset = 0
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.offset += len(line)
+                # after a loss of power a line may be incomplete
+                with contextlib.suppress(ValueError):
+                    self._log_reason(str(json.loads(line).get("why", "")))
+
+    def _log_reason(self, reason: str) -> None:
+        if "--max-download" in reason and reason not in self.logged_reasons:
+            self.logged_reasons.add(reason)
+            logger.warning(
+                "%s. If the method needs larger downloads, join with a larger --max-download", reason
+            )
+
+
 def _until_done(
-    folder: Path, initial_models: set[Path], node: SuperNode, stop: threading.Event, stay: bool = False
+    folder: Path,
+    initial_models: set[Path],
+    node: SuperNode,
+    stop: threading.Event,
+    stay: bool,
+    refusals: _RefusedDownloads,
 ) -> None:
     """Stop once this client has written a new model and the reply about it has been sent.
 
-    Stop also if the server does not let the client take part. A client that stays only logs this.
+    Stop also if the server does not let the client take part. A client that stays only logs this. Refused downloads are
+    logged meanwhile.
     """
     initial_models = {path.absolute() for path in initial_models}
     while not stop.wait(0.5):
+        refusals.log_new()
         if reason := _rejection(folder):
             if stay:
                 logger.warning("the server does not let this client take part: %s", reason)

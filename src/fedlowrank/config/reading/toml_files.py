@@ -16,8 +16,12 @@ _ESCAPED_PATH = re.compile(r"(?:[A-Za-z]:|\\).*[\x08\t\n\f\r]", re.DOTALL)
 """A Windows path in which an escape, such as that of a line break, was read."""
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, kind: str = "experiment file") -> dict[str, Any]:
     """Read a TOML file.
+
+    Args:
+        path: path of the file.
+        kind: what the file is, for the message if it is missing.
 
     Raises:
         ConfigError: if the file is missing or is not TOML; the message names the line.
@@ -25,7 +29,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = decode_text(path.read_bytes())
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no experiment file {path}") from error
+        raise ConfigError(f"there is no {kind} {path}") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path} is a folder; name a TOML file in it") from error
     except (OSError, ValueError) as error:

@@ -73,7 +73,8 @@ class NetworkSettings(CheckedFields):
             times since the orders were sent; it is at least a minute and at most the deadline. 0 for the whole
             deadline.
         min_replies: number of good replies without which a round does not count. Such a round is repeated, and then
-            the run stops. 0 accepts rounds without any reply.
+            the run stops. 0 accepts rounds without any reply. Under secure sums it is the number of clients that begin
+            a round, if it is above their threshold.
         attempts: number of times that a round is requested.
         silent_after: number of consecutive orders without a reply until the deadline after which a client sits out a
             round, then two, four, ...; 0 for never.

@@ -49,7 +49,7 @@ def merge_start_fields(adapter: StoredAdapter, fields: Mapping[str, Any]) -> dic
     return {n: config[n] for n in inherited_fields} | dict(fields)
 
 
-def check_classes(adapter: StoredAdapter, classes: Sequence[str]) -> None:
+def check_adapter_classes(adapter: StoredAdapter, classes: Sequence[str]) -> None:
     """Raise ConfigError if an adapter is known to have been trained for other classes, or for these in another order."""
     if adapter.classes and classes and tuple(classes) != adapter.classes:
         raise ConfigError(

@@ -80,6 +80,23 @@ def prolong_client(folder: Path, client_id: int, days: int) -> None:
     """Let a client's key expire ``days`` from now; raises ConfigError if there is no such key, or no ``ca.key``."""
     check_days(days)
     find_key_files(folder, "ca.key")
-    if not (folder / "server" / "clients" / f"{client_id}.pub").is_file():
-        raise ConfigError(f"{folder / 'server'} has no public key of client {client_id}")
+    server_folder = folder / "server"
+    public_path = server_folder / "clients" / f"{client_id}.pub"
+    if not public_path.is_file():
+        revoked_keys = {path.read_text() for path in server_folder.glob("revoked/*.pub")}
+        expired_paths = sorted(
+            (
+                path
+                for path in server_folder.glob(f"expired/{client_id}-*.pub")
+                if path.read_text() not in revoked_keys
+            ),
+            key=lambda path: path.stat().st_mtime,
+        )
+        advice = ""
+        if expired_paths:
+            advice = (
+                f": it has expired, and a running server moved it to {expired_paths[-1]}. Move it back to {public_path}, "
+                f"repeat --prolong {client_id}, and restart `fedlowrank serve`"
+            )
+        raise ConfigError(f"{server_folder} has no public key of client {client_id}{advice}")
     update_roster(folder, {client_id: days})

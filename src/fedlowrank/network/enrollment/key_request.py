@@ -72,7 +72,7 @@ class KeyRequest:
             ) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is no request of a client ({error}); clients make it by "
-                              "`fedlowrank keys FOLDER --request --client N`") from error  # fmt: skip
+                              "`fedlowrank keys FOLDER --request N`") from error  # fmt: skip
         return request
 
     def _encode_content(self) -> bytes:

@@ -44,7 +44,7 @@ class Policy(CheckedFields):
     """Conditions that an experiment must satisfy.
 
     Attributes:
-        methods: names of the methods that may run; empty for any.
+        methods: built-in methods and classes ``module:Class`` that may run, alone or as a variant; empty for any.
         parts: patterns of the tensors that may leave the site in a reply, such as ``"*lora*"`` or ``"head.*"``; they match
             the paths that a refusal lists.
         evaluation: whether the site's accuracies and losses may leave it.
@@ -82,7 +82,7 @@ class Policy(CheckedFields):
     @classmethod
     def read(cls, path: Path) -> Policy:
         """Read a policy file; raises ConfigError if it cannot be read or is invalid."""
-        return build(cls, read_toml(path), "policy")
+        return build(cls, read_toml(path, "policy file"), "policy")
 
     @classmethod
     def of_folder(cls, folder: Path) -> Policy | None:
@@ -122,10 +122,13 @@ class Policy(CheckedFields):
             list_paths: function that lists the paths of all tensors of a reply; called if the policy names parts.
             sends_evaluation: whether the client sends evaluations if it is asked for them.
         """
-        run, method = experiment.run, experiment.default_method
+        run, name = experiment.run, experiment.default_method
+        # the file's author chose the name of a variant
+        method = experiment.base_method(name)
         violations = []
         if self.methods and method not in self.methods:
-            violations.append(f"methods: {method} is not among {', '.join(self.methods)}")
+            variant_text = "" if name == method else f" (as the variant {name})"
+            violations.append(f"methods: {method}{variant_text} is not among {', '.join(self.methods)}")
         if self.max_rounds is not None and run.rounds > self.max_rounds:
             violations.append(f"max_rounds: the run has {run.rounds} rounds, above {self.max_rounds}")
         if example_count < self.min_examples:

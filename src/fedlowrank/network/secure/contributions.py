@@ -16,11 +16,12 @@ from ...trust.protection import Protected
 from ...trust.secure_sums import FixedPoint, Vector, align
 from ...trust.trust_settings import SecureSums
 from .distributed_noise import DistributedNoise
+from .member import SecureSumError
 
 logger = logging.getLogger(__name__)
 
 MAX_WEIGHT = 2.0**20
-"""Largest weight of a client in a mean, known before the first round; a client with more examples has this weight."""
+"""Largest weight of a client in a mean, known before the first round; a client with a larger one is refused."""
 
 
 def make_grid(settings: SecureSums, client_count: int) -> FixedPoint:
@@ -38,19 +39,32 @@ def encode_contribution(contribution: Any, grid: FixedPoint, noise: DistributedN
 
     Raises:
         TaskError: if the server must see a part of the contribution by itself.
+        SecureSumError: if a weight does not fit the grid; its text goes to the server and does not name the weight.
         ConfigError: if the grid is too coarse for the noise.
     """
     if noise is not None:
         return noise.vector(contribution["sum"].value)
-    vector, clip_count = grid.encode(align(contribution, contribution))
-    if clip_count:
+    aligned_leaves = align(contribution, contribution)
+    try:
+        encoded = grid.encode(aligned_leaves)
+    except TaskError as error:
+        logger.warning("secure sums: this client takes no part in the round: %s", error)
+        raise SecureSumError(
+            f"a weight of this client in a mean does not fit secure sums, which take weights up to {grid.largest_weight:g} "
+            f"in steps of {grid.unit:.2g}. Weigh clients by their numbers of examples or equally; the log of the client "
+            "has the weight"
+        ) from error
+    if encoded.coarse_weights and not grid.has_warned:
+        grid.has_warned = True
+        logger.warning("%s", grid.describe_coarse_weights(encoded.coarse_weights))
+    if encoded.clip_count:
         logger.warning(
             "secure sums: %d of the numbers that this client adds are above secure.bound = %g and were clipped, so that the "
             "server's model is not the mean of what clients trained. The experiment of all should raise secure.bound",
-            clip_count,
+            encoded.clip_count,
             grid.bound,
         )
-    return vector
+    return encoded.vector
 
 
 def compute_contribution(
@@ -108,8 +122,8 @@ def make_zero_contribution(method: AnyMethod, server: Any, upload: Any, client: 
         contribution = method.contribution(server, upload, client)
     except (TypeError, AttributeError, LookupError, RuntimeError) as error:
         raise ConfigError(
-            f"run.secure: {method.title} has no sum over a network, for the form of what its clients send depends on "
-            f"their data ({error}); set run.secure.on = false"
+            f"run.secure: {method.title} has no secure sum over a network, because the form of what its clients send "
+            "depends on their data; set run.secure.on = false"
         ) from error
     zero: Contribution = map_contributions(
         lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution
