@@ -66,7 +66,7 @@ class FieldTable:
         kind: value of the entry that chooses among several tables of this path, such as ``dirichlet``.
         title: title that help shows.
         fields: fields of the table.
-        settings: class that the table configures; None before the first section.
+        settings: class that the table configures; None before the first section, and for fields of PEFT.
     """
 
     path: str
@@ -189,7 +189,7 @@ def _sections() -> Iterator[FieldTable]:
         elif name == "lora":
             yield _table("lora", LoraSettings)
             title = "[lora, with [language]: the fields of peft.LoraConfig, and]"
-            yield FieldTable("lora", "", title, tuple(_list_peft_fields()), PeftSettings)
+            yield FieldTable("lora", "", title, tuple(_list_peft_fields()), None)
         elif name == "defaults":
             yield _table("defaults", Method, scope=", of all methods")
             yield from _nested("defaults", Method)

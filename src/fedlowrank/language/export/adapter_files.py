@@ -57,7 +57,7 @@ def write_adapter(
         digest: digest of the base's files (:func:`fedlowrank.storage.base_files.combine_file_digests`).
         head: all tensors of a classification head, by their names in the base.
         saved_tensors: all tensors of layers that are stored whole and not as factors, by their names in the base.
-        rows: rows of new tokens, by their names in the file (:func:`.lora.new_tokens.name_rows`).
+        rows: rows of new tokens, by their names in the file (:func:`..lora.new_tokens.name_rows`).
         round: index of the adapter's round, from 0.
         client_id: index of the client that owns the adapter; None for the server.
     """
@@ -113,8 +113,8 @@ def merge_update(
         weight = merged_model.get_submodule(name).weight
         if weight.is_meta:
             raise TaskError(
-                f"the weight of {name} is not in memory: language.device_map keeps it on the disk or in another memory. Merge by "
-                "fedlowrank adapters RUN --merged, which loads the base into memory"
+                f"the weight of {name} is not in memory: language.device_map keeps it on the disk or in another memory. Merge "
+                "a base that is in memory: set local.device_map to 'none'"
             )
         if not weight.is_floating_point():
             raise TaskError(f"the weight of {name} is quantized; merge into the base loaded without quantize")

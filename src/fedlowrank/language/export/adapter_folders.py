@@ -40,7 +40,7 @@ class ModelParts:
         saved_params: parameters of further modules that are trained whole, by their names in the base.
         round: number of completed rounds.
         client_id: index of the client that owns the model; None for the server.
-        token_rows: rows of new tokens by layer; see :mod:`.lora.new_tokens`.
+        token_rows: rows of new tokens by layer; see :mod:`..lora.new_tokens`.
     """
 
     factors: Factors
