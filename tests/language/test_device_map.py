@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from fedlowrank.engines import ENGINES
 from fedlowrank.language.export.export_settings import ExportSettings
 from fedlowrank.models.architecture import build_module
 from fedlowrank.rounds.run import Run
+from tests.language.text_experiments import make_causal_tables
 
 torch.set_num_threads(1)
 
@@ -36,28 +36,19 @@ PLACES: dict[str, Any] = {
 def make_config(
     base: Path, folder: Path, method: str, local: dict[str, Any], **tables: Any
 ) -> ExperimentConfig:
-    for c in range(2):
-        rows = [json.dumps({"prompt": f"who is {i}?", "completion": f"the fox {c}"}) for i in range(12)]
-        (folder / f"site{c}.jsonl").write_text("\n".join(rows))
-    language = {"path": str(base), "context": 48, "format": "plain", **tables.get("language", {})}
     return ExperimentConfig.parse(
-        {
-            "name": "placed",
-            "method": method,
-            "methods": {method: tables.get("settings", {})},
-            "data": {
-                "source": "text",
-                "path": str(folder / "site*.jsonl"),
-                "client_by_file": True,
-                "normalize": "none",
-            },
-            "partition": {"kind": "natural"},
-            "language": language,
-            "lora": {"r": 4, "target_modules": ["q_proj", "v_proj"], **tables.get("lora", {})},
-            "run": {"rounds": 2},
-            "local": local,
-            "defaults": {"steps": 2, "batch_size": 4, "optimizer": {"kind": "sgd", "lr": 0.5}},
-        }
+        make_causal_tables(
+            base,
+            folder,
+            method=method,
+            methods={method: tables.get("settings", {})},
+            language=tables.get("language", {}),
+            # packed texts are few rows
+            partition={"min_size": 1},
+            lora={"ranks": [], **tables.get("lora", {})},
+            local=local,
+            defaults={"steps": 2, "batch_size": 4, "optimizer": {"kind": "sgd", "lr": 0.5}},
+        )
     )
 
 

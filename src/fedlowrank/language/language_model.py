@@ -346,14 +346,11 @@ class Language:
         """Put parameters into the model within a block, to generate text; the base is unchanged."""
         slots, tied_aliases = [], tied_names(self.model)
         for name, value in params.items():
-            parameter = nn.Parameter(value.detach(), requires_grad=False)
+            device = self.model.get_parameter(name).device
+            parameter = nn.Parameter(value.detach().to(device), requires_grad=False)
             for alias in (name, *tied_aliases.get(name, ())):
                 path, _, parameter_name = alias.rpartition(".")
                 parameter_table: dict[str, Any] = self.model.get_submodule(path)._parameters
-                device = parameter_table[parameter_name].device
-                parameter = (
-                    parameter if parameter.device == device else nn.Parameter(parameter.to(device), False)
-                )
                 slots.append((parameter_table, parameter_name, parameter))
         with exchange_slots(slots):
             yield self.model

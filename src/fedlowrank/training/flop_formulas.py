@@ -1,8 +1,8 @@
 """The floating-point operations of each operator: torch's own formulas, and those that it lacks or has wrong.
 
-A multiplication and the addition that follows it are two operations. ``torch.utils.flop_counter`` counts as zero: fused layers of
 A multiplication and the addition after it are two operations. ``torch.utils.flop_counter`` counts as zero: fused layers of
-a grouped convolution the weight counts once for each group.
+recurrent networks, of experts, and of attention on a CPU; products with a vector, bilinear forms and distances. In its gradient
+of a grouped convolution the weight counts once for each group.
 """
 
 from __future__ import annotations

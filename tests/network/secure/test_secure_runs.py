@@ -135,7 +135,7 @@ def test_a_run_stops_where_too_few_clients_begin_a_round(
     with pytest.raises(NetworkError, match=why):
         serve_run(carrier, made, tmp_path / "run", member_keys=keys)
     assert {t for _, t in carrier.trained} == {0}
-    # nobody masked a vector, so that the round goes on once all are there
+    # no client has sent a masked vector, so the round can be repeated when all clients are connected
     carrier.fault = intact
     result = serve_run(carrier, made, tmp_path / "run", member_keys=keys, resume=True)
     assert [r.lost for r in result.rounds[1:]] == [{}, {}]

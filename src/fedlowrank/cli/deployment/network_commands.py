@@ -238,28 +238,45 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
                 raise ProcessError(f"the run failed: {reason} Go on with it by --resume; details: {link.log}")
 
 
-class _Follower:
-    """Logs new lines of a file as they are written."""
+class _NewLines:
+    """Reads the lines that are appended to a file.
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.offset = path, 0
+    Args:
+        path: path of the file, which may not exist yet.
+        offset: number of bytes that are not read.
+    """
 
-    def news(self) -> str | None:
-        """Log the new lines; return the text by which the run reports its end, if there is one."""
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path, self.offset = path, offset
+
+    def read(self) -> Iterator[bytes]:
+        """Read the complete lines that were added since the last call."""
         if not self.path.exists():
-            return None
-        end_message = None
+            return
         with self.path.open("rb") as file:
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self.offset += len(line)
-                text = line.decode(errors="replace").rstrip("\n")
-                logger.info(text)
-                message = text.partition(" ")[2]
-                if message == "finished" or message.startswith("error: "):
-                    end_message = message
+                yield line
+
+
+class _Follower:
+    """Logs new lines of a file as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines = _NewLines(path)
+
+    def news(self) -> str | None:
+        """Log the new lines; return the text by which the run reports its end, if there is one."""
+        end_message = None
+        for line in self.lines.read():
+            text = line.decode(errors="replace").rstrip("\n")
+            logger.info(text)
+            message = text.partition(" ")[2]
+            if message == "finished" or message.startswith("error: "):
+                end_message = message
         return end_message
 
 
@@ -511,25 +528,19 @@ class _RefusedDownloads:
     """Logs new lines of a site's audit log about downloads that are too large, each reason once."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.offset = path, path.stat().st_size if path.exists() else 0
+        self.lines = _NewLines(path, path.stat().st_size if path.exists() else 0)
         self.logged_reasons: set[str] = set()
 
     def log_new(self) -> None:
         """Log the lines that were added since the last call."""
-        if not self.path.exists():
-            return
-        if self.path.stat().st_size < self.offset:
+        path = self.lines.path
+        if path.exists() and path.stat().st_size < self.lines.offset:
             # a person moved the file, and a new one has begun
-            self.offset = 0
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self.offset += len(line)
-                # after a loss of power a line may be incomplete
-                with contextlib.suppress(ValueError):
-                    self._log_reason(str(json.loads(line).get("why", "")))
+            self.lines.offset = 0
+        for line in self.lines.read():
+            # after a loss of power a line may be incomplete
+            with contextlib.suppress(ValueError):
+                self._log_reason(str(json.loads(line).get("why", "")))
 
     def _log_reason(self, reason: str) -> None:
         if "--max-download" in reason and reason not in self.logged_reasons:
