@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from torch import nn
 
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
@@ -18,6 +19,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.engines import ENGINES
 from fedlowrank.language.export.export_settings import ExportSettings
 from fedlowrank.models.architecture import build_module
+from fedlowrank.models.placement import PlacedStateless
 from fedlowrank.rounds.run import Run
 from tests.language.text_experiments import make_causal_tables
 
@@ -226,3 +228,9 @@ def test_an_output_layer_that_is_tied_must_be_in_memory(llama: Path, tmp_path: P
     transformers.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "tied")
     with pytest.raises(ConfigError, match=r"output layer, which shares its weight.*must be in the memory"):
         make_run(tmp_path / "tied", tmp_path, "fedit", on_disk(tmp_path, lm_head="disk"))
+
+
+def test_a_weight_that_each_call_loads_is_not_replaced() -> None:
+    layer = nn.Linear(2, 2, bias=False, device="meta")
+    with pytest.raises(TaskError, match=r"changes weight, which language\.device_map keeps on the disk"):
+        PlacedStateless(layer)({"weight": torch.ones(2, 2)}, torch.ones(1, 2))
