@@ -3,6 +3,7 @@
     python docs/league.py run digits [--jobs 2]              # tune, test, keep the figures, one method after another
     python docs/league.py run digits --methods floral ifca   # of these methods alone
     python docs/league.py add my_module:Mine digits mnist    # a method of your own in the same way, and its row among the others
+    python docs/league.py repeat digits floral               # one row again, beside its committed figures
     python docs/league.py write                              # docs/league.md from the figures that are kept
 
 ``run`` leaves in ``docs/results/league`` the files ``TASK.csv`` (one row for each test run), ``TASK-tuning.csv`` (every setting
@@ -13,12 +14,7 @@ are finished, and one that is entered is not run again; so a task can be run in 
 from __future__ import annotations
 
 import argparse
-import collections
-import io
-import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -28,12 +24,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from evidence import begin, find_test_runs
+from running import find_test_runs, keep_rows, keep_source, run_chosen, run_missing, tune
 from scipy import stats
-from tables.experiments import paste, table_row
+from tables.experiments import describe_sources, paste, read_sources, table_row
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.reading.merging import format_toml
 from fedlowrank.results.client_numbers import ACCURACY
 from fedlowrank.results.records import RunRecord
 
@@ -45,24 +40,6 @@ PAGE = ROOT / "docs" / "league.md"
 ORDER = ("digits", "mnist", "cifar10", "femnist", "shakespeare", "agnews")
 DRAWS = 4000
 """Draws of seeds with replacement, for the intervals of ranks."""
-
-
-def tune(file: Path, out: Path, jobs: int) -> None:
-    """Choose settings and test them with the command that everybody has."""
-    command = [
-        sys.executable,
-        "-m",
-        "fedlowrank.cli.main",
-        "tune",
-        str(file),
-        "--jobs",
-        str(jobs),
-        "-o",
-        str(out),
-    ]
-    paths = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment)
 
 
 def read_runs(out: Path) -> pd.DataFrame:
@@ -106,57 +83,38 @@ def run(task: str, jobs: int, only: Sequence[str] = ()) -> None:
         jobs: runs at a time.
         only: methods to run, in this order; empty for all.
     """
-    methods = ExperimentConfig.read(TASKS / f"{task}.toml").compared_methods
-    if unknown := set(only) - set(methods):
-        sys.exit(f"{task} does not compare {', '.join(sorted(unknown))}; it compares {', '.join(methods)}")
-    for method in only or methods:
-        if method in read_sources(task):
-            continue
-        out = RUNS / "league" / task / method
-        begin(out)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"{task}.toml"
-            file.write_text(format_toml(select_method(task, method)))
-            tune(file, out, jobs)
-        enter(task, method, out)
+    file, order = TASKS / f"{task}.toml", ExperimentConfig.read(TASKS / f"{task}.toml").compared_methods
+
+    def keep(method: str, out: Path) -> None:
+        FIGURES.mkdir(exist_ok=True)
+        keep_rows(FIGURES / f"{task}.csv", read_runs(out), order)
+        tried = pd.read_csv(out / "tuning.csv", dtype=str, keep_default_na=False)
+        keep_rows(FIGURES / f"{task}-tuning.csv", tried, order)
+        keep_source(FIGURES / f"{task}.json", file, method, out)
+
+    run_missing(file, FIGURES / f"{task}.json", RUNS / "league" / task, only, jobs, keep)
 
 
-def select_method(task: str, method: str) -> dict[str, Any]:
-    """The tables of a task whose only method is this one, with the method's own grid."""
-    tables = ExperimentConfig.read(TASKS / f"{task}.toml").to_dict()
-    for place in (tables.get("methods", {}), tables["tune"].get("methods", {})):
-        for other in place.keys() - {method}:
-            del place[other]
-    return {**tables, "method": method, "compare": [method]}
+def repeat(task: str, method: str, seeds: Sequence[int]) -> pd.DataFrame:
+    """Run a row of a task again with the setting that was chosen for it.
 
+    Args:
+        task: of the league.
+        method: that has figures.
+        seeds: of its test seeds.
 
-def read_sources(task: str) -> dict[str, dict[str, Any]]:
-    """Title, commit, machine and versions of each method that has figures."""
-    file = FIGURES / f"{task}.json"
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
-def enter(task: str, method: str, out: Path) -> None:
-    """Keep the figures of a method whose runs are finished."""
-    FIGURES.mkdir(exist_ok=True)
-    for name, table in (
-        (f"{task}.csv", read_runs(out).to_csv(index=False, float_format="%.6g", lineterminator="\n")),
-        (f"{task}-tuning.csv", (out / "tuning.csv").read_text()),
-    ):
-        append_table(FIGURES / name, table)
-    stored = json.loads(next(out.glob("*-s*/run.json")).read_text())
-    title = ExperimentConfig.read(TASKS / f"{task}.toml").method_title(method)
-    source = json.loads((out / "source.json").read_text()) | {"versions": stored["versions"]}
-    sources = read_sources(task) | {method: {"title": title, **source}}
-    (FIGURES / f"{task}.json").write_text(json.dumps(sources, indent=1, ensure_ascii=False) + "\n")
-
-
-def append_table(file: Path, table: str) -> None:
-    """Append the rows of a CSV text to a file, as text; a column that only one of them has is empty in the other."""
-    tables = [pd.read_csv(io.StringIO(table), dtype=str)]
-    if file.exists():
-        tables.insert(0, pd.read_csv(file, dtype=str))
-    pd.concat(tables).to_csv(file, index=False, lineterminator="\n")
+    Returns:
+        Columns method, seed, and what :func:`read_runs` gives of each run, the committed figure beside the one of this machine.
+    """
+    committed = pd.read_csv(FIGURES / f"{task}.csv").query("method == @method")
+    if unknown := set(seeds) - set(committed["seed"]):
+        sys.exit(f"{method} of {task} has no figures of seed {', '.join(map(str, sorted(unknown)))}")
+    with tempfile.TemporaryDirectory() as folder:
+        run_chosen(TASKS / f"{task}.toml", FIGURES / f"{task}-tuning.csv", method, seeds, Path(folder))
+        again = read_runs(Path(folder))
+    both = committed.merge(again, "right", ["method", "seed"], suffixes=("", " again"))
+    measures = [column for column in committed if column not in ("method", "seed", "diverged")]
+    return both[["method", "seed", *(f"{m}{end}" for m in measures for end in ("", " again"))]]
 
 
 # The table
@@ -240,7 +198,7 @@ def write() -> None:
     """Replace the tables of ``docs/league.md``."""
     done = [task for task in ORDER if (FIGURES / f"{task}.csv").exists()]
     tables = {task: pd.read_csv(FIGURES / f"{task}.csv") for task in done}
-    sources = {task: read_sources(task) for task in done}
+    sources = {task: read_sources(FIGURES / f"{task}.json") for task in done}
     titles = {k: v["title"] for by_method in sources.values() for k, v in by_method.items()}
     experiments = {task: ExperimentConfig.read(TASKS / f"{task}.toml") for task in ORDER}
     missing = {
@@ -274,16 +232,6 @@ def write() -> None:
     paste(PAGE, "league", "\n\n".join(parts))
 
 
-def describe_sources(sources: dict[str, dict[str, Any]]) -> str:
-    """Commit, machine and version of torch of the figures; with the number of methods if they have several."""
-    counts = collections.Counter(
-        f"{s['commit']}; {s['machine']}; torch {s['versions']['torch']}" for s in sources.values()
-    )
-    if len(counts) == 1:
-        return f"Commit {next(iter(counts))}"
-    return "; ".join(f"{n} methods: commit {text}" for text, n in counts.items())
-
-
 # Adding a method
 
 
@@ -302,12 +250,11 @@ def add(method: str, tasks: Sequence[str], overrides: Sequence[str], jobs: int) 
                 f"{task} has no figures; these have: {', '.join(p.stem for p in sorted(FIGURES.glob('*.json')))}"
             )
         out = RUNS / "league-own" / method.replace(":", "-") / task
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"{task}.toml"
-            file.write_text(format_toml(with_one_method(task, method, overrides)))
-            tune(file, out, jobs)
+        tune(with_one_method(task, method, overrides), out, jobs)
         rows = pd.concat([pd.read_csv(FIGURES / f"{task}.csv"), read_runs(out)], ignore_index=True)
-        titles = {k: v["title"] for k, v in read_sources(task).items()} | {"own": f"**{method}**"}
+        titles = {k: v["title"] for k, v in read_sources(FIGURES / f"{task}.json").items()} | {
+            "own": f"**{method}**"
+        }
         settings = chosen_settings(FIGURES / f"{task}-tuning.csv") | chosen_settings(out / "tuning.csv")
         print(f"{task}\n\n{task_table(rows, settings, titles)}\n")
 
@@ -321,7 +268,7 @@ def with_one_method(task: str, method: str, fields: Sequence[str]) -> dict[str, 
 
 
 def main() -> None:
-    """Run, add or write."""
+    """Run, add, repeat or write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -337,6 +284,10 @@ def main() -> None:
             added.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="only these")
         added.add_argument("tasks", nargs="+", choices=ORDER)
         added.add_argument("--jobs", type=int, default=1)
+    again = commands.add_parser("repeat")
+    again.add_argument("task", choices=ORDER)
+    again.add_argument("method")
+    again.add_argument("--seeds", type=int, nargs="+", default=[0])
     commands.add_parser("write")
     given = parser.parse_args()
     if given.command == "run":
@@ -344,7 +295,9 @@ def main() -> None:
             run(task, given.jobs, given.methods)
     elif given.command == "add":
         add(given.method, given.tasks, given.set, given.jobs)
-    if given.command != "add":
+    elif given.command == "repeat":
+        print(repeat(given.task, given.method, given.seeds).T.to_string(header=False))
+    if given.command in ("run", "write"):
         write()
 
 

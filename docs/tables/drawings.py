@@ -5,7 +5,6 @@ A part of ``docs/evidence.py``, which is the command; this file is only imported
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from tables.experiments import (
     list_methods,
     list_seeds,
     read_figures,
+    read_titles,
     title_of,
     unit_of,
 )
@@ -66,7 +66,7 @@ def draw_downlink(name: str, path: Path) -> None:
         path: of the SVG.
     """
     figures = read_figures(name)
-    titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
+    titles = read_titles(name)
     axes = _new_axes(6.4, 3.6)
     own = last_results(figures, None)
     methods = list(dict.fromkeys(figures["method"]))
@@ -117,7 +117,7 @@ def draw_page(page: str, path: Path) -> None:
         path: of the SVG.
     """
     names = [name for name in list_experiments(page) if unit_of(name)[0] == 100.0]
-    titles = {name: json.loads((FIGURES / f"{name}.json").read_text())["titles"] for name in names}
+    titles = {name: read_titles(name) for name in names}
     rows = [names[i : i + 2] for i in range(0, len(names), 2)]
     heights = [0.9 + 0.2 * max(len(titles[name]) for name in row) for row in rows]
     _set_style()

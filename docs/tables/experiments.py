@@ -5,15 +5,17 @@ A part of ``docs/evidence.py``, which is the command; this file is only imported
 
 from __future__ import annotations
 
+import collections
 import csv
 import json
 import math
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from scipy import integrate
@@ -100,10 +102,11 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         target: a method; bytes, both ways, and FLOPs are counted until its last result is reached, seed by seed.
     """
     figures, experiment = read_figures(name), _read_experiment(name)
-    source, chosen, tune = json.loads((FIGURES / f"{name}.json").read_text()), _chosen(name), experiment.tune
+    sources, chosen, tune = read_sources(FIGURES / f"{name}.json"), _chosen(name), experiment.tune
     assert tune is not None, name
     (scale, digits), costs = unit_of(name), running_costs(figures)
-    against = f"minus {source['titles'][baseline]}"
+    titles = read_titles(name)
+    against = f"minus {titles[baseline]}"
     series = [None, *figures.loc[~figures["headline"], "series"].unique()]
     heads = [
         "method",
@@ -117,13 +120,13 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         "last quarter",
         "MB up",
         "MB down",
-        *([f"{unit} to {source['titles'][target]}'s result" for unit in costs] if target else []),
+        *([f"{unit} to {titles[target]}'s result" for unit in costs] if target else []),
     ]
     lines = [table_row(heads), "| :--- | :--- |" + " ---: |" * (len(heads) - 2)]
     for method in list_methods(name):
-        lost = source.get("diverged", {}).get(method)
+        lost = sources[method].get("diverged", 0)
         cells = [
-            source["titles"][method] + (f" ({lost} seed{'s' * (lost > 1)} diverged)" if lost else ""),
+            titles[method] + (f" ({lost} seed{'s' * (lost > 1)} diverged)" if lost else ""),
             chosen.get(method, ""),
         ]
         for one in series:
@@ -145,8 +148,8 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     return "\n".join(lines) + (
         f"\n\n{'Loss' if scale == 1 else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}; "
-        f"settings chosen on seeds {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. Commit {source['commit']}, "
-        f"{source['machine']}, torch {source['versions']['torch']}. [Figures](evidence/{name}.csv), "
+        f"settings chosen on seeds {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. {describe_sources(sources)}. "
+        f"[Figures](evidence/{name}.csv), "
         f"[every setting tried](evidence/{name}-tuning.csv), made by `python docs/evidence.py run {name}`. To repeat one row: "
         f"`python docs/evidence.py repeat {name} METHOD`, METHOD is one of {', '.join(list_methods(name))}."
     )
@@ -205,7 +208,7 @@ def recovery_table(name: str) -> str:
     """Adjusted Rand index of every run whose method has shares of clusters, and how many find them, as Markdown."""
     rows = pd.read_csv(FIGURES / f"{name}-recovery.csv").pivot(index="method", columns="seed", values="index")
     rows = rows.reindex([method for method in list_methods(name) if method in rows.index])
-    titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
+    titles = read_titles(name)
     lines = [
         table_row(["seed", *map(str, rows.columns), "mean", "runs that find the clusters"]),
         "| :--- |" + " ---: |" * (len(rows.columns) + 2),
@@ -263,9 +266,33 @@ def unit_of(name: str) -> tuple[float, int]:
     return (1.0, 4) if is_loss else (100.0, 1)
 
 
-def read_tried(name: str) -> list[tuple[str, bool, dict[str, str]]]:
+def read_sources(file: Path) -> dict[str, dict[str, Any]]:
+    """Title, commit, machine and versions of each method that has figures, and how many of its test runs diverged, if any."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def read_titles(name: str) -> dict[str, str]:
+    """Titles of an experiment's methods that have figures."""
+    return {method: source["title"] for method, source in read_sources(FIGURES / f"{name}.json").items()}
+
+
+def describe_sources(sources: Mapping[str, Mapping[str, Any]]) -> str:
+    """Commits of the figures by machine and version of torch, with the number of methods if there are several commits."""
+    places: dict[str, collections.Counter[str]] = {}
+    for s in sources.values():
+        place = f"{s['machine']}, torch {s['versions']['torch']}"
+        places.setdefault(place, collections.Counter())[s["commit"]] += 1
+    parts = []
+    for place, counts in places.items():
+        commits = [f"{commit} ({n} methods)" for commit, n in counts.items()]
+        alone = len(places) == len(commits) == 1
+        parts.append(f"Commit {next(iter(counts)) if alone else ', '.join(commits)}, {place}")
+    return "; ".join(parts)
+
+
+def read_tried(tuning: Path) -> list[tuple[str, bool, dict[str, str]]]:
     """Every setting that was tried: its method, whether it was chosen, and the values as they stand in the file."""
-    with (FIGURES / f"{name}-tuning.csv").open(newline="") as file:
+    with tuning.open(newline="") as file:
         rows = list(csv.DictReader(file))
     fields = list(rows[0])[list(rows[0]).index("messages") + 1 :]
     return [(row["method"], row["chosen"] == "True", {f: row[f] for f in fields if row[f]}) for row in rows]
@@ -273,7 +300,7 @@ def read_tried(name: str) -> list[tuple[str, bool, dict[str, str]]]:
 
 def _chosen(name: str) -> dict[str, str]:
     """The chosen settings by method; an edge of the grid is marked."""
-    rows, found = read_tried(name), {}
+    rows, found = read_tried(FIGURES / f"{name}-tuning.csv"), {}
     for method, is_chosen, values in rows:
         if is_chosen:
             tried = {f: {own[f] for other, _, own in rows if other == method} for f in values}

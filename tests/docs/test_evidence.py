@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -31,7 +32,7 @@ def load(name: str) -> Any:
         sys.path.pop(0)
 
 
-evidence, tables, claims = (load(name) for name in ("evidence", "tables.experiments", "tables.claims"))
+evidence, running, tables, claims = map(load, ("evidence", "running", "tables.experiments", "tables.claims"))
 RESULTS = ROOT / "docs" / "results"
 SETTINGS = tomllib.loads((RESULTS / "evidence.toml").read_text())
 ENTERED = sorted(path.stem.removesuffix("-tuning") for path in (RESULTS / "evidence").glob("*-tuning.csv"))
@@ -80,11 +81,16 @@ def test_runs_are_summarized_by_round_and_series() -> None:
     assert losses.set_index(["series", "round"]).loc["personal", 3]["worst"] == 0.9
 
 
-def test_clients_and_costs_of_rounds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "FIGURES", tmp_path)
+def test_clients_and_costs_of_rounds_are_kept(tmp_path: Path) -> None:
     runs, rounds = rows()
     runs["n"] = 10
-    evidence.keep_details("new", runs, rounds.assign(seconds_train=0.25))
+
+    def keep() -> None:
+        running.keep_rows(tmp_path / "new-clients.csv.gz", evidence.last_of_clients(runs), ["m"])
+        costs = evidence.costs_of_rounds(rounds.assign(seconds_train=0.25))
+        running.keep_rows(tmp_path / "new-rounds.csv.gz", costs, ["m"])
+
+    keep()
     clients = pd.read_csv(tmp_path / "new-clients.csv.gz").set_index(["series", "client", "split"])
     # two clients, two series, two splits of the last round
     assert len(clients) == 8
@@ -93,7 +99,9 @@ def test_clients_and_costs_of_rounds_are_kept(tmp_path: Path, monkeypatch: pytes
     assert costs["bytes_up"].tolist() == [0, 10, 20, 30]
     assert costs["seconds_train"].tolist() == [0.25] * 4
     before = (tmp_path / "new-clients.csv.gz").read_bytes()
-    evidence.keep_details("new", runs, rounds.assign(seconds_train=0.25))
+    (tmp_path / "new-clients.csv.gz").unlink()
+    (tmp_path / "new-rounds.csv.gz").unlink()
+    keep()
     assert (tmp_path / "new-clients.csv.gz").read_bytes() == before
 
 
@@ -129,24 +137,69 @@ def test_bytes_are_counted_until_the_target_is_reached() -> None:
 
 
 @pytest.mark.full
+def test_an_experiment_runs_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Methods that are run apart, the last one first, have the figures and the place in the files of a run of all at once."""
+    (tmp_path / "small.toml").write_text(
+        'name = "small"\nmethod = "fedavg"\ncompare = ["fedavg", "ifca", "fedrep"]\n[data]\nsource = "digits"\n'
+        '[concept]\nkind = "rotation"\n[partition]\nkind = "iid"\nclients = 4\n[model]\nnames = ["mlp"]\nhidden = [8]\n'
+        '[run]\nrounds = 2\n[tune]\nseeds = [100]\ntest_seeds = [0, 1]\n[tune.grid]\n"optimizer.lr" = [0.1, 0.3]\n'
+        '[tune.methods.fedrep]\n"optimizer.lr" = [0.1]\nhead_epochs = [1, 2]\n'
+    )
+
+    def begin(out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "source.json").write_text(json.dumps({"commit": out.parents[2].name}))
+
+    monkeypatch.setattr(running, "begin", begin)
+    monkeypatch.setattr(evidence, "EXPERIMENTS", tmp_path)
+    for name, calls in (("parts", [["fedrep"], ["fedavg"], []]), ("whole", [[]])):
+        monkeypatch.setattr(evidence, "FIGURES", tmp_path / name)
+        monkeypatch.setattr(evidence, "RUNS", tmp_path / name / "runs")
+        for only in calls:
+            evidence.run("small", 1, only)
+            shutil.rmtree(tmp_path / name / "runs" / "small" / "fedrep", ignore_errors=True)
+    names = sorted(path.name for path in (tmp_path / "whole").glob("small*"))
+    assert len(names) == 6, names  # with the shares of IFCA
+    for file in names:
+        parts, whole = (tmp_path / folder / file for folder in ("parts", "whole"))
+        if file == "small.json":
+            sources = json.loads(parts.read_text())
+            assert list(sources) == ["fedavg", "ifca", "fedrep"]
+            assert {source["commit"] for source in sources.values()} == {"parts"}
+            continue
+        kept, expected = (pd.read_csv(path) for path in (parts, whole))
+        # the seconds of training are of one run
+        same = [column for column in expected if not column.startswith("seconds_")]
+        pd.testing.assert_frame_equal(kept[same], expected[same], check_like=True)
+    monkeypatch.setattr(evidence, "read_figures", lambda name: pd.read_csv(tmp_path / "parts" / "small.csv"))
+    capsys.readouterr()
+    evidence.repeat("small", "fedrep", [1])
+    (row,) = capsys.readouterr().out.splitlines()[-1:]
+    assert row.split()[:3] == ["fedrep", "1", "personal"]
+    assert float(row.split()[-1]) == 0
+
+
+@pytest.mark.full
 def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def commit(path: str, text: str) -> str:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-        evidence._git("add", ".")
-        evidence._git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")
-        actual: str = evidence._git("rev-parse", "HEAD")
+        running._git("add", ".")
+        running._git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")
+        actual: str = running._git("rev-parse", "HEAD")
         return actual
 
-    monkeypatch.setattr(evidence, "ROOT", tmp_path)
-    evidence._git("init", "-q")
+    monkeypatch.setattr(running, "ROOT", tmp_path)
+    running._git("init", "-q")
     begun = commit("src/a.py", "1")
     commit("docs/a.md", "1")
     commit("experiments/evidence/new.toml", "1")
-    evidence.check_commit(begun, tmp_path)
+    running.check_commit(begun, tmp_path)
     commit("experiments/evidence/methods.py", "1")
     with pytest.raises(SystemExit, match=r"changes in experiments/evidence/methods\.py"):
-        evidence.check_commit(begun, tmp_path)
+        running.check_commit(begun, tmp_path)
 
 
 @pytest.mark.full
@@ -165,7 +218,8 @@ RECOVERED = sorted(p.stem for p in (RESULTS / "evidence").glob("*-recovery.csv")
 def test_a_page_shows_which_runs_found_the_clusters(stem: str) -> None:
     name = stem.removesuffix("-recovery")
     page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text().split(f"<!-- evidence {name} -->")[1]
-    titles = json.loads((RESULTS / "evidence" / f"{name}.json").read_text())["titles"]
+    sources = json.loads((RESULTS / "evidence" / f"{name}.json").read_text())
+    titles = {method: source["title"] for method, source in sources.items()}
     with (RESULTS / "evidence" / f"{stem}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for method in {row["method"] for row in rows}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import re
 import shutil
 import sys
@@ -26,6 +27,7 @@ from fedlowrank.methods import METHODS, FedAvg
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 league: Any = importlib.import_module("league")
+running: Any = importlib.import_module("running")
 sys.path.pop(0)
 
 TUNES_FACTORS = {"fedit", "hetlora", "flexlora", "flora", "fedhl", "ffa_lora", "fedsa_lora", "fedex_lora"}
@@ -64,7 +66,10 @@ def test_ranks_by_hand() -> None:
 @pytest.mark.parametrize("task", DONE)
 def test_the_page_shows_what_the_raw_runs_give(task: str) -> None:
     rows = pd.read_csv(league.FIGURES / f"{task}.csv")
-    titles = {method: source["title"] for method, source in league.read_sources(task).items()}
+    titles = {
+        method: source["title"]
+        for method, source in league.read_sources(league.FIGURES / f"{task}.json").items()
+    }
     page = league.PAGE.read_text()
     start = page.index(f"    python docs/league.py run {task}\n")
     lines = page[start : page.index("</div>", page.index("sortable", start))].splitlines()
@@ -117,7 +122,7 @@ def small_league(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         (out / "source.json").write_text('{"commit": "abc"}')
 
-    monkeypatch.setattr(league, "begin", begin)
+    monkeypatch.setattr(running, "begin", begin)
     return tmp_path
 
 
@@ -181,7 +186,12 @@ def test_a_task_runs_in_parts(small_league: Path) -> None:
     assert settings.groupby("method")["chosen"].sum().to_dict() == {"standalone": 1, "ditto": 1}
     assert settings["lam"].fillna(0).tolist() == [0, 0, 0.1, 1.0]
     assert not (small_league / "runs" / "league" / "digits" / "standalone").exists()
-    assert {m: s["commit"] for m, s in league.read_sources("digits").items()} == {
-        "standalone": "abc",
-        "ditto": "abc",
-    }
+    sources = json.loads((small_league / "figures" / "digits.json").read_text())
+    assert {m: s["commit"] for m, s in sources.items()} == {"standalone": "abc", "ditto": "abc"}
+    for method in sources:
+        again = league.repeat("digits", method, [1, 0]).set_index("seed")
+        for measure in ("accuracy", "worst", "bytes"):
+            # six digits are kept
+            assert again[f"{measure} again"].tolist() == pytest.approx(again[measure].tolist(), rel=1e-5)
+    with pytest.raises(SystemExit, match="ditto of digits has no figures of seed 7"):
+        league.repeat("digits", "ditto", [0, 7])

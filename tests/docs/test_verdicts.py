@@ -287,7 +287,8 @@ def read_effect(effect: str) -> float:
 def test_a_table_counts_the_runs_that_find_the_clusters(path: Path) -> None:
     name = path.stem.removesuffix("-recovery")
     table = (RESULTS / "floral.md").read_text().split(f"<!-- evidence {name} -->")[1].split("<!-- end -->")[0]
-    titles = json.loads(path.with_name(f"{name}.json").read_text())["titles"]
+    sources = json.loads(path.with_name(f"{name}.json").read_text())
+    titles = {method: source["title"] for method, source in sources.items()}
     for method in {row["method"] for row in read(path.stem)}:
         k = successes({"experiment": name, "method": method, "rate": "found"})
         low, high = (f"{100 * end:.0f} %" for end in wilson(k, 5))
@@ -304,7 +305,7 @@ def test_diverged_seeds_are_those_of_the_record() -> None:
             record = json.loads((RESULTS / "evidence" / f"{case['experiment']}.json").read_text())
             for side in ("method", "against"):
                 kept = len(values_of(case, side))
-                lost = (record.get("diverged") or {}).get(case[side], 0)
+                lost = record[case[side]].get("diverged", 0)
                 assert kept == runs_planned(case["experiment"]) - lost, (case["experiment"], case[side])
 
 

@@ -1,0 +1,197 @@
+"""Running a tuned experiment method by method, and keeping the figures of each, for ``evidence.py`` and ``league.py``.
+
+A method is kept as soon as its runs are finished, and one that is kept is not run again; so an experiment can be run in parts.
+Of every method the file ``NAME.json`` says, in a line of its own, which commit, machine and versions its figures come from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tables.experiments import read_sources, read_tried
+
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.reading.merging import format_toml
+from fedlowrank.config.tuning import Setting, tuned_experiment
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_missing(
+    file: Path, sources: Path, runs: Path, only: Sequence[str], jobs: int, keep: Callable[[str, Path], None]
+) -> None:
+    """Tune and test the methods of an experiment that have no figures yet, one after another.
+
+    Args:
+        file: of the experiment, with a section ``[tune]``.
+        sources: the file of :func:`read_sources`, where methods stand that have figures.
+        runs: folder with a folder of runs for each method; runs that are there go on where they stopped.
+        only: methods to run, in this order; empty for all.
+        jobs: runs at a time.
+        keep: called with a method and its folder when its runs are finished.
+    """
+    methods = ExperimentConfig.read(file).compared_methods
+    if unknown := set(only) - set(methods):
+        sys.exit(
+            f"{file.stem} does not compare {', '.join(sorted(unknown))}; it compares {', '.join(methods)}"
+        )
+    for method in only or methods:
+        if method in read_sources(sources):
+            continue
+        begin(runs / method)
+        tune(select_method(file, method), runs / method, jobs)
+        keep(method, runs / method)
+
+
+def select_method(file: Path, method: str) -> dict[str, Any]:
+    """The tables of an experiment whose only method is this one, with the method's own grid."""
+    tables = ExperimentConfig.read(file).to_dict()
+    for place in (tables.get("methods", {}), tables["tune"].get("methods", {})):
+        for other in place.keys() - {method}:
+            del place[other]
+    return {**tables, "method": method, "compare": [method]}
+
+
+def tune(tables: Mapping[str, Any], out: Path, jobs: int) -> None:
+    """Choose settings and test them with the command that everybody has."""
+    call_command("tune", format_toml(tables), "--jobs", str(jobs), "-o", str(out))
+
+
+def run_chosen(file: Path, tuning: Path, method: str, seeds: Sequence[int], out: Path) -> None:
+    """Run a method again with the setting that was chosen for it.
+
+    Args:
+        file: of the experiment.
+        tuning: every setting that was tried.
+        method: with figures.
+        seeds: to run.
+        out: folder of the runs.
+    """
+    chosen = {name: values for name, is_chosen, values in read_tried(tuning) if is_chosen}
+    if method not in chosen:
+        sys.exit(f"{file.stem} has no row {method!r}; it has {', '.join(chosen)}")
+    setting = Setting(method, {field: json.loads(value) for field, value in chosen[method].items()})
+    text = tuned_experiment(ExperimentConfig.read(file), [setting]).to_toml()
+    call_command("compare", text, "-o", str(out), "--seeds", ",".join(map(str, seeds)))
+
+
+def call_command(command: str, experiment: str, *options: str) -> None:
+    """Call ``fedlowrank`` with an experiment's text; code of one's own is found from the working directory, too."""
+    paths = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "experiment.toml"
+        file.write_text(experiment)
+        subprocess.run(
+            [sys.executable, "-m", "fedlowrank.cli.main", command, str(file), *options],
+            check=True,
+            cwd=ROOT,
+            env=environment,
+        )
+
+
+# Where figures come from
+
+
+def begin(out: Path) -> None:
+    """Note commit and machine in a folder of runs, new or begun; refuse code that no commit has, or another one."""
+    if _git("status", "--porcelain", "--", "src", "experiments"):
+        sys.exit(
+            "src/ or experiments/ have changes that are not committed: the figures would name a wrong commit"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    source = out / "source.json"
+    described = describe_source()
+    if source.exists():
+        begun = json.loads(source.read_text())
+        check_commit(begun["commit"], out)
+        # the same code; the experiment's file may have grown
+        described = begun | {"commit": described["commit"]}
+    source.write_text(json.dumps(described, indent=1))
+
+
+def check_commit(begun: str, out: Path) -> None:
+    """Refuse to go on with other code than the runs that are there."""
+    changed = _git("diff", "--name-only", begun, "HEAD", "--", "src", ":(glob)experiments/**/*.py")
+    if changed:
+        sys.exit(
+            f"{out} was begun at commit {begun}; since then there are changes in {', '.join(changed.split())}. Check "
+            "out that commit to go on, or remove the folder to begin anew."
+        )
+
+
+def describe_source() -> dict[str, Any]:
+    """Commit and machine, with its vector instructions, by which results round."""
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "machine": f"{model[1] if model else 'unknown processor'}, {torch.backends.cpu.get_cpu_capability()}, "
+        f"{os.cpu_count()} cores, no GPU",
+    }
+
+
+def _git(*command: str) -> str:
+    return subprocess.run(
+        ["git", *command], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+# Keeping figures
+
+
+def find_test_runs(out: Path) -> tuple[list[Path], list[tuple[str, int]]]:
+    """Folders of the finished runs with test seeds, and method and seed of each run that diverged."""
+    found = sorted(path.parent for path in out.glob("*-s*/run.json") if ".old-" not in str(path))
+    states = {folder: json.loads((folder / "status.json").read_text())["state"] for folder in found}
+    ended = [folder for folder, state in states.items() if state == "finished"]
+    diverged = [folder for folder, state in states.items() if state == "diverged"]
+    missing = [folder.name for folder in found if folder not in ended and folder not in diverged]
+    if missing or not found:
+        sys.exit(f"not all runs in {out} came to their end: {', '.join(missing) or 'there are none'}")
+    parts = [folder.name.rpartition("-s") for folder in diverged]
+    return ended, [(method, int(seed)) for method, _, seed in parts]
+
+
+def keep_rows(file: Path, rows: pd.DataFrame, order: Sequence[str]) -> None:
+    """Add the rows of a method to a table of figures; the others stay as they are, as text.
+
+    Args:
+        file: CSV, compressed if its name says so; it need not exist.
+        rows: with a column method; a column that only one of both tables has is empty in the other.
+        order: of methods in the file.
+    """
+    read: dict[str, Any] = {"dtype": str, "keep_default_na": False}
+    # with an old time of writing, equal figures are an equal file
+    compression: Any = {"method": "gzip", "mtime": 0} if file.suffix == ".gz" else None
+    write: dict[str, Any] = {"index": False, "lineterminator": "\n", "compression": compression}
+    if file.exists():
+        with tempfile.TemporaryFile("w+") as text:
+            rows.to_csv(text, float_format="%.6g", index=False)
+            text.seek(0)
+            rows = pd.concat([pd.read_csv(file, **read), pd.read_csv(text, **read)])
+    places = rows["method"].map({method: k for k, method in enumerate(order)})
+    rows.iloc[places.argsort(kind="stable")].to_csv(file, float_format="%.6g", **write)
+
+
+def keep_source(sources: Path, file: Path, method: str, out: Path) -> None:
+    """Add title, commit, machine, versions and number of diverged test runs of a method to ``NAME.json``."""
+    versions = json.loads(next(out.glob("*-s*/run.json")).read_text())["versions"]
+    experiment = ExperimentConfig.read(file)
+    source = json.loads((out / "source.json").read_text()) | {"versions": versions}
+    own = {"title": experiment.method_title(method), **source}
+    if diverged := len(find_test_runs(out)[1]):
+        own["diverged"] = diverged
+    kept = read_sources(sources) | {method: own}
+    ordered = [m for m in experiment.compared_methods if m in kept]
+    lines = [f"{json.dumps(m)}: {json.dumps(kept[m], ensure_ascii=False)}" for m in ordered]
+    sources.write_text("{\n" + ",\n".join(lines) + "\n}\n")
