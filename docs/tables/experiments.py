@@ -284,7 +284,7 @@ def describe_sources(sources: Mapping[str, Mapping[str, Any]]) -> str:
         places.setdefault(place, collections.Counter())[s["commit"]] += 1
     parts = []
     for place, counts in places.items():
-        commits = [f"{commit} ({n} methods)" for commit, n in counts.items()]
+        commits = [f"{commit} ({n} method{'s' * (n > 1)})" for commit, n in counts.items()]
         alone = len(places) == len(commits) == 1
         parts.append(f"Commit {next(iter(counts)) if alone else ', '.join(commits)}, {place}")
     return "; ".join(parts)
