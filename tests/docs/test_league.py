@@ -47,6 +47,19 @@ def test_every_method_has_the_same_budget(task: str) -> None:
     assert experiment.tune.test_seeds == (0, 1, 2, 3, 4)
 
 
+@pytest.mark.parametrize(
+    "method", ExperimentConfig.read(league.TASKS / "agnews.toml").compared_methods, ids=str
+)
+def test_a_method_of_a_lora_task_accepts_the_ranks_of_its_clients(method: str) -> None:
+    experiment = ExperimentConfig.read(league.TASKS / "agnews.toml")
+    clients = [(np.random.default_rng(k).normal(size=(20, 20)), np.arange(20)) for k in range(10)]
+    federation = Federation.from_arrays(
+        clients, nn.Linear(20, 20), rank=experiment.lora.ranks, val=0, test=0.5
+    )
+    result = simulate(experiment.build_method(method), federation, rounds=1)
+    assert len(result.rounds) == 2
+
+
 def test_ranks_by_hand() -> None:
     accuracy = {"best": [0.9, 0.8], "twin": [0.5, 0.6], "other twin": [0.6, 0.5], "lost": [0.99, None]}
     rows = pd.DataFrame(

@@ -12,8 +12,9 @@ import torch
 from fedlowrank.adapters.lora.lora_factors import lora_of
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core import tree
-from fedlowrank.core.errors import TaskError
+from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.engines.sequential import Sequential
+from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -116,6 +117,27 @@ def test_unequal_ranks_are_refused_with_both_clients(kind: Any) -> None:
         TaskError, match=rf"{kind.title} .* client 0 has 2 and client 2 has 3.*fedhl, hetlora"
     ):
         run_lora(kind, 0, ranks=(2, 2, 3, 2))
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorized])
+@pytest.mark.parametrize("scaling", ["equal", "alpha"])
+@pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
+def test_a_common_rank_is_as_if_all_clients_brought_it(kind: Any, scaling: Any, engine: Any) -> None:
+    common = LoRATraining(common_rank=3, scaling=scaling)
+    a = run_lora(kind, ranks=(1, 4, 2, 3), engine=engine, participation=0.75, training=common)
+    own = LoRATraining(rank=3, scaling=scaling)
+    b = run_lora(kind, ranks=(3,) * 4, engine=engine, participation=0.75, training=own)
+    for (path, x), (_, y) in zip(tree.leaves(a.state.server), tree.leaves(b.state.server), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12, msg=path)
+    for k in range(4):
+        torch.testing.assert_close(predict(a, k), predict(b, k), rtol=0, atol=1e-12)
+
+
+def test_two_ranks_for_all_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"leave training\.rank out"):
+        LoRATraining(rank=2, common_rank=2)
+    with pytest.raises(ConfigError, match=r"training\.common_rank"):
+        LoRATraining(common_rank=0)
 
 
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])

@@ -23,7 +23,7 @@ class LoraSettings(CheckedFields):
     Attributes:
         ranks: ranks of the clients; a shorter list is repeated evenly over the clients, so that of 100 clients and a
             list of ten the first ten get the first rank. Empty: ``methods.NAME.training.rank`` for all, which is r by
-            default.
+            default. ``training.common_rank`` of a method goes before them.
         r: rank that the layers are made for, lowered where it is larger than a layer allows; None adds updates to the
             weights themselves and wraps nothing.
         lora_alpha: coefficient α; the scale of updates is α/r. None for a scale of 1.

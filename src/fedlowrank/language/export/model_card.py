@@ -116,9 +116,9 @@ def list_lora_ranks(run: Run, max_rank: int, default_rank: int) -> list[int]:
         default_rank: rank of the model's own factors, for methods that set no rank.
     """
     training = getattr(unwrap(run.method), "training", None)
-    if isinstance(training, LoRATraining):
-        default_rank = training.rank or default_rank
-    return [min(info.rank or default_rank, max_rank) for info in run.federation.infos]
+    if not isinstance(training, LoRATraining):
+        training = LoRATraining()
+    return [min(training.find_set_rank(info) or default_rank, max_rank) for info in run.federation.infos]
 
 
 def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] = ()) -> RunFacts:

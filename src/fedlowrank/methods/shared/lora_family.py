@@ -20,7 +20,7 @@ from ...adapters.wire_format import PackedFactors, Quantized, Rounded, WireType,
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
 from ...core.contract import ClientInfo, ClientView, Model, Task
-from ...core.errors import LoweredRankWarning, TaskError, warn_user
+from ...core.errors import ConfigError, LoweredRankWarning, TaskError, warn_user
 from ...core.tree import Params, tree_dataclass
 from ...linalg.pair import Factors, Pair, truncate_pair
 
@@ -70,6 +70,8 @@ class LoRATraining(CheckedFields):
             for 8 where the model has none. A rank above min(d, k) of a layer is lowered, with a warning: to the
             largest min(d, k) of the model's layers, so that the scale α/r is that of the lowered rank; and, in
             layers with a smaller min(d, k), to that, under the same scale.
+        common_rank: rank of all clients, instead of the ranks that they bring; None for their own ranks. A method that
+            needs one rank, such as FedIT, can so be compared with methods for unequal ranks in one experiment.
         scaling: scale of clients with unequal ranks: equal, all clients have the scale of the configuration, α_i =
             c·r_i; alpha, they have its α, so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
         head: treatment of the parameters trained beside the factors, such as a classification head: shared,
@@ -80,6 +82,7 @@ class LoRATraining(CheckedFields):
     section = "training"
 
     rank: int | None = None
+    common_rank: int | None = None
     scaling: Literal["equal", "alpha"] = "equal"
     head: Literal["shared", "personal", "frozen"] = "shared"
     wire: WireType = "float32"
@@ -87,6 +90,12 @@ class LoRATraining(CheckedFields):
     def __post_init__(self) -> None:
         if self.rank is not None:
             object.__setattr__(self, "rank", check_minimum("training.rank", self.rank, 1))
+        if self.common_rank is not None:
+            object.__setattr__(
+                self, "common_rank", check_minimum("training.common_rank", self.common_rank, 1)
+            )
+            if self.rank is not None:
+                raise ConfigError("training.common_rank is the rank of all clients; leave training.rank out")
 
     def find_rank(self, client: ClientInfo, lora: LoRA) -> int:
         """Find the rank of a client's factors.
@@ -103,19 +112,19 @@ class LoRATraining(CheckedFields):
 
         Args:
             client: client whose rank is wanted.
-            factors: factors of the client with the largest rank. If no client has a rank of its own and ``rank`` is
-                None, all clients have this rank, because :meth:`resolve_ranks` refuses clients of which only some
+            factors: factors of the client with the largest rank. If no client has a rank of its own and no rank is
+                set, all clients have this rank, because :meth:`resolve_ranks` refuses clients of which only some
                 have a rank.
         """
         largest_rank = measure_rank(factors)
-        return min(self._find_set_rank(client) or largest_rank, largest_rank)
+        return min(self.find_set_rank(client) or largest_rank, largest_rank)
 
-    def _find_set_rank(self, client: ClientInfo) -> int | None:
+    def find_set_rank(self, client: ClientInfo) -> int | None:
         """Find the rank that the client or the method sets; it is at least 1."""
-        return client.rank or self.rank
+        return self.common_rank or client.rank or self.rank
 
     def _find_requested_rank(self, client: ClientInfo, lora: LoRA) -> int:
-        return self._find_set_rank(client) or lora.rank or DEFAULT_RANK
+        return self.find_set_rank(client) or lora.rank or DEFAULT_RANK
 
     def describe_ranks(self, task: Task, method: str) -> list[str]:
         """Describe the ranks that are above the largest rank of a layer."""
@@ -135,7 +144,7 @@ class LoRATraining(CheckedFields):
         """
         lora = lora_of(task.common_model(method))
         unranked_ids = [client.id for client in task.clients if client.rank is None]
-        if self.rank is None and 0 < len(unranked_ids) < len(task.clients):
+        if self.rank is None and self.common_rank is None and 0 < len(unranked_ids) < len(task.clients):
             raise TaskError(
                 f"{method}: client {unranked_ids[0]} has no rank, and others have one. Give all clients a rank, or set "
                 "training.rank for those without"
@@ -165,7 +174,7 @@ class LoRATraining(CheckedFields):
             raise TaskError(
                 f"{method} averages factors entry by entry, so all clients need one rank, but client "
                 f"{task.clients[0].id} has {ranks[0]} and client {task.clients[index].id} has "
-                f"{ranks[index]}. Give all the same rank, or choose a method for unequal ranks: fedhl, "
+                f"{ranks[index]}. Set training.common_rank, or choose a method for unequal ranks: fedhl, "
                 "hetlora, flexlora or flora."
             )
         return ranks[0]
@@ -174,7 +183,9 @@ class LoRATraining(CheckedFields):
         """Build the scaling by rank under a model's configuration."""
         power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
         configured_rank = (
-            min(self.rank or DEFAULT_RANK, lora.largest_rank) if lora.rank is None else lora.rank
+            min(self.common_rank or self.rank or DEFAULT_RANK, lora.largest_rank)
+            if lora.rank is None
+            else lora.rank
         )
         return Scaling(lora.scale, configured_rank, power)
 
