@@ -40,6 +40,7 @@ from tables.experiments import (
     table,
     truncation_table,
 )
+from tables.horizons import choices_table, horizons_table
 
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.config.experiment import ExperimentConfig
@@ -224,6 +225,9 @@ def write() -> None:
             paste(RESULTS / found["page"], name, text)
     for page, text in comparisons_tables().values():
         paste(RESULTS / page, "claims", text)
+    for page in ("fedhl.md", "fedhl-horizons.md"):
+        paste(RESULTS / page, "horizons", horizons_table())
+    paste(RESULTS / "fedhl-horizons.md", "choices", choices_table())
     paste(RESULTS / "index.md", "count", count_verdicts())
     paste(RESULTS / "index.md", "verdicts", verdicts_table())
     for paper in papers():

@@ -286,10 +286,11 @@ def _format_diverged(case: Case) -> str:
 
 def _link(claim: dict[str, Any], cases: Sequence[Case]) -> str:
     """To the section of the nearest comparison's experiment."""
-    page: str = claim["page"]
     if not cases:
-        return page
-    above = (RESULTS / page).read_text().split(f"<!-- evidence {nearest_case(cases).experiment} -->")[0]
+        return str(claim["page"])
+    nearest = nearest_case(cases).experiment
+    page = read_settings()[nearest]["page"]
+    above = (RESULTS / page).read_text().split(f"<!-- evidence {nearest} -->")[0]
     title = re.findall(r"^##+ (.*)$", above, flags=re.MULTILINE)[-1]
     anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
     return f"{page}#{anchor}"

@@ -265,6 +265,7 @@ def draw() -> None:
     for paper in ("pFedLoRA", "FedSLR", "FedHL", "FLoRAL"):
         page = paper.lower()
         draw_claims(paper, RESULTS / "figures" / f"{page}-claims.svg")
+    for page in ("pfedlora", "fedslr", "fedhl", "fedhl-horizons", "floral"):
         draw_page(f"{page}.md", RESULTS / "figures" / f"{page}-accuracy.svg")
     if (FIGURES / "fedslr-mnist.csv").exists():
         draw_downlink("fedslr-mnist", RESULTS / "figures" / "fedslr-mnist-downlink.svg")

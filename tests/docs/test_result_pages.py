@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import itertools
 import json
@@ -152,6 +153,46 @@ class TestBytes:
         assert len(points) == 3
         mean, half = f"{np.mean(points):.1f}", f"{half_width(points):.1f}"
         assert re.search(rf"\| FedHL \| none \| – \| [\d,]+ \| 1\.0 \| {mean} ± {half} \|", page("bytes"))
+
+
+class TestHorizons:
+    """The short tables of FedHL on teachers, from the raw figures by numpy."""
+
+    def difference(self, experiment, against, series):
+        """The cell of FedHL minus another method; empty without figures."""
+        file = RESULTS / "evidence" / f"{experiment}.csv"
+        if not file.exists():
+            return ""
+        last = {}
+        with file.open(newline="") as lines:
+            for row in csv.DictReader(lines):
+                if row["series"] == series:
+                    last[row["method"], int(row["seed"])] = 100 * float(row["test"])
+        values = [last["fedhl", s] - last[against, s] for s in range(20)]
+        mean, half = np.mean(values), half_width(values)
+        return f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]".replace("-", "−")
+
+    @pytest.mark.parametrize("page_name", ["fedhl", "fedhl-horizons"])
+    def test_the_lead_of_the_servers_model(self, page_name):
+        head, rows = next(table for table in tables(page_name) if table[0][0] == "rank of the teacher")
+        for row in rows:
+            teacher = row[0].replace(", skewed", "-skew").replace(", IID", "-iid")
+            for end, cell in zip(head[1:], row[1:], strict=True):
+                name = f"teacher-{teacher}-{end.replace(' rounds', '').replace(', ', '-')}"
+                assert cell == self.difference(name, "flexlora", "server"), name
+
+    def test_the_lead_of_own_models_by_who_chose(self):
+        head, rows = next(table for table in tables("fedhl-horizons") if table[0][0] == "teacher")
+        assert head[1::2] == ["minus zero padding, server", "minus FlexLoRA, server"]
+        for row in rows:
+            rank, kind, *end = row[0].removeprefix("rank ").replace(" rounds", "").split(", ")
+            name = "-".join(["teacher", rank, {"skewed": "skew", "IID": "iid"}[kind], *end])
+            expected = [
+                self.difference(n, o, "personal")
+                for o in ("hetlora", "flexlora")
+                for n in (name, f"{name}-own")
+            ]
+            assert row[1:] == expected, name
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,0 +1,51 @@
+"""FedHL on teachers by horizon, rate and the model that chose the rate: short tables of many experiments.
+
+A part of ``docs/evidence.py``, which is the command; this file is only imported.
+"""
+
+from __future__ import annotations
+
+from tables.experiments import FIGURES, difference, format_difference, read_figures, table_row
+
+TEACHERS = {"24-skew": "24, skewed", "8-skew": "8, skewed", "8-iid": "8, IID", "1-skew": "1, skewed"}
+ENDS = {
+    f"{rounds}{rate}": f"{rounds} rounds{', cosine' if rate else ''}"
+    for rate in ("", "-cosine")
+    for rounds in (10, 20, 60)
+}
+
+
+def horizons_table() -> str:
+    """FedHL minus FlexLoRA, the server's model, by teacher, horizon and rate."""
+    lines = [table_row(["rank of the teacher", *ENDS.values()]), "| :--- |" + " ---: |" * len(ENDS)]
+    for teacher, title in TEACHERS.items():
+        names = [f"teacher-{teacher}-{end}" for end in ENDS]
+        lines.append(table_row([title, *(_difference(name, "flexlora", "server") for name in names)]))
+    return (
+        "\n".join(lines)
+        + "\n\nFedHL minus FlexLoRA, accuracy of the server's model in points, 95 % interval."
+    )
+
+
+def choices_table() -> str:
+    """FedHL minus zero padding and FlexLoRA, own models, with rates chosen by the server's and by the own models."""
+    others = {"hetlora": "zero padding", "flexlora": "FlexLoRA"}
+    heads = [f"minus {other}, {chosen}" for other in others.values() for chosen in ("server", "own models")]
+    lines = [table_row(["teacher", *heads]), "| :--- |" + " ---: |" * len(heads)]
+    for teacher, title in TEACHERS.items():
+        for end, rounds in ENDS.items():
+            name = f"teacher-{teacher}-{end}"
+            if (FIGURES / f"{name}-own.csv").exists():
+                found = [_difference(n, other, None) for other in others for n in (name, f"{name}-own")]
+                lines.append(table_row([f"rank {title}, {rounds}", *found]))
+    return "\n".join(lines) + (
+        "\n\nFedHL minus the other method, accuracy of the clients' own models in points, 95 % interval, with learning rates "
+        "chosen by the server's model or by the own models."
+    )
+
+
+def _difference(name: str, against: str, series: str | None) -> str:
+    """A difference of FedHL and another method; nothing if the experiment has no figures."""
+    if not (FIGURES / f"{name}.csv").exists():
+        return ""
+    return format_difference(difference(read_figures(name), "fedhl", against, series), 100.0, 1)
