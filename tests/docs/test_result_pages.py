@@ -155,6 +155,42 @@ class TestBytes:
         assert re.search(rf"\| FedHL \| none \| – \| [\d,]+ \| 1\.0 \| {mean} ± {half} \|", page("bytes"))
 
 
+class TestSmolLM2:
+    """The comparisons at one learning rate, from the file of runs by numpy."""
+
+    @pytest.fixture
+    def last(self):
+        """Round 10 of each arm and seed with the learning rate 4e-3."""
+        lines = (RESULTS / "evidence" / "smollm2-banking-25.jsonl").read_text().splitlines()
+        runs = [run for run in map(json.loads, lines) if run["part"] == "test" and run["lr"] == 4e-3]
+        return {(run["arm"], run["seed"]): run["rounds"][-1] for run in runs}
+
+    @pytest.mark.parametrize(
+        ("row", "a", "b"),
+        [
+            ("rank 32 for all: FedHL by examples − FlexLoRA", "control_fedhl", "control_flexlora"),
+            ("unequal ranks: FedHL − FedHL by examples", "fedhl", "fedhl_examples"),
+        ],
+    )
+    def test_differences(self, last, row, a, b):
+        cells = []
+        for measure in ("loss", "clients_loss"):
+            values = [last[a, s][measure] - last[b, s][measure] for s in range(4)]
+            mean, half = np.mean(values), half_width(values)
+            ends = f"[{mean - half:.2f}, {mean + half:.2f}]"
+            cells.append(f"{mean:+.2f} {ends}".replace("-", "−"))
+        assert f"| {row}, round 10 | {cells[0]} | {cells[1]} |" in page("fedhl")
+
+    def test_the_bias_of_the_last_round(self, last):
+        for title, arm in (
+            ("FedHL by examples", "fedhl_examples"),
+            ("FedHL by examples, rank 32 for all", "control_fedhl"),
+            ("FlexLoRA, rank 32 for all", "control_flexlora"),
+        ):
+            bias = np.mean([last[arm, s]["bias"] for s in range(4)])
+            assert re.search(rf"\| {title} \| [\d.]+ \| {bias:.3f} \|", page("fedhl")), arm
+
+
 class TestHorizons:
     """The short tables of FedHL on teachers, from the raw figures by numpy."""
 
