@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from fedlowrank import SGD, Federation
 from fedlowrank.adapters.lora.lora_factors import lora_of
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core import tree
@@ -131,6 +133,62 @@ def test_a_common_rank_is_as_if_all_clients_brought_it(kind: Any, scaling: Any, 
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12, msg=path)
     for k in range(4):
         torch.testing.assert_close(predict(a, k), predict(b, k), rtol=0, atol=1e-12)
+
+
+def federate_tokens(alpha: float, ranks: tuple[int, ...], is_trained: bool = False) -> Federation:
+    """Clients of tokens with an adapted embedding, whose B is random and whose A begins at zero."""
+    key = torch.Generator().manual_seed(0)
+    clients = [(torch.randint(0, 11, (n, 4), generator=key), torch.arange(n) % 3) for n in (8, 14, 6)]
+    base = nn.Sequential(nn.Embedding(11, 5), nn.Flatten(), nn.Linear(20, 3))
+    made = add_lora(base, 3, alpha, target_modules=["0"], trainable=["2"])
+    if is_trained:
+        with torch.no_grad():
+            made[0].lora_A.uniform_(-0.1, 0.1, generator=key)  # type: ignore[operator,union-attr]
+    return Federation.from_arrays(clients, made, head="2", classes=3, rank=ranks, val=0, test=0.25)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("alpha", [3.0, 24.0])
+def test_hetlora_of_an_embedding_is_fedit_whatever_the_scale(alpha: float, is_trained: bool) -> None:
+    federation = federate_tokens(alpha, (3, 3, 3), is_trained)
+    a, b = (
+        run_rounds(
+            kind(epochs=2, batch_size=99, optimizer=SGD(lr=0.2)), federation, rounds=2, **NO_EVALUATION
+        )
+        for kind in (FedIT, HetLoRA)
+    )
+    for k in range(3):
+        torch.testing.assert_close(predict(a, k), predict(b, k), rtol=0, atol=1e-6)
+
+
+def test_every_client_of_hetlora_begins_at_the_random_factor_of_the_adapter() -> None:
+    run = run_rounds(
+        HetLoRA(training=LoRATraining(scaling="alpha")),
+        federate_tokens(24.0, (3, 2, 1)),
+        steps=0,
+        **NO_EVALUATION,
+    )
+    expected = lora_of(run.task.common_model("")).draw_factors(3, run.task.key / "lora")["0"]
+    for client, rank in zip(run.federation.infos, (3, 2, 1), strict=True):
+        sent = run.method.download(run.state.server, client).factors["0"]
+        assert torch.equal(sent.b, expected.b[:, :rank])
+        assert not sent.a.any()
+
+
+@pytest.mark.parametrize(
+    "method", [FedHL(), FlexLoRA(split="sqrt"), FlexLoRA(split="B"), FlexLoRA(split="A")]
+)
+def test_a_negative_scale_keeps_the_update(method: Any) -> None:
+    held = add_lora(Net(9, 10), 3, -2.0, trainable=("head",))
+    method = dataclasses.replace(method, **FAST_LOCAL)
+    run = run_rounds(method, federate_lora([3] * 4, held), rounds=2, **NO_EVALUATION)
+    down = run.method.download(run.state.server, run.federation.infos[0])
+    factors = getattr(down, "message", down).factors
+    for name, delta in run.state.server.delta.items():
+        u, s, vt = np.linalg.svd(delta.dense().numpy())
+        assert s[2] > 1e-4
+        product = -2 / 3 * factors[name].dense().numpy()
+        np.testing.assert_allclose(product, u[:, :3] * s[:3] @ vt[:3], atol=1e-6)
 
 
 def test_two_ranks_for_all_are_refused() -> None:

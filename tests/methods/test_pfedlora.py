@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fedlowrank import Loss
 from fedlowrank.core.learning.optimizer import SGD, AdamW
@@ -113,6 +114,22 @@ def test_an_adapter_started_by_decomposition_of_the_head_begins_as_the_head() ->
     narrow = PFedLoRA(width=2, start="svd", **SLOW_LOCAL).server_init(federation.task(1))
     u, s, vt = np.linalg.svd(model.initial["head.weight"].numpy(), full_matrices=False)
     np.testing.assert_allclose((narrow.b @ narrow.a).numpy(), (u[:, :2] * s[:2]) @ vt[:2], atol=1e-6)
+
+
+def test_an_adapter_that_starts_from_a_head_of_rank_one_has_no_dead_component() -> None:
+    module = nn.Linear(6, 4)
+    with torch.no_grad():
+        module.weight.copy_(torch.outer(torch.arange(4.0), torch.arange(6.0)))
+    for scale, own in ((1.0, 1), (0.0, 0)):
+        with torch.no_grad():
+            module.weight.mul_(scale)
+        clients = [(np.zeros((8, 6), np.float32), np.arange(8) % 4)]
+        federation = Federation.from_arrays(clients, {"linear": nn.Sequential(nn.ReLU(), module)}, head="1")
+        adapter = PFedLoRA(width=3, start="svd", **SLOW_LOCAL).server_init(federation.task(1))
+        torch.testing.assert_close(adapter.b @ adapter.a, module.weight.detach(), rtol=0, atol=1e-5)
+        # the others have a random row, and a gradient reaches their columns of zeros
+        assert (adapter.a.norm(dim=1) > 1e-3).all()
+        assert not adapter.b[:, own:].any()
 
 
 def test_an_adapter_of_a_head_of_two_layers_decomposes_the_first() -> None:

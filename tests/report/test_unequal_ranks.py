@@ -89,6 +89,20 @@ class TestByRank:
         mixed = make_run("a", rounds=rounds_of([[0.5] * 4]), clients=people(2, 16, 2, 4))
         assert "Ranks of the clients: 16, 4, 2 × 2." in describe_setting(group_runs([mixed]))
 
+    def test_a_method_that_gives_all_clients_one_rank_says_so(self, make_run):
+        own, common = (
+            make_run(
+                name,
+                title=name.upper(),
+                rounds=rounds_of([[0.5] * 4]),
+                clients=people(2, 16, 2, 4),
+                fields={"training": {"common_rank": rank}},
+            )
+            for name, rank in (("a", None), ("b", 2))
+        )
+        setting = describe_setting(group_runs([own, common]))
+        assert "Ranks of the clients: 16, 4, 2 × 2. B gives all clients rank 2." in setting
+
     def test_table(self, make_run):
         # The client that never trains is apart, and so is the one without a rank.
         clients = people(8, 2, 2, None, 2, unseen=[4])

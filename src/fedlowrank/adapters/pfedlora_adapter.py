@@ -72,7 +72,9 @@ def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter)
         )
     w, bias = params[0], params[1]
     f = compute_svd(w)
-    rank = min(width, f.rank)
+    # a singular value that is a rounding error gives components of zeros, which could not learn
+    smallest = f.s.max() * max(w.shape) * torch.finfo(f.s.dtype).eps
+    rank = min(width, int((f.s > smallest).sum()))
     root = f.s[:rank].sqrt()
     a, b = filler.a.clone(), torch.zeros_like(filler.b)
     a[:rank] = root[:, None] * f.v[:, :rank].mT

@@ -9,10 +9,10 @@ arXiv:2401.06432, Algorithm 1. Without pruning and with weights n_i it is the ba
     server:                 pad every B_i, A_i with zeros to r_max,
                             B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F        server_update
 
-The server's factors have scale 1: the B of an upload is multiplied by s_i, the scale of the rank that the client
-was sent, pruned or not. With equal ranks and weights n_i this is FedIT, whatever the scale. A component that few
-clients hold is diluted by the zeros of the others; ``per_index`` divides each component by the weight of the
-clients that hold it. γ r_i is rounded down, but a rank falls by at least one and never below one.
+The server's factors have scale 1: the B of an upload (of an embedding, the A) is multiplied by s_i, the scale of the
+rank that the client was sent, pruned or not. With equal ranks and weights n_i this is FedIT, whatever the scale.
+A component that few clients hold is diluted by the zeros of the others; ``per_index`` divides each component by the
+weight of the clients that hold it. γ r_i is rounded down, but a rank falls by at least one and never below one.
 """
 
 from __future__ import annotations
@@ -66,12 +66,21 @@ from .shared.lora_family import (
 
 @tree_dataclass
 class ServerState:
-    """Mean factors of rank r_max and scale 1, the shared rest, and the ranks of clients that pruned."""
+    """Mean factors of rank r_max and scale 1, the shared rest, and the ranks of clients that pruned.
+
+    Attributes:
+        factors: mean factors.
+        rest: shared parameters beside the factors.
+        scaling: scale of each rank.
+        ranks: rank of each client that pruned, by its id.
+        embeddings: names of the embedding layers, of which A is scaled and not B.
+    """
 
     factors: Factors
     rest: Params
     scaling: Scaling
     ranks: dict[str, int]
+    embeddings: tuple[str, ...]
 
 
 class Total(TypedDict):
@@ -123,16 +132,15 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
     def server_init(self, task: Task) -> ServerState:
         """A random A of the largest rank and B = 0, or the model's trained factors."""
         rank, model = max(self.training.resolve_ranks(task, self.title)), task.common_model(self.title)
-        rest, scaling = (
-            self.training.read_initial_shared_rest(model),
-            self.training.build_scaling(lora_of(model)),
-        )
-        return ServerState(build_starting_factors(task, self.title, rank, 1.0), rest, scaling, {})
+        lora, rest = lora_of(model), self.training.read_initial_shared_rest(model)
+        factors = build_starting_factors(task, self.title, rank, 1.0)
+        return ServerState(factors, rest, self.training.build_scaling(lora), {}, lora.embeddings)
 
     def download(self, server: ServerState, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
         rank = self._sent_rank(server, client)
-        factors = scale_product(truncate_factors(server.factors, rank), 1 / server.scaling.scale_at(rank))
+        scale = server.scaling.scale_at(rank)
+        factors = scale_product(truncate_factors(server.factors, rank), 1 / scale, server.embeddings)
         return self.training.pack_message(factors, server.rest)
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
@@ -154,7 +162,8 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         factors, n = unpack_factors(upload.factors), float(client.example_count)
         rank, max_rank = measure_rank(factors), measure_rank(server.factors)
         # a pruned upload has the scale of the rank that was sent, not that of its own rank
-        unit_factors = scale_product(widen(factors), server.scaling.scale_at(self._sent_rank(server, client)))
+        scale = server.scaling.scale_at(self._sent_rank(server, client))
+        unit_factors = scale_product(widen(factors), scale, server.embeddings)
         weight = (
             n
             if self.weighting == "examples"

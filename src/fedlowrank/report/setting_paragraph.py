@@ -53,6 +53,9 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
         sentences.append(f"LoRA: {_describe(lora)}.")
     if ranks := format_ranks(run):
         sentences.append(f"Ranks of the clients: {ranks}.")
+        for group in groups:
+            if rank := group.first.section("method", "fields", "training").get("common_rank"):
+                sentences.append(f"{group.label} gives all clients rank {value_text(rank)}.")
     share = sections["run"].get("participation")
     participation_text = (
         f", {format_percent(share, 0)} % of clients in each" if isinstance(share, (int, float)) else ""

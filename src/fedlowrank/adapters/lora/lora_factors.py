@@ -76,6 +76,11 @@ class LoRA:
         return {name: layer.shape for name, layer in self.layers.items()}
 
     @property
+    def embeddings(self) -> tuple[str, ...]:
+        """The names of the embedding layers, whose A begins at zero and not B."""
+        return tuple(name for name, layer in self.layers.items() if layer.embedding)
+
+    @property
     def largest_rank(self) -> int:
         """The largest rank that an update of one of the layers can have; a higher rank has no effect."""
         return max(layer.largest_rank for layer in self.layers.values())

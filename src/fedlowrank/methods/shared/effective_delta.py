@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -52,7 +53,9 @@ def build_client_factors(
         layer_rank = min(rank, initial.rank)
         truncation = truncate_delta(delta, layer_rank)
         pair, r = split_svd(truncation, layer_rank, split), truncation.rank
-        b, a = (pair.b / scale**power).to(initial.b), (pair.a / scale ** (1 - power)).to(initial.a)
+        # of a negative scale, B takes the sign
+        b = (pair.b / math.copysign(abs(scale) ** power, scale)).to(initial.b)
+        a = (pair.a / abs(scale) ** (1 - power)).to(initial.a)
         b[:, r:], a[r:] = initial.b[:, r:layer_rank], initial.a[r:layer_rank]
         factors[name] = Pair(b.contiguous(), a.contiguous())
     return factors

@@ -7,7 +7,7 @@ so that no aggregator depends on α or r.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -157,8 +157,8 @@ class LoRATraining(CheckedFields):
             client = task.clients[ranks.index(min_rank)]
             raise TaskError(
                 f"{method}: the factors begin at the {lora.rank} principal components of each weight (init_lora_weights), and "
-                f"client {client.id} of rank {min_rank} would begin without some of them. Give all clients rank {lora.rank}, "
-                "or take init_lora_weights = true"
+                f"client {client.id} of rank {min_rank} would begin without some of them. Give all clients rank {lora.rank} "
+                "(training.common_rank), or take init_lora_weights = true"
             )
         return ranks
 
@@ -259,23 +259,32 @@ def build_starting_factors(task: Task, method: str, rank: int, scale: float) -> 
     """
     lora = lora_of(next(iter(task.architectures.values())))
     factors = draw_initial_factors(task, rank)
-    for name, trained_pair in lora.trained.items():
+    scaled_factors = scale_product(lora.trained, lora.scale / scale, lora.embeddings)
+    for name, trained_pair in scaled_factors.items():
         initial_pair = factors[name]
         if trained_pair.rank > initial_pair.rank:
             raise TaskError(
                 f"{method}: the adapter that the model starts from has rank {trained_pair.rank} (layer {name}), and clients have "
-                f"rank {rank}. Set lora.ranks to at least {trained_pair.rank}, or choose fedhl, flexlora or flora, whose server "
-                "holds an update of any rank"
+                f"rank {rank}. Give them a rank of at least {trained_pair.rank} (training.common_rank where a method sets it, "
+                "or lora.ranks), or choose fedhl, flexlora or flora, whose server holds an update of any rank"
             )
         # Beyond the trained rank B is zero (for an embedding, A is), so the product is that of the trained factors.
-        b = torch.cat([trained_pair.b * (lora.scale / scale), initial_pair.b[:, trained_pair.rank :]], 1)
+        b = torch.cat([trained_pair.b, initial_pair.b[:, trained_pair.rank :]], 1)
         factors[name] = Pair(b, torch.cat([trained_pair.a, initial_pair.a[trained_pair.rank :]]))
     return factors
 
 
-def scale_product(factors: Factors, scale: float) -> Factors:
-    """Scale the product B A of every layer: B is multiplied by ``scale``, and A keeps its initial size."""
-    return {n: Pair(p.b * scale, p.a) for n, p in factors.items()}
+def scale_product(factors: Factors, scale: float, embeddings: Collection[str] = ()) -> Factors:
+    """Scale the product B A of every layer by the factor that begins at zero, so that the random one keeps its size.
+
+    Args:
+        factors: factors by layer.
+        scale: by which B is multiplied; of an embedding, A.
+        embeddings: names of the embedding layers.
+    """
+    return {
+        n: Pair(p.b, p.a * scale) if n in embeddings else Pair(p.b * scale, p.a) for n, p in factors.items()
+    }
 
 
 def truncate_factors(factors: Factors, rank: int) -> Factors:

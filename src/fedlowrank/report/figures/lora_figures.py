@@ -34,7 +34,7 @@ MAX_LISTED_RANKS = 9  # maximum number of ranks in a legend
 SHARE: chart.Bounds = (0.0, 1.0)
 STEPS = [1, 2, 2.5, 5, 10]
 SERIES = {
-    "personal": "personal is the model that the client itself uses, of its own rank",
+    "personal": "personal is the model that the client itself uses",
     "server": "server is the server's whole model on the test examples of the client",
 }
 
