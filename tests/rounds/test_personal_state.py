@@ -141,3 +141,19 @@ def test_ranks_of_the_slots_leave_factors_as_they_are() -> None:
         moved.append(not torch.equal(state["first.weight"], base["first.weight"]))
     # a rank that the module has no room for is added to the weight
     assert moved == [False, False, True]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedrep", "standalone", "fedit"])
+def test_a_state_may_be_changed_in_place(method: str) -> None:
+    data, _ = federation("ours", [3, 3, 3])
+    given: dict[str, Any] = {"training": LoRATraining(rank=2)} if method == "fedit" else {}
+    result = simulate(METHODS[method](optimizer=SGD(lr=0.2), batch_size=5, **given), data, rounds=1)
+    trained = dict(result.run.personal_params(data.infos[0]))
+    copies = [{n: t.clone() for n, t in result.personal(k).items()} for k in range(3)]
+    before = result.predict(0)
+    total = result.personal(0)
+    for name in trained:
+        total[name] += result.personal(1)[name]
+        total[name] += result.personal(2)[name]
+        torch.testing.assert_close(total[name], sum(copy[name] for copy in copies))
+    assert torch.equal(result.predict(0), before)

@@ -76,7 +76,8 @@ def compare_layers(old_layers: Mapping[str, str], new_layers: Mapping[str, str],
             )
         elif old_layers[path] != new_layers[path]:
             before, after = _parts_that_differ(old_layers[path], new_layers[path])
-            differences.append(f"{name} was {before} and is {after}")
+            cause = " (its source, or a variable that it reads)" if after.startswith("code ") else ""
+            differences.append(f"{name} was {before} and is {after}{cause}")
     remaining_count = len(differences) - limit
     return [
         *differences[:limit],

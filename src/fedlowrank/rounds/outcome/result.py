@@ -191,8 +191,8 @@ class Result:
     def personal(self, client: int | str) -> Params:
         """Get the state dict of the model that a client would use now; load it with ``module.load_state_dict``.
 
-        Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's own
-        module and not copies. Load the state into another module, because a federation keeps using the module that it
+        Trained tensors are copies. Those that are not trained, such as the frozen base of a LoRA model, are those of the
+        federation's own module. Load the state into another module, because a federation keeps using the module that it
         was made from.
 
         Raises:
@@ -200,4 +200,5 @@ class Result:
         """
         info = self.run.federation.client(client)
         params = single_model(self.run, info, self.run.local_model(info))
-        return full_state_dict(self.run.federation.architectures[info.architecture], params)
+        copied_params = {name: tensor.detach().clone() for name, tensor in params.items()}
+        return full_state_dict(self.run.federation.architectures[info.architecture], copied_params)
