@@ -34,6 +34,7 @@ from .input_types import InputTypes, convert_named_input, is_image, is_integer
 from .partitioning.partitions import read_partitions
 from .pixels import Pixels, pack_images
 from .targets import check_scores, fit_loss
+from .user_data.array_copies import ArrayCopies
 from .user_data.columns import Columns
 from .user_data.feature_names import FeatureNames, match_columns
 from .user_data.user_arrays import (
@@ -423,14 +424,14 @@ class Federation:
                 inputs and labels ``(x [n, ...], y [n])``, a ``torch.utils.data.Dataset`` with a length, a data frame
                 with a column ``target``, or a dict of columns, and are divided at random. To set the parts yourself,
                 give a dict of these under ``train`` and optionally ``val`` and ``test``, or a tuple ``(train, test)``
-                or ``(train, val, test)``. Arrays are tensors, numpy arrays, data frames or lists; x may be a dict of
-                them, which the model gets as keyword arguments. Data frames are matched by the names of their
-                columns. Arrays of unsigned bytes are pixels and are divided by 255; other inputs become float32 and
-                keep their values. Whole numbers stay int64 if the model looks them up: it accepts them, and has an
-                ``nn.Embedding`` or refuses float32. See :mod:`fedlowrank.data.input_types`. Labels are whole numbers,
-                booleans or text. Text is numbered in sorted order. Whole numbers stay unchanged if each is an index
-                of the model's scores; otherwise they are numbered in sorted order, with a warning. Real targets
-                ``y [n, d]`` make a regression, with d = 1 for a single number.
+                or ``(train, val, test)``. Arrays are tensors, numpy arrays, data frames or lists, and are copied; x
+                may be a dict of them, which the model gets as keyword arguments. Data frames are matched by the names
+                of their columns. Arrays of unsigned bytes are pixels and are divided by 255; other inputs become
+                float32 and keep their values. Whole numbers stay int64 if the model looks them up: it accepts them,
+                and has an ``nn.Embedding`` or refuses float32. See :mod:`fedlowrank.data.input_types`. Labels are
+                whole numbers, booleans or text. Text is numbered in sorted order. Whole numbers stay unchanged if
+                each is an index of the model's scores; otherwise they are numbered in sorted order, with a warning.
+                Real targets ``y [n, d]`` make a regression, with d = 1 for a single number.
             model: a module (its parameters are the initial ones), a factory of modules (initialized from the seed),
                 or several of them by name. A module is used directly, but its parameters, buffers, attributes and
                 modes are not changed here. It is called on single examples to find out what it accepts and returns;
@@ -474,14 +475,15 @@ class Federation:
         user_clients, feature_names = match_columns(
             read_user_clients(clients, Columns(client, target, features, split), key)
         )
-        user_clients, classes_given = number_text_labels(user_clients, classes)
         loss = as_loss(loss).with_function()
+        user_clients, classes_given = number_text_labels(user_clients, classes, loss)
         titles = [user_client.title for user_client in user_clients]
         models = model if isinstance(model, Mapping) else {"model": model}
         first_input = take_first_input(user_clients[0])
         types = _choose_input_types(models, first_input, key / "init")
+        copies = ArrayCopies()
         data = [
-            make_client(user_client, i, val, test, key, types, loss)
+            make_client(user_client, i, val, test, key, types, copies, loss)
             for i, user_client in enumerate(user_clients)
         ]
         choices = types.choices(first_input)

@@ -48,8 +48,8 @@ def test_operations_for_each_client() -> None:
     count = [
         operations(lambda c=c: Federation.from_arrays(c, nn.Linear(4, 3), classes=3)) for c in (few, many)
     ]
-    # for each of three parts: the sum of the inputs, and its value
-    assert count[1] - count[0] <= 6 * 100
+    # for each of three parts: the sum of the inputs, its value, and copies of the inputs and the labels
+    assert count[1] - count[0] <= 12 * 100
     assert operations(made[110].describe) == operations(made[10].describe)
 
 

@@ -102,7 +102,24 @@ def test_what_are_no_numbers(x: Any, y: Any, says: str) -> None:
     assert f"client 0: {says}" in str(error.value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize(
+    ("x", "y", "says"),
+    [
+        (X.to_sparse(), LABELS, r"the inputs must be a dense tensor, .*torch\.sparse_coo; .*to_dense\(\)"),
+        (X, LABELS.to_sparse(), r"the targets must be a dense tensor, .*torch\.sparse_coo; .*to_dense\(\)"),
+        (X.numpy().astype(">f4"), LABELS, r'the inputs must .*>f4 .*another order.*astype\("float32"\)'),
+        (X.numpy().astype(">f8"), LABELS, r'the inputs must .*>f8 .*another order.*astype\("float32"\)'),
+        (X.numpy().astype(np.longdouble), LABELS, r'the inputs must .*extended.*astype\("float32"\)'),
+        (X, LABELS.numpy().astype(">i4"), r'the targets must .*>i4 .*another order.*astype\("int64"\)'),
+        (X, X.numpy().astype(">f4"), r'the targets must .*>f4 .*another order.*astype\("float32"\)'),
+    ],
+)
+def test_numbers_that_torch_does_not_take(x: Any, y: Any, says: str) -> None:
+    with pytest.raises(DataError, match=f"^client 0: {says}"):
+        federation(y, x)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300, -1e39])
 def test_inputs_that_are_not_finite_are_named(value: float) -> None:
     x = X.double().clone()
     x[[5, 7], 2] = value
@@ -111,6 +128,38 @@ def test_inputs_that_are_not_finite_are_named(value: float) -> None:
     for part in ("client 1", "its inputs", "2 of 12", "first in example 5"):
         assert part in str(error.value)
     assert "learning rate" not in str(error.value)
+    is_finite = np.isfinite(value)
+    assert ("NaN or an infinity" in str(error.value)) == (not is_finite)
+    assert (f"beyond the range of float32 in its inputs, {value:g}," in str(error.value)) == is_finite
+    assert ("divide such values by a constant" in str(error.value)) == is_finite
+    # a NaN beside it is named first
+    x[9, 0] = float("nan")
+    if is_finite:
+        with pytest.raises(
+            DataError, match=r"NaN or an infinity in its inputs, in 1 of 12.* first in example 9"
+        ):
+            federation(LABELS, x)
+
+
+def test_targets_and_new_inputs_beyond_float32_are_named() -> None:
+    large = X.double().clone()
+    large[3, 1] = 2e39
+    for y, width in ((large, 4), (large[:, 1], 1)):
+        with pytest.raises(
+            DataError, match=r"beyond the range of float32 in its targets, 2e\+39, in 1 of 12"
+        ):
+            federation(y, model=nn.Linear(4, width), loss="mse")
+    result = simulate("fedavg", federation(LABELS), rounds=1)
+    with pytest.raises(DataError, match=r"^there is a number beyond .* in the inputs, 2e\+39, in 1 of 12"):
+        result.predict(0, large)
+    named = Federation.from_arrays([({"input": X}, LABELS)], nn.Linear(4, 3))
+    with pytest.raises(
+        DataError, match=r"beyond the range of float32 in the inputs 'input', 2e\+39, in 1 of"
+    ):
+        simulate("fedavg", named, rounds=1).predict(0, {"input": large})
+    large[3, 1] = torch.nan
+    with pytest.raises(DataError, match=r"^there is a NaN or an infinity in the inputs, in 1 of 12"):
+        result.predict(0, large)
 
 
 class Overflowing(nn.Module):

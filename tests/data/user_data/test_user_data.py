@@ -257,6 +257,30 @@ def test_truth_values_are_classes() -> None:
     assert make([(X, Y > 0)], nn.Linear(4, 2), classes=["low", "high"]).classes == ("low", "high")
 
 
+@pytest.mark.parametrize("loss", ["bce", "mse", "huber"])
+def test_truth_values_are_numbers_for_losses_of_real_targets(loss: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    values = Y > 0
+    truth = values.astype(np.float32)[:, None]
+    kinds = (
+        values,
+        torch.from_numpy(values),
+        values.tolist(),
+        pandas.array(values, "boolean"),
+        values[:, None],
+    )
+    for y in kinds:
+        federation = make([(X, y)], nn.Linear(4, 1), loss=loss)
+        assert federation.classes == ()
+        check(federation, 0, X, truth)
+    frame = pandas.DataFrame(X, columns=[*"abcd"]).assign(ill=values)
+    check(make([frame], nn.Linear(4, 1), loss=loss, target="ill"), 0, X, truth)
+    assert make([(X, values)], nn.Linear(4, 2), loss="focal").classes == ("False", "True")
+    says = rf"labels of client 1 are text, such as 'cat', but loss '{loss}' learns numbers.*loss='cross_entropy' for text"
+    with pytest.raises(DataError, match=says):
+        make([(X, values), (X, WORDS)], nn.Linear(4, 1), loss=loss)
+
+
 @pytest.mark.parametrize("values", [[1, 2, 3], [10, 20, 300], [0, 5, 7]])
 def test_labels_beyond_the_scores_are_numbered_and_said(values: list[int]) -> None:
     y = np.array(values)[Y]

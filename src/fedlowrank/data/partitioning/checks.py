@@ -53,22 +53,65 @@ def describe_array(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-def check_finite_values(name: str, x: Tensor) -> None:
-    """Reject values [n, ...] with a NaN or an infinity; the DataError has their number and the first one."""
+def check_finite_values(name: str, x: Tensor, original: Tensor | None = None) -> None:
+    """Reject values [n, ...] with a NaN or an infinity; the DataError has their number and the first one.
+
+    Args:
+        name: description of the values.
+        x: values as models get them.
+        original: values before their conversion to float32, to name those that are infinite only afterwards.
+    """
     # a sum is finite only if all its terms are; if it is not, the terms are tested, because the sum may overflow
     if not x.is_floating_point() or math.isfinite(x.sum().item()):
         return
-    invalid_rows = [
+    if rows := _find_invalid_rows(x if original is None else original):
+        raise DataError(
+            f"there is a NaN or an infinity in {name}, {_describe_rows(rows, len(x))}; leave such examples out, or fill the gap."
+        )
+    if original is not None and (rows := _find_invalid_rows(x)):
+        first_value = original.reshape(x.shape)[rows[0]][torch.isinf(x[rows[0]])][0].item()
+        raise DataError(
+            f"there is a number beyond the range of float32 in {name}, {first_value:g}, {_describe_rows(rows, len(x))}. Models "
+            f"compute in float32, up to {torch.finfo(torch.float32).max:.2g}: divide such values by a constant, the same at all "
+            "clients, or correct them."
+        )
+
+
+def _find_invalid_rows(x: Tensor) -> list[int]:
+    """Indices of the examples with a NaN or an infinity."""
+    return [
         start + i
         for start, rows in split_rows(x)
         if not bool((finite := torch.isfinite(rows)).all())
         for i in (~finite).reshape(len(rows), -1).any(1).nonzero()[:, 0].tolist()
     ]
-    if invalid_rows:
+
+
+def check_unmasked(name: str, array: Any) -> None:
+    """Reject a NumPy masked array [n, ...], or a list of such examples, with masked values, which conversions unmask.
+
+    Args:
+        name: description of the values.
+        array: values of any type, as the user gave them.
+    """
+    if rows := find_masked_rows(array):
         raise DataError(
-            f"there is a NaN or an infinity in {name}, in {len(invalid_rows)} of {len(x)} examples, first in "
-            f"example {invalid_rows[0]} (counted from 0); leave such examples out, or fill the gap."
+            f"there is a masked value in {name}, {_describe_rows(rows, len(array))}; leave such examples out, or fill the gaps: "
+            "filled(...)."
         )
+
+
+def find_masked_rows(array: Any) -> list[int]:
+    """Indices of the examples with a masked value, of a NumPy masked array [n, ...] or of a list of examples."""
+    if isinstance(array, np.ma.MaskedArray) and array.ndim and np.ma.is_masked(array):
+        is_masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(1)
+        return [int(i) for i in np.flatnonzero(is_masked)]
+    rows = array if isinstance(array, list | tuple) else ()
+    return [i for i, row in enumerate(rows) if isinstance(row, np.ma.MaskedArray) and np.ma.is_masked(row)]
+
+
+def _describe_rows(rows: list[int], count: int) -> str:
+    return f"in {len(rows)} of {count} examples, first in example {rows[0]} (counted from 0)"
 
 
 def split_rows(x: Tensor, max_values: int = 2**20) -> Iterator[tuple[int, Tensor]]:

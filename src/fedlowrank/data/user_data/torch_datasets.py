@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ...core.errors import DataError
 from ...core.key import Key
 from ..datasets.images import image_to_array
-from ..partitioning.checks import describe_array
+from ..partitioning.checks import describe_array, find_masked_rows
 from .columns import Columns
 
 
@@ -128,6 +128,8 @@ def _to_array(value: Any, title: str) -> Any:
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(value, pillow.Image):
         return image_to_array(value, title)
+    if np.ma.is_masked(value) or find_masked_rows(value):
+        raise DataError(f"{title} has a masked value; leave such examples out, or fill the gaps: filled(...)")
     try:
         return np.asarray(value)
     except ValueError as error:

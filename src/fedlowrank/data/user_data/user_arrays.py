@@ -16,7 +16,9 @@ from ...core.key import Key
 from ...core.learning.losses import AUTO, IGNORE_INDEX, OF_LABELS, OF_REAL_TARGETS, Loss
 from ..dataset import ClientData, Examples, Inputs
 from ..input_types import InputTypes
-from ..partitioning.checks import check_finite_values, describe_array
+from ..partitioning.checks import check_finite_values, check_unmasked, describe_array
+from ..pixels import Pixels
+from .array_copies import ArrayCopies
 from .data_frames import convert_frame, is_frame
 from .user_clients import GivenClient
 
@@ -55,6 +57,7 @@ def make_client(
     test: float,
     key: Key,
     types: InputTypes,
+    copies: ArrayCopies,
     loss: Loss = AUTO,
 ) -> ClientData:
     """Make the data of one client.
@@ -66,11 +69,15 @@ def make_client(
         test: share for the test, if there is one pair.
         key: root key of all randomness.
         types: converter of the inputs.
+        copies: copies of the arrays of all clients, so that each is copied once.
         loss: loss of the task, which determines the kind of the targets.
     """
     title = user_client.title
     parts = {part: make_examples(pair, title, types, part, loss) for part, pair in user_client.parts.items()}
     if "train" in parts:
+        parts = {
+            part: _copy_shared(examples, user_client.parts[part], copies) for part, examples in parts.items()
+        }
         empty_examples = parts["train"].take(torch.arange(0)) if len(parts) < 3 else parts["train"]
         parts = {"val": empty_examples, "test": empty_examples, **parts}
         return ClientData(parts["train"], parts["val"], parts["test"])
@@ -84,6 +91,18 @@ def make_client(
     order = torch.randperm(n, generator=(key / "split" / client_id).generator())
     val_index, test_index, train_index = torch.split(order, [n_val, n_test, n - n_val - n_test])
     return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
+
+
+def _copy_shared(examples: Examples, pair: tuple[Any, Any], copies: ArrayCopies) -> Examples:
+    """Copy what shares memory with the pair that the examples were made from."""
+    x, y = pair
+    assert not isinstance(examples.x, Pixels)
+    inputs: Inputs = (
+        {name: copies.copy_shared(tensor, x[name]) for name, tensor in examples.x.items()}
+        if isinstance(examples.x, dict)
+        else copies.copy_shared(examples.x, x)
+    )
+    return Examples(inputs, copies.copy_shared(examples.y, y))
 
 
 def find_untested_warning(
@@ -126,16 +145,18 @@ def make_examples(
     part_title = title + (f" ({part})" if part else "")
     x, y = pair
     try:
-        targets = _convert_targets(to_tensor(y, "the targets"), isinstance(x, Mapping), loss)
+        target_tensor = to_tensor(y, "the targets")
+        targets = _convert_targets(target_tensor, isinstance(x, Mapping), loss)
         if isinstance(x, Mapping):
-            input_tensors = {name: to_input_tensor(a, f"input {name!r}") for name, a in x.items()}
-            inputs: Inputs = {name: types.convert(t, part_title, name) for name, t in input_tensors.items()}
+            originals = {name: to_input_tensor(a, f"input {name!r}") for name, a in x.items()}
+            inputs: Inputs = {name: types.convert(t, part_title, name) for name, t in originals.items()}
         else:
-            inputs = types.convert(to_input_tensor(x, "the inputs"), part_title)
+            originals = {"its inputs": to_input_tensor(x, "the inputs")}
+            inputs = types.convert(originals["its inputs"], part_title)
         examples = Examples(inputs, targets)
-        for name, tensor in inputs.items() if isinstance(inputs, dict) else [("its inputs", inputs)]:
-            check_finite_values(name, tensor)
-        check_finite_values("its targets", targets)
+        for name, original in originals.items():
+            check_finite_values(name, inputs[name] if isinstance(inputs, dict) else inputs, original)
+        check_finite_values("its targets", targets, target_tensor)
     except DataError as error:
         raise DataError(f"{part_title}: {error}") from error
     return examples
@@ -146,13 +167,24 @@ def to_tensor(array: Any, title: str) -> Tensor:
     if isinstance(array, Tensor):
         if array.is_complex():
             raise DataError(f"{title} must be real numbers, not {array.dtype}")
+        if array.layout != torch.strided and not array.is_nested:
+            raise DataError(
+                f"{title} must be a dense tensor, not one of the layout {array.layout}; convert it with to_dense()"
+            )
         return array.detach() if array.requires_grad else array
     try:
+        check_unmasked(title, array)
         values = np.asarray(array)
         if values.dtype.kind not in "biuf":
             raise DataError(
                 f"{title} must be an array of numbers, not {_describe_type(array)} of {values.dtype}; "
                 + _advise_conversion(array, values)
+            )
+        if not values.dtype.isnative or values.dtype.type is np.longdouble:
+            type_name = "float32" if values.dtype.kind == "f" else "int64"
+            raise DataError(
+                f"{title} must have a type that torch has, not {values.dtype.str} (extended precision, or bytes in another order "
+                f'than this machine\'s); convert it with astype("{type_name}")'
             )
         # torch needs writable memory; the array of a data frame is read-only
         is_usable = values.flags.writeable and values.flags.c_contiguous

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ...core.contract.task import client_title
 from ...core.errors import DataError
@@ -86,7 +88,7 @@ def _read_parts(value: Any, title: str, columns: Columns, key: Key) -> dict[str,
     if (
         isinstance(value, tuple | list)
         and (names := _TUPLE_PARTS.get(len(value)))
-        and _are_parts(value, columns)
+        and _are_parts(value, columns, title)
     ):
         value = dict(zip(names, value, strict=True))
     if isinstance(value, Mapping) and ("train" in value or {*value} <= {*SPLITS}):
@@ -100,18 +102,49 @@ def _read_parts(value: Any, title: str, columns: Columns, key: Key) -> dict[str,
     return {"": _read_pair(value, title, columns, key)}
 
 
-def _are_parts(values: tuple[Any, ...] | list[Any], columns: Columns) -> bool:
-    """Whether the values are parts (data sets, frames with a target, or pairs of arrays), and not one pair (x, y)."""
-    return all(
-        is_torch_data(value)
-        or (columns.target is not None and is_frame(value))
-        or (isinstance(value, tuple) and len(value) == 2 and all(map(_is_array, value)))
-        for value in values
-    )
+def _are_parts(values: tuple[Any, ...] | list[Any], columns: Columns, title: str) -> bool:
+    """Whether the values are parts (data sets, frames with a target, dicts of columns, or tuples), and not one pair (x, y)."""
+    if not all(_is_part(value, columns) for value in values):
+        return False
+    if len(values) == 2 and (isinstance(values[0], Mapping) or _is_table(values[0])) and _is_table(values[1]):
+        raise DataError(
+            f"{title}: its data can be the parts (train, test) or one pair (x, y) of two examples. Give the parts as "
+            '{"train": ..., "test": ...}, or a pair as arrays, (numpy.array(x), numpy.array(y))'
+        )
+    return True
 
 
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") or (isinstance(value, Mapping) and all(map(_is_array, value.values())))
+def _is_part(value: Any, columns: Columns) -> bool:
+    """Whether a value of a tuple can be a part; a list of two rows is an array."""
+    if is_torch_data(value) or isinstance(value, Mapping) or (columns.target is not None and is_frame(value)):
+        return True
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return (isinstance(value[0], Mapping) or _has_rows(value[0])) and _has_rows(value[1])
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a value is an array or a list, and no single number or text."""
+    if hasattr(value, "shape"):
+        return len(value.shape) > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a part is a tuple of two lists of one form, such as two rows of numbers, that can also be one array."""
+    return isinstance(value, tuple) and _find_form(value[0]) == _find_form(value[1]) is not None
+
+
+def _find_form(values: Any) -> tuple[Any, ...] | None:
+    """Lengths of nested lists and the kind of their first value; None for arrays."""
+    if hasattr(values, "shape"):
+        return None
+    lengths = []
+    while isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        lengths.append(len(values))
+        values = values[0] if len(values) else None
+    shape = tuple(getattr(values, "shape", ()))
+    return *lengths, shape, isinstance(values, str), isinstance(values, bool | np.bool_)
 
 
 def _read_pair(value: Any, title: str, columns: Columns, key: Key) -> tuple[Any, Any]:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...core.errors import DataError, did_you_mean
 from ...core.io.text import list_first
-from ...core.learning.losses import Loss
+from ...core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss
 from ..dataset import ClientData, Examples
+from ..partitioning.checks import check_unmasked
 from .user_arrays import concatenate_labels
 from .user_clients import GivenClient
 
@@ -22,20 +23,21 @@ _MAX_SHOWN_LABELS = 6
 
 
 def number_text_labels(
-    clients: Sequence[GivenClient], classes: Sequence[str] | int | None
+    clients: Sequence[GivenClient], classes: Sequence[str] | int | None, loss: Loss
 ) -> tuple[list[GivenClient], Sequence[str] | int | None]:
     """Replace labels that are text or booleans by the numbers of their classes, over all clients.
 
     Args:
         clients: clients with arrays as the user gave them.
         classes: names or number of the classes, if the user gave them.
+        loss: loss of the task; if it learns real targets only, booleans are numbers and no classes.
 
     Returns:
         The clients, and the classes: as given, or the sorted labels for text, or False and True for booleans.
 
     Raises:
-        DataError: if labels are missing, are text at some clients only, or are no given class; the message names the
-            client.
+        DataError: if labels are missing, are text at some clients only or with a loss of real targets, or are no given
+            class; the message names the client.
     """
     labels = {
         (i, part): _to_labels(y, _describe_part(client, part))
@@ -45,7 +47,15 @@ def number_text_labels(
     # a part without examples fits all kinds
     kinds = {key: _find_kind(y) for key, y in labels.items() if 0 not in getattr(y, "shape", ())}
     text_keys = [key for key, kind in kinds.items() if kind == "U"]
+    learns_numbers = loss.kind in OF_REAL_TARGETS and loss.kind not in OF_LABELS
     if text_keys:
+        i, part = text_keys[0]
+        if learns_numbers:
+            label = labels[i, part].tolist()[0]
+            raise DataError(
+                f"the labels of {_describe_part(clients[i], part)} are text, such as {label!r}, but loss {loss.kind!r} learns "
+                f"numbers. Set loss='cross_entropy' for text labels, or give numbers, such as numpy.asarray(y) == {label!r}"
+            )
         if other_keys := [key for key, kind in kinds.items() if kind != "U"]:
             text_title, number_title = (
                 _describe_part(clients[i], part) for i, part in (text_keys[0], other_keys[0])
@@ -60,7 +70,8 @@ def number_text_labels(
             for key, y in labels.items()
         }
         return _replace_labels(clients, numbered_labels), names
-    if classes is None and {*kinds.values()} == {"b"} and all(labels[p].ndim == 1 for p in kinds):
+    are_booleans = {*kinds.values()} == {"b"} and all(labels[p].ndim == 1 for p in kinds)
+    if classes is None and are_booleans and not learns_numbers:
         # numbers of the labels are 0 and 1
         classes = ("False", "True")
     return _replace_labels(clients, labels), classes
@@ -104,6 +115,7 @@ def _to_labels(y: Any, title: str) -> Any:
     """Convert labels to a tensor or an array without objects; other values are returned unchanged."""
     if isinstance(y, Tensor):
         return y
+    check_unmasked(f"the labels of {title}", y)
     try:
         array = np.asarray(y)
     except ValueError:

@@ -260,6 +260,8 @@ def _as_examples(inputs: Any, train_examples: Examples, federation: Federation) 
             raise DataError(
                 f"the input {name!r} must be {expected_form}, not {describe_array(tensors[name])}"
             )
+        for name, value in x.items():
+            check_finite_values(f"the inputs {name!r}", value, tensors[name])
         count = len(next(iter(x.values())))
     else:
         numbers = _as_tensor(inputs, "the inputs", "", federation).to(device)
@@ -272,6 +274,7 @@ def _as_examples(inputs: Any, train_examples: Examples, federation: Federation) 
         if x.ndim == 0 or x.shape[1:] != train_examples.x.shape[1:]:
             expected_form = ", ".join(map(str, ["n", *train_examples.x.shape[1:]]))
             raise DataError(f"the inputs must have the shape [{expected_form}], not {[*x.shape]}")
+        check_finite_values("the inputs", x, numbers)
         count = len(x)
     return Examples(
         x, torch.zeros(count, *train_examples.y.shape[1:], dtype=train_examples.y.dtype, device=device)
@@ -283,7 +286,6 @@ def _as_tensor(inputs: Any, title: str, name: str, federation: Federation) -> Te
     if is_frame(inputs) and name in federation.feature_names:
         inputs = order_columns(inputs, federation.feature_names[name], title)
     tensor = to_input_tensor(inputs, title)
-    check_finite_values(title, tensor)
     if name in federation.byte_inputs and tensor.dtype != torch.uint8 and tensor.numel():
         low, high = float(tensor.min()), float(tensor.max())
         if low < 0 or high > 1:
